@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # Fields of `RoleSettings` that are values of megarl's own flags.
 OWN_FIELDS = (
-    "max_tokens_per_microbatch", "tokenizer_type", "tokenizer_model", "chat_template", "offload", "lora_adapter"
+    "max_tokens_per_microbatch", "tokenizer_type", "tokenizer_model", "chat_template", "chat_template_kwargs",
+    "chat_template_date", "bos", "offload", "lora_adapter",
 )  # fmt: skip
 __all__ = ["MODELS", "RoleSettings", "RunConfig", "Settings", "build_parser", "parse"]
 
@@ -52,6 +53,9 @@ class RoleSettings:
     tokenizer_type: str
     tokenizer_model: str | None
     chat_template: str | None
+    chat_template_kwargs: str | None
+    chat_template_date: str | None
+    bos: str
     offload: bool
     model_role: str
     has_model: bool
@@ -136,15 +140,18 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     combinations.check(context)
 
     trained = () if context.settings.debug_rollout_only else role_flags.TRAINED_ROLES[program]
+    roles = _role_settings(context, values, tokens, ranks)
+    folders = [role.hf_model for role in roles.values() if role.hf_model is not None]
+    notes = dict.fromkeys(note for folder in folders for note in folder.notes)
     return RunConfig(
         settings=context.settings,
-        roles=_role_settings(context, values, tokens, ranks),
+        roles=roles,
         trained=tuple(role for role in trained if role in ranks),
         check=command.check,
         estimator=context.estimator,
         policy_loss=_with_options(context, values),
         rewards=context.terms,
-        warnings=(*command.removed, *([combinations.warning(idle)] if idle else [])),
+        warnings=(*command.removed, *([combinations.warning(idle)] if idle else []), *notes),
     )
 
 

@@ -35,8 +35,8 @@ class ServerInputs(PolicyInputs):
     """Options and policy of a server, checked before any work starts. UsageError for wrong ones."""
 
     def __init__(self, config: RunConfig):
-        self.frontend_config = read_server_flags(config)
         super().__init__(config)
+        self.frontend_config = read_server_flags(config, self.encoder)
         path = self.checkpoint or Path(self.source()["hf_model"])
         self.label = path.name  # of the weights, in answers
         self.model_name = config.settings.served_model_name or _model_name(path)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders, schedules
+from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
@@ -15,7 +16,8 @@ SETTINGS = "settings"  # the manifest's entry with the settings that decide the 
 _NOT_NUMBERS = {
     "role_map", "prompts", "eval_prompts", "prompt_column", "answer_column", "response_column", "messages_column",
     "chosen_column", "rejected_column", "filter_long_prompts",
-    "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "seed",
+    "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "chat_template_kwargs",
+    "chat_template_date", "bos", "seed",
     "reward_model", "reward_hf_model", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
     "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
     "rollout_prefix_caching", "rollout_chunked_prefill", "speculative_rollout", "verify_weights",
@@ -41,10 +43,15 @@ def data_fingerprints(encoder: Encoder, settings: Settings, prompts: dict[str, P
         prompts: the sets of `--prompts` and `--eval-prompts` by name of the setting, after their filter.
     """
     found = {name: {"value": prompts[name].path, "sha256": prompts[name].sha256()} for name in prompts}
-    tokenizer, template = encoder.tokenizer, encoder.template.source if encoder.template else ""
-    ids = (tokenizer.bos_id, tokenizer.pad_id, tokenizer.end_ids, sorted(tokenizer.special.items()))
-    found["tokenizer_model"] = _entry(settings.tokenizer_model, (tokenizer.fingerprint + repr(ids)).encode())
-    found["chat_template"] = _entry(settings.chat_template, template.encode("utf-8", errors="backslashreplace"))
+    tokenizer, template, options = encoder.tokenizer, "", NO_OPTIONS
+    if encoder.template is not None:
+        template, options = encoder.template.source, encoder.template.options
+    ids = repr((tokenizer.bos_id, tokenizer.pad_id, tokenizer.end_ids, sorted(tokenizer.special.items())))
+    prefix = repr(encoder.prefix_ids) if encoder.prefix_ids else ""
+    found["tokenizer_model"] = _entry(settings.tokenizer_model, (tokenizer.fingerprint + ids + prefix).encode())
+    others = repr(options) if options != NO_OPTIONS else ""
+    content = (template + others).encode("utf-8", errors="backslashreplace")
+    found["chat_template"] = _entry(settings.chat_template, content)
     return found
 
 

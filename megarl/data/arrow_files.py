@@ -8,12 +8,16 @@ import contextlib
 import datetime
 import decimal
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.data.sources import printable
 from megarl.errors import UsageError
+
+Converter = Callable[[Any], Any]
 
 ROWS = 1024  # that are Python objects at the same time
 _POINTER = b"version https://git-lfs"
@@ -23,6 +27,8 @@ _FILE_HEADER = 8  # bytes
 
 class ArrowTable:
     """The rows of a Parquet or Arrow file (`tables.Table`)."""
+
+    fills_nulls = True
 
     def __init__(self, path: str, flag: str):
         """Reads the schema. Raises UsageError for a file that cannot be read, and without pyarrow."""
@@ -47,13 +53,14 @@ class ArrowTable:
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with these columns; only they are read."""
         count = 0
-        with self._errors(lambda: f" after row {count}"), self._opened() as (_, batches):
+        with self._errors(lambda: f" after row {count}"), self._opened() as (schema, batches):
+            converters = {field.name: self._converter(field.type) for field in schema}
             for batch in batches(list(names)):
                 batch.validate(full=True)  # of a damaged file, offsets may lead out of memory
                 for start in range(0, batch.num_rows, ROWS):
                     piece = batch.slice(start, ROWS)
                     for row in piece.to_pylist() if names else [{}] * piece.num_rows:
-                        yield {name: plain(value) for name, value in row.items()}
+                        yield {name: converters[name](value) for name, value in row.items()}
                         count += 1
 
     @contextlib.contextmanager
@@ -85,6 +92,26 @@ class ArrowTable:
                 reason = "it is a pointer of Git LFS; fetch the file itself (git lfs pull)"
             raise UsageError(f"{self._where}: cannot be read{place()}: {reason}") from None
 
+    def _converter(self, kind) -> Converter:
+        """The function that makes plain JSON types of a column's values: maps become objects."""
+        types = self._arrow.types
+        if types.is_dictionary(kind):
+            return self._converter(kind.value_type)
+        if types.is_float32(kind) or types.is_float16(kind):
+            return _short_float(np.float32 if types.is_float32(kind) else np.float16)
+        if any(test(kind) for test in (types.is_string, types.is_large_string, types.is_boolean, types.is_integer)):
+            return _same
+        if types.is_struct(kind):
+            inner = {kind.field(i).name: self._converter(kind.field(i).type) for i in range(kind.num_fields)}
+            return lambda value: value and {name: inner[name](each) for name, each in value.items()}
+        if types.is_map(kind):
+            item = self._converter(kind.item_type)
+            return lambda value: None if value is None else {str(key): item(each) for key, each in value}
+        if types.is_nested(kind) and not types.is_union(kind):  # lists of all kinds
+            item = self._converter(kind.value_type)
+            return lambda value: None if value is None else [item(each) for each in value]
+        return _plain
+
     def _holds_bytes(self, kind) -> bool:
         types = self._arrow.types
         tests = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
@@ -104,21 +131,31 @@ def _skip_file_header(raw):
     raw.seek(_FILE_HEADER)
 
 
-def plain(value: Any) -> Any:
-    """A value of a column as plain JSON types: times as ISO 8601, durations in seconds, maps as objects."""
+def _same(value: Any) -> Any:
+    return value
+
+
+def _short_float(kind: type[np.floating]) -> Converter:
+    """Numbers of few bits as the shortest text that reads back gives them, not as fp64 continues their bits."""
+    return lambda value: None if value is None else float(str(kind(value)))
+
+
+def _plain(value: Any) -> Any:
+    """A single value as a plain JSON type: times as ISO 8601, durations in seconds."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if isinstance(value, dict):
-        return {str(name): plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        # A map is a list of pairs.
-        is_map = bool(value) and all(isinstance(pair, tuple) for pair in value)
-        return {str(key): plain(inner) for key, inner in value} if is_map else [plain(inner) for inner in value]
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     if isinstance(value, decimal.Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
+        return _number(value)
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
+
+
+def _number(value: decimal.Decimal) -> int | float | str:
+    """A decimal as the number that is equal to it, or its text if there is none."""
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value) if decimal.Decimal(repr(float(value))) == value else str(value)
 
 
 def read_zstd(path: str, where: str) -> bytes:

@@ -1,9 +1,10 @@
 """Chat templates: render messages with Jinja as `transformers` does, then tokenize them safely."""
 
+import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -24,25 +25,71 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # names that options cannot have
+
+
+class TemplateOptions(NamedTuple):
+    """What a template reads besides the messages.
+
+    `values`: variables by name, such as `enable_thinking`. `date`: of `strftime_now`; it is the same on every day, so
+    that the same messages give the same tokens.
+    """
+
+    values: Mapping[str, Any] = {}
+    date: datetime.date = datetime.date(2024, 7, 26)  # what Llama 3 writes for want of a date
+
+    @classmethod
+    def of_flags(cls, values: str | None, date: str | None, prefix: str = "") -> "TemplateOptions":
+        """Those of `--chat-template-kwargs`, a JSON object, and `--chat-template-date`. UsageError if one is wrong."""
+        found = cls()
+        if values is not None:
+            try:
+                parsed = json.loads(values)
+            except (ValueError, RecursionError):
+                parsed = None
+            if not isinstance(parsed, dict) or RESERVED & parsed.keys():
+                reserved = ", ".join(sorted(RESERVED))
+                raise UsageError(
+                    f"--{prefix}chat-template-kwargs {values}: allowed is a JSON object without {reserved}"
+                )
+            found = found._replace(values=parsed)
+        if date is not None:
+            try:
+                found = found._replace(date=datetime.date.fromisoformat(date))
+            except ValueError:
+                raise UsageError(
+                    f"--{prefix}chat-template-date {date}: allowed is a date such as {found.date}"
+                ) from None
+        return found
+
+
+NO_OPTIONS = TemplateOptions()
+
+
 class ChatTemplate:
-    """A Jinja template over `messages`, `add_generation_prompt`, `bos_token` and `eos_token`.
+    """A Jinja template over `messages`, `tools`, `add_generation_prompt`, the tokenizer's named tokens, and options.
 
     Special tokens in the template's own text become their ids. Those in message contents never do: before rendering,
     their strings are replaced by marks, and `encode` tokenizes the original strings as ordinary text.
-    `strftime_now` is undefined, so the same messages give the same tokens on every day.
     Raises UsageError (naming `flag`) for a malformed template, or messages that it rejects or fails on.
     """
 
-    def __init__(self, source: str, tokenizer: Tokenizer, flag: str = "--chat-template"):
-        self.tokenizer, self.flag, self.source = tokenizer, flag, source
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        flag: str = "--chat-template",
+        options: TemplateOptions = NO_OPTIONS,
+    ):
+        self.tokenizer, self.flag, self.source, self.options = tokenizer, flag, source, options
         self._marks = Marks(tokenizer.special)
         self._pattern = pattern_of(tokenizer.special)
-        self._names = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = options.date.strftime
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -50,24 +97,31 @@ class ChatTemplate:
         if MARK in source:
             raise UsageError(f"{flag}: the template contains U+FDD0, a Unicode noncharacter; remove it")
 
+    def __reduce__(self):
+        return type(self), (self.source, self.tokenizer, self.flag, self.options)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> str:
         """Render the conversation as one text, with the special tokens' strings in all but the roles marked.
 
         `add_generation_prompt`: append the opening of the assistant's turn. `tools`: JSON Schema descriptions of the
-        functions that the assistant may call; None: the template does not see the name.
+        functions that the assistant may call. `values`: variables that go before those of the options.
         """
         marked = [
             {name: value if name == "role" else self._marked(value) for name, value in message.items()}
             for message in messages
         ]
-        names = {name: token for name, token in self._names.items() if token is not None}
-        if tools is not None:
-            names["tools"] = self._marked(list(tools))
+        names = {
+            **self.tokenizer.named,
+            **self._marked({**self.options.values, **(values or {})}),
+            "tools": None if tools is None else self._marked(list(tools)),
+            "documents": None,
+        }
         try:
             return self._template.render(messages=marked, add_generation_prompt=add_generation_prompt, **names)
         except Exception as error:
@@ -120,21 +174,26 @@ class ChatTemplate:
         return rendered[start:]
 
 
-def load_template(value: str | None, tokenizer: Tokenizer, flag: str = "--chat-template") -> ChatTemplate | None:
+def load_template(
+    value: str | None,
+    tokenizer: Tokenizer,
+    flag: str = "--chat-template",
+    options: TemplateOptions = NO_OPTIONS,
+) -> ChatTemplate | None:
     """The template that `--chat-template` selects: None, "tokenizer" (the tokenizer's own) or a Jinja file's path."""
     if value is None:
         return None
     if value == "tokenizer":
         if not tokenizer.template:
             raise UsageError(f"{flag} tokenizer: the tokenizer has no chat template; give a Jinja file")
-        return ChatTemplate(tokenizer.template, tokenizer, f"{flag} tokenizer")
+        return ChatTemplate(tokenizer.template, tokenizer, f"{flag} tokenizer", options)
     try:
         source = Path(value).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f'{flag} {value}: no such file; allowed: "tokenizer" or a Jinja file') from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {value}: cannot be read: {_line(error)}") from None
-    return ChatTemplate(source, tokenizer, f"{flag} {value}")
+    return ChatTemplate(source, tokenizer, f"{flag} {value}", options)
 
 
 def _to_json(value: Any, indent=None, separators=None, sort_keys: bool = False) -> str:

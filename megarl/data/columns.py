@@ -6,6 +6,7 @@ that are not a field become entries of `metadata`, so that rewards can read them
 
 import dataclasses
 import json
+import math
 import os.path
 from typing import Any
 
@@ -28,12 +29,14 @@ _NAMES = {
         "messages": ("messages", "conversations"),
         "prompt": ("prompt", "question", "problem", "input", "query"),
         "response": ("response", "completion", "output", "answer", "solution"),
+        "tools": ("tools",),
     },
     REWARD: {
         "prompt": ("prompt", "question", "problem", "input", "query"),
         "chosen": ("chosen",),
         "rejected": ("rejected",),
         "margin": ("margin",),
+        "tools": ("tools",),
     },
 }  # fmt: skip
 _NEEDED = {RL: ("prompt",), SFT: ("prompt", "response"), REWARD: ("chosen", "rejected")}
@@ -104,9 +107,9 @@ class ColumnMap:
         return name in self._table.columns or bool(dot) and inner.split(".")[0] in self._table.columns.get(outer, ())
 
     def _choose_conversation_or_parts(self, columns: Columns):
-        """A conversation is whole: beside `messages` nothing else is read, unless the user names parts of it."""
+        """A conversation is whole: beside `messages` only its tools are read, unless the user names parts of it."""
         if "messages" in self.columns and not {"prompt", "response"} & set(columns.named):
-            self.columns = {"messages": self.columns["messages"]}
+            self.columns = {name: self.columns[name] for name in ("messages", "tools") if name in self.columns}
         else:
             self.columns.pop("messages", None)
 
@@ -127,9 +130,14 @@ class ColumnMap:
     def fields(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields of a row, checked; UsageError, which begins with `where`, for a wrong one."""
         found = present_fields({field: self._value(row, name) for field, name in self.columns.items()})
+        if self._table.fills_nulls:
+            for field in {"prompt", "messages", "chosen", "rejected", "tools"} & set(found):
+                found[field] = _without_nulls(found[field])
         try:
             for field in {"prompt", "messages"} & set(found):
                 found[field] = _messages(found[field])
+            if "tools" in found:
+                found["tools"] = _tools(found["tools"], self.columns["tools"])
             if self.purpose == RL:
                 found |= self._answer_and_metadata(found, row)
             elif "response" in found:
@@ -151,14 +159,33 @@ class ColumnMap:
 
     def _answer_and_metadata(self, found: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
         answer, own = found.get("answer"), row.get("metadata")
+        if isinstance(answer, float) and math.isnan(answer):
+            answer = None  # what pandas and Arrow write for a number that is missing
         if isinstance(answer, int | float) and not isinstance(answer, bool):
-            answer = _number_text(answer)
+            answer = _number_text(answer, self.columns["answer"])
         if isinstance(answer, list | dict) and self.columns["answer"] == _VERL_ANSWER:
             answer = None  # of a reward function that reads it in metadata["reward_model"]
         others = {name: row[name] for name in self.extras if row.get(name) is not None}
         if isinstance(own, dict):
             others = {name: value for name, value in others.items() if name != "metadata"} | own
         return {"answer": answer, "metadata": others or None}
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value of nested columns without the names that only other rows have."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _tools(value: Any, column: str) -> Any:
+    """Tools as objects: the list of them, or each, may be the text of JSON. None of an empty list."""
+    try:
+        value = json.loads(value) if isinstance(value, str) and value.strip() else value
+        value = [json.loads(tool) if isinstance(tool, str) else tool for tool in value] if value else None
+    except (ValueError, TypeError, RecursionError):
+        raise UsageError(f"{printable(column)} is no list of tools, nor the text of one in JSON") from None
+    return value
 
 
 def _messages(value: Any) -> Any:
@@ -175,8 +202,10 @@ def _message(value: Any) -> Any:
     return {"role": _SPEAKERS.get(str(value["from"]), value["from"]), "content": value["value"]}
 
 
-def _number_text(number: int | float) -> str:
+def _number_text(number: int | float, column: str) -> str:
     """`72` of 72 and of 72.0."""
+    if not math.isfinite(number):
+        raise UsageError(f"{printable(column)} is {number}; it must be a finite number")
     return str(int(number)) if isinstance(number, float) and number.is_integer() else str(number)
 
 

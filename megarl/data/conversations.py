@@ -2,11 +2,12 @@
 
 import functools
 import itertools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.data.chat import ChatTemplate, load_template
+from megarl.data.chat import NO_OPTIONS, ChatTemplate, TemplateOptions, load_template
 from megarl.data.messages import Message, MessageKey, conversation_of, template_message
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import Tokenizer
@@ -20,38 +21,68 @@ class Encoder:
     """A tokenizer and its chat template; without one, texts are encoded unchanged and a response ends with EOS.
 
     Prompt and response are encoded separately and joined, exactly as in a rollout. Raises UsageError (naming the
-    template's flag) for a template whose conversation does not begin with its prompt, that ends an assistant's turn
-    without EOS, or that writes BOS twice; and (naming `flag`) for messages without a template.
+    template's flag) for a template that fails on a prompt or writes BOS twice, and for one whose conversation does not
+    begin with its prompt, or that ends an assistant's turn without EOS, where turns are encoded; and (naming `flag`)
+    for messages without a template.
+
+    `prefix_ids`: tokens before a text that is a prompt; None: those of the tokenizer's own rules.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None, flag: str = "--chat-template"):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        flag: str = "--chat-template",
+        prefix_ids: Sequence[int] | None = None,
+    ):
         self.tokenizer, self.template, self.flag = tokenizer, template, flag
+        self.prefix_ids = list(tokenizer.prefix_ids if prefix_ids is None else prefix_ids)
         self._encoded = functools.lru_cache(_CACHED_PROMPTS)(self._encode_prompt)
         if template is not None:
-            # Fail now, not in the middle of a run: some templates drop a message with empty content.
-            self.responses([(Prompt(0, "a"), "b"), (Prompt(0, "a"), "")])
+            self.prompt(Prompt(0, "a"))  # fail now, not in the middle of a run
+
+    def __reduce__(self):
+        """Pickles what the encoder is made of: the process of the server gets it from rank 0."""
+        return type(self), (self.tokenizer, self.template, self.flag, self.prefix_ids)
+
+    def check_turns(self):
+        """UsageError for a template with which no turn of the assistant can be encoded.
+
+        For programs that train on texts of turns, or score them: a policy's own turns are tokens already.
+        """
+        # Some templates drop a message with empty content.
+        self.responses([(Prompt(0, "a"), "b"), (Prompt(0, "a"), "")])
 
     @property
     def fingerprint(self) -> tuple:
         """Tokenizer, template and flag, as values that differ where the tokens or the errors differ."""
-        return self.tokenizer.fingerprint, self.template and self.template.source, self.flag
+        template = self.template and (self.template.source, self.template.options)
+        return self.tokenizer.fingerprint, template, self.flag, self.prefix_ids
 
     def prompt(self, prompt: Prompt) -> list[int]:
         """The tokens that the policy continues; with a template they end with the opening of the assistant's turn."""
-        return list(self._encoded(prompt.key)[1])
+        return list(self._encoded(prompt.key, prompt.tools_key)[1])
 
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens that the policy continues after messages that may have tool calls, and with tools.
 
-        Without those it equals `prompt`. UsageError without a template, or if the template fails on the messages.
+        Without those it equals `prompt`. `values`: variables of the template. UsageError without a template, or if the
+        template fails on the messages.
         """
         if self.template is None:
             raise UsageError(f"a prompt in messages needs {self.flag}")
         plain = [template_message(message) for message in messages]
-        rendered = self.template.render(plain, add_generation_prompt=True, tools=tools)
+        rendered = self.template.render(plain, add_generation_prompt=True, tools=tools, values=values)
         return self._one_bos(self.template.encode(rendered))
+
+    def text(self, text: str) -> list[int]:
+        """The tokens of a prompt that is a text without a template: BOS, if it belongs there, and the text's own."""
+        return [*self.prefix_ids, *self.tokenizer.encode(text)]
 
     def response(self, prompt: Prompt, text: str) -> list[int]:
         """The tokens of the response after `prompt`, up to and including EOS."""
@@ -75,24 +106,26 @@ class Encoder:
             raise ValueError(f"max_length {max_length}: must be at least 1")
         responses = self.responses(samples)
         return [
-            self._cut([*self._encoded(prompt.key)[1], *response], max_length)
+            self._cut([*self._encoded(prompt.key, prompt.tools_key)[1], *response], max_length)
             for (prompt, _), response in zip(samples, responses, strict=True)
         ]
 
-    def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[list[int], list[bool]]:
         """`(ids, mask)` of a whole conversation, equally long; the mask covers each assistant's turn with its EOS.
 
         The calls of a turn are part of it. The opening of the turn and the template's text after that EOS are context,
-        outside the mask, as are the results of tools.
+        outside the mask, as are the results of tools. UsageError if the template leaves calls out.
         """
         if self.template is None:
             raise UsageError(f"a conversation in messages needs {self.flag}")
         messages = [template_message(message) for message in messages]
-        whole = self.template.render(messages)
+        whole = self.template.render(messages, tools=tools)
         boundaries = [0]
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                opened, turn = self._rendered_turn(messages[:number], message)
+                opened, turn = self._rendered_turn(messages[:number], message, tools=tools)
                 if not whole.startswith(opened + turn) or len(opened) < boundaries[-1]:
                     raise UsageError(f"{self.template.flag}: a later message changes how an earlier one is rendered")
                 boundaries += [len(opened), len(opened) + len(turn)]
@@ -103,13 +136,16 @@ class Encoder:
         # Segments alternate: context, assistant's turn, context, ...
         return ids, [bool(number % 2) for number, segment in enumerate(segments) for _ in segment]
 
-    def _encode_prompt(self, key: str | tuple[MessageKey, ...]) -> tuple[str, tuple[int, ...]]:
-        """A prompt's rendered text, with marks, and its tokens."""
+    def _encode_prompt(self, key: str | tuple[MessageKey, ...], tools: str | None) -> tuple[str, tuple[int, ...]]:
+        """A prompt's rendered text, with marks, and its tokens. `tools`: JSON."""
         if self.template is None:
+            if tools is not None:
+                raise UsageError(f"tools need {self.flag}, which shows them to the policy")
             if not isinstance(key, str):
                 raise UsageError(f"a prompt in messages needs {self.flag}")
-            return key, tuple(self.tokenizer.encode(key))
-        rendered = self.template.render(conversation_of(key), add_generation_prompt=True)
+            return key, tuple(self.text(key))
+        listed = None if tools is None else json.loads(tools)
+        rendered = self.template.render(conversation_of(key), add_generation_prompt=True, tools=listed)
         return rendered, tuple(self._one_bos(self.template.encode(rendered)))
 
     def _one_bos(self, ids: list[int]) -> list[int]:
@@ -119,14 +155,21 @@ class Encoder:
 
     def _turn(self, prompt: Prompt, text: str) -> tuple[str, str]:
         answer = {"role": "assistant", "content": text}
-        return self._rendered_turn(conversation_of(prompt.key), answer, self._encoded(prompt.key)[0])
+        opened = self._encoded(prompt.key, prompt.tools_key)[0]
+        return self._rendered_turn(conversation_of(prompt.key), answer, opened, prompt.tools)
 
-    def _rendered_turn(self, before: Sequence[Message], turn: Message, opened: str | None = None) -> tuple[str, str]:
+    def _rendered_turn(
+        self,
+        before: Sequence[Message],
+        turn: Message,
+        opened: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, str]:
         """The text before the assistant's `turn`, and the turn up to and including EOS."""
         template, end_tokens = self.template, self.tokenizer.end_tokens
         if opened is None:
-            opened = template.render(before, add_generation_prompt=True)
-        whole = template.render([*before, turn])
+            opened = template.render(before, add_generation_prompt=True, tools=tools)
+        whole = template.render([*before, turn], tools=tools)
         if not whole.startswith(opened):
             raise UsageError(f"{template.flag}: the rendered conversation does not begin with its rendered prompt")
         # Special tokens in contents are marked, so this end is the template's.
@@ -137,7 +180,12 @@ class Encoder:
                 "write eos_token there, make the token that ends a turn the tokenizer's eos_token, or name it in "
                 "eos_token_id of generation_config.json"
             )
-        return opened, whole[len(opened) : found.end()]
+        written = whole[len(opened) : found.end()]
+        for call in turn.get("tool_calls", ()):
+            if call["function"]["name"] not in template.plain(written):
+                name = call["function"]["name"]
+                raise UsageError(f"{template.flag}: the template leaves out the assistant's call of {name!r}")
+        return opened, written
 
     def _cut(self, ids: list[int], max_length: int) -> tuple[list[int], int]:
         cut = max(0, len(ids) - max_length)
@@ -148,15 +196,28 @@ class Encoder:
 
 
 def build_encoder(
-    tokenizer: Tokenizer, chat_template: str | None, flag_prefix: str = "", folder: str | None = None
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    flag_prefix: str = "",
+    folder: str | None = None,
+    options: TemplateOptions = NO_OPTIONS,
+    bos: str = "auto",
 ) -> Encoder:
     """The encoder of a role: `chat_template` is the value of `--chat-template` (see `load_template`), or "none".
 
-    `folder`: flag and path of the model's Hugging Face folder, whose tokenizer gives the default template.
+    `folder`: flag and path of the model's Hugging Face folder, whose tokenizer gives the default template. `bos`: value
+    of `--bos`.
     """
+    prefix = _prefix_ids(tokenizer, bos, flag_prefix)
     if chat_template is None and folder is not None and tokenizer.template:
         where = f"{folder}: chat template"
-        return Encoder(tokenizer, ChatTemplate(tokenizer.template, tokenizer, where), where)
+        return Encoder(tokenizer, ChatTemplate(tokenizer.template, tokenizer, where, options), where, prefix)
     chat_template = None if chat_template == "none" else chat_template
     flag = f"--{flag_prefix}chat-template"
-    return Encoder(tokenizer, load_template(chat_template, tokenizer, flag), flag)
+    return Encoder(tokenizer, load_template(chat_template, tokenizer, flag, options), flag, prefix)
+
+
+def _prefix_ids(tokenizer: Tokenizer, bos: str, flag_prefix: str) -> Sequence[int]:
+    if bos == "always" and tokenizer.bos_id is None:
+        raise UsageError(f"--{flag_prefix}bos always: the tokenizer has no BOS")
+    return {"auto": tokenizer.prefix_ids, "always": (tokenizer.bos_id,), "never": ()}[bos]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.data.messages import Message, content_of, message_error
+from megarl.data.messages import Message, content_of, message_error, tools_error
 from megarl.errors import UsageError
 
 FIELD_TYPES: dict[str, tuple[Any, str]] = {
@@ -15,6 +15,7 @@ FIELD_TYPES: dict[str, tuple[Any, str]] = {
     "metadata": (dict, "an object"),
     "response": (str, "a string"),
     "messages": (list, "a list of messages"),
+    "tools": (list, "a list of tools"),
     "chosen": (str, "a string"),
     "rejected": (str, "a string"),
     "margin": (int | float, "a number"),
@@ -89,7 +90,7 @@ def _check_field(name: str, value: Any, where: str, column: str) -> None:
     # bool is a subclass of int in Python.
     if not isinstance(value, field_type) or isinstance(value, bool):
         raise UsageError(f"{where}: {column} must be {type_name}, not {type(value).__name__}")
-    if isinstance(value, list) and (problem := message_error(value)):
+    if isinstance(value, list) and (problem := (tools_error if name == "tools" else message_error)(value)):
         raise UsageError(f"{where}: {column}: {problem}")
     if name == "margin" and not (math.isfinite(value) and value >= 0):
         raise UsageError(f"{where}: {column} is {value}; it must be a finite number of at least 0")

@@ -1,7 +1,8 @@
 """Messages of a conversation: objects with `role` and `content`, the input of chat templates.
 
 A message of the assistant may hold `tool_calls` and `reasoning_content`; one of a tool, `tool_call_id` and `name`. A
-null counts as absent, and with `tool_calls` `content` may be absent.
+null counts as absent, as does an empty list of calls, and with `tool_calls` `content` may be absent. A content may be a
+list of parts of text, which become lines. The role `developer` is the system's.
 """
 
 import json
@@ -12,7 +13,7 @@ Message = dict[str, Any]
 # A message of a prompt as a hashable value: (role, content), or JSON text of one that has more.
 MessageKey = tuple[str, str] | str
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _ROLE_OF = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool", "name": "tool"}
 
 
@@ -26,7 +27,7 @@ def message_error(messages: Any) -> str | None:
 def _error(message: Any, which: str) -> str | None:
     if not isinstance(message, dict) or "role" not in message or not {"content", "tool_calls"} & set(message):
         return f"{which} must be an object with role and content"
-    role, given = message["role"], {name: value for name, value in message.items() if value is not None}
+    role, given = message["role"], _present(message)
     if role not in ROLES:
         return f"{which} has the role {role!r}; allowed: {', '.join(ROLES)}"
     for name, value in given.items():
@@ -34,11 +35,23 @@ def _error(message: Any, which: str) -> str | None:
             return f"{which} has an unknown field {name!r}; allowed: role, content, {', '.join(_ROLE_OF)}"
         if _ROLE_OF.get(name, role) != role:
             return f"{which} of the role {role} has {name}, which belongs to the role {_ROLE_OF[name]}"
-        if name != "tool_calls" and not isinstance(value, str):
+        if name == "content" and isinstance(value, list):
+            if not all(_is_text_part(part) for part in value):
+                return f'the content of {which} must be a string, or a list of {{"type": "text", "text": "…"}}'
+        elif name != "tool_calls" and not isinstance(value, str):
             return f"the {name} of {which} must be a string, not {type(value).__name__}"
     if "content" not in given and "tool_calls" not in given:
         return f"the content of {which} must be a string, not {type(message.get('content')).__name__}"
     return _calls_error(given.get("tool_calls"), which)
+
+
+def _present(message: Mapping[str, Any]) -> Message:
+    """The fields that are there: a null and an empty list of calls, which tables have for want of one, are not."""
+    return {name: value for name, value in message.items() if value is not None and (name, value) != ("tool_calls", [])}
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _calls_error(calls: Any, which: str) -> str | None:
@@ -78,14 +91,18 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """The content; "" of an assistant's message that only calls tools."""
+    """The content as text; "" of an assistant's message that only calls tools."""
     content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
     return "" if content is None else content
 
 
 def template_message(message: Mapping[str, Any]) -> Message:
-    """A valid message as chat templates read it: without nulls, with a content, and with arguments as objects."""
-    found = {name: value for name, value in message.items() if value is not None} | {"content": content_of(message)}
+    """A valid message as chat templates read it: without nulls, with a text, and with arguments as objects."""
+    found = _present(message) | {"content": content_of(message)}
+    if found["role"] == "developer":
+        found["role"] = "system"
     if "tool_calls" in found:
         found["tool_calls"] = [_template_call(call) for call in found["tool_calls"]]
     return found
@@ -95,6 +112,13 @@ def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in call.items() if value is not None}
     found["function"] = {**call["function"], "arguments": arguments_of(call)}
     return found | {"type": "function"}
+
+
+def tools_error(tools: Any) -> str | None:
+    """Return what is wrong with a value that should be a list of tools, or None if it is valid."""
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+        return "must be a list of tools, each an object with a JSON Schema, at least one"
+    return None
 
 
 def key_of(messages: Sequence[Mapping[str, Any]]) -> tuple[MessageKey, ...]:

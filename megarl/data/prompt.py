@@ -1,5 +1,6 @@
 """One prompt of a file."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ class Prompt:
     metadata: dict[str, Any] | None = None
     response: str | None = None
     messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
     chosen: str | None = None
     rejected: str | None = None
     margin: float | None = None
@@ -26,6 +28,11 @@ class Prompt:
     def key(self) -> str | tuple[MessageKey, ...]:
         """The prompt as a hashable value: its text, or its messages (`messages.key_of`)."""
         return self.prompt if isinstance(self.prompt, str) else key_of(self.prompt)
+
+    @property
+    def tools_key(self) -> str | None:
+        """The tools as a hashable value."""
+        return None if self.tools is None else json.dumps(self.tools, ensure_ascii=False)
 
     @property
     def conversation(self) -> list[Message]:

@@ -59,7 +59,7 @@ def _prompt_and_response(prompt: Prompt, encoder: Encoder, max_prompt_length: in
 
 
 def _conversation(prompt: Prompt, encoder: Encoder, max_length: int) -> Example:
-    tokens, mask = encoder.conversation(prompt.messages)
+    tokens, mask = encoder.conversation(prompt.messages, prompt.tools)
     if len(tokens) > max_length:
         raise UsageError(
             f"the conversation has {len(tokens)} tokens; --max-prompt-length and --max-response-length allow "

@@ -23,6 +23,7 @@ class Table(Protocol):
 
     columns: dict[str, frozenset[str]]
     left_out: tuple[str, ...]  # columns that cannot be read, because they hold bytes
+    fills_nulls: bool  # whether an object has the names of all rows' objects, null where its row has none
 
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with these columns; a column that the row does not have may be absent or None."""
@@ -75,6 +76,7 @@ class JsonRows:
     """Objects on lines. A pass over them finds the names of all columns, another one gives the rows."""
 
     left_out: tuple[str, ...] = ()
+    fills_nulls = False
 
     def __init__(self, lines: Ragged, where: str):
         """Reads the lines once; UsageError at the first that is not an object."""

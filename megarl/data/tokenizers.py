@@ -20,7 +20,9 @@ class Tokenizer(Protocol):
     special tokens that a chat template may write, with their ids. `encode` never returns such an id, whatever the text
     says; `encode_template` returns it wherever the string occurs. `template`: the chat template in the tokenizer's
     files, or None. `fingerprint`: hash of these files. `byte_level`: whether the pieces spell bytes (byte-level BPE).
-    `special_ends_bytes`: whether `decode` reads byte pieces before and after a special token apart.
+    `special_ends_bytes`: whether `decode` reads byte pieces before and after a special token apart. `prefix_ids`: what
+    the tokenizer's own rules put before a text: BOS, or nothing. `named`: strings of special tokens by the name that
+    chat templates use (bos_token, eos_token …).
     """
 
     eos_id: int
@@ -36,6 +38,8 @@ class Tokenizer(Protocol):
     fingerprint: str
     byte_level: bool
     special_ends_bytes: bool
+    prefix_ids: tuple[int, ...]
+    named: Mapping[str, str]
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -60,6 +64,7 @@ class SentencePieceTokenizer:
 
     template = None
     byte_level, special_ends_bytes = False, True
+    prefix_ids = ()  # a model file has no such rule
 
     def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
         where = f"{flag} {model_path}"
@@ -76,6 +81,8 @@ class SentencePieceTokenizer:
         self.eos_token = self._pieces.id_to_piece(self.eos_id)
         self.end_ids, self.end_tokens = (self.eos_id,), (self.eos_token,)
         self.bos_token = None if self.bos_id is None else self._pieces.id_to_piece(self.bos_id)
+        names = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        self.named = {name: token for name, token in names.items() if token is not None}
         control = [i for i in range(self.vocab_size) if self._pieces.is_control(i)]
         self.special = {self._pieces.id_to_piece(i): i for i in control}
         self._pattern = pattern_of(self.special)

@@ -1,4 +1,8 @@
-"""Hugging Face tokenizers: a tokenizer.json, and the tokenizer_config.json that names its special tokens."""
+"""Hugging Face tokenizers: transformers reads a folder's files, and `tokenizers` encodes.
+
+Of transformers come the vocabulary, the special tokens and their names, the rule for BOS, and the chat template, with
+all forms of files that it knows. Own is what happens to special tokens' strings in ordinary text.
+"""
 
 import functools
 import hashlib
@@ -6,83 +10,87 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from megarl.data.special_tokens import REPLACEMENT, encode_around_special, pattern_of
 from megarl.errors import UsageError
 
-_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_LISTED = ("additional_special_tokens", "extra_special_tokens")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Of a folder, without chat templates.
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt",
+)  # fmt: skip
 
 _BATCH = 1024
-
-# EOS candidates of a tokenizer.json without a tokenizer_config.json.
-_USUAL_EOS = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]")
+_SHOWN = 200  # characters of a library's error
 
 
 class HuggingFaceTokenizer:
     """The tokenizer of a folder, or of a tokenizer.json with tokenizer_config.json next to it.
 
-    Special tokens are those that either file calls special, except the unknown token, which plain text can produce.
-    Without a configuration, EOS is the one common EOS name among the special tokens. Ignores the file's post-processor
-    (BOS, EOS), truncation and padding. Raises UsageError (naming `flag`).
+    Special tokens are those that the files call special, except the unknown token, which plain text can produce.
+    Ignores truncation and padding. Raises UsageError (naming `flag`).
     """
 
     special_ends_bytes = False
 
     def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
         where = f"{flag} {model_path}"
-        path = Path(model_path)
-        file = path / "tokenizer.json" if path.is_dir() else path
-        stored = _parsed(_read(file, where), f"{where}: {file.name}")
-        config_text = _read(file.parent / "tokenizer_config.json", where, missing="{}")
-        config = _parsed(config_text, f"{where}: tokenizer_config.json")
-        try:
-            named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
-            self._special = _mark_special(stored, {*named.values(), *_listed(config)}, named)
-        except (AttributeError, IndexError, KeyError, TypeError):
-            raise UsageError(
-                f"{where}: the special tokens of {file.name} or tokenizer_config.json are malformed"
-            ) from None
-        if not all(isinstance(name, str) for name in self._special):
-            raise UsageError(f"{where}: a special token of {file.name} or tokenizer_config.json is not a string")
+        read = _read_with_transformers(Path(model_path), where)
+        stored = json.loads(read.backend_tokenizer.to_str())
+        self.prefix_ids = _prefix(read.backend_tokenizer)
+        stored["post_processor"] = None
+        self.named = {
+            name: str(token) for name, token in read.special_tokens_map.items() if not isinstance(token, list)
+        }
+        listed = {token.content for token in read.added_tokens_decoder.values() if token.special}
+        self._special = _mark_special(stored, {*self.named.values(), *listed}, self.named)
         self._json = json.dumps(stored)
-        self._plain = self._load(where)
-        self._plain.encode_special_tokens = True
+        self._plain = self._load_plain(where)
         vocabulary = self._plain.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise UsageError(f"{where}: {file.name} has an empty vocabulary")
-        for name, token in named.items():
-            if token not in vocabulary:
-                raise UsageError(f"{where}: {name} {token!r} is not in the vocabulary of {file.name}")
+            raise UsageError(f"{where}: the vocabulary is empty")
         self._known_ids = frozenset(vocabulary.values())
         self.vocab_size = max(self._known_ids) + 1
-        self.byte_level = (stored.get("decoder") or {}).get("type") == "ByteLevel"
-        self.eos_token = named.get("eos_token") or self._usual_eos(where)
-        self.bos_token = named.get("bos_token")
-        self.eos_id = vocabulary[self.eos_token]
+        self.byte_level = _is_byte_level(stored.get("decoder"))
+        self.end_ids, self.end_tokens = self._ends(_folder_of(Path(model_path)), vocabulary, where)
+        self.eos_id, self.eos_token = self.end_ids[0], self.end_tokens[0]
+        self.bos_token = self.named.get("bos_token")
         self.bos_id = vocabulary[self.bos_token] if self.bos_token else None
-        self.end_ids, self.end_tokens = self._ends(file.parent, vocabulary, where)
-        files = repr((self._json, config_text, self.end_ids)).encode()
-        self.fingerprint = hashlib.blake2b(files, digest_size=16).hexdigest()
-        self.pad_id = vocabulary[named.get("pad_token", self.eos_token)]
+        self.named = {"eos_token": self.eos_token} | self.named
+        self.fingerprint = self._hash(Path(model_path))
+        self.pad_id = vocabulary[self.named.get("pad_token", self.eos_token)]
         self.special = {name: vocabulary[name] for name in self._special if name in vocabulary}
         self._special_ids = frozenset(self.special.values())
         self._pattern = pattern_of(self.special)
-        template = _read(file.parent / "chat_template.jinja", where, missing="")
-        self.template = template or _default_template(config.get("chat_template"))
+        template = read.chat_template
+        self.template = template.get("default") if isinstance(template, dict) else template
+
+    def _hash(self, path: Path) -> str:
+        """Hash of the files, which does not change with the version that reads them, and of the rules for both ends."""
+        digest = hashlib.blake2b(repr((self.prefix_ids, self.end_ids)).encode(), digest_size=16)
+        for file in [_folder_of(path) / name for name in FILES] if _is_folder(path) else [path]:
+            digest.update(file.read_bytes() if file.is_file() else b"")
+        return digest.hexdigest()
 
     def _ends(self, folder: Path, vocabulary: dict[str, int], where: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Ids and strings of the tokens that end a response: EOS, then others in the model's configuration."""
         configs = (
-            _parsed(_read(folder / name, where, missing="{}"), f"{where}: {name}").get("eos_token_id")
+            _parsed(_read(folder / name, where), f"{where}: {name}").get("eos_token_id")
             for name in ("generation_config.json", "config.json")  # the second is for folders without the first
         )
         listed = next((ids for ids in configs if ids is not None), [])
         strings = {number: name for name, number in vocabulary.items()}
-        listed = [self.eos_id, *(listed if isinstance(listed, list) else [listed])]
+        listed = listed if isinstance(listed, list) else [listed]
+        if "eos_token" in self.named:
+            listed = [vocabulary[self.named["eos_token"]], *listed]
+        if not listed:
+            raise UsageError(f"{where}: no eos_token; name it in tokenizer_config.json")
         for number in listed:
             if type(number) is not int or number not in strings:
                 raise UsageError(
@@ -90,6 +98,19 @@ class HuggingFaceTokenizer:
                 )
         ids = tuple(dict.fromkeys(listed))
         return ids, tuple(strings[number] for number in ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_plain", "_matching", "_spelling")}
+
+    def __setstate__(self, state: dict[str, Any]):
+        vars(self).update(state)
+        self._plain = self._load_plain("")
+
+    def _load_plain(self, where: str) -> Tokenizer:
+        """The tokenizer for text, in which the string of a special token is text, too."""
+        loaded = self._load(where)
+        loaded.encode_special_tokens = True
+        return loaded
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
@@ -152,7 +173,7 @@ class HuggingFaceTokenizer:
         try:
             loaded = Tokenizer.from_str(self._json)
         except Exception as error:
-            raise UsageError(f"{where}: not a tokenizer.json that `tokenizers` can read: {_line(error)}") from None
+            raise UsageError(f"{where}: `tokenizers` cannot run it: {_line(error)}") from None
         # Add only those that the model has as ordinary tokens; the others are special already.
         added = {token.content for token in loaded.get_added_tokens_decoder().values()}
         tokens = [name for name in self._special if name not in added and loaded.token_to_id(name) is not None]
@@ -160,12 +181,6 @@ class HuggingFaceTokenizer:
         loaded.no_truncation()
         loaded.no_padding()
         return loaded
-
-    def _usual_eos(self, where: str) -> str:
-        candidates = [name for name in self._special if name in _USUAL_EOS]
-        if len(candidates) != 1:
-            raise UsageError(f"{where}: no eos_token; name it in a tokenizer_config.json next to tokenizer.json")
-        return candidates[0]
 
 
 def _batched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -190,13 +205,69 @@ def _mark_special(stored: dict[str, Any], names: set[str], named: dict[str, str]
     return special + sorted(names - set(special) - ordinary)
 
 
-def _read(path: Path, where: str, missing: str | None = None) -> str:
+def _is_folder(path: Path) -> bool:
+    """Whether the tokenizer is that of a folder, which is given by its name or by that of its tokenizer.json."""
+    return path.is_dir() or path.name == "tokenizer.json"
+
+
+def _folder_of(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _read_with_transformers(path: Path, where: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer as transformers reads it, without code of the folder and without a hub."""
+    if not path.exists():
+        raise UsageError(f"{where}: no such file or folder")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast, logging  # takes a second of start-up
+
+    logging.set_verbosity_error()
+    try:
+        if _is_folder(path):
+            folder = _folder_of(path)
+            read = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            names = {*read.vocab_files_names.values(), "tokenizer.json"}
+            if not any((folder / name).exists() for name in names):
+                raise UsageError(f"{where}: has no tokenizer; known files are {', '.join(sorted(names))}")
+        else:
+            read = PreTrainedTokenizerFast(tokenizer_file=str(path))
+        if getattr(read, "backend_tokenizer", None) is None:
+            raise UsageError(f"{where}: {type(read).__name__} of transformers is not run by `tokenizers`")
+    except (UsageError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # whatever wrong files raise in there; a panic of `tokenizers` is no Exception
+        _check_files(_folder_of(path), where)
+        raise UsageError(f"{where}: transformers cannot read the tokenizer: {_line(error)}") from None
+    return read
+
+
+def _check_files(folder: Path, where: str):
+    """UsageError that names the file of a tokenizer that is missing, no JSON, or not UTF-8."""
+    vocabularies = [folder / "tokenizer.json", *folder.glob("*.model"), *folder.glob("vocab*")]
+    if not any(file.exists() for file in vocabularies):
+        raise UsageError(f"{where}: no such file: tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        _parsed(_read(folder / name, where), f"{where}: {name}")
+    _read(folder / "chat_template.jinja", where)
+
+
+def _prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that the tokenizer's post-processor writes before a text: BOS, or nothing."""
+    found = tokenizer.encode("a")
+    pairs = zip(found.ids, found.special_tokens_mask, strict=True)
+    return tuple(number for number, is_added in itertools.takewhile(lambda pair: pair[1], pairs))
+
+
+def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
+    parts = decoder.get("decoders", [decoder]) if decoder else []
+    return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+def _read(path: Path, where: str) -> str:
+    """The text of a file; an empty JSON object if there is none."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        if missing is not None:
-            return missing
-        raise UsageError(f"{where}: no such file" + (f": {path.name}" if path.parent.exists() else "")) from None
+        return "{}"
     except OSError as error:
         raise UsageError(f"{where}: {path.name} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -213,21 +284,6 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     return parsed
 
 
-def _content(token: Any) -> str:
-    """The string of a token in tokenizer_config.json, which is the string itself or an object."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
-def _listed(config: dict[str, Any]) -> list[str]:
-    """Special tokens of tokenizer_config.json other than the named ones."""
-    decoder = (config.get("added_tokens_decoder") or {}).values()
-    tokens = [token for token in decoder if token.get("special")]
-    for name in _LISTED:
-        listed = config.get(name) or []
-        tokens += listed.values() if isinstance(listed, dict) else listed
-    return [_content(token) for token in tokens]
-
-
 def _unknown(model: Any) -> str | None:
     """The unknown token of a model, or None."""
     if not isinstance(model, dict):
@@ -237,12 +293,5 @@ def _unknown(model: Any) -> str | None:
     return model.get("unk_token")
 
 
-def _default_template(stored: str | list[dict[str, str]] | None) -> str | None:
-    """The default chat template of a configuration, which holds one template or a list of named ones."""
-    if isinstance(stored, list):
-        return {each["name"]: each["template"] for each in stored}.get("default")
-    return stored
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_SHOWN]

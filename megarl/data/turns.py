@@ -43,7 +43,7 @@ class TurnTokens:
             return self._encoder.chat_prompt(messages, tools)
         if tools:
             raise UsageError(f"tools need {self._encoder.flag}, which shows them to the policy")
-        return self._tokenizer.encode("\n".join(map(content_of, messages)))
+        return self._encoder.text("\n".join(map(content_of, messages)))
 
     def bridge(self, messages: Messages) -> list[int]:
         """Tokens after a turn that ended with one of the end tokens: the messages, and the opening of the next turn.

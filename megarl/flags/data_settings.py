@@ -35,3 +35,10 @@ class DataSettings:
                                         programs=ALL, roles=("reward",))  # fmt: skip
     chat_template: str | None = flag(None, "Jinja file of the chat template, 'tokenizer' (the tokenizer's own) or"
                                       " 'none' (plain text, the default)", programs=ALL, roles=("reward",))  # fmt: skip
+    chat_template_kwargs: str | None = flag(None, "JSON object of variables that the chat template reads, such as"
+                                             " '{\"enable_thinking\": false}'", programs=ALL,
+                                             roles=("reward",))  # fmt: skip
+    chat_template_date: str | None = flag(None, "date that the chat template's strftime_now writes, YYYY-MM-DD;"
+                                           " default: 2024-07-26", programs=ALL, roles=("reward",))  # fmt: skip
+    bos: str = one_of("auto", ("auto", "always", "never"), "BOS before a prompt without a chat template: auto (as the"
+                       " tokenizer's own rules say), always or never", programs=ALL, roles=("reward",))  # fmt: skip

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,11 +121,14 @@ class TrainableModel:
             base, model = str(self.role.hf_model.folder.path), (self.role.megatron, self.role.hf_model.family)
             peft_files.write_adapter(folder, self.role.lora, *gathered, base, *model)
 
-    def export_hf(self, folder: Path):
-        """Writes the model as a Hugging Face folder like the one it came from. A collective of the role."""
+    def export_hf(self, folder: Path, files: Mapping[str, bytes]):
+        """Writes the model as a Hugging Face folder like the one it came from. A collective of the role.
+
+        `files`: content by name of files that are not those of that folder.
+        """
         weight_map = WeightMap(self.role.hf_model, self.role.megatron, self.value_head)
         with self.offload.present("weights"), adapter.folded_weights(self.model):
-            export_weights(weight_map, self.model, self.role_groups.pg_collection, folder)
+            export_weights(weight_map, self.model, self.role_groups.pg_collection, folder, files)
 
     def present_for_updates(self):
         """Context for a step's updates: keeps offloaded weights and gradients on the device in between."""

@@ -123,10 +123,12 @@ def _add_information(api: FastAPI, context: ServingContext):
 
     @api.get("/v1/models", response_model=responses.ModelList)
     async def models():
-        label = context.pool.weights.get("label", "")
-        card = {"id": context.config.model_name, "object": "model", "created": context.created, "owned_by": "megarl"}
-        card |= {"root": label, "max_model_len": context.max_length}
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [context.model_card()]})
+
+    @api.get("/v1/models/{name:path}", response_model=responses.ModelCard)
+    async def model(name: str):
+        context.check_model(name)
+        return JSONResponse(context.model_card())
 
     @api.get("/tokenizer_info", response_model=responses.TokenizerInfo)
     async def tokenizer_info():

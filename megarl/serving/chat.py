@@ -22,7 +22,7 @@ async def chat(context: ServingContext, request: ChatCompletionRequest) -> Respo
         raise invalid("top_logprobs: needs logprobs true", "top_logprobs")
     may_call = bool(request.tools) and request.tool_choice != "none"
     tools = template_tools(request.tools or []) if may_call else None
-    prompt = await context.encode_chat(template_messages(request.messages), tools)
+    prompt = await context.encode_chat(template_messages(request.messages), tools, request.chat_template_kwargs)
     context.check_prompt(prompt, "messages")
     return await ChatAnswer(context, request, prompt, may_call).response()
 

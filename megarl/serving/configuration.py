@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.data.conversations import Encoder, build_encoder
-from megarl.data.tokenizers import build_tokenizer
+from megarl.data.conversations import Encoder
 from megarl.errors import UsageError
 from megarl.flags.server_settings import ServerSettings
 
@@ -24,11 +23,10 @@ class FrontendConfig:
     """All that the HTTP process needs to know.
 
     Attributes:
-        tokenizer_type, tokenizer_model, chat_template: values of these flags.
+        encoder: the policy's tokenizer and chat template.
         max_model_length: tokens of prompt and response together.
         max_response_length: default and limit of `max_tokens`.
         settings: values of the server's flags.
-        hf_folder: the tokenizer's own template is the default, as it is for a model from a Hugging Face folder.
         api_keys, admin_keys: allowed keys; no API key: no key is needed; no admin key: there is no /admin.
         model_name: of the served policy.
         vocab_size: ids of prompts are smaller.
@@ -36,13 +34,10 @@ class FrontendConfig:
         ranks_address: where they do: the path of a Unix socket, or host and port (0: any).
     """
 
-    tokenizer_type: str
-    tokenizer_model: str | None
+    encoder: Encoder
     max_model_length: int
     max_response_length: int
     settings: ServerSettings = ServerSettings()
-    chat_template: str | None = None
-    hf_folder: bool = False
     api_keys: list[str] = field(default_factory=list)
     admin_keys: list[str] = field(default_factory=list)
     model_name: str = ""
@@ -50,16 +45,13 @@ class FrontendConfig:
     replicas: int = 1
     ranks_address: str | tuple[str, int] = ""
 
-    def load_encoder(self) -> Encoder:
-        """Reads the tokenizer and its chat template, as the training programs do. Raises UsageError."""
-        tokenizer = build_tokenizer(self.tokenizer_type, self.tokenizer_model)
-        folder = f"--tokenizer-model {self.tokenizer_model}" if self.hf_folder else None
-        return build_encoder(tokenizer, self.chat_template, folder=folder)
 
+def read_server_flags(config: "RunConfig", encoder: Encoder) -> FrontendConfig:
+    """Keys, address and limits of a server, checked before any work starts. UsageError for wrong ones.
 
-def read_server_flags(config: "RunConfig") -> FrontendConfig:
-    """Keys, address and limits of a server, checked before any work starts. UsageError for wrong ones."""
-    s, actor, rollout = config.settings, config.roles["actor"], config.roles["rollout"].megatron
+    `encoder`: of the policy.
+    """
+    s, rollout = config.settings, config.roles["rollout"].megatron
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"the server needs {', '.join(missing)}: install the extra `serve` (megarl[serve])")
@@ -74,13 +66,10 @@ def read_server_flags(config: "RunConfig") -> FrontendConfig:
     if s.serve_routes and (not rollout.num_experts or rollout.pipeline_model_parallel_size > 1):
         raise UsageError("--serve-routes: needs a model with experts (--num-experts) on one pipeline stage")
     return FrontendConfig(
-        tokenizer_type=actor.tokenizer_type,
-        tokenizer_model=actor.tokenizer_model,
+        encoder=encoder,
         max_model_length=s.max_prompt_length + s.max_response_length,
         max_response_length=s.max_response_length,
         settings=ServerSettings(**{each.name: getattr(s, each.name) for each in fields(ServerSettings)}),
-        chat_template=actor.chat_template,
-        hf_folder=actor.hf_model is not None,
         api_keys=api_keys,
         admin_keys=admin_keys,
     )

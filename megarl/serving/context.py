@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.data.conversations import Encoder
 from megarl.errors import UsageError
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.errors import RequestError, echo, invalid
@@ -21,9 +20,9 @@ _LONG_TEXT = 20_000  # characters that are tokenized in a thread, so that stream
 class ServingContext:
     """The state of the HTTP process."""
 
-    def __init__(self, config: FrontendConfig, encoder: Encoder):
-        self.config, self.encoder = config, encoder
-        self.vocabulary = Vocabulary(encoder.tokenizer)
+    def __init__(self, config: FrontendConfig):
+        self.config, self.encoder = config, config.encoder
+        self.vocabulary = Vocabulary(self.encoder.tokenizer)
         self.metrics = ServerMetrics()
         self.pool = ReplicaPool(
             config.replicas, config.settings.max_queue, config.settings.request_timeout, self.metrics
@@ -36,31 +35,37 @@ class ServingContext:
         capacity = self.pool.capacity
         return self.config.max_model_length if capacity is None else min(capacity, self.config.max_model_length)
 
+    def model_card(self) -> dict[str, Any]:
+        """The server's model, in OpenAI's words."""
+        card = {"id": self.config.model_name, "object": "model", "created": self.created, "owned_by": "megarl"}
+        return card | {"root": self.pool.weights.get("label", ""), "max_model_len": self.max_length}
+
     def check_model(self, name: str | None):
         """RequestError 404 for the name of another model; None is the server's model."""
         if name is not None and name != self.config.model_name:
             message = f"the model {echo(name)} does not exist; this server has {self.config.model_name!r}"
             raise RequestError(404, message, "model", "model_not_found")
 
-    async def encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    async def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text as training encodes it: special tokens' names are ordinary text.
 
-        `add_special_tokens`: BOS in front, if the tokenizer has one.
+        `add_special_tokens`: with the BOS that training puts in front, if it does.
         """
-        tokenizer = self.encoder.tokenizer
-        if len(text) > _LONG_TEXT:
-            ids = await asyncio.to_thread(tokenizer.encode, text)
-        else:
-            ids = tokenizer.encode(text)
-        return [tokenizer.bos_id, *ids] if add_special_tokens and tokenizer.bos_id is not None else ids
+        encode = self.encoder.text if add_special_tokens else self.encoder.tokenizer.encode
+        return await asyncio.to_thread(encode, text) if len(text) > _LONG_TEXT else encode(text)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> list[int]:
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        values: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of a conversation with the opening of the assistant's turn. RequestError if the template fails."""
         template = self.encoder.template
         if template is None:
             raise invalid("this server has no chat template; use /v1/completions", "messages", "no_chat_template")
         try:
-            return await asyncio.to_thread(self.encoder.chat_prompt, messages, tools)
+            return await asyncio.to_thread(self.encoder.chat_prompt, messages, tools, values)
         except UsageError as error:
             raise invalid(str(error).removeprefix(f"{template.flag}: "), "messages") from None
 

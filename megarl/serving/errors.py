@@ -101,12 +101,21 @@ def validation_error(errors: Sequence[Any]) -> RequestError:
         return invalid(f"{name}: unknown field; it is not supported", name, "unknown_field")
     if not location:
         return invalid("the body must be a JSON object, with Content-Type: application/json")
-    field = location[0]
+    field, name = location[0], _name(first)
     # Each type that a field may have reports errors of its own.
-    same = [error for error in errors if field in map(str, error["loc"])]
+    same = [error for error in errors if _name(error) == name]
     messages = list(dict.fromkeys(_message(error) for error in same))[:3]
     given = "" if first["type"] == "missing" else f" (got {echo(first.get('input'))})"
-    return invalid(f"{field}: {'; or: '.join(messages)}{given}", field, "invalid_value")
+    return invalid(f"{name}: {'; or: '.join(messages)}{given}", field, "invalid_value")
+
+
+def _name(error: Any) -> str:
+    """The field that is wrong; of a message with its number, from 0, and its own field: `messages.1.content`."""
+    location = [part for part in error["loc"] if part not in ("body", "query")]
+    if location[:1] != ["messages"]:
+        return str(location[0]) if location else ""
+    # After the number is the kind of the message, after that its field.
+    return ".".join(map(str, [*location[:2], *location[3:4]]))
 
 
 def _message(error: Any) -> str:

@@ -156,7 +156,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="megarl.serving: %(levelname)s: %(message)s", stream=sys.stderr)
     try:
         config = rank_0.recv()
-        context = ServingContext(config, config.load_encoder())
+        context = ServingContext(config)
         http, url = _listen_to_clients(config)
         listener, key = Listener(config.ranks_address, backlog=_BACKLOG), secrets.token_bytes(32)
         rank_0.send((url, listener.address, key))

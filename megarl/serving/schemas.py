@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
+from megarl.data.chat import RESERVED
 from megarl.serving.errors import echo
 
 MAX_TEXT_LENGTH = 2**24  # characters
@@ -53,6 +54,12 @@ def check_json(value: Any) -> Any:
     return value
 
 
+def _check_template_values(value: dict[str, Any]) -> dict[str, Any]:
+    if reserved := RESERVED & value.keys():
+        raise ValueError(f"{echo(min(reserved))} is a field of the request")
+    return value
+
+
 def _children(value: dict | list) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
 
@@ -66,6 +73,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
 FreeObject = Annotated[dict[str, Any], AfterValidator(check_json)]
+TemplateValues = Annotated[dict[str, Any], AfterValidator(check_json), AfterValidator(_check_template_values)]
 
 
 class StrictModel(BaseModel):
@@ -124,7 +132,7 @@ class CompletionRequest(OpenAIFields):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=2**10)] | None = None
     echo: bool | None = False
-    add_special_tokens: bool = False
+    add_special_tokens: bool = True
     best_of: _neutral(None, 1) = None
     suffix: _neutral(None, "") = None
 
@@ -167,7 +175,9 @@ class AssistantMessage(StrictModel):
     """What the assistant has said; the fields of an answer that are null may stay."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
     name: Name | None = None
     tool_calls: Annotated[list[AssistantToolCall], Field(max_length=128)] | None = None
     refusal: _neutral(None) = None
@@ -220,6 +230,7 @@ class ChatCompletionRequest(OpenAIFields):
     top_logprobs: Annotated[int, Field(ge=0, le=2**10)] | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: TemplateValues | None = None
     response_format: ResponseFormat | None = None
     parallel_tool_calls: _neutral(None, True) = None
     modalities: _neutral(None, ["text"]) = None
@@ -255,7 +266,8 @@ class TokenizeRequest(StrictModel):
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
-    add_special_tokens: bool = False
+    chat_template_kwargs: TemplateValues | None = None
+    add_special_tokens: bool = True
     return_token_strs: bool | None = False
 
 

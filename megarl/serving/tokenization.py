@@ -25,7 +25,8 @@ async def tokenize(context: ServingContext, request: TokenizeRequest) -> dict[st
         tokens = await context.encode_text(request.prompt, request.add_special_tokens)
     else:
         tools = template_tools(request.tools) if request.tools else None
-        tokens = await context.encode_chat(template_messages(request.messages or []), tools)
+        messages = template_messages(request.messages or [])
+        tokens = await context.encode_chat(messages, tools, request.chat_template_kwargs)
     names = [context.vocabulary.token(token)[0] for token in tokens] if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": context.max_length, "tokens": tokens, "token_strs": names}
 
@@ -73,6 +74,8 @@ def _message(number: int, message: Any) -> dict[str, Any]:
         found["name"] = message.name
     if isinstance(message, ToolMessage):
         found["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage) and (message.reasoning_content or message.reasoning):
+        found["reasoning_content"] = message.reasoning_content or message.reasoning
     if isinstance(message, AssistantMessage) and message.tool_calls:
         found["tool_calls"] = [
             {
@@ -88,6 +91,7 @@ def _message(number: int, message: Any) -> dict[str, Any]:
 def _arguments(number: int, text: str) -> dict[str, Any]:
     try:
         arguments = check_json(json.loads(text or "{}"))
+        arguments = {} if arguments is None else arguments  # what clients send of a call without arguments
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

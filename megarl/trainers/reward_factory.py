@@ -36,6 +36,7 @@ class RewardFactory:
         self.weights: list[PretrainedWeights] = []
         if role.has_model:
             self.encoder = build_role_encoder(role, config.settings)
+            self.encoder.check_turns()
             for prompt_set in prompts if checks_prompts else ():
                 prompt_set.encode(self.encoder)
             self.weights = self._find_weights(role)

@@ -45,7 +45,7 @@ class RLInputs:
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
-        self.frontend_config = read_server_flags(config) if s.serve_policy else None
+        self.frontend_config = read_server_flags(config, encoder) if s.serve_policy else None
         self.resume = None
         is_compared = s.load or s.save or s.load_rollouts
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}

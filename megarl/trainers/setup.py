@@ -14,6 +14,7 @@ from megarl.checkpoint import folders, integrity
 from megarl.checkpoint.writer import SavePolicy
 from megarl.comm import role_mesh
 from megarl.data import node_files
+from megarl.data.chat import TemplateOptions
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
@@ -72,9 +73,15 @@ def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Setting
     folder = role.hf_model.folder if role.hf_model is not None else None
     flag = folder.flag if own and folder is not None and role.tokenizer_model == str(folder.path) else None
     tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "", flag)
-    prefix = "" if role.chat_template == settings.chat_template else f"{role.name}-"
     where = None if folder is None else f"{flag or '--tokenizer-model'} {role.tokenizer_model}"
-    return build_encoder(tokenizer, role.chat_template, prefix, where)
+
+    def prefix(name: str) -> str:
+        return "" if getattr(role, name) == getattr(settings, name) else f"{role.name}-"
+
+    values, date = role.chat_template_kwargs, role.chat_template_date
+    own_options = prefix("chat_template_kwargs") or prefix("chat_template_date")
+    options = TemplateOptions.of_flags(values, date, own_options)
+    return build_encoder(tokenizer, role.chat_template, prefix("chat_template"), where, options, role.bos)
 
 
 def check_vocabulary(role: arguments.RoleSettings, tokens: int):

@@ -28,6 +28,7 @@ from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import restart
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
+from megarl.trainers.export_files import text_files
 from megarl.trainers.prompt_inputs import notes_of
 from megarl.trainers.setup import save_policy, step_profiler, tracker_options
 
@@ -161,7 +162,7 @@ class Trainer(abc.ABC):
     def export(self, model: TrainableModel, step: int):
         """Writes a model as Hugging Face folder `hf/step_N` and adapter `peft/step_N` by flag. Collective of it."""
         if self.settings.export_hf:
-            model.export_hf(self.folder / "hf" / step_name(step))
+            model.export_hf(self.folder / "hf" / step_name(step), text_files(model.role, self.inputs.encoder))
         if self.settings.export_peft:
             model.export_peft(self.folder / "peft" / step_name(step))
 

@@ -10,6 +10,7 @@ class CharacterTokenizer:
     eos_id, bos_id, pad_id, vocab_size = 0, None, 0, 0x110000
     eos_token, bos_token, special, template = "$", None, {"$": 0}, None
     end_ids, end_tokens, fingerprint = (0,), ("$",), "characters"
+    prefix_ids, named = (), {"eos_token": "$"}
 
     def encode(self, text):
         return [ord(character) for character in text.replace("\t", "")]

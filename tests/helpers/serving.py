@@ -14,6 +14,7 @@ import httpx
 import openai
 
 from megarl.child_process import Child
+from megarl.data.conversations import build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.server_settings import ServerSettings
 from megarl.serving import links
@@ -129,8 +130,9 @@ class Served:
     def __init__(self, folder, script=None, leaders: int = 1, ready: dict | None = None, family="unix", **settings):
         path = small_tokenizers.chatml(folder / "tokenizer")
         self.tokenizer = build_tokenizer("HuggingFaceTokenizer", path)
+        encoder = build_encoder(self.tokenizer, settings.pop("chat_template", "tokenizer"))
         defaults = dict(
-            model_name="tiny", tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path, chat_template="tokenizer",
+            model_name="tiny", encoder=encoder,
             vocab_size=self.tokenizer.vocab_size, max_model_length=4096, max_response_length=512,
             replicas=leaders,
             ranks_address=str(folder / "leaders") if family == "unix" else ("127.0.0.1", 0),

@@ -1,14 +1,19 @@
 """The programs on models of Hugging Face folders: training, export, resume, evaluation, reward models and critics."""
 
+import dataclasses
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import hf_folders
+from megarl.arguments import parse
+from megarl.trainers.export_files import text_files
+from megarl.trainers.setup import build_role_encoder
+from tests.helpers import hf_folders, small_tokenizers
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_layouts import build, logprobs
@@ -70,6 +75,20 @@ def test_an_export_holds_the_trained_weights_and_every_file_besides(run, data):
             before, after = load_file(source / name), load_file(export / name)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[key], after[key]) == (not float(before[key].abs().sum())) for key in before)
+
+
+def test_an_export_has_the_tokenizer_and_the_template_of_the_run(data, tmp_path):
+    other = Path(small_tokenizers.chatml(tmp_path / "other"))
+    (tmp_path / "t.jinja").write_text(small_tokenizers.CHATML + "{# mine #}")
+    for flags, template in (("", None), (f"--chat-template {tmp_path}/t.jinja", (tmp_path / "t.jinja").read_bytes())):
+        config = parse(f"{LENGTHS} --hf-model {data}/llama3 --global-batch-size 2 {flags}".split(), 1, "sft")
+        role = config.roles["actor"]
+        expected = {} if template is None else {"chat_template.jinja": template}
+        assert text_files(role, build_role_encoder(role, config.settings)) == expected
+        moved = dataclasses.replace(role, tokenizer_model=str(other))
+        files = text_files(moved, build_role_encoder(moved, config.settings))
+        assert files.pop("chat_template.jinja", None) == template
+        assert files == {name: (other / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
 
 
 def logprobs_of(rank: int, folder) -> list[torch.Tensor]:

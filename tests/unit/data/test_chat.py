@@ -40,7 +40,7 @@ def test_where_a_template_is_read_from(tokenizer, tmp_path):
         ("{% include 'x' %}", "fails on these messages"),
         ("{{ messages.append(1) }}", "fails on these messages"),
         ("{{ ''.__class__.__mro__ }}", "fails on these messages"),
-        ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
+        ("{{ strftime_then('%d') }}", "'strftime_then' is undefined"),
         ("{{ raise_exception('no\n tools') }}", "messages: no tools"),
         ("\ufdd0", "U+FDD0"),
     ],

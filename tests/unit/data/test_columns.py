@@ -1,7 +1,10 @@
 """Columns of other frameworks: which are recognised, what becomes of them, and the errors that name them."""
 
+import decimal
 import json
+import math
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -68,6 +71,37 @@ RL_ROWS = {
         {"prompt": [USER | {"name": None}], "answer": "2", "task": "t", "id": None}, Prompt(0, [USER], "2", "t"),
     ),
 }  # fmt: skip
+
+
+NUMBERS = {
+    "float": (pyarrow.array([72.0, math.nan, None, 1e22]), ["72", None, None, "10000000000000000000000"]),
+    "float32": (pyarrow.array([0.1, 16777216, None], pyarrow.float32()), ["0.1", "16777216", None]),
+    "float16": (pyarrow.array(np.array([0.1, 3], np.float16)), ["0.1", "3"]),
+    "decimal": (
+        pyarrow.array([decimal.Decimal("12345678901234567890.12"), decimal.Decimal("0.10"), decimal.Decimal("7.00")]),
+        ["12345678901234567890.12", "0.1", "7"],
+    ),
+    "inside": (pyarrow.array([{"x": 1, "ground_truth": 0.1}], pyarrow.struct([("x", pyarrow.int64()),
+                             ("ground_truth", pyarrow.float32())])), ["0.1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_as_answers(name, tmp_path):
+    column, expected = NUMBERS[name]
+    column_name = "reward_model" if name == "inside" else "answer"
+    table = pyarrow.table({"question": ["q"] * len(column), column_name: column})
+    parquet.write_table(table, tmp_path / "p.parquet")
+    assert [prompt.answer for prompt in load_prompts(str(tmp_path / "p.parquet"))] == expected
+
+
+def test_numbers_of_json_as_answers(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "q", "answer": NaN}\n{"question": "q", "answer": 0.1}\n')
+    assert [prompt.answer for prompt in load_prompts(str(path))] == [None, "0.1"]
+    path.write_text('{"question": "q", "answer": Infinity}\n')
+    with pytest.raises(UsageError, match="p.jsonl:1: answer is inf; it must be a finite number"):
+        load_prompts(str(path))
 
 
 @pytest.mark.parametrize("name", RL_ROWS)

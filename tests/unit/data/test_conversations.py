@@ -70,7 +70,8 @@ def check_scored(encoder, prompt, text, longest):
     assert special_ids(tokenizer, response) == [tokenizer.eos_id]
     assert special_ids(tokenizer, tokenizer.encode(text)) == []
     if tokenizer.bos_id is not None:
-        assert whole.count(tokenizer.bos_id) == (whole[0] == tokenizer.bos_id) == (encoder.template is not None)
+        has_bos = encoder.template is not None or bool(encoder.prefix_ids)
+        assert whole.count(tokenizer.bos_id) == (whole[0] == tokenizer.bos_id) == has_bos
     shortened, cut = encoder.reward_model_inputs([(prompt, text)], longest)[0]
     assert len(shortened) == min(longest, len(whole)) and cut == len(whole) - len(shortened)
     opening = 1 if cut and longest > 1 and whole[0] == tokenizer.bos_id else 0
@@ -141,10 +142,12 @@ def test_without_a_template_it_is_text_and_end(tokenizers):
     for tokenizer in tokenizers.values():
         encoder = build_encoder(tokenizer, None, "reward-")
         prompt = Prompt(0, "Hello")
-        assert encoder.prompt(prompt) == tokenizer.encode("Hello")
+        before = list(tokenizer.prefix_ids)
+        assert encoder.prompt(prompt) == [*before, *tokenizer.encode("Hello")]
         assert encoder.response(prompt, "world") == [*tokenizer.encode("world"), tokenizer.eos_id]
-        assert encoder.reward_model_inputs([(prompt, "")], 100) == [([*tokenizer.encode("Hello"), tokenizer.eos_id], 0)]
-        assert encoder.reward_model_inputs([(Prompt(0, ""), "")], 1) == [([tokenizer.eos_id], 0)]
+        whole = [*before, *tokenizer.encode("Hello"), tokenizer.eos_id]
+        assert encoder.reward_model_inputs([(prompt, "")], 100) == [(whole, 0)]
+        assert encoder.reward_model_inputs([(Prompt(0, ""), "")], 1) == [([tokenizer.eos_id], len(before))]
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         for rejected, value in ((encoder.conversation, messages), (encoder.prompt, Prompt(0, messages[:1]))):
             with pytest.raises(UsageError, match="messages needs --reward-chat-template"):
@@ -163,7 +166,7 @@ def test_a_prompt_is_rendered_and_encoded_once(tokenizers, monkeypatch):
 
     monkeypatch.setattr(encoder.template, "render", counted)
     encoder.reward_model_inputs([(Prompt(0, "Hello"), str(i)) for i in range(20)], 100)
-    assert rendered.count({"add_generation_prompt": True}) == 1
+    assert rendered.count({"add_generation_prompt": True, "tools": None}) == 1
     # What a caller does to a prompt's tokens does not reach the next caller's.
     encoder.prompt(Prompt(0, "Hello")).clear()
     assert encoder.prompt(Prompt(0, "Hello"))
@@ -181,8 +184,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("source, message", REFUSED, ids=["begin", "end", "empty", "bos"])
 def test_a_template_unfit_for_training_is_rejected(tokenizers, source, message):
+    template = ChatTemplate(source, tokenizers["sp_bpe"], "--reward-chat-template t.jinja")
     with pytest.raises(UsageError, match=f"^--reward-chat-template t.jinja: .*{message}"):
-        Encoder(tokenizers["sp_bpe"], ChatTemplate(source, tokenizers["sp_bpe"], "--reward-chat-template t.jinja"))
+        Encoder(tokenizers["sp_bpe"], template).check_turns()
 
 
 def test_a_template_that_rewrites_earlier_turns_is_rejected(tokenizers):

@@ -3,9 +3,12 @@
 import itertools
 import json
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megarl.data.columns import Columns
+from megarl.data.conversations import Encoder
 from megarl.data.messages import conversation_of, key_of, message_error, template_message, text_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
@@ -13,7 +16,7 @@ from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
 from tests.helpers.chat_encoders import encoder_of, spelled
 from tests.helpers.chat_templates import HERMES, QWEN25
-from tests.helpers.small_tokenizers import chatml
+from tests.helpers.small_tokenizers import CHATML, chatml
 
 USER = {"role": "user", "content": "How warm?"}
 CALL = {"id": "call_0_0", "type": "function", "function": {"name": "look", "arguments": {"b": 1, "a": "<|im_end|>"}}}
@@ -35,7 +38,8 @@ def function(**changes):
 @pytest.mark.parametrize("message", [
     USER, CALLS, RESULT, {"role": "tool", "content": "3"}, {"role": "assistant", "tool_calls": [CALL]},
     {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "user", "content": "a", "name": None},
-    calling(id=None, type=None), function(arguments='{"x": 1}'), function(arguments=""),
+    calling(id=None, type=None), function(arguments='{"x": 1}'), function(arguments=""), ANSWER | {"tool_calls": []},
+    {"role": "developer", "content": "a"}, USER | {"content": [{"type": "text", "text": "a"}]},
 ])  # fmt: skip
 def test_valid_messages(message):
     assert message_error([USER, message]) is None
@@ -51,7 +55,9 @@ def test_valid_messages(message):
     (RESULT | {"tool_call_id": 3}, "the tool_call_id of message 2 must be a string, not int"),
     (ANSWER | {"reasoning_content": []}, "the reasoning_content of message 2 must be a string, not list"),
     (ANSWER | {"tool_calls": {}}, "the tool_calls of message 2 must be a list of calls"),
-    (ANSWER | {"tool_calls": []}, "the tool_calls of message 2 must be a list of calls, at least one"),
+    ({"role": "assistant", "tool_calls": []}, "the content of message 2 must be a string, not NoneType"),
+    (USER | {"content": [{"type": "image_url"}]}, 'the content of message 2 must be a string, or a list of {"type"'),
+    (USER | {"content": [{"type": "text"}]}, "the content of message 2 must be a string, or a list"),
     (ANSWER | {"tool_calls": ["look"]}, "tool call 1 of message 2 must be an object with function"),
     (calling(index=0), "tool call 1 of message 2 must be an object with function and, optionally, id and type"),
     (calling(type="code"), "the type of tool call 1 of message 2 must be 'function', not 'code'"),
@@ -73,6 +79,14 @@ def test_a_template_reads_objects_and_contents():
     function = {"name": "look", "arguments": {"b": 1, "a": 2}}
     assert found == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
     assert list(template_message(CALLS)["tool_calls"][0]) == list(CALL) and template_message(CALLS) == CALLS
+
+
+def test_other_forms_of_one_conversation():
+    parts = [{"type": "text", "text": "How"}, {"type": "text", "text": "warm?"}]
+    forms = [{"role": "developer", "content": parts}, USER, ANSWER | {"tool_calls": [], "reasoning_content": None}]
+    plain = [{"role": "system", "content": "How\nwarm?"}, USER, ANSWER]
+    assert [template_message(message) for message in forms] == plain and key_of(forms) == key_of(plain)
+    assert text_of(forms) == text_of(plain).replace("system:", "developer:")
 
 
 def test_a_key_keeps_everything():
@@ -122,6 +136,55 @@ def test_training_on_calls_and_not_on_results(tmp_path, template, words):
     # As a prompt, the conversation before the last turn has the same tokens.
     start = len(ids) - 1 - len(trained(ids, mask)[-1])
     assert encoder.prompt(Prompt(0, WHOLE[:-1])) == [*ids[:start]]
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_tools_of_a_row_are_rendered(tmp_path):
+    encoder = encoder_of(tmp_path / "t", chatml, QWEN25)
+    rows = [{"messages": WHOLE, "tools": tools} for tools in (TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])])]
+    rows = [json.loads(json.dumps(row)) for row in rows]
+    read = [
+        load_prompts(write(tmp_path / "own.jsonl", rows[0]), columns=Columns("sft")),
+        load_prompts(write(tmp_path / "p.jsonl", *rows), columns=Columns("sft", messages="messages")),
+    ]
+    assert "tools from tools" in read[1].notes[0]
+    texts = {spelled(encoder.tokenizer, sft_examples(prompts, encoder, 900, 900)[i][0])
+             for prompts in read for i in range(len(prompts))}  # fmt: skip
+    assert texts == {encoder.template.plain(encoder.template.render(WHOLE, tools=TOOLS))}
+    assert json.dumps(TOOLS[0]) in texts.pop()
+    # In a prompt, also of a preference.
+    row = {"prompt": [USER], "response": "21.", "chosen": "21.", "rejected": "3.", "tools": TOOLS}
+    (prompt,) = load_prompts(write(tmp_path / "r.jsonl", row))
+    assert encoder.prompt(prompt) == encoder.chat_prompt([USER], TOOLS) != encoder.prompt(Prompt(0, [USER]))
+    scored, tokens = encoder.reward_model_inputs([(prompt, "21.")], 900)[0][0], encoder.prompt(prompt)
+    assert scored[: len(tokens)] == tokens
+    with pytest.raises(UsageError, match="tools need --chat-template"):
+        Encoder(encoder.tokenizer).prompt(Prompt(0, "a", tools=TOOLS))
+    for tools in ("{", "3", [1], {"a": 1}):
+        with pytest.raises(UsageError, match="p.jsonl:1: tools"):
+            path = write(tmp_path / "p.jsonl", {"conversations": WHOLE, "tools": tools})
+            load_prompts(path, columns=Columns("sft"))
+
+
+def test_a_template_that_leaves_calls_out_is_refused(tmp_path):
+    encoder = encoder_of(tmp_path / "t", chatml, CHATML)
+    with pytest.raises(UsageError, match="the template leaves out the assistant's call of 'look'"):
+        encoder.conversation(WHOLE)
+
+
+def test_names_that_only_other_rows_have_are_absent(tmp_path):
+    """Arrow gives the arguments of all calls to each."""
+    calls = [[calling(function={"name": "f", "arguments": arguments})] for arguments in ({"a": "x"}, {"b": [{"c": 1}]})]
+    both = ({"strict": True}, {"description": "d"})
+    tools = [[{"type": "function", "function": {"name": "f", **more}}] for more in both]
+    parquet.write_table(pyarrow.table({"messages": calls, "tools": tools}), tmp_path / "p.parquet")
+    prompts = load_prompts(str(tmp_path / "p.parquet"), columns=Columns("sft"))
+    assert [[message["tool_calls"][0]["function"] for message in prompt.messages] for prompt in prompts] == [
+        [{"name": "f", "arguments": {"a": "x"}}], [{"name": "f", "arguments": {"b": [{"c": 1}]}}],
+    ]  # fmt: skip
+    assert [prompt.tools for prompt in prompts] == tools
 
 
 def test_calls_are_no_answers(tmp_path):

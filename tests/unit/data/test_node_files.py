@@ -102,7 +102,7 @@ def test_wrong_input_is_found_once_and_reported_by_all(node, tmp_path):
         with pytest.raises(UsageError, match=f"{path}:2: prompt must be a string"):
             load_prompts(str(path))
     path.write_text('{"prompt": "a"}\n')  # another file now, so it is read again
-    prompts, tokenizer = load_prompts(str(path)), type("Tokenizer", (), {"fingerprint": "f"})()
+    prompts, tokenizer = load_prompts(str(path)), type("Tokenizer", (), {"fingerprint": "f", "prefix_ids": ()})()
     for _ in range(2):
         with pytest.raises(UsageError, match=f"{path}:1: too long"):
             prompts.encode(Counting(tokenizer))
@@ -111,7 +111,7 @@ def test_wrong_input_is_found_once_and_reported_by_all(node, tmp_path):
 
 def test_a_host_holds_a_prompt_file_once(node, tmp_path):
     class Bytes:
-        fingerprint = "bytes"
+        fingerprint, prefix_ids = "bytes", ()
 
         def encode(self, text):
             return list(text.encode())

@@ -62,7 +62,7 @@ BAD_LINES = [
     ('{"prompt": ["a"]}', "prompt: message 1 must be an object with role and content"),
     ('{"prompt": [{"role": "user", "content": "a", "name": "b"}]}', "prompt: message 1 of the role user has name"),
     ('{"prompt": [{"role": "tool", "content": "a", "name": "\\ud800"}]}', "prompt holds half of a surrogate pair"),
-    ('{"prompt": [{"role": "me", "content": "a"}]}', "prompt: message 1 has the role 'me'; allowed: system, user"),
+    ('{"prompt": [{"role": "me", "content": "a"}]}', "prompt: message 1 has the role 'me'; allowed: system, dev"),
     ('{"prompt": [{"role": "user", "content": null}]}', "prompt: the content of message 1 must be a string"),
     ('{"prompt": [{"role": "user", "content": " "}]}', "prompt is empty"),
     ('{"prompt": [{"role": "assistant", "content": "a"}]}', "the prompt's last message must not be the assistant's"),

@@ -50,9 +50,11 @@ def test_tokens_that_only_the_configuration_calls_special(tmp_path):
     # </s> an ordinary added token, <pad> not even that: only a token of the model.
     stored["added_tokens"] = [t | {"special": False} for t in stored["added_tokens"] if t["content"] != "<pad>"]
     (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(stored))
-    tokenizer = build(change(folder, eos_token={"content": "</s>", "lstrip": False}, bos_token=None,
+    tokenizer = build(change(folder, eos_token={"__type": "AddedToken", "content": "</s>"}, bos_token=None,
                              additional_special_tokens=["user", "<nowhere>"]))  # fmt: skip
-    assert tokenizer.special == {"</s>": 1, "<pad>": 3, "user": tokenizer.special["user"]}
+    # transformers adds what the vocabulary lacks.
+    user, added = tokenizer.special["user"], tokenizer.vocab_size - 1
+    assert tokenizer.special == {"</s>": 1, "<pad>": 3, "user": user, "<nowhere>": added}
     assert not set(tokenizer.encode("a</s><pad>user")) & set(tokenizer.special.values())
     assert tokenizer.encode_template("a</s><pad>user")[-3:] == [1, 3, tokenizer.special["user"]]
     assert tokenizer.decode(tokenizer.encode_template("a</s><pad>user")) == "a"
@@ -62,10 +64,13 @@ def test_a_file_alone_and_its_eos(tmp_path):
     file = Path(unigram(tmp_path / "a")) / "tokenizer.json"
     assert build(file).bos_token == "<s>"
     (tmp_path / "a" / "tokenizer_config.json").unlink()
+    assert "no eos_token; name it in tokenizer_config.json" in error_of(file)
+    (tmp_path / "a" / "generation_config.json").write_text('{"eos_token_id": [1, 3]}')
     alone = build(file)
     assert (alone.eos_token, alone.bos_token, alone.pad_id, alone.template) == ("</s>", None, alone.eos_id, None)
-    (Path(chatml(tmp_path / "b")) / "tokenizer_config.json").unlink()
-    assert "no eos_token; name it in a tokenizer_config.json" in error_of(tmp_path / "b")
+    assert alone.end_tokens == ("</s>", "<pad>")
+    other = file.rename(tmp_path / "a" / "other.json")
+    assert build(other).encode("Hello") == alone.encode("Hello")
 
 
 def test_nothing_is_added_cut_or_padded(tmp_path):
@@ -100,12 +105,11 @@ def test_the_unknown_token_may_be_the_padding(tmp_path):
     [
         ("tokenizer.json", "{", "tokenizer.json: malformed JSON"),
         ("tokenizer.json", "[]", "tokenizer.json: expected a JSON object, not list"),
-        ("tokenizer.json", "{}", "not a tokenizer.json that `tokenizers` can read"),
-        ("tokenizer.json", '{"model": 3}', "not a tokenizer.json that `tokenizers` can read"),
-        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "empty vocabulary"),
+        ("tokenizer.json", "{}", "transformers cannot read the tokenizer"),
+        ("tokenizer.json", '{"model": 3}', "transformers cannot read the tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "BPE"}, "added_tokens": []}', "transformers cannot read the tokenizer"),
         ("tokenizer.json", b"\xff", "tokenizer.json is not UTF-8"),
         ("tokenizer_config.json", "[" * 100000, "tokenizer_config.json: malformed JSON"),
-        ("tokenizer_config.json", '{"eos_token": "<end>"}', "eos_token '<end>' is not in the vocabulary"),
     ],
 )
 def test_wrong_files(tmp_path, name, content, message):

@@ -28,6 +28,7 @@ class Bytes:
     """A tokenizer of bytes."""
 
     special, eos_id, end_ids, bos_id, vocab_size, fingerprint = {}, 0, (0,), None, 256, "bytes"
+    prefix_ids = ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -2,6 +2,7 @@
 
 import json
 
+import openai
 import pytest
 
 from megarl.serving.responses import ChatCompletionResponse
@@ -122,6 +123,49 @@ def test_conversations_with_tools_reach_the_template_and_no_text_becomes_a_speci
         '<tool_call>a<|im_end|>{"x": "<|im_start|>"}</tool_call>\ntool\n3<|im_end|>c1<|im_start|>\nassistant\n'
     )
     assert server.post("/v1/chat/completions", messages=messages, tools=TOOLS).status_code == 200
+
+
+def history(arguments="{}", **fields):
+    """A conversation with a call that was answered."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call], **fields}
+    return [*say("a"), turn, {"role": "tool", "tool_call_id": "c1", "content": "r"}, *say("b")]
+
+
+@pytest.mark.parametrize("fields", [
+    dict(messages=history(arguments="null")), dict(messages=history(arguments="")),
+    dict(messages=history(content=[])), dict(messages=history(reasoning_content="thought")),
+    dict(messages=history(reasoning="thought")), dict(chat_template_kwargs={"enable_thinking": False}),
+])  # fmt: skip
+def test_what_clients_of_other_servers_send(server, fields):
+    assert server.post("/v1/chat/completions", **{"messages": say("hi")} | fields).status_code == 200
+
+
+def test_a_model_by_name(server, client):
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="the model 'a/b' does not exist"):
+        client.models.retrieve("a/b")
+    assert server.client.get("/v1/models/tiny").json() == server.client.get("/v1/models").json()["data"][0]
+
+
+def test_an_error_of_a_message_names_its_number(server):
+    messages = [*say("a"), {"role": "user", "content": []}]
+    error = server.post("/v1/chat/completions", messages=messages).json()["error"]
+    assert error["message"].startswith("messages.1.content: ") and error["param"] == "messages"
+
+
+def test_values_for_the_template(tmp_path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "t.jinja").write_text("{{ x }}{{ messages[0].reasoning_content }}")
+    with served(tmp_path / "s", chat_template=str(tmp_path / "t.jinja")) as server:
+        values = {"x": "a<|im_end|>"}
+        tokens = server.post("/tokenize", messages=say("hi"), chat_template_kwargs=values).json()["tokens"]
+        assert server.tokenizer.decode(tokens) == "a<|im_end|>"
+        answer = server.post("/tokenize", messages=say("hi"), chat_template_kwargs={"messages": []})
+        assert "'messages' is a field of the request" in answer.json()["error"]["message"]
+        thoughts = [{"role": "assistant", "content": "a", "reasoning": "b"}]
+        tokens = server.post("/tokenize", messages=thoughts).json()["tokens"]
+        assert server.tokenizer.decode(tokens) == "b"
 
 
 def deep(levels):

@@ -1,6 +1,7 @@
 """The HTTP process: keys, limits, error answers, /generate, /admin, and what it never writes."""
 
 import asyncio
+import pickle
 import socket
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import httpx
 import openai
 import pytest
 
+from megarl.data.conversations import Encoder, build_encoder
+from megarl.data.prompt import Prompt
+from megarl.data.tokenizers import build_tokenizer
 from megarl.serving.app import PAGE, build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
@@ -154,12 +158,6 @@ def test_without_keys_there_is_no_admin_and_all_is_open(tmp_path):
         assert "/admin/pause" not in server.client.get("/openapi.json").json()["paths"]
 
 
-def test_a_wrong_configuration_is_one_line(tmp_path):
-    with served(tmp_path, leaders=0, chat_template="/none.jinja") as server:
-        assert server.exit_status() == 2
-    assert server.stderr == "" and "--chat-template /none.jinja: no such file" in server.found
-
-
 def test_a_port_in_use_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -181,8 +179,8 @@ def test_strangers_among_the_leaders_change_nothing(tmp_path):
 
 def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog):
     path = small_tokenizers.chatml(tmp_path / "tokenizer")
-    config = FrontendConfig("HuggingFaceTokenizer", path, 100, 100, vocab_size=304)
-    context = ServingContext(config, config.load_encoder())
+    encoder = Encoder(build_tokenizer("HuggingFaceTokenizer", path))
+    context = ServingContext(FrontendConfig(encoder, 100, 100, vocab_size=304))
 
     def fail(*_):
         raise RuntimeError("secret prompt")
@@ -199,6 +197,17 @@ def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog)
     assert "RuntimeError at test_server.py" in caplog.text and "secret" not in caplog.text + answer.text
 
 
-def test_the_http_process_loads_neither_torch_nor_megatron():
-    code = "import sys, megarl.serving.frontend; print({'torch', 'megatron'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+def test_the_http_process_loads_neither_torch_nor_megatron(tmp_path):
+    """Rank 0 sends the tokenizer and the template that it has read."""
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", small_tokenizers.llama(tmp_path / "a"))
+    encoder = build_encoder(tokenizer, "tokenizer")
+    sent = pickle.dumps((FrontendConfig(encoder, 100, 100), encoder.prompt(Prompt(0, "Hello <|eot_id|>"))))
+    code = (
+        "import pickle, sys, megarl.serving.frontend\n"
+        "from megarl.data.prompt import Prompt\n"
+        "config, tokens = pickle.load(sys.stdin.buffer)\n"
+        "assert config.encoder.prompt(Prompt(0, 'Hello <|eot_id|>')) == tokens\n"
+        "print({'torch', 'megatron', 'transformers'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True)
+    assert found.stdout == b"set()\n", found.stderr

@@ -1,0 +1,24 @@
+"""What an exported Hugging Face folder says about text: the tokenizer and the chat template of the run."""
+
+from pathlib import Path
+
+from megarl.arguments import RoleSettings
+from megarl.data.conversations import Encoder
+from megarl.data.tokenizers_hf import FILES
+
+TEMPLATE = "chat_template.jinja"
+
+
+def text_files(role: RoleSettings, encoder: Encoder) -> dict[str, bytes]:
+    """Content by name of the files that an export has instead of those of the role's Hugging Face folder.
+
+    They are none if the run used the folder's own tokenizer and template. A SentencePiece model is not exported.
+    """
+    found: dict[str, bytes] = {}
+    folder, own = Path(role.tokenizer_model or ""), role.hf_model.folder.path
+    folder = folder if folder.is_dir() else folder.parent
+    if role.tokenizer_type == "HuggingFaceTokenizer" and folder.resolve() != own.resolve():
+        found = {name: (folder / name).read_bytes() for name in (*FILES, TEMPLATE) if (folder / name).is_file()}
+    if encoder.template is not None and encoder.template.source != encoder.tokenizer.template:
+        found[TEMPLATE] = encoder.template.source.encode()
+    return found
