@@ -1,19 +1,21 @@
 """The environments of a replica, in worker processes; the rank's process has no threads and no event loop for them.
 
 An environment that crashes, or takes too long, is created again and brought to its last state by its earlier turns and
-observations; so are those that a dead process had. What still fails is reported as a failure of the episode.
+observations; so are those that a dead process had. What still fails is reported as a failure of the episode. Only
+failures of its own count: of the episodes of a process that died, those that waited for an answer are played again in
+a process each, which shows whose environment ends it.
 """
 
 import itertools
-import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing import connection
 from typing import NamedTuple
 
-from megarl.child_process import Child
 from megarl.environments.calls import Answer, Call, Close
 from megarl.environments.journal import Journal, JournalEntry
+from megarl.environments.processes import Processes, Worker
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.turn_parsing import load_parser, parse_turn
 
@@ -42,17 +44,6 @@ class Event(NamedTuple):
     from_journal: bool
 
 
-class _Worker(Child):
-    """A process with environments; `episodes` are the numbers of those that it has."""
-
-    def __init__(self, timeout: float):
-        """`timeout`: seconds that a call of an environment may take."""
-        # Sets in the same order in each process: an environment that is played again may depend on it.
-        environment = {**os.environ, "PYTHONHASHSEED": "0"}
-        super().__init__("megarl.environments.worker", repr(timeout), environment=environment)
-        self.episodes: set[int] = set()
-
-
 class _Episode:
     """An open episode, and the call that its environment has to answer."""
 
@@ -60,7 +51,8 @@ class _Episode:
         self.number, self.name, self.task, self.key = number, name, task, key
         self.turns: list[Turn] = []
         self.observations: list[Observation] = []
-        self.process: _Worker | None = None  # that has its environment; None: it must be created again
+        self.process: Worker | None = None  # that has its environment; None: it must be created again
+        self.is_suspect = False  # its environment may have ended its process, so that it must be alone in one
         self.replayable = True  # until its environment says otherwise
         self.ticket: int | None = None  # of the pending call
         self.deadline = 0.0
@@ -80,10 +72,11 @@ class EnvironmentPool:
         """`journal`: keeps answers, and gives those that it has; None: every answer comes from an environment."""
         self.options, self.journal = options, journal
         self._parser = load_parser(options.parser)
-        self._processes: list[_Worker | None] = [None] * options.workers
+        self._processes = Processes(options.workers, options.timeout)
         self._episodes: dict[int, _Episode] = {}
         self._tickets, self._pending = itertools.count(), {}  # ticket -> episode
         self._events: list[Event] = []
+        self._waiting: deque[_Episode] = deque()  # suspects, for a process of their own
 
     def start(self, number: int, task: Task, environment: str | None = None, key: str | None = None):
         """Begins an episode: resets its environment.
@@ -105,7 +98,10 @@ class EnvironmentPool:
         """Closes the environment of an episode; nothing more is reported of it."""
         episode = self._episodes.pop(number)
         self._pending.pop(episode.ticket, None)
+        if episode in self._waiting:
+            self._waiting.remove(episode)
         self._leave_process(episode)
+        self._send_waiting()
 
     def poll(self, seconds: float = 0.0) -> list[Event]:
         """What has been answered since the last call; waits at most `seconds` for the first answer.
@@ -126,9 +122,8 @@ class EnvironmentPool:
 
     def close(self):
         """Ends the processes, with all that they have started."""
-        for process in filter(None, self._processes):
-            process.end()
-        self._processes, self._episodes, self._pending = [None] * self.options.workers, {}, {}
+        self._processes.close()
+        self._episodes, self._pending, self._waiting = {}, {}, deque()
 
     def _ask(self, episode: _Episode):
         """Has an episode's last turn, or its reset, answered."""
@@ -144,8 +139,12 @@ class EnvironmentPool:
 
     def _send(self, episode: _Episode):
         if episode.process is None:
-            episode.process = self._least_busy()
-            episode.process.episodes.add(episode.number)
+            process = self._processes.alone() if episode.is_suspect else self._processes.least_busy()
+            if process is None:
+                self._waiting.append(episode)
+                return
+            episode.process = process
+            process.episodes.add(episode.number)
         episode.ticket = next(self._tickets)
         self._pending[episode.ticket] = episode
         # The worker limits restore and step, each; this is for a worker that does not answer at all.
@@ -156,19 +155,17 @@ class EnvironmentPool:
         )  # fmt: skip
         episode.process.send(call)
 
-    def _least_busy(self) -> _Worker:
-        for slot, process in enumerate(self._processes):
-            if process is None:
-                self._processes[slot] = _Worker(self.options.timeout)
-                return self._processes[slot]
-        return min(filter(None, self._processes), key=lambda process: len(process.episodes))
+    def _send_waiting(self):
+        """Gives suspects that wait the processes that are free."""
+        for _ in range(len(self._waiting)):
+            self._send(self._waiting.popleft())
 
     def _earliest(self) -> float:
         return min((episode.deadline for episode in self._pending.values()), default=float("inf"))
 
     def _receive(self, seconds: float):
         """Takes in what the workers send, and their deaths."""
-        processes = [process for process in self._processes if process is not None]
+        processes = list(self._processes)
         if not processes:
             time.sleep(min(seconds, 0.1))
             return
@@ -178,7 +175,7 @@ class EnvironmentPool:
                 while process in self._processes and process.connection.poll():
                     self._take(process.connection.recv())
             except (EOFError, OSError):
-                self._replace(process, f"its process ended with status {process.status()}", is_late=False)
+                self._lose(process, f"its process ended with status {process.status()}", is_late=False)
 
     def _take(self, answer: Answer):
         episode = self._pending.pop(answer.ticket, None)
@@ -187,21 +184,34 @@ class EnvironmentPool:
         process = episode.process
         episode.ticket, episode.replayable = None, answer.replayable
         if answer.failure is None:
+            episode.is_suspect = False
             if self.journal is not None and episode.key and episode.replayable:
                 self.journal.add(episode.key, episode.turns, JournalEntry(answer.observation, answer.tools))
             self._report(episode, answer.observation, answer.tools, answer.seconds)
-            return
-        self._leave_process(episode)
-        self._retry(episode, answer.failure, answer.is_late)
-        if answer.is_stuck:
-            self._replace(process, "its process was replaced, since another environment was stuck", is_late=False)
+        elif answer.is_stuck:
+            episode.is_suspect = True
+            self._retire(process)
+        if answer.failure is not None:
+            self._leave_process(episode)
+            self._retry(episode, answer.failure, answer.is_late)
+        elif process in self._processes.others and episode.replayable:
+            self._leave_process(episode)
+        self._send_waiting()
+
+    def _retire(self, process: Worker):
+        """A thread of the process is stuck: it answers what it was asked, and its episodes go on in another one."""
+        self._processes.retire(process)
+        for number in sorted(process.episodes):
+            episode = self._episodes[number]
+            if episode.ticket is None and episode.replayable:
+                self._leave_process(episode)
 
     def _leave_process(self, episode: _Episode):
         """Marks the episode's environment to be created again when it is needed."""
         if episode.process is not None:
-            episode.process.episodes.discard(episode.number)
-            episode.process.send(Close(episode.number))
-            episode.process = None
+            process, episode.process = episode.process, None
+            process.send(Close(episode.number))
+            self._processes.leave(process, episode.number)
 
     def _retry(self, episode: _Episode, reason: str, is_late: bool):
         """Plays an episode again after a failure of its own, unless it had too many."""
@@ -213,24 +223,28 @@ class EnvironmentPool:
             episode.restarts += 1
             self._send(episode)
 
-    def _replace(self, process: _Worker, reason: str, is_late: bool):
-        """Ends a process; the episodes that wait for it are played again in another one."""
-        process.end()
-        self._processes[self._processes.index(process)] = None
-        lost = [self._episodes[number] for number in sorted(process.episodes) if number in self._episodes]
+    def _lose(self, process: Worker, reason: str, is_late: bool):
+        """Ends a process that died or hangs; the episodes that wait for it are played again, each in its own one."""
+        self._processes.end(process)
+        lost = [self._episodes[number] for number in sorted(process.episodes)]
+        waiting = [episode for episode in lost if episode.ticket is not None]
         for episode in lost:
             episode.process = None
-        for episode in lost:
-            if episode.ticket is not None:
-                del self._pending[episode.ticket]
-                episode.ticket = None
+        for episode in waiting:
+            del self._pending[episode.ticket]
+            episode.ticket, episode.is_suspect = None, True
+            if len(waiting) == 1 or episode.is_lost:
                 self._retry(episode, reason, is_late)
+            else:
+                episode.restarts += 1
+                self._send(episode)
+        self._send_waiting()
 
     def _drop_late(self):
         """Replaces processes that answer nothing at all."""
         now = time.monotonic()
         for process in {e.process for e in self._pending.values() if e.deadline <= now}:
-            self._replace(process, f"no answer within {self.options.timeout:g} s, and its process hung", is_late=True)
+            self._lose(process, f"no answer within {self.options.timeout:g} s, and its process hung", is_late=True)
 
     def _report(
         self, episode: _Episode, observation: Observation | None, tools: Sequence[dict] = (), seconds: float = 0.0,

@@ -11,6 +11,7 @@ from tests.helpers.waiting import SAFETY_SECONDS
 
 HERE = "tests.helpers.odd_environments"
 MEETING = 8
+_doomed = threading.Event()
 _async_barrier, _barrier = asyncio.Barrier(MEETING), threading.Barrier(MEETING)
 
 
@@ -56,6 +57,28 @@ class LoopBlocker(Echo):
         if turn.text == "block" and not _seen("blocked"):
             threading.Event().wait()
         return super().step(turn)
+
+
+class Neighbours(Echo):
+    """At `die` its process ends and at `stick` it never answers, while others wait at `meet` for that to happen."""
+
+    def step(self, turn):
+        """The text again."""
+        if turn.text == "die":
+            _doomed.set()
+            os._exit(3)
+        if turn.text == "stick":
+            _doomed.set()
+            threading.Event().wait()
+        if turn.text == "meet":
+            _doomed.wait(0.2)  # where nobody breaks the process, it goes on
+        return super().step(turn)
+
+
+class Unreplayable(Neighbours):
+    """Says that it cannot be replayed."""
+
+    replayable = False
 
 
 class Child(Echo):

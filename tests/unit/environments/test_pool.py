@@ -8,8 +8,10 @@ import sys
 import pytest
 
 from megarl.environments.journal import Journal
+from megarl.environments.processes import MAX_ALONE
 from megarl.environments.protocol import Task
 from tests.helpers.odd_environments import MEETING, Plays, Wrong
+from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import wait_until
 
 
@@ -28,7 +30,7 @@ def play(tmp_path, monkeypatch):
 
 
 def processes(plays) -> list[int]:
-    return [process.process.pid for process in plays.pool._processes if process is not None]
+    return [process.process.pid for process in plays.pool._processes]
 
 
 @pytest.mark.parametrize("name", ["AsyncMeeting", "ThreadMeeting"])
@@ -97,6 +99,40 @@ def test_a_worker_that_blocks_its_loop_is_replaced(play, tmp_path):
     assert plays.text(1, "still here") == "0: still here"
 
 
+@pytest.mark.parametrize("text, reason, replayed", [
+    ("die", "its process ended with status 3", 2),  # the first time, each of those that waited may have done it
+    ("stick", "no answer within ", 1),
+])  # fmt: skip
+def test_one_that_breaks_its_process_each_time_fails_alone(text, reason, replayed, play):
+    """Its neighbours wait for an answer at that moment, and have no failure of their own."""
+    plays = play("Neighbours", retries=1, timeout=2.0 if text == "stick" else SAFETY_SECONDS)
+    plays.start(*range(12))
+    for number in range(12):  # some have turns that must be played again
+        assert plays.text(number, "first") == "0: first"
+    texts = {number: text if number in (3, 7) else "meet" for number in range(12)}
+    found = plays.step(texts)
+    assert {number for number, event in found.items() if event.failure} == {3, 7}
+    assert all(found[number].failure.startswith(reason) and found[number].replayed == replayed for number in (3, 7))
+    assert all(found[n].observation.messages[0]["content"] == "1: meet" for n in found if n not in (3, 7))
+    for number in (3, 7):
+        plays.pool.end(number)
+    healthy = [number for number in range(12) if number not in (3, 7)]
+    assert all(event.failure is None for event in plays.step(dict.fromkeys(healthy, "last")).values())
+    assert len(processes(plays)) <= 1 + MAX_ALONE
+    for number in healthy:
+        plays.pool.end(number)
+    assert len(processes(plays)) == 1  # what was stuck, and what was alone, has ended
+
+
+def test_a_neighbour_that_cannot_be_replayed_stays_where_it_is(play):
+    plays = play("Unreplayable", retries=0, timeout=2.0)
+    plays.start(0, 1)
+    assert plays.text(0, "a") == "0: a"
+    assert plays.step({1: "stick"})[1].failure.startswith("no answer within")
+    plays.pool.end(1)
+    assert plays.text(0, "b") == "1: b"
+
+
 def test_what_breaks_each_time_is_a_failure_and_others_go_on(play):
     plays = play("Wrong", retries=2)
     plays.start(0, 1)
@@ -159,7 +195,7 @@ def test_workers_end_with_their_parent(tmp_path):
     script = (
         "from tests.helpers.odd_environments import Plays\n"
         "plays = Plays('Echo'); plays.start(0)\n"
-        "print(plays.pool._processes[0].process.pid, flush=True)\nimport time; time.sleep(1000)"
+        "print(next(iter(plays.pool._processes)).process.pid, flush=True)\nimport time; time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         worker = int(parent.stdout.readline())
