@@ -51,8 +51,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " answers, or the reward model"),
         Metric("reward/<term>/mean", "score", "mean score of one term of --reward, before its weight"),
         Metric("reward/<term>/std", "score", "standard deviation of the term's scores"),
-        Metric("reward/<term>/failures", "samples", "samples of the step whose verifier failed and got"
-               " --reward-fallback", "for verifiers"),
+        Metric("reward/<term>/failures", "samples", "samples of the step whose verifier failed: they were"
+               " dropped, or got --reward-fallback", "for verifiers"),
         Metric("reward/<term>/timeouts", "samples", "responses that took a verifier longer than --reward-timeout and"
                " count as wrong", "for verifiers whose time limit is a verdict"),
         Metric("reward/model/cut_fraction", "fraction", "texts that were longer than --reward-max-length and lost the"
@@ -102,6 +102,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                    " turns were used up, or --max-response-length left no room"),
             Metric("environment/failures", "episodes", "episodes whose environment failed; they are excluded from"
                    " training"),
+            Metric("environment/failed_fraction", "fraction", "the same over all episodes of the step"),
             Metric("environment/restarts", "restarts", "environments created again after a crash, a late answer, or"
                    " the end of their process"),
             Metric("environment/timeouts", "calls", "answers that took longer than --environment-timeout"),
@@ -132,6 +133,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
         Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
         Metric("actor/learning_rate", "rate", "learning rate of the next update"),
+        Metric("actor/updates", "updates", "updates of the step that changed the weights; 0 if no group passed the"
+               " filter or nothing was left to train on; not during --critic-warmup-steps", "", ("train_rl", "train_sft")),
         Metric("actor/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite or an"
                " alarm said skip", "", ("train_rl", "train_sft")),
     ),
@@ -143,6 +146,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                    " perfect, below 0: worse than a constant"),
             Metric("critic/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
             Metric("critic/learning_rate", "rate", "learning rate of the next update"),
+            Metric("critic/updates", "updates", "updates of the step that changed the weights"),
             Metric("critic/updates_skipped", "updates", "updates skipped, as of the actor"),
         )
     ),
@@ -209,6 +213,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/mean", "score", "mean score of all texts", "", ("train_reward",)),
         Metric("reward/grad_norm", "norm", "gradient norm before clipping", "", ("train_reward",)),
         Metric("reward/learning_rate", "rate", "learning rate of the next update", "", ("train_reward",)),
+        Metric("reward/updates", "updates", "updates of the step that changed the weights", "", ("train_reward",)),
         Metric("reward/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite", "",
                ("train_reward",)),
     ),

@@ -195,7 +195,9 @@ def check(kind: str, files: dict[str, bytes], texts: list[str], template: str | 
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         if tokenizer.decode(ids) != text:
             raise UsageError(f"--input: the tokenizer cannot represent {text[:60]!r}; remove its unusual characters")
-    build_encoder(tokenizer, template)
+    encoder = build_encoder(tokenizer, template)
+    if encoder.template is not None:
+        encoder.check_turns()
     return tokenizer.vocab_size
 
 

@@ -30,8 +30,8 @@ class StepData:
     # Of all S responses of the step, the same on every rank:
     scores: Tensor  # [S] float64 sum of a response's token rewards: its score minus the KL penalty, if in the reward
     raw_scores: Tensor  # [S] float64 the same without the KL penalty: what tells good responses from bad ones
-    groups: Tensor  # [S] int64 prompt that the response belongs to, from 0 in any order, groups of any size. A failed
-    # episode, which has no response tokens, is alone in a group with a number of its own
+    groups: Tensor  # [S] int64 prompt that the response belongs to, from 0 in any order, groups of any size. One
+    # without response tokens (its environment or its verifier failed) is alone in a group with a number of its own
     response_lengths: Tensor  # [S] int64 response tokens, without observation tokens
     baselines: Tensor | None  # [S] float64 reward of the greedy response to the same prompt
     # Of this rank's N sequences, packed into T tokens:

@@ -58,8 +58,9 @@ class HuggingFaceTokenizer:
         self._known_ids = frozenset(vocabulary.values())
         self.vocab_size = max(self._known_ids) + 1
         self.byte_level = _is_byte_level(stored.get("decoder"))
-        self.end_ids, self.end_tokens = self._ends(_folder_of(Path(model_path)), vocabulary, where)
-        self.eos_id, self.eos_token = self.end_ids[0], self.end_tokens[0]
+        ids, tokens = self._ends(_folder_of(Path(model_path)), vocabulary, where)
+        self.end_ids, self.end_tokens = ids, tokens
+        self.eos_id, self.eos_token = ids[0], tokens[0]
         self.bos_token = self.named.get("bos_token")
         self.bos_id = vocabulary[self.bos_token] if self.bos_token else None
         self.named = {"eos_token": self.eos_token} | self.named

@@ -100,8 +100,12 @@ class Settings(
                                       when="verifiers")  # fmt: skip
     reward_workers: int = not_negative(0, "worker processes per scoring rank for verifiers; 0: run them in the rank's"
                                         " process", when="local", programs=GENERATING)  # fmt: skip
-    reward_fallback: float = flag(0.0, "score of a sample whose verifier failed", math.isfinite, "a finite number",
-                                   programs=GENERATING, when="verifiers")  # fmt: skip
+    reward_failure: str = one_of("drop", ("drop", "fallback"), "a response whose verifier failed: drop (it counts in no"
+                                  " group and no loss) or fallback (it gets --reward-fallback)", programs=GENERATING,
+                                  when="verifiers")  # fmt: skip
+    reward_fallback: float = flag(0.0, "score of a response whose verifier failed; evaluation always uses it",
+                                   math.isfinite, "a finite number", programs=GENERATING,
+                                   when="verifiers")  # fmt: skip
     reward_max_failures: float = fraction(0.1, "fraction of the latest samples that may fail in a verifier before"
                                            " the run stops; 0: none",
                                            programs=GENERATING, when="verifiers")  # fmt: skip

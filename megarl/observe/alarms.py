@@ -1,14 +1,15 @@
 """`--alarms`: conditions on metrics, and what follows when one holds: a warning, a skipped update, the end of the run.
 
-    actor/ppo_kl > 0.3: skip; critic/loss > 10x: warn; reward/mean < 0.2: stop
+    actor/ppo_kl > 0.3: skip; critic/loss > 10x: warn; reward/mean < 0.2: stop; reward/std < 1e-9 for 5: warn
 
-A limit is a number, or a multiple (`10x`) of the metric's median over the last steps, which must be positive.
+A limit is a number, or a multiple (`10x`) of the metric's median over the last steps, which must be positive. `for 5`
+says that the condition must hold in so many steps one after another.
 """
 
 import math
 import operator
 import re
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -19,6 +20,9 @@ DEFAULT_ALARMS = "; ".join((
     "actor/grad_norm > 30x: warn", "actor/ppo_kl > 0.5: warn", "critic/loss > 10x: warn", "sft/loss > 3x: warn",
     "reward/loss > 3x: warn", "reward/mean < 0.3x: warn", "rollout/response_length_mean < 0.3x: warn",
     "rollout/logprob_gap_mean > 0.05: warn",
+    # Runs that learn nothing.
+    "actor/updates < 1 for 3: warn", "actor/grad_norm < 1e-12 for 5: warn", "reward/std < 1e-09 for 5: warn",
+    "environment/failed_fraction > 0.9: warn",
 ))  # fmt: skip
 ACTIONS = ("warn", "skip", "stop")
 # Metrics of one update, which all ranks of the role have before they apply it.
@@ -27,7 +31,7 @@ OF_UPDATE = {
     "critic": ("critic/loss", "critic/clip_fraction", "critic/grad_norm"),
 }
 HISTORY, MIN_HISTORY = 20, 5  # steps that the median is taken of
-_ALARM = re.compile(r"\s*(\S+?)\s*([<>])\s*([^\s:]+?)(x?)\s*:\s*(\w+)\s*")
+_ALARM = re.compile(r"\s*(\S+?)\s*([<>])\s*([^\s:]+?)(x?)(?:\s+for\s+([1-9]\d{0,5}))?\s*:\s*(\w+)\s*")
 _OPERATORS = {"<": operator.lt, ">": operator.gt}
 
 
@@ -39,9 +43,11 @@ class Alarm(NamedTuple):
     limit: float
     is_relative: bool  # whether the limit is a multiple of the median
     action: str  # one of ACTIONS
+    steps: int = 1  # one after another, in which it must hold
 
     def __str__(self) -> str:
-        return f"{self.metric} {self.sign} {self.limit:g}{'x' * self.is_relative}: {self.action}"
+        steps = f" for {self.steps}" if self.steps > 1 else ""
+        return f"{self.metric} {self.sign} {self.limit:g}{'x' * self.is_relative}{steps}: {self.action}"
 
     def holds(self, value: float, history: Sequence[float] = ()) -> bool:
         """Whether a metric's value meets the condition; a relative one needs a history with a positive median."""
@@ -62,7 +68,7 @@ def _parse(text: str) -> Alarm:
     match, error = _ALARM.fullmatch(text), f"--alarms {text.strip()!r}: "
     if match is None:
         raise UsageError(f"{error}allowed is 'METRIC > LIMIT: ACTION' or with <, as in 'actor/ppo_kl > 0.3: warn'")
-    metric, sign, limit, multiple, action = match.groups()
+    metric, sign, limit, multiple, steps, action = match.groups()
     try:
         number = float(limit)
     except ValueError:
@@ -71,12 +77,12 @@ def _parse(text: str) -> Alarm:
         raise UsageError(f"{error}{limit!r} is no limit; allowed is a number such as 0.3, or a multiple such as 10x")
     if action not in ACTIONS:
         raise UsageError(f"{error}{action!r} is no action; allowed are {', '.join(ACTIONS)}")
-    alarm = Alarm(metric=metric, sign=sign, limit=number, is_relative=bool(multiple), action=action)
+    alarm = Alarm(metric, sign, number, is_relative=bool(multiple), action=action, steps=int(steps or 1))
     skippable = [name for names in OF_UPDATE.values() for name in names]
     if action == "skip" and metric not in skippable:
         raise UsageError(f"{error}only an update can be skipped, by what is known before it: {', '.join(skippable)}")
-    if action == "skip" and alarm.is_relative:
-        raise UsageError(f"{error}skip needs a number as its limit; a multiple is allowed with warn and stop")
+    if action == "skip" and (alarm.is_relative or alarm.steps > 1):
+        raise UsageError(f"{error}skip needs a number as its limit, and no steps; warn and stop may have more")
     return alarm
 
 
@@ -103,6 +109,7 @@ class Alarms:
         self._unseen = {alarm.metric for alarm in self._alarms if text != DEFAULT_ALARMS}
         self._history = defaultdict(lambda: deque(maxlen=HISTORY))
         self._holding: set[Alarm] = set()
+        self._held = Counter[Alarm]()  # steps up to the present one
 
     def watch(self, step: int, metrics: Mapping[str, float]):
         """Looks at the metrics of a step: an alarm warns once when its condition begins to hold.
@@ -113,7 +120,8 @@ class Alarms:
         if unknown := sorted(name for name in self._unseen - metrics.keys() if not name.startswith("eval/")):
             warn([f"--alarms: step {step} has no metric {', '.join(unknown)}"])
         self._unseen = set()
-        found = {alarm for alarm in self._alarms if self._holds(alarm, metrics)}
+        self._held = Counter({a: self._held[a] + 1 for a in self._alarms if self._holds(a, metrics)})
+        found = {alarm for alarm, steps in self._held.items() if steps >= alarm.steps}
         texts = {alarm: self._text(alarm, step, metrics) for alarm in found - self._holding}
         for metric in {alarm.metric for alarm in self._alarms if alarm.is_relative} & metrics.keys():
             if math.isfinite(metrics[metric]):
@@ -126,7 +134,8 @@ class Alarms:
 
     def _text(self, alarm: Alarm, step: int, metrics: Mapping[str, float]) -> str:
         usual = f", median {median(self._history[alarm.metric]):.4g}" if alarm.is_relative else ""
-        return f"step {step}: {alarm.metric} is {metrics[alarm.metric]:.4g}{usual} (--alarms {str(alarm)!r})"
+        steps = f", for {alarm.steps} steps" if alarm.steps > 1 else ""
+        return f"step {step}: {alarm.metric} is {metrics[alarm.metric]:.4g}{usual}{steps} (--alarms {str(alarm)!r})"
 
     def _holds(self, alarm: Alarm, metrics: Mapping[str, float]) -> bool:
         value = metrics.get(alarm.metric)

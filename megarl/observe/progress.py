@@ -19,6 +19,8 @@ REWARD_FIELDS = (
 class Progress:
     """Prints `step   12/200 | reward 0.532 | kl 0.0123 | 15,200 tokens/s | 1.21 s | ETA 3m48s`.
 
+    Failures of verifiers and environments, if there are any, are one more column: `3 failed`; so is `no update`.
+
     total_steps  the step at which the run ends.
     fields       (label, metric name, number format) in printing order; PPO's by default.
 
@@ -40,6 +42,10 @@ class Progress:
         for label, name, number_format in self._fields:
             if metrics.get(name) is not None:
                 columns.append(f"{label} {metrics[name]:{number_format}}")
+        if metrics.get("actor/updates") == 0:
+            columns.append("no update")
+        if failed := sum(value for name, value in metrics.items() if name.endswith("/failures")):
+            columns.append(f"{failed:.0f} failed")
         if metrics.get("perf/tokens_per_s") is not None:
             columns.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
         columns.append(f"{seconds:.2f} s")

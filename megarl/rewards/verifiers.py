@@ -13,6 +13,8 @@ from megarl.rewards.pool import Workers
 class VerifierSet:
     """Scores samples with all `verifiers`; `failures` holds the last call's reasons, one per failed sample, by name.
 
+    `reasons` holds for each sample of the last call why it has no score, or None.
+
     Verifiers in `seconds` may hang: they have that many seconds per sample (a batched call: times its samples) and run
     in `workers`, or without workers in this process under an alarm. Those in `threads` enforce their own limit and run
     concurrently on that many threads. All others run in this process without a limit.
@@ -26,6 +28,7 @@ class VerifierSet:
                  workers: Workers | None, fallback: float, wrong: dict[str, Score], timing: Sequence[str]):  # fmt: skip
         self.names = tuple(verifiers)
         self.failures: dict[str, list[str]] = {name: [] for name in verifiers}
+        self.reasons: list[str | None] = []
         self.timeouts = dict.fromkeys(timing, 0)
         self._wrong = {name: dataclasses.replace(score, timed_out=True) for name, score in wrong.items()}
         self._verifiers, self._seconds, self._workers = verifiers, seconds, workers
@@ -49,6 +52,10 @@ class VerifierSet:
             if name not in outcomes:
                 outcomes[name] = self._verifiers[name].outcomes(samples)
         self.failures = {name: [each for each in outcomes[name] if isinstance(each, str)] for name in self.names}
+        self.reasons = [
+            next((each for each in of_sample if isinstance(each, str)), None)
+            for of_sample in (zip(*outcomes.values(), strict=True) if outcomes else [()] * len(samples))
+        ]
         for name in self.timeouts:
             self.timeouts[name] = sum(isinstance(each, Score) and each.timed_out for each in outcomes[name])
         return {

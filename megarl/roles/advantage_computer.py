@@ -13,7 +13,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.observe.timers import Timers
 from megarl.rewards import expression
-from megarl.roles.loss_mask import masked_tokens
+from megarl.roles.loss_mask import can_lose_responses, masked_tokens
 from megarl.roles.reward_metrics import step_metrics
 
 
@@ -81,10 +81,10 @@ class AdvantageComputer:
         )
 
     def _groups(self, response_lengths: Tensor) -> Tensor:
-        """[S] int64: the prompt of each response; failed episodes are alone in groups after those."""
+        """[S] int64: the prompt of each response; those without tokens are alone in groups after those."""
         responses = torch.arange(len(response_lengths), device=response_lengths.device)
         groups = responses // self.settings.samples_per_prompt
-        if self.settings.environment is None:
+        if not can_lose_responses(self.settings):
             return groups
         return torch.where(response_lengths > 0, groups, len(responses) + responses)
 

@@ -1,7 +1,8 @@
 """Which tokens train actor and critic, and which sequences count in statistics.
 
 All tokens of the responses train, or with a mask only those of responses that have ended. Episodes whose environment
-failed have no response tokens; they count nowhere.
+failed have no response tokens, and responses whose verifier failed lose theirs (`without_unscored`): they count
+nowhere.
 """
 
 import torch
@@ -23,9 +24,19 @@ def loss_mask(batch: Batch, settings: Settings) -> Tensor:
     return broadcast_to_tokens(batch.finished, batch.response_mask, batch.cu_seqlens)
 
 
+def can_lose_responses(settings: Settings) -> bool:
+    """Whether there may be sequences without response tokens: failed episodes, or responses that have no score."""
+    return settings.environment is not None or settings.reward_failure == "drop"
+
+
+def without_unscored(batch: Batch, is_scored: Tensor) -> Tensor:
+    """[T] bool: the response mask without the responses that have no score. `is_scored`: [N] bool."""
+    return broadcast_to_tokens(is_scored, batch.response_mask, batch.cu_seqlens)
+
+
 def valid_sequences(batch: Batch, settings: Settings) -> Tensor:
-    """[N] bool: the sequences that count in means and statistics: all but the failed episodes of an environment."""
-    if settings.environment is None:
+    """[N] bool: the sequences that count in means and statistics: those with response tokens."""
+    if not can_lose_responses(settings):
         return torch.ones_like(batch.lengths, dtype=torch.bool)
     return batch.response_lengths > 0
 
@@ -35,7 +46,7 @@ def is_all_masked(count: Tensor, settings: Settings) -> bool:
 
     Its gradient is 0; an optimizer with momentum or weight decay would move the weights all the same.
     """
-    can_be_empty = settings.mask_truncated_responses or settings.environment is not None
+    can_be_empty = settings.mask_truncated_responses or can_lose_responses(settings)
     return can_be_empty and not bool(count)
 
 

@@ -1,6 +1,7 @@
 """The reward role: scores responses with verifiers and a reward model, each replica its own."""
 
 import dataclasses
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from megarl.comm.step_batch import StepBatch
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
+from megarl.errors import warn
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, only_turn
 from megarl.rewards.composition import compose
 from megarl.rewards.expression import ENVIRONMENT, MODEL, Term
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.episode_turns import turns_of
-from megarl.roles.loss_mask import valid_sequences
+from megarl.roles.loss_mask import valid_sequences, without_unscored
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
 
@@ -31,11 +33,11 @@ class Reward:
 
     The leader of each replica decodes its responses and runs the verifiers; a reward model runs on all ranks. With an
     environment verifiers see the turns of an episode, a reward model reads its whole text. An episode whose environment
-    failed is not scored: its reward is 0, its row says `failed`, and it is in no statistics.
+    failed is not scored: its reward is 0, its row says `failed`, and it is in no statistics. A response whose verifier
+    failed loses its response tokens, unless it gets `--reward-fallback`; its row has the reason as `failure`.
     """
 
     name = "reward"
-    outputs = ("scores", "correct")
 
     def __init__(
         self, settings: Settings, terms: tuple[Term, ...], role_groups: RoleGroups, tokenizer: Tokenizer,
@@ -43,11 +45,14 @@ class Reward:
     ):  # fmt: skip
         """`tokenizer`: the policy's. `reward_model`: on the role's ranks, if `terms` contain the model."""
         self.settings, self.terms = settings, terms
+        self.drops = settings.reward_failure == "drop" and bool(verifiers.names)
+        self.outputs = ("scores", "correct", "response_mask") if self.drops else ("scores", "correct")
         self.role_groups, self.timers = role_groups, timers
         self.tokenizer, self.verifiers = tokenizer, verifiers
         self.reward_model = reward_model
         self.moments = RunningMoments()  # of the reward model's scores of training responses
         self._failure_window = FailureWindow(settings.reward_max_failures)
+        self._warned: set[str] = set()  # verifiers of whose failures the user was told
         self.rows: list[dict]
         self.begin_step()
 
@@ -69,6 +74,8 @@ class Reward:
     def score(self, step_batch: StepBatch, for_training: bool = True):
         """Fills `scores` and `correct`, unless the batcher has already done so for a group filter.
 
+        Empties `response_mask` of responses that have no score.
+
         `for_training`: False for evaluation and greedy baselines, which get raw reward-model scores and leave the
         running moments and the statistics unchanged.
 
@@ -79,20 +86,25 @@ class Reward:
         if batch is None or batch.scores is not None:
             return
         with self.timers.phase(self.name, "score"):
-            valid = valid_sequences(batch, self.settings)
-            scored = batch if self.settings.environment is None else batch.select(valid.nonzero().flatten())
+            valid, scored = torch.ones_like(batch.lengths, dtype=torch.bool), batch
+            if self.settings.environment is not None:
+                valid = valid_sequences(batch, self.settings)
+                scored = batch.select(valid.nonzero().flatten())
             texts = self._texts(scored, step_batch.prompts) if self.role_groups.is_leader else None
             model_scores = self._model_scores(texts, scored, step_batch.count, for_training)
-            columns = torch.zeros(len(batch), 2, dtype=torch.float64, device=batch.tokens.device)
+            columns = torch.zeros(len(batch), 3, dtype=torch.float64, device=batch.tokens.device)
             if self.role_groups.is_leader:
                 scores = self._scores(texts, model_scores, scored, step_batch.count, for_training)
-                rows = [(score.reward, score.correct) for score in scores]
-                columns[valid] = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 2)
+                dropped = [self.drops and reason is not None for reason in self.verifiers.reasons]
+                rows = [(each.reward, each.correct, not drop) for each, drop in zip(scores, dropped, strict=True)]
+                columns[valid] = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 3)
                 self.rows = sorted(
                     self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
                 )
             self.role_groups.broadcast(columns)
             batch.scores, batch.correct = columns[:, 0].float(), columns[:, 1] > 0
+            if self.drops:
+                batch.response_mask = without_unscored(batch, columns[:, 2] > 0)
 
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
         sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
@@ -128,6 +140,7 @@ class Reward:
             count = int(self.role_groups.dp_all_reduce(batch.lengths.new_tensor(len(batch))))
         if any(term.name == ENVIRONMENT for term in self.terms):
             columns[ENVIRONMENT] = _environment_scores(batch)
+        self._warn(len(samples))
         self._statistics.check_failures(self.verifiers.failures, self.verifiers.timeouts, count, self._failure_window)
         values = {name: [score.reward for score in column] for name, column in columns.items()}
         if model_scores is not None:
@@ -135,18 +148,30 @@ class Reward:
             pairs = zip(normalized, values[MODEL], strict=True)
             columns[MODEL] = [Score(reward=reward, correct=raw > 0) for reward, raw in pairs]
         if for_training:
-            self._statistics.add(values)
+            counted = [not self.drops or reason is None for reason in self.verifiers.reasons]
+            self._statistics.add({name: list(compress(column, counted)) for name, column in values.items()})
         positions = range(len(batch))
         scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in positions]
         scores = self._with_overlong_penalty(scores, batch)
         values = [{name: column[i] for name, column in values.items()} for i in positions]
         self.rows = [_row(*item) for item in zip(batch.sequence_ids.tolist(), samples, scores, values, strict=True)]
+        for row, reason in zip(self.rows, self.verifiers.reasons, strict=True):
+            if reason is not None:
+                row["failure"] = reason
         if self.settings.environment is not None:
             self.rows = [
                 row | {"response": text, "turns": sample.turns}
                 for row, sample, (_, text) in zip(self.rows, samples, texts, strict=True)
             ]
         return scores
+
+    def _warn(self, count: int):
+        """Says once for each verifier that it failed, where, and what becomes of such responses."""
+        what = "such responses are dropped" if self.drops else f"they get {self.settings.reward_fallback:g}"
+        for name, reasons in self.verifiers.failures.items():
+            if reasons and name not in self._warned:
+                self._warned.add(name)
+                warn([f"{reasons[0]}; it failed on {len(reasons)} of {count} responses; {what} (--reward-failure)"])
 
     def _with_overlong_penalty(self, scores: list[Score], batch: Batch) -> list[Score]:
         """The scores with the penalty of `--overlong-buffer` as one more component."""

@@ -56,6 +56,11 @@ class Update(NamedTuple):
     is_overflow: bool  # not applied, but only lowered the loss scale of fp16
     norm: float  # of the gradient
 
+    @property
+    def is_applied(self) -> bool:
+        """Whether it changed the weights."""
+        return self.has_loss and not self.is_skipped and not self.is_overflow
+
 
 class TrainableModel:
     """A role's model, optimizer and schedule on this rank; exists only on ranks of the role."""
@@ -216,6 +221,7 @@ class TrainableModel:
             metrics |= {f"{prefix}/loss_scale": scale, f"{prefix}/overflows": overflows}
         return metrics | {
             f"{prefix}/learning_rate": self.learning_rate(),
+            f"{self.role.name}/updates": sum(update.is_applied for update in updates),
             f"{self.role.name}/updates_skipped": sum(update.is_skipped for update in updates),
         }
 

@@ -24,7 +24,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.mcore import device
 from megarl.observe.timers import Timers
-from megarl.roles.loss_mask import valid_sequences
+from megarl.roles.loss_mask import valid_sequences, without_unscored
 from megarl.roles.reward import Reward
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
@@ -157,6 +157,7 @@ class RolloutBatcher:
             if batch is not None:
                 own = scores.flatten(0, 1)[batch.sequence_ids]
                 batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
+                batch.response_mask = without_unscored(batch, own[:, 2] > 0)
             valid = scores[..., 2] > 0
             keep = _differ(scores[..., self._filter_column], valid)
             statistics.responses += int(valid.sum())
@@ -209,10 +210,11 @@ class RolloutBatcher:
     def _set_baselines(self, found: GenerationRound, step: int):
         """With `--greedy-baseline`, scores the greedy responses: each is the baseline of its prompt's group."""
         if self.settings.greedy_baseline:
-            scores = self._score(found.greedy, len(found.lines), 1, step, for_training=False)[:, 0, 0].float()
+            scores = self._score(found.greedy, len(found.lines), 1, step, for_training=False)[:, 0]
             if found.batch is not None:
-                samples = self.settings.samples_per_prompt
-                found.batch.baseline_scores = scores[found.batch.sequence_ids // samples]
+                own = scores[found.batch.sequence_ids // self.settings.samples_per_prompt]
+                found.batch.baseline_scores = own[:, 0].float()
+                found.batch.response_mask = without_unscored(found.batch, own[:, 2] > 0)
 
     def _take_earliest(
         self, requests: list[PromptRequest], batch: Batch | None, step: int, statistics: SamplingStatistics, wanted: int

@@ -146,6 +146,8 @@ class RLTrainer(Trainer):
             self.routing_replay.begin_step()
             for source in self._metric_sources():
                 source.metrics = {}
+            if self.actor.trainable_model and step > self.settings.critic_warmup_steps:
+                self.actor.metrics = {"actor/updates": 0}  # also of a step without a batch
             self._batch: StepBatch | None = None
             yield step
 

@@ -296,6 +296,7 @@ def test_the_program_itself(flags, needle, tmp_path, checkpoint):
 def test_a_reward_that_fails_ends_the_program_with_role_and_phase(tmp_path):
     argv = rl_argv(tmp_path / "run", "--reward tests.helpers.programs:broken_reward --train-iters 1")
     status, _, err = launch(tmp_path, argv)
-    first = err.splitlines()[0]
+    warning, first = err.splitlines()[:2]
+    assert warning.startswith("megarl: warning: reward ") and "it failed on 12 of 12 responses" in warning
     assert status == 1 and first.startswith("megarl: rank 0 failed in reward/score of step 1: ")
     assert "broken_reward" in first

@@ -76,6 +76,7 @@ def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups) -> dict[str, flo
         "environment/malformed_calls": int(counts["malformed"]),
         "environment/truncated_fraction": counts["truncated"] / episodes,
         "environment/failures": int(counts["failed"]),
+        "environment/failed_fraction": counts["failed"] / episodes,
         "environment/restarts": int(counts["restarts"]),
         "environment/timeouts": int(counts["late"]),
         "environment/journalled_steps": int(counts["journalled"]),

@@ -21,6 +21,7 @@ def test_alarms_are_parsed_and_printed_as_they_were_given():
     assert first == Alarm("actor/ppo_kl", ">", 0.3, False, "skip")
     assert second == Alarm("m", "<", 0.5, True, "warn") and third == Alarm("a/b-c@4", ">", -2.0, False, "stop")
     assert "; ".join(map(str, parse_alarms(text))) == text
+    assert parse_alarms("m < 1e-09 for 5: warn") == [Alarm("m", "<", 1e-9, False, "warn", 5)]
     assert parse_alarms("m>1e3x:warn;") == [Alarm("m", ">", 1000.0, True, "warn")] and parse_alarms("") == []
     assert "; ".join(map(str, parse_alarms(DEFAULT_ALARMS))) == DEFAULT_ALARMS
 
@@ -35,6 +36,9 @@ def test_alarms_are_parsed_and_printed_as_they_were_given():
     ("m > 3: shout", "'shout' is no action; allowed are warn, skip, stop"),
     ("m > 3: warn; reward/mean < 1: skip", "'reward/mean < 1: skip': only an update can be skipped"),
     ("actor/loss > 3x: skip", "skip needs a number"),
+    ("actor/loss > 3 for 2: skip", "skip needs a number as its limit, and no steps"),
+    ("m > 3 for 0: warn", "allowed is"),
+    ("m > 3 for ever: warn", "allowed is"),
 ])  # fmt: skip
 def test_malformed_alarms_are_refused_in_one_line(text, says):
     with pytest.raises(UsageError) as error:
@@ -46,6 +50,20 @@ def test_an_alarm_warns_when_it_begins_to_hold(capsys):
     watch("m > 3: warn", [1, 4, 5, 2, math.nan, 7])
     told = [f"megarl: warning: step {at} (--alarms 'm > 3: warn')" for at in ("2: m is 4", "6: m is 7")]
     assert capsys.readouterr().err.splitlines() == told
+
+
+def test_an_alarm_may_hold_for_some_steps_before_it_warns(capsys):
+    watch("m < 1 for 3: warn", [0, 0, 1, 0, 0, 0, 0, 2, 0, 0, 0.5])
+    (first, second) = capsys.readouterr().err.splitlines()
+    assert first == "megarl: warning: step 6: m is 0, for 3 steps (--alarms 'm < 1 for 3: warn')"
+    assert second.startswith("megarl: warning: step 11: m is 0.5, for 3 steps ")
+
+
+@pytest.mark.parametrize("name, value", [("actor/updates", 0), ("actor/grad_norm", 0.0), ("reward/std", 0.0)])
+def test_a_run_that_learns_nothing_is_told_by_default(name, value, capsys):
+    watch(DEFAULT_ALARMS, [value] * 6, name)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name} is 0, for " in line
 
 
 def test_a_multiple_is_of_the_median_of_earlier_steps(capsys):

@@ -159,7 +159,7 @@ def test_requests_without_an_answer_are_given_up(server):
     verifiers.close()
     for reason in verifiers.failures["remote"]:
         assert reason.startswith("reward remote on prompt 'q': ")
-        assert reason.endswith(f"no answer within {SECONDS:g} s, attempt 1")
+        assert f"no answer within {SECONDS:g} s, attempt 1;" in reason
 
 
 def test_no_more_requests_at_a_time_than_allowed(server):
@@ -185,5 +185,5 @@ def test_no_server():
     verifiers = remote("http://127.0.0.1:9/score", retries=1)  # the port discard
     assert verifiers.score([Sample("q", "a")])["remote"] == [Score(-1.0, False)]
     (reason,) = verifiers.failures["remote"]
-    assert "no connection" in reason and reason.endswith("Connection refused, attempt 2 of 2")
+    assert "no connection" in reason and "Connection refused, attempt 2 of 2;" in reason
     verifiers.close()

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -81,6 +82,19 @@ def samples(*responses: str) -> list[Sample]:
     return [Sample("q", response, "a") for response in responses]
 
 
+def line(verifier: str, reason: str, response: str) -> str:
+    return f"reward moody_rewards:{verifier} on prompt 'q': {reason}; the response was {response!r}"
+
+
+def without_place(reason: str) -> str:
+    """A reason without the line of the plug-in, which is that of its `raise`."""
+    found = re.fullmatch(r"(.*) \(.*moody_rewards\.py:(\d+)\)(.*)", reason)
+    if found is None:
+        return reason
+    assert re.search("raise|exit", PLUG_IN.splitlines()[int(found[2]) - 1]), found[2]
+    return found[1] + found[3]
+
+
 @pytest.mark.parametrize("workers", [0, 3])
 def test_a_failure_affects_only_its_sample(build, workers, monkeypatch):
     monkeypatch.setattr("sys.stdin", open(os.devnull))
@@ -94,13 +108,15 @@ def test_a_failure_affects_only_its_sample(build, workers, monkeypatch):
                "text": "returned str, not a Score or a number"}  # fmt: skip
     if workers:
         reasons["crash"] = f"its worker process ended with status {-signal.SIGSEGV}"
-    lines = [f"reward moody_rewards:moody on prompt 'q': {reasons[text]}" for text in responses if text in reasons]
-    assert verifiers.failures == {
-        "moody_rewards:moody": lines, "exact-match": [],
-        "moody_rewards:lengths": [
-            "reward moody_rewards:lengths on prompt 'q': returned NoneType, not a Score or a number"
-        ],
+    nothing = "returned NoneType, not a Score or a number"
+    failures = {name: [without_place(line) for line in lines] for name, lines in verifiers.failures.items()}
+    assert failures == {
+        "moody_rewards:moody": [line("moody", reasons[text], text) for text in responses if text in reasons],
+        "exact-match": [], "moody_rewards:lengths": [line("lengths", nothing, "raise")],
     }  # fmt: skip
+    assert [reason and without_place(reason) for reason in verifiers.reasons] == [
+        line("moody", reasons[text], text) if text in reasons else None for text in responses
+    ]
     good = [FAILED if text in reasons else Score(0.5, False, extracted=text) for text in responses]
     assert scores["moody_rewards:moody"] == good
     assert [score.correct for score in scores["exact-match"]] == [True] + [False] * 10
@@ -126,8 +142,8 @@ def test_a_batched_verifier_is_called_once(build, workers):
         ("hang", "no result within 1.5 s"),
     ]:
         assert verifiers.score(samples(first, "b", "c"))["moody_rewards:lengths"] == [FAILED] * 3
-        line = f"reward moody_rewards:lengths on prompt 'q': {reason}"
-        assert verifiers.failures["moody_rewards:lengths"] == [line] * 3
+        lines = [line("lengths", reason, text) for text in (first, "b", "c")]
+        assert verifiers.failures["moody_rewards:lengths"] == lines == verifiers.reasons
 
 
 @pytest.mark.parametrize("workers", [long(0), 1])
@@ -142,7 +158,7 @@ def test_a_time_out_that_the_response_caused_is_a_wrong_answer(build, workers):
     slow = "a" * 50 + "b"
     assert verifiers.score([Sample("q", slow, slow)])["regex"] == [FAILED]
     (reason,) = verifiers.failures["regex"]
-    assert reason.endswith("no result within 1 s") and verifiers.timeouts == {"regex": 0, "format": 0}
+    assert "no result within 1 s;" in reason and verifiers.timeouts == {"regex": 0, "format": 0}
 
 
 def test_a_formula_that_takes_for_ever_is_a_wrong_answer(build):

@@ -144,7 +144,8 @@ def test_advantages_do_not_depend_on_the_replicas(flags, tmp_path):
 
 
 def test_returns_are_score_minus_kl_to_the_end_and_advantages_are_white(tmp_path):
-    flags = "--gamma 1 --gae-lambda 1 --kl-coefficient 0.3"
+    # Here responses without tokens count, too.
+    flags = "--gamma 1 --gae-lambda 1 --kl-coefficient 0.3 --reward-failure fallback"
     ((batch,), (metrics,), _) = complete(tmp_path, flags, 1)
     mask, advantages = batch.response_mask, batch.advantages.double()
     assert advantages[mask].mean().abs() < 1e-6 and abs(float(advantages[mask].std()) - 1) < 2e-2

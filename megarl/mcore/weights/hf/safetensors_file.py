@@ -73,9 +73,12 @@ class MappedFile:
         return len(self._header.content) + start, len(self._header.content) + end
 
     def copy_from(self, source: Path, names: Collection[str]):
-        """Copies tensors, of any type, from a file with the same header."""
+        """Copies those tensors that it has, of any type, from a file with the same header."""
+        copied = sorted(self._header.tensors.keys() & names)
+        if not copied:
+            return
         with source.open("rb") as file:
-            for name in self._header.tensors.keys() & names:
+            for name in copied:
                 start, end = self._range(name)
                 file.seek(start)
                 for at in range(start, end, COPIED_BYTES):

@@ -1,0 +1,80 @@
+"""Responses whose verifier failed: dropped from groups, losses and means, in every layout, and never silently."""
+
+import json
+from statistics import fmean
+
+import pytest
+
+from tests.helpers.programs import assert_close, metrics, rl_argv, samples, train
+
+NAME = "tests.programs.test_reward_failures:picky"
+FLAGS = f"--reward {NAME} --reward-max-failures 1 --train-iters 2"
+GROUPS = f"{FLAGS} --samples-per-prompt 4"
+TWO = "--role-map actor=0;critic=1;reward=1;reference=0"
+
+
+def picky(sample) -> float:
+    """Cannot score what begins with one of two digits."""
+    if sample.response[:1] in set("26"):
+        raise ValueError("a bad digit")
+    return len(sample.response) / 10
+
+
+def rows_of(save, step: int = 1) -> list[dict]:
+    return [json.loads(line) for line in samples(save, step).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def dropped(tmp_path_factory):
+    """A PPO run, and what it printed to standard output."""
+    save = tmp_path_factory.mktemp("runs") / "ppo"
+    (out,) = train("rl", rl_argv(save, FLAGS))
+    return save, out
+
+
+def test_what_failed_counts_nowhere_and_is_said(dropped):
+    save, out = dropped
+    rows, found = rows_of(save), metrics(save)[1]
+    failed = [row for row in rows if "failure" in row]
+    scored = [row for row in rows if "failure" not in row]
+    assert failed and scored and all(row["response"][:1] in set("26") for row in failed)
+    place = f"ValueError: a bad digit ({__file__}:{picky.__code__.co_firstlineno + 3}); the response was "
+    assert all(place + repr(row["response"]) in row["failure"] for row in failed)
+    assert found[f"reward/{NAME}/failures"] == len(failed)
+    for name in ("reward/mean", f"reward/{NAME}/mean"):
+        assert found[name] == pytest.approx(fmean(row["reward"] for row in scored), abs=1e-6)
+    assert found["rollout/response_length_mean"] == pytest.approx(fmean(row["length"] for row in scored))
+    assert f" | {len(failed)} failed | " in out
+
+
+def test_every_layout_drops_the_same(dropped, tmp_path):
+    save, _ = dropped
+    train("rl", rl_argv(tmp_path / "apart", f"{FLAGS} {TWO}"), 2)
+    names = ["reward/mean", "rollout/response_length_mean", "actor/loss", "actor/grad_norm", "critic/loss",
+             "critic/grad_norm", "critic/explained_variance", "kl/reference"]  # fmt: skip
+    assert samples(save, 1) == samples(tmp_path / "apart", 1)
+    for step in (1, 2):
+        assert_close(metrics(tmp_path / "apart")[step], metrics(save)[step], names, 1e-5)
+
+
+def test_a_fallback_counts_and_another_value_is_another_run(dropped, tmp_path):
+    found = {}
+    for value in (0, 1):
+        save = tmp_path / str(value)
+        train("rl", rl_argv(save, f"{FLAGS} --reward-failure fallback --reward-fallback {value} --train-iters 1"))
+        found[value] = metrics(save)[1]
+        rows = rows_of(save)
+        assert {row["reward"] for row in rows if "failure" in row} == {float(value)}
+        assert found[value]["reward/mean"] == pytest.approx(fmean(row["reward"] for row in rows), abs=1e-6)
+    losses = {found[0]["critic/loss"], found[1]["critic/loss"], metrics(dropped[0])[1]["critic/loss"]}
+    assert len(losses) == 3
+
+
+@pytest.mark.parametrize(
+    "flags", ["--advantage grpo", "--advantage grpo --group-filter reward", "--advantage remax --greedy-baseline"]
+)
+def test_groups_are_made_of_what_has_a_score(flags, tmp_path):
+    (out,) = train("rl", rl_argv(tmp_path / "run", f"{GROUPS} {flags}"))
+    found, rows = metrics(tmp_path / "run")[1], rows_of(tmp_path / "run")
+    assert any("failure" in row for row in rows) and "failed" in out
+    assert found["actor/grad_norm"] > 0
