@@ -134,7 +134,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
         Metric("actor/learning_rate", "rate", "learning rate of the next update"),
         Metric("actor/updates", "updates", "updates of the step that changed the weights; 0 if no group passed the"
-               " filter or nothing was left to train on; not during --critic-warmup-steps", "", ("train_rl", "train_sft")),
+               " filter or nothing was left to train on; none during --critic-warmup-steps", "",
+               ("train_rl", "train_sft")),
         Metric("actor/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite or an"
                " alarm said skip", "", ("train_rl", "train_sft")),
     ),

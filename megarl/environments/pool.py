@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megarl.environments.calls import Answer, Call, Close
 from megarl.environments.journal import Journal, JournalEntry
-from megarl.environments.processes import Processes, Worker
+from megarl.environments.processes import EnvironmentProcess, Processes
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.turn_parsing import load_parser, parse_turn
 
@@ -51,7 +51,7 @@ class _Episode:
         self.number, self.name, self.task, self.key = number, name, task, key
         self.turns: list[Turn] = []
         self.observations: list[Observation] = []
-        self.process: Worker | None = None  # that has its environment; None: it must be created again
+        self.process: EnvironmentProcess | None = None  # that has its environment; None: it must be created again
         self.is_suspect = False  # its environment may have ended its process, so that it must be alone in one
         self.replayable = True  # until its environment says otherwise
         self.ticket: int | None = None  # of the pending call
@@ -198,7 +198,7 @@ class EnvironmentPool:
             self._leave_process(episode)
         self._send_waiting()
 
-    def _retire(self, process: Worker):
+    def _retire(self, process: EnvironmentProcess):
         """A thread of the process is stuck: it answers what it was asked, and its episodes go on in another one."""
         self._processes.retire(process)
         for number in sorted(process.episodes):
@@ -223,7 +223,7 @@ class EnvironmentPool:
             episode.restarts += 1
             self._send(episode)
 
-    def _lose(self, process: Worker, reason: str, is_late: bool):
+    def _lose(self, process: EnvironmentProcess, reason: str, is_late: bool):
         """Ends a process that died or hangs; the episodes that wait for it are played again, each in its own one."""
         self._processes.end(process)
         lost = [self._episodes[number] for number in sorted(process.episodes)]
