@@ -8,6 +8,7 @@ the others is dropped with a warning (`combinations`).
 
 import argparse
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -243,8 +244,27 @@ def _tokens_of_roles(command: CommandLine, program: str, idle: dict[str, str]) -
     """Megatron's tokens of each role, without the idle flags."""
     from megarl.mcore.config import megatron_flags
 
-    own = [f"--{name}" for name in command.flags]
-    return role_flags.split(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations(), own, idle)
+    unknown = functools.partial(_unknown_flag, command, program)
+    return role_flags.split(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations(), unknown, idle)
+
+
+def _unknown_flag(command: CommandLine, program: str, option: str, name: str) -> UsageError:
+    """The error of an unknown flag, with what would be accepted, or the programs that have it.
+
+    `name`: the option without a role's prefix.
+    """
+    from megarl.mcore.config import megatron_flags
+
+    own = [f"--{flag}" for flag in command.flags]
+    accepted = [*megatron_flags.accepted_options(), *own]
+    others = [other for other in role_flags.ROLES_OF if other != program and name[2:] in parser.own_flags(other)]
+    elsewhere = parser.ELSEWHERE.get(name[2:])
+    if name not in own and others:
+        names = ", ".join(parser.MODULES[other] for other in others)
+        return UsageError(f"{option}: unknown flag; {names} {'has' if len(others) == 1 else 'have'} {name}")
+    close = [each for each in (name, f"--{elsewhere}") if each in accepted]
+    close = close or difflib.get_close_matches(option, accepted, n=1, cutoff=0.8)
+    return UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 def _named(flag: str, name: str, built_in: dict, wrap):

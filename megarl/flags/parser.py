@@ -16,6 +16,18 @@ from megarl.errors import ArgumentParser, UsageError
 from megarl.flags import role_flags
 from megarl.flags.settings import Settings
 
+# Module of each program.
+MODULES = {"rl": "train_rl", "sft": "train_sft", "reward": "train_reward", "evaluate": "evaluate", "serve": "serve"}
+# What verl, TRL, OpenRLHF, vLLM or their users call a flag -> its name here, where the two do not look alike.
+ELSEWHERE = {
+    "learning-rate": "lr", "max-new-tokens": "max-response-length", "max-completion-length": "max-response-length",
+    "num-generations": "samples-per-prompt", "n-samples-per-prompt": "samples-per-prompt", "beta": "kl-coefficient",
+    "kl-coef": "kl-coefficient", "init-kl-coef": "kl-coefficient", "tp-size": "tensor-model-parallel-size",
+    "tp": "tensor-model-parallel-size", "pp-size": "pipeline-model-parallel-size", "cp-size": "context-parallel-size",
+    "ep-size": "expert-model-parallel-size", "model": "hf-model", "model-path": "hf-model", "pretrain": "hf-model",
+    "dataset": "prompts", "prompt-data": "prompts", "output-dir": "save", "save-path": "save",
+    "num-epochs": "train-iters",
+}  # fmt: skip
 # Flags of earlier versions, with what replaces them. They are accepted, with a warning, and do nothing.
 REMOVED = {
     "tune": "kernels and threads follow a rule, and --kernels overrides it",
@@ -115,7 +127,7 @@ def _yes_or_no(text: str) -> bool:
 
 def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.ArgumentParser:
     """The parser of megarl's own flags for one program. `own`: the flags; default: `own_flags(program)`."""
-    name = f"megarl.{program}" if program in ("evaluate", "serve") else f"megarl.train_{program}"
+    name = f"megarl.{MODULES[program]}"
     epilog = "All other flags are Megatron's; a role prefix (--actor-lr, --critic-lr) sets one for that role."
     parser = ArgumentParser(prog=name, allow_abbrev=False, epilog=epilog)
     config_help = "YAML files of flag names and values; later files and then the command line win; null unsets a key"

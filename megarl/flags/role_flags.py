@@ -4,9 +4,8 @@ The rollout generates with the actor's policy. It inherits the actor's flags exc
 own ranks and model-parallel sizes.
 """
 
-import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from megarl.errors import UsageError
 
@@ -159,13 +158,14 @@ def reward_model_options(tokens: list[str], program: str, megatron: dict[str, st
 
 
 def split(
-    tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], own: list[str], idle: Collection[str] = ()
-) -> dict[str, list[str]]:
+    tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], unknown: Callable[[str, str], UsageError],
+    idle: Collection[str] = (),
+) -> dict[str, list[str]]:  # fmt: skip
     """Megatron's tokens of each role: the common ones, then those with the role's prefix, which is removed.
 
     Args:
         megatron: Megatron's option strings -> the attribute that each one sets.
-        own: megarl's option strings, for suggestions.
+        unknown: makes the error of an unknown option, from it and from its name without a role's prefix.
         idle: options to drop with their values.
 
     Raises:
@@ -181,7 +181,8 @@ def split(
             role = _role_of(option, roles, megatron)
             target = common if role is None else prefixed[role]
             token = token if role is None else "--" + token.removeprefix(f"--{role}-")
-            _check_known(option, _option(token), megatron, own)
+            if _option(token) not in megatron:
+                raise unknown(option, _option(token))
             if role == "rollout":
                 _check_rollout(option, _option(token), megatron)
             if option in idle and not off:
@@ -197,12 +198,6 @@ def split(
     if "rollout" in roles:
         found["rollout"] = _inherited(found["actor"], prefixed["rollout"], megatron) + prefixed["rollout"]
     return found
-
-
-def _check_known(option: str, name: str, megatron: dict[str, str], own: list[str]):
-    if name not in megatron:
-        close = [name] if name in own else difflib.get_close_matches(option, [*megatron, *own], n=1)
-        raise UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 def _check_rollout(option: str, name: str, megatron: dict[str, str]):

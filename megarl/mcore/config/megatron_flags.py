@@ -50,6 +50,11 @@ def destinations() -> dict[str, str]:
     return {option: action.dest for action in _parser()._actions for option in action.option_strings}
 
 
+def accepted_options() -> list[str]:
+    """Megatron's option strings that megarl accepts with more than one value."""
+    return [option for option, dest in destinations().items() if dest in used() and dest not in ONLY]
+
+
 def _refuse_unused(role: str, argv: list[str], extra: frozenset[str]):
     for token in argv:
         option = token.split("=", 1)[0]

@@ -85,6 +85,42 @@ def test_every_setting_is_a_flag(field):
         assert type(getattr(settings, field.name)) is type(value)
 
 
+@pytest.mark.parametrize("program, flag, hint", [
+    ("sft", "--gamma", "; train_rl has --gamma"), ("sft", "--actor-gamma", "; train_rl has --gamma"),
+    ("rl", "--preference-margin", "; train_reward has --preference-margin"),
+    ("serve", "--eval-temperature", "; train_rl, evaluate have --eval-temperature"),
+    ("rl", "--num-layer", "; did you mean --num-layers?"), ("rl", "--learning-rate", "; did you mean --lr?"),
+    ("rl", "--max-new-tokens", "; did you mean --max-response-length?"),
+    ("rl", "--lr-rate", ""), ("rl", "--fim-ratee", ""), ("sft", "--actor-prot", ""),
+])  # fmt: skip
+def test_an_unknown_flag_leads_to_one_that_is_accepted(program, flag, hint):
+    assert refusal([flag, "1"], program=program) == f"{flag}: unknown flag{hint}"
+
+
+@pytest.mark.parametrize("program", ["rl", "sft", "reward", "evaluate", "serve"])
+def test_every_suggestion_is_accepted(program):
+    from megarl.flags.parser import ELSEWHERE
+    from megarl.mcore.config import megatron_flags
+
+    known = {field.name.replace("_", "-") for field in FIELDS} | {"hf-model"}
+    known |= {option.removeprefix("--") for option in megatron_flags.accepted_options()}
+    assert set(ELSEWHERE.values()) <= known
+    misspelled = [option[:-1] + "q" for option in megatron_flags.destinations() if len(option) > 8]
+    for option in misspelled[::23]:
+        hint = refusal([option, "1"], program=program).partition("did you mean ")[2].removesuffix("?")
+        if hint:
+            assert "does not use" not in outcome(hint, program), (option, hint)
+
+
+def outcome(flag: str, program: str) -> str:
+    """The error of a flag with the value 1; "" without one."""
+    try:
+        parse([*MODEL, flag, "1"], 1, program)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def test_a_flag_sets_its_own_field_alone():
     chosen = dataclasses.replace(Settings(), gamma=0.5, top_k=3, advantage="reinforce++")
     assert parse([*MODEL, *"--gamma 0.5 --top-k 3 --advantage reinforce++".split()], 4).settings == chosen
