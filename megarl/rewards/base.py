@@ -1,17 +1,14 @@
 """Inputs and outputs of a verifier, and the wrapper that checks its results."""
 
 import math
-import sysconfig
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
+from megarl.user_code import place_of
+
 _SHOWN = 80  # characters of prompt and response in a reason
-# Folders of megarl, of packages and of Python.
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("purelib", "stdlib")), "<")
 
 
 @dataclass(frozen=True)
@@ -93,19 +90,12 @@ def whole_response(sample: Sample) -> str | None:
 def failure(name: str, sample: Sample, problem: object) -> str:
     """One line that says why the verifier `name` has no score for a sample; exceptions with their type and place."""
     if isinstance(problem, BaseException) and not isinstance(problem, ScoringError):
-        problem = f"{type(problem).__name__}: {problem}{_place(problem)}"
+        problem = f"{type(problem).__name__}: {problem}{place_of(problem)}"
     return f"reward {name} on prompt {_shown(sample.prompt)}: {problem}; the response was {_shown(sample.response)}"
 
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "...")
-
-
-def _place(error: BaseException) -> str:
-    """` (FILE:LINE)` where the plug-in raised, or called what did; "" if no code of the user ran."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 class Verifier:

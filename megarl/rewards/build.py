@@ -1,11 +1,13 @@
 """Builds the verifiers of --reward and checks that the prompts have what they need."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl import plugins
 from megarl.data.prompts import PromptSet
+from megarl.errors import UsageError
 from megarl.rewards import code, expression, mathematics, tasks, text
 from megarl.rewards.base import Sample, Score, Verifier
 from megarl.rewards.pool import Workers
@@ -91,6 +93,8 @@ _BUILT_IN = {
     "remote": _BuiltIn(_remote, limited=False, threads=lambda options: options.concurrency),
 }  # fmt: skip
 _PLUG_IN = _BuiltIn(make=None)
+# Parameters by which rewards of other frameworks are known.
+_SIGNATURES = {"verl": {"solution_str", "ground_truth"}, "TRL": {"completions"}, "OpenRLHF": {"queries", "prompts"}}
 
 
 def build_verifiers(settings) -> VerifierSet:
@@ -117,7 +121,30 @@ def build_verifiers(settings) -> VerifierSet:
 def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, Verifier]:
     """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers` does."""
     built_in: dict[str, Any] = {name: _BUILT_IN[name].make(options) for name in names if name in _BUILT_IN}
-    return {name: Verifier(name, plugins.load("--reward", name, built_in)) for name in names}
+    functions = {name: plugins.load("--reward", name, built_in) for name in names}
+    for name in functions.keys() - built_in.keys():
+        _check_signature(name, functions[name])
+    return {name: Verifier(name, function) for name, function in functions.items()}
+
+
+def _check_signature(name: str, function: Callable):
+    """UsageError unless a plug-in can be called with one argument, or if it is written for another framework."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of functions in C, which do not tell
+        return
+    peers = [peer for peer, names in _SIGNATURES.items() if names <= signature.parameters.keys()]
+    try:
+        signature.bind(None)
+        fits = not peers
+    except TypeError:
+        fits = False
+    if not fits:
+        of_peer = f", the signature of a reward of {peers[0]}" if peers else ""
+        raise UsageError(
+            f"--reward {name}: takes {signature}{of_peer}; megarl calls it with one argument, a Sample: wrap it "
+            "(docs/extending.md)"
+        )
 
 
 def check_prompts(settings, prompts: PromptSet, scores_here: bool = False):

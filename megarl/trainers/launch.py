@@ -4,11 +4,10 @@ import gc
 import os
 import sys
 import time
-import traceback
 
 import torch
 
-from megarl import arguments
+from megarl import arguments, user_code
 from megarl.cluster import slurm
 from megarl.cluster.cores import cores
 from megarl.errors import STOPPED, WARNED, RunStopped, UsageError, warn
@@ -94,10 +93,10 @@ def _refuse(rank: int, error: UsageError):
 def _fail(rank: int, timers: Timers, error: BaseException):
     """Ends this process with status 1 and says where it failed."""
     role, phase = timers.current() or ("program", "between phases" if timers.step else "set-up")
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    reason = " ".join(f"{type(error).__name__}: {error}{user_code.place_of(error)}".split())
     where = f"{role}/{phase} of step {timers.step}"
     print(f"megarl: rank {rank} failed in {where}: {reason}", file=sys.stderr, flush=True)
-    traceback.print_exc()
+    print(user_code.traceback_of(error), end="", file=sys.stderr, flush=True)
     _exit(1)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed.run
 
 from megarl import arguments
+from megarl.errors import UsageError
 from megarl.flags import parser, role_flags
 from tests.helpers.programs import ROOT
 
@@ -94,10 +95,15 @@ def check_flags(program: str, words: Iterable[str], is_inline: bool = False, ran
     chosen, rest = parser.build_parser(program, flags).parse_known_args(with_values(tokens, flags))
     values = {name: value for name, value in vars(chosen).items() if name in flags}
     parser.check_values(values, flags)
-    (options, accepted), names = megatron(), [f"--{name}" for name in flags]
+    options, accepted = megatron()
     rest = [word for word in rest if not re.fullmatch("[A-Z]+", word)]
-    for role, of_role in role_flags.split(rest, role_flags.ROLES_OF[program], options, names).items():
+    for role, of_role in role_flags.split(rest, role_flags.ROLES_OF[program], options, unknown).items():
         _check_megatron(role, of_role, accepted)
+
+
+def unknown(option: str, name: str) -> UsageError:
+    """The error of a flag that does not exist."""
+    return UsageError(f"{option}: unknown flag")
 
 
 def _check_megatron(role: str, tokens: list[str], accepted: frozenset[str]):

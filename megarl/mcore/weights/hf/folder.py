@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,9 @@ class HFFolder:
         self.path, self.flag = Path(path), flag
         self.unnamed: set[str] = set()  # tensors that the index does not name, once `tensors` was used
         if not os.path.isdir(self.path):
-            raise self.error("no such folder")
+            is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
+            hint = f"; nothing is downloaded: fetch it first (hf download {path} --local-dir …)" if is_name else ""
+            raise self.error(f"no such folder{hint}")
         self.config = self._json(CONFIG)
         if self.config is None:
             raise self.error(f"{CONFIG} is missing; allowed is a folder of transformers' save_pretrained")
