@@ -75,7 +75,7 @@ RIGHT = (
     "... --advantage my_plugins:mine",
 )
 WRONG = {
-    "bash launch/run.sh train_rl --clip-rang 0.1": "did you mean --clip-range?",
+    "bash launch/run.sh train_rl --clip-rang 0.1": "--clip-rang: unknown flag",
     "bash launch/run.sh train_rl --clip-range much": "--clip-range",
     "bash launch/run.sh train_rl --kl-estimator k4": "allowed is one of k1",
     "bash launch/run.sh train_sft --clip-range 0.1": "--clip-range",
