@@ -41,7 +41,10 @@ def complete(checkpoints: Path) -> list[Path]:
 def named(checkpoints: Path, pointer: str) -> Path | None:
     """The folder that `latest` or `best` names; None if the pointer does not exist."""
     path = checkpoints / pointer
-    return checkpoints / path.read_text(encoding="utf-8").strip() if path.is_file() else None
+    if not path.is_file():
+        return None
+    # Damage may make it a path that leads elsewhere.
+    return checkpoints / Path(path.read_text(encoding="utf-8").strip().replace("\0", "") or "nothing").name
 
 
 def point(checkpoints: Path, pointer: str, folder: Path | None):
@@ -98,8 +101,8 @@ def _newest_intact(checkpoints: Path, path: str, flag: str) -> Path:
             if not folder.is_dir():
                 raise UsageError(f"{flag} {checkpoints / LATEST}: names {folder.name!r}, which does not exist")
             check(folder, flag)
-        except UsageError as error:
-            problems.append(str(error))
+        except (UsageError, OSError) as error:
+            problems.append(str(error) if isinstance(error, UsageError) else f"{flag} {folder}: {error}")
             continue
         _warn(problems, folder)
         return folder

@@ -10,11 +10,13 @@ import json
 import os
 from pathlib import Path
 
+from megarl.checkpoint.manifest_schema import wrong_entry
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
 
 NAME = "manifest.json"
 FORMAT = 2  # 1 had no checksums
+MAX_BYTES = 2**28
 _CHECKSUM = "checksum"  # of all other entries
 
 
@@ -42,12 +44,17 @@ def read(folder: Path, flag: str) -> dict:
         UsageError: no manifest, so no complete checkpoint; one of an older version; or a damaged one.
     """
     try:
+        size = (folder / NAME).stat().st_size
+        if size > MAX_BYTES:
+            raise UsageError(f"{flag} {folder}: {NAME} has {size:,} bytes; allowed are {MAX_BYTES:,}")
         text = (folder / NAME).read_text(encoding="utf-8")
         manifest = json.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{flag} {folder}: holds no complete checkpoint ({NAME} is missing)") from None
-    except ValueError as error:
-        raise UsageError(f"{flag} {folder}: {NAME} is damaged ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{flag} {folder}: {NAME} is damaged ({' '.join(str(error).split())})") from None
+    except OSError as error:
+        raise UsageError(f"{flag} {folder}: {NAME} cannot be read ({error.strerror})") from None
     if isinstance(manifest, dict) and not {"format", _CHECKSUM, "files"} & manifest.keys() and "step" in manifest:
         raise UsageError(
             f"{flag} {folder}: was written by an older version, without checksums; that version can export its weights"
@@ -59,6 +66,8 @@ def read(folder: Path, flag: str) -> dict:
         raise UsageError(f"{flag} {folder}: has format {manifest['format']}; this version reads format {FORMAT}")
     if not {"step", "world_size", "program", "files"} <= manifest.keys():
         raise UsageError(f"{flag} {folder}: {NAME} is damaged (step, world_size, program or files is missing)")
+    if name := wrong_entry(manifest):
+        raise UsageError(f"{flag} {folder}: {NAME} is damaged ({name} is not what megarl writes)")
     return manifest
 
 

@@ -122,6 +122,8 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
     manifest = folders.read_manifest(folder, "--load")
     if manifest["program"] != program:
         raise UsageError(f"--load {path}: was written by {manifest['program']}; {program} resumes only its own runs")
+    if missing := sorted({"prompt_order", "steps_skipped"} - manifest.keys()):
+        raise UsageError(f"--load {folder}: manifest.json is damaged ({missing[0]} is missing)")
     if manifest["step"] >= train_iters:
         raise UsageError(
             f"--train-iters {train_iters}: the checkpoint of --load {path} is at step {manifest['step']}; "

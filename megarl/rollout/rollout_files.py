@@ -166,6 +166,12 @@ class SavedRollouts:
         return UsageError(f"--load-rollouts {where}: {problem}")
 
     def _record(self, step: int) -> RolloutRecord:
+        try:
+            return self._checked_record(step)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise self._error(f"{manifests.NAME} is damaged ({type(error).__name__}: {error})", step) from None
+
+    def _checked_record(self, step: int) -> RolloutRecord:
         folder = self._folder / step_name(step)
         manifest = manifests.read(folder, "--load-rollouts")
         # Versions without environments wrote none.

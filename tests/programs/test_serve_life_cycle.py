@@ -4,16 +4,19 @@ import functools
 import io
 import json
 import random
+import shutil
 import signal
 import socket
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import urllib3
 
 from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.checkpoint import manifest
 from megarl.errors import UsageError
 from tests.helpers.programs import inputs
 from tests.helpers.server_clients import ServerClient, completions_of
@@ -89,13 +92,22 @@ def change_weights_under_load(generator: ServerClient, mode: str | None, step: i
     return list(zip(wanted, done, strict=True)), has_met
 
 
+def hostile_checkpoint(folder: Path) -> Path:
+    """A run whose manifest has the right checksum and numbers instead of files."""
+    run = shutil.copytree(checkpoint(MOE), folder / "hostile")
+    (step,) = (run / "checkpoints").glob("step_*")
+    manifest.write(step, manifest.read(step, "--load") | {"files": {"a.pt": 3}})
+    return run
+
+
 def test_wrong_weights_leave_the_old_ones(tmp_path):
     folder = inputs()
+    hostile = hostile_checkpoint(folder)
     keys = f"--admin-key-file {key_files()['admin']} --weights-folder {folder}"
     with served(small_argv(keys)) as running:
         generator = ServerClient(running.url, admin_key=ADMIN_KEY)
         before = generator.generate(requests())
-        for path in (checkpoint(MOE).name, "nothing", "../x", "/etc", "train.jsonl"):
+        for path in (checkpoint(MOE).name, hostile.name, "nothing", "../x", "/etc", "train.jsonl"):
             with pytest.raises(UsageError, match="status 400"):
                 generator.update_weights(path)
         assert generator.version == 0 and generator.generate(requests()) == before

@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megarl.checkpoint import commit, folders, integrity, manifest
+from megarl.checkpoint import commit, folders, integrity, manifest, manifest_schema
 from megarl.errors import WARNED, UsageError
 from tests.helpers.checkpoints import WAITING, saved
 from tests.helpers.programs import rl_argv, train
@@ -171,3 +173,75 @@ def test_a_checkpoint_of_an_older_version_is_rejected_in_one_line(tmp_path):
     (folder / "manifest.json").write_text('{"step": 1, "world_size": 1, "program": "train_rl"}')
     with pytest.raises(UsageError, match=f"^--load {folder}: was written by an older version, without checksums"):
         folders.find(str(folder), "--load")
+
+
+# -- manifests that were made by hand, with the right checksum ---------------------------------------------------
+
+FILE = {"size": 3, "sha256": "0" * 64}
+WRONG = {
+    "files numbers": {"files": {"a.pt": 3}}, "files a list": {"files": ["a.pt"]}, "files null": {"files": None},
+    "file elsewhere": {"files": {"../a.pt": FILE}}, "file absolute": {"files": {"/etc/passwd": FILE}},
+    "file the folder": {"files": {"..": FILE}}, "size a text": {"files": {"a.pt": FILE | {"size": "3"}}},
+    "size true": {"files": {"a.pt": FILE | {"size": True}}}, "size negative": {"files": {"a.pt": FILE | {"size": -1}}},
+    "checksum a number": {"files": {"a.pt": FILE | {"sha256": 3}}}, "step a text": {"step": "1"},
+    "step 1.5": {"step": 1.5},
+    "step huge": {"step": 10**400}, "step negative": {"step": -1}, "program a list": {"program": []},
+    "frozen elsewhere": {"frozen": {"reference": "../../elsewhere"}}, "frozen a list": {"frozen": [1]},
+    "frozen a number": {"frozen": {"reference": 1}}, "frozen null": {"frozen": None}, "lora a text": {"lora": "x"},
+    "lora of nothing": {"lora": {"actor": {}}}, "data numbers": {"data": {"prompts": 1}}, "data null": {"data": None},
+    "settings a list": {"settings": [1]}, "schedules numbers": {"schedules": {"actor": 3}},
+    "order a list": {"prompt_order": [1]}, "order of texts": {"prompt_order": {"position": "1", "size": 3}},
+    "groups null": {"waiting_groups": None}, "groups of texts": {"waiting_groups": {"complete": "1"}},
+    "best a text": {"best": "step_1"}, "reward NaN": {"reward": {"count": float("nan"), "mean": 0, "squares": 0}},
+    "world size a list": {"world_size": [2]}, "layout a text": {"layout": "x"}, "role a number": {"role": 1},
+}  # fmt: skip
+
+
+def sealed(checkpoint: Path, entries: dict) -> Path:
+    """A checkpoint with other entries in its manifest, and the checksum that belongs to them."""
+    found = manifest.read(checkpoint, "--load")
+    manifest.write(checkpoint, found | entries)
+    return checkpoint
+
+
+@pytest.fixture
+def copied(run, tmp_path) -> Path:
+    """A checkpoint that a test may change."""
+    return shutil.copytree(run / "checkpoints", tmp_path / "checkpoints") / "step_00000001"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_manifest_made_by_hand_is_refused_in_one_line(name, copied):
+    said = problem(sealed(copied, WRONG[name]))
+    (entry,) = WRONG[name]
+    assert said == f"--load {copied}: manifest.json is damaged ({entry} is not what megarl writes)"
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 100_000, "null", "3", "", "\xff"])
+def test_a_manifest_that_is_none_is_refused_in_one_line(text, copied):
+    (copied / "manifest.json").write_text(text)
+    said = problem(copied)
+    assert said.startswith(f"--load {copied}: manifest.json is damaged (") and "\n" not in said
+
+
+def test_the_newest_one_that_can_be_read_takes_the_place_of_a_hostile_one(run, tmp_path, capsys):
+    checkpoints = shutil.copytree(run / "checkpoints", tmp_path / "run" / "checkpoints")
+    hostile = shutil.copytree(checkpoints / "step_00000001", checkpoints / "step_00000002")
+    sealed(hostile, {"files": {"a.pt": 3}})
+    (checkpoints / "latest").write_text("step_00000002\n")
+    assert folders.find(str(tmp_path / "run"), "--load") == checkpoints / "step_00000001"
+    assert "files is not what megarl writes); step_00000001 is used" in capsys.readouterr().err
+    (checkpoints / "latest").write_text("../../elsewhere\n")
+    assert folders.find(str(tmp_path / "run"), "--load") == checkpoints / "step_00000001"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=5,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(name=st.sampled_from(sorted(manifest_schema.ENTRIES)), value=JSON)
+def test_any_value_of_an_entry_fits_or_does_not(name, value):
+    assert manifest_schema.wrong_entry({name: value}) in (None, name)
