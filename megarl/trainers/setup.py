@@ -1,6 +1,7 @@
 """Set-up shared by the programs before their roles exist: flag checks, tokenizers and process groups."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from megarl.data.chat import TemplateOptions
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
-from megarl.faults import heartbeat
+from megarl.faults import heartbeat, run_lock
 from megarl.flags.debug_settings import parse_step_range
 from megarl.mcore import device, kernel_choice
 from megarl.mcore.kernels import native
@@ -106,8 +107,17 @@ def check_save(settings: arguments.Settings):
     for flag, folder in folders_of.items():
         path = Path(folder or ".").absolute()
         existing = next(p for p in (path, *path.parents) if p.exists())
-        if folder and not (existing.is_dir() and os.access(existing, os.W_OK)):
+        if folder and not _is_writable(existing):
             raise UsageError(f"{flag} {folder}: {existing} is not a writable folder")
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether a file can be made in a folder. Permissions alone do not say it of every file system, nor for root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def read_inputs(
@@ -122,7 +132,7 @@ def read_inputs(
     Args:
         read: reads and checks the inputs, `prompt_sets` among them if there are prompts; raises UsageError.
         notes: where lines about the kernels and the inputs go; None: standard output.
-        folder: of a training run, which gets a status.json.
+        folder: of a training run, which gets a lock and a status.json.
 
     Returns:
         The inputs, the role mesh, and the checkpoints among the inputs.
@@ -132,6 +142,7 @@ def read_inputs(
         inputs = read()
     if config.check:
         raise SystemExit(0)
+    run_lock.take(folder)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
     choose_kernels(config, mesh.rank, notes)
     print_notes(getattr(inputs, "prompt_sets", {}), mesh.rank, notes)  # a server has none

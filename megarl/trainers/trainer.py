@@ -14,6 +14,7 @@ from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
 from megarl.errors import RunStopped, warn
+from megarl.faults import run_lock
 from megarl.faults.stop import RunStop
 from megarl.mcore import device
 from megarl.observe.alarms import Alarms
@@ -112,6 +113,7 @@ class Trainer(abc.ABC):
             if not self._run_stop.may_begin(self.step + 1):
                 self._stop(first)
                 return
+            run_lock.check()
             self.step = self.timers.step = self.step + 1
             for model in self.trained_models():
                 model.begin_step(self.step)
@@ -249,3 +251,4 @@ class Trainer(abc.ABC):
         self._writer.close()
         write_timeline(self.folder / TIMELINE_FILE, events)
         write_report(self.folder)
+        run_lock.release()

@@ -95,8 +95,8 @@ def change_weights_under_load(generator: ServerClient, mode: str | None, step: i
 def hostile_checkpoint(folder: Path) -> Path:
     """A run whose manifest has the right checksum and numbers instead of files."""
     run = shutil.copytree(checkpoint(MOE), folder / "hostile")
-    (step,) = (run / "checkpoints").glob("step_*")
-    manifest.write(step, manifest.read(step, "--load") | {"files": {"a.pt": 3}})
+    for step in (run / "checkpoints").glob("step_*"):
+        manifest.write(step, manifest.read(step, "--load") | {"files": {"a.pt": 3}})
     return run
 
 
