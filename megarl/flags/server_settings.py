@@ -36,5 +36,9 @@ class ServerSettings:
     max_top_logprobs: int = not_negative(20, "most likely tokens that a request may ask for at each position",
                                          **BOTH)  # fmt: skip
     request_timeout: float = positive(3600.0, "seconds that a request may take, its wait included", **BOTH)
+    max_connections: int = positive(1024, "clients that may be connected; health checks and /admin find a place beside"
+                                     " them", **BOTH)  # fmt: skip
+    connection_timeout: float = positive(60.0, "seconds that a client may take to send the head of a request, and its"
+                                          " body", **BOTH)  # fmt: skip
     drain_seconds: float = not_negative(30.0, "seconds that running requests have to end after SIGTERM or SIGINT",
                                         **BOTH)  # fmt: skip

@@ -15,7 +15,7 @@ from megarl.serving.completions import complete
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import RequestError, internal, invalid, validation_error
 from megarl.serving.generate import generate
-from megarl.serving.middleware import BodyAndDisconnect, KeyCheck, Observed
+from megarl.serving.middleware import BodyAndDisconnect, KeyCheck, Observed, OneLength, SameOrigin
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -62,8 +62,13 @@ def build_app(context: ServingContext):
     if config.admin_keys:
         _add_admin(api, context)
     paths = [route.path for route in api.routes if hasattr(route, "path")]
-    guarded = BodyAndDisconnect(api, int(config.settings.max_body_mb * 2**20), config.settings.request_timeout)
-    return Observed(KeyCheck(guarded, config.api_keys, config.admin_keys), context.metrics, paths)
+    settings = config.settings
+    seconds = min(settings.connection_timeout, settings.request_timeout)
+    guarded = BodyAndDisconnect(api, int(settings.max_body_mb * 2**20), seconds)
+    checked = KeyCheck(guarded, config.api_keys, config.admin_keys)
+    if not config.api_keys:
+        checked = SameOrigin(checked, settings.host)
+    return Observed(OneLength(checked), context.metrics, paths)
 
 
 def _add_error_handlers(api: FastAPI):

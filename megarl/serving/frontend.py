@@ -23,6 +23,7 @@ from megarl.errors import UsageError
 from megarl.serving import links
 from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
+from megarl.serving.connections import max_connections, protocol_class
 from megarl.serving.context import ServingContext
 from megarl.serving.replica_pool import ReplicaState
 
@@ -52,9 +53,11 @@ class Frontend:
         self._replicas: dict[links.Link, ReplicaState] = {}
         self._ends = False
         self._drains: asyncio.Task | None = None
+        settings = context.config.settings
+        protocol = protocol_class(max_connections(settings.max_connections), settings.connection_timeout)
         self._http = HttpServer(
             uvicorn.Config(
-                build_app(context), http="h11", ws="none", loop="asyncio", lifespan="off", access_log=False,
+                build_app(context), http=protocol, ws="none", loop="asyncio", lifespan="off", access_log=False,
                 log_config=None, server_header=False, proxy_headers=False,
             )
         )  # fmt: skip
@@ -154,6 +157,7 @@ def main() -> int:
     rank_0 = parent(dies_with_thread=False)  # clients get an answer when rank 0 is gone
     sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.WARNING, format="megarl.serving: %(levelname)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each malformed request would fill disks
     try:
         config = rank_0.recv()
         context = ServingContext(config)

@@ -7,7 +7,7 @@ import logging
 import traceback
 from collections.abc import Sequence
 
-from megarl.serving.errors import RequestError, internal, timed_out
+from megarl.serving.errors import RequestError, echo, internal, timed_out
 from megarl.serving.metrics import ServerMetrics
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,53 @@ class Observed:
         finally:
             endpoint = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.requests.labels(endpoint, str(status)).inc()
+
+
+class OneLength:
+    """Refuses requests whose body has two lengths: a proxy before the server might read another one than the server."""
+
+    def __init__(self, app):
+        self._app = app
+
+    async def __call__(self, scope, receive, send):
+        """The ASGI application."""
+        names = [name for name, _ in scope["headers"]]
+        if b"transfer-encoding" in names and b"content-length" in names or names.count(b"content-length") > 1:
+            error = RequestError(400, "allowed is one of Content-Length and Transfer-Encoding", code="invalid_length")
+            error.headers["Connection"] = "close"
+            return await error.response(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+class SameOrigin:
+    """For servers without keys, on a loopback address: no web page of another origin may use them.
+
+    The browser of this machine's user can reach the server. A page whose name was made to resolve to the loopback
+    address says that name as Host; one of another origin says its own as Origin.
+    """
+
+    def __init__(self, app, host: str):
+        """`host`: that the server listens on."""
+        self._app, self._hosts = app, {"localhost", "127.0.0.1", "::1", host.lower()}
+
+    async def __call__(self, scope, receive, send):
+        """The ASGI application."""
+        headers = dict(scope["headers"])
+        host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin")
+        if _name_of(host) not in self._hosts:
+            problem = f"Host {echo(host)}: without --api-key-file this server answers requests to localhost alone"
+        elif origin is not None and origin.decode("latin-1").partition("://")[2] != host:
+            problem = (
+                f"Origin {echo(origin.decode('latin-1'))}: without --api-key-file no other page may use this server"
+            )
+        else:
+            return await self._app(scope, receive, send)
+        return await RequestError(403, problem, code="foreign_origin").response(scope, receive, send)
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without the port."""
+    return host.partition("]")[0][1:].lower() if host.startswith("[") else host.partition(":")[0].lower()
 
 
 class KeyCheck:

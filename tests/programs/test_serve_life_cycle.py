@@ -172,7 +172,7 @@ def cut_connections(count: int):
                 "n": 1 + number % 3,
             }
             data = json.dumps(body).encode()
-            head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+            head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
             head = "\r\n".join([*head, f"Content-Length: {len(data)}", "", ""])
             with socket.create_connection((host, int(port))) as connection:
                 connection.sendall(head.encode() + data[: len(data) - number % 5 // 4])
@@ -254,7 +254,7 @@ def test_a_thousand_queued_requests_a_full_queue_and_a_slow_reader():
             body = json.dumps(
                 {"prompt": [3, 4], "max_tokens": 112, "n": 60, "ignore_eos": True, "stream": True, "logprobs": 3}
             )
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             generator = ServerClient(running.url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
             assert generator.generate(requests()) == expected

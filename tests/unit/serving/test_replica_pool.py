@@ -29,7 +29,7 @@ def test_a_client_that_goes_away_aborts_its_request(tmp_path, stream):
     with served(tmp_path, silent) as server:
         leader = server.leaders[0]
         body = b'{"prompt": "a", "n": 2, "stream": %s}' % (b"true" if stream else b"false")
-        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(head.encode() + body)

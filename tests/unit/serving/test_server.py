@@ -189,7 +189,7 @@ def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog)
 
     async def post():
         transport = httpx.ASGITransport(build_app(context))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
             return await client.post("/v1/completions", json={"prompt": "a"})
 
     answer = asyncio.run(post())

@@ -1,0 +1,97 @@
+"""Connections of clients: how many there may be, and how long one may be idle or send the head of a request.
+
+Without these limits connections that say nothing would use up the process's file descriptors, and then nobody, not even
+a health check, could reach the server.
+"""
+
+import asyncio
+import resource
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from megarl.serving.errors import RequestError
+from megarl.serving.middleware import OPEN_PATHS
+
+RESERVED = 32  # further connections, for health checks and /admin
+_OTHER_FILES = 128  # descriptors for the links to leaders, the listener, and what libraries open
+RESERVED_SECONDS = 5.0  # that such a connection may take for the head of its request
+
+
+def max_connections(wanted: int) -> int:
+    """How many clients there may be: as wanted, or what the process's limit of open files allows, which is raised."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + RESERVED + _OTHER_FILES
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(wanted, soft - RESERVED - _OTHER_FILES))
+
+
+def protocol_class(limit: int, seconds: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol with limits.
+
+    Args:
+        limit: clients at a time; `RESERVED` more are answered at `OPEN_PATHS` and below /admin alone.
+        seconds: that a client may take until the head of its first request is there, and for that of each further one
+            from its first byte on. Between requests uvicorn closes idle connections.
+    """
+
+    class LimitedProtocol(H11Protocol):
+        """One connection."""
+
+        def __init__(self, *args: Any, **named: Any):
+            super().__init__(*args, **named)
+            self._head_timer: asyncio.TimerHandle | None = None
+            self._head_seconds = seconds
+
+        def connection_made(self, transport: asyncio.Transport):  # type: ignore[override]
+            """Closes the connection at once if there are too many."""
+            super().connection_made(transport)
+            if len(self.connections) > limit + RESERVED:
+                transport.abort()
+            elif len(self.connections) > limit:
+                self.app, self._head_seconds = _reserved(self.app), min(seconds, RESERVED_SECONDS)
+            self._wait_for_head()
+
+        def data_received(self, data: bytes):
+            """Takes data; the head of a request that has begun must come in time."""
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:
+                self._stop_timer()
+            elif self._head_timer is None and self.conn.trailing_data[0]:
+                self._wait_for_head()
+
+        def connection_lost(self, exc: Exception | None):
+            """The client is gone."""
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def _wait_for_head(self):
+            self._head_timer = self.loop.call_later(self._head_seconds, self._close_slow)
+
+        def _close_slow(self):
+            self._head_timer = None
+            if self.conn.their_state is h11.IDLE:
+                self.transport.close()
+
+        def _stop_timer(self):
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    return LimitedProtocol
+
+
+def _reserved(app):
+    """The application for a connection beyond the limit: it answers only what tells and changes the server's state."""
+
+    async def answer(scope, receive, send):
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/admin/"):
+            error = RequestError(503, "too many connections", code="too_many_connections")
+            error.headers |= {"Retry-After": "1", "Connection": "close"}
+            return await error.response(scope, receive, send)
+        return await app(scope, receive, send)
+
+    return answer

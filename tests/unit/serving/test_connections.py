@@ -1,0 +1,134 @@
+"""Connections that say nothing, are too many, or come from a page of another origin."""
+
+import contextlib
+import resource
+import socket
+import time
+
+import pytest
+
+from megarl.serving.connections import RESERVED, max_connections
+from tests.helpers.serving import LIMIT, served
+
+
+def connect(server) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.settimeout(LIMIT)
+    return client
+
+
+def head(path: str = "/health", **headers: str) -> bytes:
+    lines = [
+        f"GET {path} HTTP/1.1",
+        *(f"{k.replace('_', '-')}: {v}" for k, v in ({"Host": "localhost"} | headers).items()),
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def status(client: socket.socket, request: bytes) -> int:
+    client.sendall(request)
+    return int(client.recv(1000).split()[1])
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localh", b"POST /generate HTTP/1.1\r\n"])
+def test_a_client_that_sends_no_head_is_closed(sent, tmp_path):
+    with served(tmp_path, connection_timeout=0.3) as server, connect(server) as client:
+        client.sendall(sent)
+        assert client.recv(1000) == b""
+        assert server.client.get("/health").status_code == 200
+    assert server.stderr == ""
+
+
+def test_a_client_that_sends_half_a_body_gets_an_answer(tmp_path):
+    with served(tmp_path, connection_timeout=0.3) as server, connect(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
+                       b"Content-Type: application/json\r\n\r\n{")  # fmt: skip
+        assert client.recv(1000).split()[1] == b"503"
+
+
+def test_the_head_of_a_second_request_must_come_in_time(tmp_path):
+    with served(tmp_path, connection_timeout=0.3) as server, connect(server) as client:
+        assert status(client, head()) == 200
+        client.sendall(b"GET /hea")
+        rest = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := client.recv(1000):
+                rest += part
+        assert b"HTTP/1.1 200" not in rest
+
+
+def test_health_has_a_place_beside_too_many_clients(tmp_path):
+    with served(tmp_path, max_connections=3, admin_keys=["k" * 16], api_keys=["a" * 16]) as server:
+        server.client.close()
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(connect(server)) for _ in range(3)]
+            assert all(status(each, head()) == 200 for each in idle)  # the server has seen them
+            one, other = (stack.enter_context(connect(server)) for _ in range(2))
+            assert status(one, head()) == 200
+            assert status(other, head("/v1/models", Authorization=f"Bearer {'a' * 16}")) == 503
+            crowd = [stack.enter_context(connect(server)) for _ in range(RESERVED + 5)]
+            closed = 0
+            for each in crowd:
+                with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                    each.sendall(head())
+                    closed -= bool(each.recv(1000))
+                closed += 1
+            assert closed >= 5
+        deadline = time.monotonic() + LIMIT
+        while time.monotonic() < deadline:  # until the server has seen that they have gone
+            with connect(server) as client:
+                if status(client, head("/v1/models", Authorization=f"Bearer {'a' * 16}")) == 200:
+                    break
+        else:
+            pytest.fail("no place became free")
+
+
+def test_a_crowd_that_says_nothing_leaves_no_lines(tmp_path):
+    with served(tmp_path, max_connections=20) as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(200):
+                stack.enter_context(connect(server)).sendall(b"\x00garbage\r\n\r\n")
+        assert server.client.get("/health").status_code == 200
+    assert server.stderr == ""
+
+
+@pytest.mark.parametrize("headers, expected", [
+    ({}, 200), ({"Host": "127.0.0.1:80"}, 200), ({"Host": "[::1]:80"}, 200), ({"Host": "LOCALHOST"}, 200),
+    ({"Host": "evil.example"}, 403), ({"Host": "localhost.evil.example"}, 403), ({"Host": ""}, 403),
+    ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://localhost"}, 200),
+    ({"Host": "localhost:9", "Origin": "http://localhost:10"}, 403),
+])  # fmt: skip
+def test_pages_of_other_origins_may_not_use_a_server_without_keys(headers, expected, server):
+    with connect(server) as client:
+        assert status(client, head("/v1/models", **headers)) == expected
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("server")) as made:
+        yield made
+
+
+def test_with_keys_any_host_may_be_named(tmp_path):
+    with served(tmp_path, api_keys=["a" * 16]) as server, connect(server) as client:
+        assert status(client, head("/v1/models", Host="a.example", Authorization=f"Bearer {'a' * 16}")) == 200
+
+
+def test_a_body_of_two_lengths_is_refused(server):
+    with connect(server) as client:
+        body = b"2\r\n{}\r\n0\r\n\r\n"
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
+                       b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n" + body)  # fmt: skip
+        answer = b"".join(iter(lambda: client.recv(1000), b""))
+        assert answer.split()[1] == b"400" and b"Content-Length and Transfer-Encoding" in answer
+
+
+def test_as_many_connections_as_files_allow(monkeypatch):
+    limits = {"now": (256, 300)}
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, found: limits.update(now=found))
+    assert max_connections(1024) == 300 - RESERVED - 128 and limits["now"] == (300, 300)
+    limits["now"] = (256, resource.RLIM_INFINITY)
+    assert max_connections(1024) == 1024 and limits["now"][0] == 1024 + RESERVED + 128
+    limits["now"] = (10, 10)
+    assert max_connections(1024) == 1
