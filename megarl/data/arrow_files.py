@@ -16,6 +16,7 @@ import numpy as np
 
 from megarl.data.sources import printable
 from megarl.errors import UsageError
+from megarl.plain_files import check_regular
 
 Converter = Callable[[Any], Any]
 
@@ -34,6 +35,12 @@ class ArrowTable:
         """Reads the schema. Raises UsageError for a file that cannot be read, and without pyarrow."""
         self._path, self._where = path, f"{flag} {path}"
         self._arrow = _import_pyarrow(self._where)
+        try:
+            check_regular(path)
+        except FileNotFoundError:
+            raise UsageError(f"{self._where}: no such file") from None
+        except OSError as error:
+            raise UsageError(f"{self._where}: cannot be read: {error.strerror}") from None
         with self._errors(), self._opened() as (schema, _):
             self._set_columns(schema.names, [field.type for field in schema])
 
@@ -158,12 +165,13 @@ def _number(value: decimal.Decimal) -> int | float | str:
     return float(value) if decimal.Decimal(repr(float(value))) == value else str(value)
 
 
-def read_zstd(path: str, where: str) -> bytes:
-    """The content of a file compressed with Zstandard. UsageError if it is damaged, and without pyarrow."""
+@contextlib.contextmanager
+def opened_zstd(path: str, where: str) -> Iterator[Any]:
+    """A file compressed with Zstandard, to read its content. UsageError if it is damaged, and without pyarrow."""
     arrow = _import_pyarrow(where)
     try:
         with arrow.OSFile(path) as raw, arrow.CompressedInputStream(raw, "zstd") as file:
-            return file.read()
+            yield file
     except (arrow.ArrowException, OSError) as error:
         raise UsageError(f"{where}: cannot be decompressed: {printable(' '.join(str(error).split()), 200)}") from None
 

@@ -2,17 +2,19 @@
 
 import datetime
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from megarl.data import template_probe
 from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
+from megarl.plain_files import read_bytes
 
 
 class _Generation(jinja2.ext.Extension):
@@ -25,6 +27,9 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+MAX_BYTES = 2**22  # of a template; published ones have some thousand
+_MAX_RESULT, _MAX_EXPONENT, _MAX_BASE = 2**20, 64, 2**64
+_WIDTH = re.compile(r"\d+")
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}  # names that options cannot have
 
 
@@ -66,6 +71,24 @@ class TemplateOptions(NamedTuple):
 NO_OPTIONS = TemplateOptions()
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no operator makes a text or number without end."""
+
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def call_binop(self, context, operator, left, right):
+        """The result of an operator; an error if it would be huge."""
+        if operator == "**" and not (abs(right) <= _MAX_EXPONENT and abs(left) <= _MAX_BASE):
+            raise OverflowError("a power of large numbers")
+        if operator == "*":
+            for text, times in ((left, right), (right, left)):
+                if isinstance(text, str | list | tuple) and isinstance(times, int) and len(text) * times > _MAX_RESULT:
+                    raise OverflowError("a text of too many characters")
+        if operator == "%" and isinstance(left, str) and any(int(w) > _MAX_RESULT for w in _WIDTH.findall(left)):
+            raise OverflowError("a text of too many characters")
+        return super().call_binop(context, operator, left, right)
+
+
 class ChatTemplate:
     """A Jinja template over `messages`, `tools`, `add_generation_prompt`, the tokenizer's named tokens, and options.
 
@@ -84,9 +107,7 @@ class ChatTemplate:
         self.tokenizer, self.flag, self.source, self.options = tokenizer, flag, source, options
         self._marks = Marks(tokenizer.special)
         self._pattern = pattern_of(tokenizer.special)
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = options.date.strftime
@@ -94,6 +115,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"{flag}: malformed Jinja, line {error.lineno}: {_line(error)}") from None
+        except (RecursionError, MemoryError, OverflowError, ValueError, SyntaxError) as error:
+            raise UsageError(f"{flag}: cannot be compiled: {type(error).__name__}: {_line(error)[:200]}") from None
         if MARK in source:
             raise UsageError(f"{flag}: the template contains U+FDD0, a Unicode noncharacter; remove it")
 
@@ -186,14 +209,27 @@ def load_template(
     if value == "tokenizer":
         if not tokenizer.template:
             raise UsageError(f"{flag} tokenizer: the tokenizer has no chat template; give a Jinja file")
-        return ChatTemplate(tokenizer.template, tokenizer, f"{flag} tokenizer", options)
+        return probed(tokenizer.template, tokenizer, f"{flag} tokenizer", options)
     try:
-        source = Path(value).read_text(encoding="utf-8")
+        source = read_bytes(value, MAX_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise UsageError(f'{flag} {value}: no such file; allowed: "tokenizer" or a Jinja file') from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {value}: cannot be read: {_line(error)}") from None
-    return ChatTemplate(source, tokenizer, f"{flag} {value}", options)
+    return probed(source, tokenizer, f"{flag} {value}", options)
+
+
+def probed(source: str, tokenizer: Tokenizer, flag: str, options: TemplateOptions) -> ChatTemplate:
+    """The template, after a child process has rendered a message with it in bounded time and memory."""
+
+    def render():
+        ChatTemplate(source, tokenizer, flag, options).render(
+            [{"role": "user", "content": "a"}], add_generation_prompt=True
+        )
+
+    if problem := template_probe.problem_of(render):
+        raise UsageError(f"{flag}: the template {problem}")
+    return ChatTemplate(source, tokenizer, flag, options)
 
 
 def _to_json(value: Any, indent=None, separators=None, sort_keys: bool = False) -> str:

@@ -204,7 +204,7 @@ def _message(value: Any) -> Any:
 
 def _number_text(number: int | float, column: str) -> str:
     """`72` of 72 and of 72.0."""
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         raise UsageError(f"{printable(column)} is {number}; it must be a finite number")
     return str(int(number)) if isinstance(number, float) and number.is_integer() else str(number)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.data.chat import NO_OPTIONS, ChatTemplate, TemplateOptions, load_template
+from megarl.data.chat import NO_OPTIONS, ChatTemplate, TemplateOptions, load_template, probed
 from megarl.data.messages import Message, MessageKey, conversation_of, template_message
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import Tokenizer
@@ -211,7 +211,7 @@ def build_encoder(
     prefix = _prefix_ids(tokenizer, bos, flag_prefix)
     if chat_template is None and folder is not None and tokenizer.template:
         where = f"{folder}: chat template"
-        return Encoder(tokenizer, ChatTemplate(tokenizer.template, tokenizer, where, options), where, prefix)
+        return Encoder(tokenizer, probed(tokenizer.template, tokenizer, where, options), where, prefix)
     chat_template = None if chat_template == "none" else chat_template
     flag = f"--{flag_prefix}chat-template"
     return Encoder(tokenizer, load_template(chat_template, tokenizer, flag, options), flag, prefix)

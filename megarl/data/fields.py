@@ -1,13 +1,13 @@
 """The fields of a prompt, and the checks of one line: the same for every file format."""
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from megarl.data.messages import Message, content_of, message_error, tools_error
 from megarl.errors import UsageError
 
+MAX_MARGIN = 1e9  # more is a mistake; a whole number may be too large for a float
 FIELD_TYPES: dict[str, tuple[Any, str]] = {
     "prompt": (str | list, "a string or a list of messages"),
     "answer": (str, "a string"),
@@ -92,8 +92,8 @@ def _check_field(name: str, value: Any, where: str, column: str) -> None:
         raise UsageError(f"{where}: {column} must be {type_name}, not {type(value).__name__}")
     if isinstance(value, list) and (problem := (tools_error if name == "tools" else message_error)(value)):
         raise UsageError(f"{where}: {column}: {problem}")
-    if name == "margin" and not (math.isfinite(value) and value >= 0):
-        raise UsageError(f"{where}: {column} is {value}; it must be a finite number of at least 0")
+    if name == "margin" and not 0 <= value <= MAX_MARGIN:
+        raise UsageError(f"{where}: {column} is {str(value)[:40]}; it must be a number from 0 to {MAX_MARGIN:g}")
     if isinstance(value, str | list):
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")

@@ -25,7 +25,7 @@ from megarl.data.columns import ColumnMap, Columns
 from megarl.data.fields import check_line, present_fields
 from megarl.data.prompt import Prompt
 from megarl.data.ragged import Ragged
-from megarl.data.sources import find_files
+from megarl.data.sources import find_files, printable
 from megarl.data.tables import JsonRows, json_line, lines_of_list, ragged_lines, read_text, split_lines
 from megarl.errors import UsageError
 
@@ -197,7 +197,7 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
 
 def _read_files(files: Sequence[str], value: str, flag: str, columns: Columns) -> dict[str, np.ndarray]:
     """The lines of the files, and what is known `about` them, as JSON in bytes."""
-    found = [_read_file(file, flag, columns) for file in files]
+    found = [_read_safely(file, flag, columns) for file in files]
     counts = [len(lines) for lines, _ in found]
     if not sum(counts):
         raise UsageError(f"{flag} {value}: the {'file holds' if len(files) == 1 else 'files hold'} no prompt")
@@ -226,6 +226,15 @@ def _joined(parts: list[Ragged]) -> Ragged:
     offsets = [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
     values = np.concatenate([part.values for part in parts])
     return Ragged(values, np.concatenate([[0], *offsets]).astype(np.int64))
+
+
+def _read_safely(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:
+    """`_read_file`, with one line for whatever else a file made for harm raises in there."""
+    try:
+        return _read_file(path, flag, columns)
+    except (ArithmeticError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError) as error:
+        reason = printable(" ".join(str(error).split()), 200)
+        raise UsageError(f"{flag} {path}: cannot be read: {type(error).__name__}: {reason}") from None
 
 
 def _read_file(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:

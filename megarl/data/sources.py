@@ -21,6 +21,7 @@ _SPLIT_OF_WORD = {
     "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 _SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
+_SHOWN = 20  # names in an error
 _DEPTH = 3  # folders below a dataset's folder that may hold files
 
 
@@ -30,6 +31,13 @@ def find_files(value: str, flag: str) -> tuple[str, ...]:
     Raises:
         UsageError: nothing has the name, no file matches, a folder has no or several splits, or a file appears twice.
     """
+    try:
+        return _found(value, flag)
+    except (OSError, ValueError) as error:  # of names that no file can have
+        raise UsageError(f"{flag} {printable(value, 200)}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _found(value: str, flag: str) -> tuple[str, ...]:
     if Path(value).exists() and not Path(value).is_dir():
         return (value,)
     names = [value] if Path(value).is_dir() else value.split(",")
@@ -135,7 +143,8 @@ def _splits_of_repository(folder: Path, where: str) -> dict[str, list[Path]]:
                          "of save_to_disk")  # fmt: skip
     configurations = sorted({_configuration(file, folder) for file in files})
     if len(configurations) > 1:
-        names = ", ".join(printable(name or ".") for name in configurations)
+        names = ", ".join(printable(name or ".") for name in configurations[:_SHOWN])
+        names += f" and {len(configurations) - _SHOWN} more" * (len(configurations) > _SHOWN)
         raise UsageError(
             f"{where}: its folders hold several datasets; name one of these folders or their files: {names}"
         )

@@ -1,8 +1,12 @@
 """Chat templates: where they are read from, what they may do, and special strings in message contents."""
 
+import os
+
 import pytest
 
+from megarl.data import template_probe
 from megarl.data.chat import ChatTemplate, load_template
+from megarl.data.conversations import build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.small_tokenizers import CHATML, chatml, sentence_piece
@@ -50,6 +54,40 @@ def test_a_wrong_template_is_one_line(tokenizer, source, message):
         ChatTemplate(source, tokenizer).render(HELLO)
     assert str(caught.value).startswith("--chat-template: ") and message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+TOO_MUCH = "the template takes more than 1 s, or 1 GiB"
+HOSTILE = {
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", TOO_MUCH),
+    "product": ("{{ 'a' * 2000000000 }}", "a text of too many characters"),
+    "product of a name": ("{{ messages[0].content * 2000000000 }}", "a text of too many characters"),
+    "filled": ("{{ 'a'.ljust(2000000000) }}", TOO_MUCH), "centred": ("{{ 'a' | center(2000000000) }}", TOO_MUCH),
+    "format": ("{{ '{:2000000000}'.format(1) }}", TOO_MUCH), "old format": ("{{ '%2000000000d' % 1 }}", "too many"),
+    "doubled": ("{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+                TOO_MUCH),
+    "power": ("{{ 9 ** (9 ** 9) }}", "a power of large numbers"), "number": ("{{ " + "9" * 5000 + " }}", "5000 digits"),
+    "deep": ("{% if true %}" * 3000 + "{% endif %}" * 3000, "cannot be compiled: RecursionError"),
+    "deep list": ("{{ " + "[" * 2000 + "]" * 2000 + " }}", "cannot be compiled: RecursionError"),
+    "macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth"),
+    "long": ("a" * 5_000_000, "has 5,000,000 bytes; allowed are 4,194,304"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_template_is_one_line(name, tokenizer, tmp_path, monkeypatch):
+    source, said = HOSTILE[name]
+    monkeypatch.setattr(template_probe, "SECONDS", 1)
+    (tmp_path / "t.jinja").write_text(source)
+    with pytest.raises(UsageError) as caught:
+        build_encoder(tokenizer, str(tmp_path / "t.jinja"))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"--chat-template {tmp_path / 't.jinja'}: ")
+
+
+def test_a_pipe_is_no_template(tokenizer, tmp_path):
+    os.mkfifo(tmp_path / "t.jinja")
+    with pytest.raises(UsageError, match="is no regular file"):
+        load_template(str(tmp_path / "t.jinja"), tokenizer)
 
 
 def test_message_contents_are_marked_and_restored(tokenizer):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 from megarl.data import node_files
-from megarl.data.columns import Columns
+from megarl.data.columns import REWARD, Columns
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.character_tokenizer import PLAIN
@@ -298,3 +299,47 @@ def test_reading_starts_no_thread(files):
     variables = environment(OPENBLAS_NUM_THREADS="1")
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert ended.stdout.count(",") == 0, ended.stdout
+
+
+# -- files made for harm -----------------------------------------------------------------------------------------
+
+
+def refusal(value: str, columns: Columns = Columns()) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_prompts(value, columns=columns)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"])
+def test_pipes_and_devices_are_refused(suffix, tmp_path):
+    os.mkfifo(tmp_path / f"p.{suffix}")
+    assert refusal(str(tmp_path / f"p.{suffix}")).endswith("cannot be read: is no regular file")
+    assert refusal("/dev/zero").endswith("cannot be read: is no regular file")
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_file_that_expands_without_measure_is_refused(kind, tmp_path, monkeypatch):
+    path = str(tmp_path / f"p.jsonl.{kind}")
+    lines = (b'{"prompt":"' + b"a" * 2**20 + b'"}\n') * 80
+    Path(path).write_bytes(compressed(kind, lines))
+    assert "expands to more than 67,108,864 bytes, 200 times its size" in refusal(path)
+    monkeypatch.setattr("megarl.data.tables.MIN_CONTENT", 2**27)
+    assert len(load_prompts(path)) == 80
+
+
+@pytest.mark.parametrize("value", ["x" * 5000, "x" * 5000 + "/*.jsonl", "a\0b", "x" * 300 + ":train"])
+def test_names_that_no_file_can_have_are_refused(value):
+    said = refusal(value)
+    assert said.startswith("--prompts ") and len(said) < 700
+
+
+def test_numbers_of_many_digits(tmp_path):
+    path = tmp_path / "p.jsonl"
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    path.write_text(json.dumps(pair | {"margin": 10**4000}) + "\n")
+    assert "margin is 1000" in refusal(str(path), Columns(REWARD))
+    path.write_text(json.dumps({"question": "a", "answer": 10**4000}) + "\n")
+    assert load_prompts(str(path))[0].answer == str(10**4000)
+    path.write_text('{"question": "a", "answer": ' + "9" * 5000 + "}\n")
+    assert "malformed JSON" in refusal(str(path))

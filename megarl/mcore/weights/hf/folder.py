@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from megarl.errors import UsageError
+from megarl.plain_files import read_bytes
 
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_BYTES = 2**28  # of a JSON file
 READABLE = ("F32", "BF16", "F16")
 
 
@@ -89,7 +91,7 @@ class HFFolder:
     def _json(self, name: str) -> dict[str, Any] | None:
         """The object in a JSON file; None if there is no such file."""
         try:
-            content = json.loads((self.path / name).read_text(encoding="utf-8"))
+            content = json.loads(read_bytes(self.path / name, MAX_BYTES).decode("utf-8"))
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError) as error:
