@@ -58,6 +58,7 @@ class RunLock:
         """
         self._path, self._where, self._token = Path(folder) / NAME, f"{flag} {folder}", uuid.uuid4().hex
         self._ended = threading.Event()
+        self._made = [place for place in (self._path.parent, *self._path.parent.parents) if not place.exists()]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         while not self._is_taken():
             self._remove_void()
@@ -71,12 +72,15 @@ class RunLock:
             raise RunStopped(f"{self._where}: {_described(owner)} has taken the folder; this run must not write there")
 
     def release(self):
-        """Gives the folder free, once."""
+        """Gives the folder free, once. Folders that the lock made, and in which nothing was written, go with it."""
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join(RENEWED)
             if (_read(self._path) or {}).get("token") == self._token:
                 self._path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # the first that is not empty
+                    for place in self._made:
+                        place.rmdir()
 
     def _is_taken(self) -> bool:
         """Makes the lock file, if there is none. The file has its content from the first moment on."""

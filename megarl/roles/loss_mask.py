@@ -29,6 +29,16 @@ def can_lose_responses(settings: Settings) -> bool:
     return settings.environment is not None or settings.reward_failure == "drop"
 
 
+def score_fields(settings: Settings) -> tuple[str, ...]:
+    """Fields that the reward role fills. The response mask loses the responses that have no score."""
+    return ("scores", "correct", *(("response_mask",) if settings.reward_failure == "drop" else ()))
+
+
+def return_fields(settings: Settings) -> tuple[str, ...]:
+    """Fields that the critic learns from, of the actor: with the response mask if it may have changed."""
+    return ("returns", *(("response_mask",) if can_lose_responses(settings) else ()))
+
+
 def without_unscored(batch: Batch, is_scored: Tensor) -> Tensor:
     """[T] bool: the response mask without the responses that have no score. `is_scored`: [N] bool."""
     return broadcast_to_tokens(is_scored, batch.response_mask, batch.cu_seqlens)

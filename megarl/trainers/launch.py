@@ -11,7 +11,7 @@ from megarl import arguments, user_code
 from megarl.cluster import slurm
 from megarl.cluster.cores import cores
 from megarl.errors import STOPPED, WARNED, RunStopped, UsageError, warn
-from megarl.faults import heartbeat
+from megarl.faults import heartbeat, run_lock
 from megarl.mcore import launch_queues
 from megarl.observe.timers import Timers
 from megarl.trainers import restart
@@ -61,6 +61,7 @@ def launch(train, program: str):
             raise
         _fail(rank, timers, error)  # a plug-in called sys.exit: the other ranks would wait for this one
     finally:
+        run_lock.release()
         gc.unfreeze()  # triton's bindings report objects that still exist at exit
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -104,4 +105,5 @@ def _exit(status: int):
     """Ends this process at once: a normal exit would wait for collectives that the other ranks never join."""
     sys.stderr.flush()
     heartbeat.report_failure()
+    run_lock.release()
     os._exit(status)

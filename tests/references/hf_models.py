@@ -4,7 +4,7 @@ tests/helpers/hf_folders.py.
     python -m venv scratch && scratch/bin/pip install transformers==5.23.0 sentencepiece==0.2.3 torch safetensors
     PYTHONPATH=. scratch/bin/python tests/references/hf_models.py [CASE ...]
 
-Run from the root of the repository, in a separate environment: megarl never needs transformers.
+Run from the root of the repository, in a separate environment: the version of transformers is recorded.
 """
 
 import json

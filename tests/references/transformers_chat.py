@@ -4,7 +4,7 @@ tests/unit/data/test_chat_against_transformers.py.
     python -m venv scratch && scratch/bin/pip install transformers==5.23.0 sentencepiece==0.2.3
     PYTHONPATH=. scratch/bin/python tests/references/transformers_chat.py tests/references/transformers_chat.json
 
-Run from the root of the repository, in a separate environment: megarl never needs transformers.
+Run from the root of the repository, in a separate environment: the version of transformers is recorded.
 """
 
 import json

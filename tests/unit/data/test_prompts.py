@@ -71,7 +71,7 @@ BAD_LINES = [
     ('{"messages": "a"}', "messages must be a list of messages, not str"),
     ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "messages holds half of a surrogate pair"),
     ('{"prompt": "a", "chosen": 1}', "chosen must be a string, not int"),
-    ('{"prompt": "a", "margin": -1}', "margin is -1; it must be a finite number of at least 0"),
+    ('{"prompt": "a", "margin": -1}', "margin is -1; it must be a number from 0 to 1e+09"),
     ('{"prompt": "a", "margin": NaN}', "margin is nan"),
     ('{"prompt": "a", "margin": true}', "margin must be a number, not bool"),
     ('{"prompt": "a", "answer": 3}', "answer must be a string, not int"),

@@ -130,3 +130,10 @@ def test_a_file_system_without_links(tmp_path, monkeypatch):
     lock = RunLock(tmp_path / "run")
     assert json.loads((tmp_path / "run" / NAME).read_text())["pid"] == os.getpid()
     lock.release()
+
+
+def test_a_lock_under_which_nothing_was_written_leaves_no_folder(tmp_path):
+    lock = RunLock(tmp_path / "new" / "run")
+    assert (tmp_path / "new" / "run" / NAME).exists()
+    lock.release()
+    assert not (tmp_path / "new").exists() and tmp_path.exists()

@@ -16,6 +16,7 @@ from megarl.mcore.model.pipeline_layout import stage_layers
 from megarl.planning import summary, traffic
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
+from megarl.roles.loss_mask import return_fields, score_fields
 from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
 from megarl.router_replay.route_exchange import RouteExchange
@@ -148,9 +149,10 @@ class Anything:
 class Role(Anything):
     """Computes nothing, and exchanges the fields that the role exchanges."""
 
-    def __init__(self, role: type):
+    def __init__(self, role: type, settings: Settings):
         self.name = role.__name__.lower()
-        self.outputs, self.targets = getattr(role, "outputs", ()), getattr(role, "targets", ())
+        self.outputs = score_fields(settings) if role is Reward else getattr(role, "outputs", ())
+        self.targets = return_fields(settings)
 
 
 @pytest.mark.parametrize("flags, roles", MOVES)
@@ -161,7 +163,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     recorder = Recorder(roles, settings.sampled_fields)
 
     class Run(Anything):
-        actor, critic, reward, reference = map(Role, (Actor, Critic, Reward, Reference))
+        actor, critic, reward, reference = (Role(role, settings) for role in (Actor, Critic, Reward, Reference))
         rollout = batcher = advantages = Anything()
 
         def steps(self):
