@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from megarl.data.special_tokens import REPLACEMENT, encode_around_special, pattern_of
 from megarl.errors import UsageError
+from megarl.plain_files import check_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +28,7 @@ FILES = (
 )  # fmt: skip
 
 _BATCH = 1024
+LONG_TEXT = 20_000  # characters
 _SHOWN = 200  # characters of a library's error
 
 
@@ -115,7 +117,7 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
-        return self._without_special(self._plain.encode(text, add_special_tokens=False).ids)
+        return self._without_special(_ids(self._plain, text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on several threads."""
@@ -123,7 +125,7 @@ class HuggingFaceTokenizer:
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of `text`, in which the string of a special token becomes its id."""
-        return self._checked(text, self._matching.encode(text, add_special_tokens=False).ids)
+        return self._checked(text, _ids(self._matching, text))
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_template` of each text, on several threads."""
@@ -184,6 +186,13 @@ class HuggingFaceTokenizer:
         return loaded
 
 
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text. Of a long one by the batch call, which alone lets the other threads run meanwhile."""
+    if len(text) > LONG_TEXT:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
 def _batched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
     """Ids of each text, in batches, because the library's result takes far more memory than the ids."""
     for start in range(0, len(texts), _BATCH):
@@ -219,6 +228,7 @@ def _read_with_transformers(path: Path, where: str) -> "PreTrainedTokenizerBase"
     """The tokenizer as transformers reads it, without code of the folder and without a hub."""
     if not path.exists():
         raise UsageError(f"{where}: no such file or folder")
+    _check_regular(path, where)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast, logging  # takes a second of start-up
 
     logging.set_verbosity_error()
@@ -239,6 +249,16 @@ def _read_with_transformers(path: Path, where: str) -> "PreTrainedTokenizerBase"
         _check_files(_folder_of(path), where)
         raise UsageError(f"{where}: transformers cannot read the tokenizer: {_line(error)}") from None
     return read
+
+
+def _check_regular(path: Path, where: str):
+    """UsageError for files that would be read without end: pipes and devices."""
+    for file in _folder_of(path).glob("*") if _is_folder(path) else [path]:
+        if file.exists() and not file.is_dir():
+            try:
+                check_regular(file)
+            except OSError as error:
+                raise UsageError(f"{where}: {file.name} cannot be read: {error.strerror}") from None
 
 
 def _check_files(folder: Path, where: str):

@@ -28,9 +28,12 @@ async def _prompts(context: ServingContext, request: CompletionRequest) -> list[
     given: Any = request.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)) or not given:
         given = [given]
-    prompts = [
-        await context.encode_text(each, request.add_special_tokens) if isinstance(each, str) else each for each in given
-    ]
+    count = len(given) * sampling.choices(context, request)
+    if count > MAX_PROMPTS:
+        raise invalid(f"prompts times n: at most {MAX_PROMPTS} answers are allowed", "n")
+    context.pool.check_room(count)  # before the work of tokenizing
+    is_text = isinstance(given[0], str)
+    prompts = await context.encode_texts(given, request.add_special_tokens) if is_text else given
     for prompt in prompts:
         context.check_prompt(prompt, "prompt")
     return prompts
@@ -47,8 +50,6 @@ class CompletionAnswer(OpenAIAnswer):
         self._prompts = prompts
         self._generates = request.max_tokens != 0
         self._echoes, self._wants_logprobs = bool(request.echo), request.logprobs is not None
-        if len(prompts) * self._count > MAX_PROMPTS:
-            raise invalid(f"prompts times n: at most {MAX_PROMPTS} answers are allowed", "n")
         if not self._generates and not self._echoes:
             raise invalid("max_tokens 0: needs echo", "max_tokens")
         sampling.check_top_logprobs(context, request.logprobs or 0, "logprobs")

@@ -14,7 +14,7 @@ from megarl.serving.replica_pool import ReplicaPool
 from megarl.serving.submission import Submission
 from megarl.serving.text import Vocabulary
 
-_LONG_TEXT = 20_000  # characters that are tokenized in a thread, so that streams do not wait
+_LONG_TEXT = 20_000  # characters or ids; from here on work is done in a thread, so that streams do not wait
 
 
 class ServingContext:
@@ -46,13 +46,19 @@ class ServingContext:
             message = f"the model {echo(name)} does not exist; this server has {self.config.model_name!r}"
             raise RequestError(404, message, "model", "model_not_found")
 
-    async def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text as training encodes it: special tokens' names are ordinary text.
+    async def encode_texts(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Ids of texts as training encodes them: special tokens' names are ordinary text.
 
         `add_special_tokens`: with the BOS that training puts in front, if it does.
         """
-        encode = self.encoder.text if add_special_tokens else self.encoder.tokenizer.encode
-        return await asyncio.to_thread(encode, text) if len(text) > _LONG_TEXT else encode(text)
+        prefix = self.encoder.prefix_ids if add_special_tokens else ()
+        encode, is_long = self.encoder.tokenizer.encode_batch, sum(map(len, texts)) > _LONG_TEXT
+        return [[*prefix, *ids] for ids in (await asyncio.to_thread(encode, texts) if is_long else encode(texts))]
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        decode = self.encoder.tokenizer.decode
+        return await asyncio.to_thread(decode, ids) if len(ids) > _LONG_TEXT else decode(ids)
 
     async def encode_chat(
         self,

@@ -134,20 +134,24 @@ class ReplicaPool:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def submit(self, messages: Sequence[Message], session: str | None, updates: asyncio.Queue) -> list[int]:
-        """Queues requests and returns their ids; (id, RequestUpdate) are put into `updates`.
-
-        RequestError if they are more than ever fit (400), the queue is full (429), or nothing can run now (503).
-        """
+    def check_room(self, count: int):
+        """RequestError for so many requests if they are more than ever fit (400), or have no place now (429, 503)."""
         self.check_accepting()
         slots = sum(replica.max_requests for replica in self.replicas.values())
         free = slots - sum(len(replica.outstanding) for replica in self.replicas.values())
-        if len(messages) > slots + self.max_queue:
-            raise invalid(f"{len(messages)} prompts and choices: at most {slots + self.max_queue} can be queued")
-        if len(self._waiting) + len(messages) > self.max_queue + free:
+        if count > slots + self.max_queue:
+            raise invalid(f"{count} prompts and choices: at most {slots + self.max_queue} can be queued")
+        if len(self._waiting) + count > self.max_queue + free:
             if self.is_paused or not all(replica.is_open for replica in self.replicas.values()):
                 raise unavailable("generation is paused, and the queue is full")
             raise overloaded("the queue is full")
+
+    def submit(self, messages: Sequence[Message], session: str | None, updates: asyncio.Queue) -> list[int]:
+        """Queues requests and returns their ids; (id, RequestUpdate) are put into `updates`.
+
+        RequestError if they have no place (`check_room`).
+        """
+        self.check_room(len(messages))
         ids = [next(self._ids) for _ in messages]
         for number, message in zip(ids, messages, strict=True):
             self._waiting[number] = LeaderRequest({**message, "id": number}, session, updates)

@@ -22,7 +22,7 @@ async def tokenize(context: ServingContext, request: TokenizeRequest) -> dict[st
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if request.prompt is not None:
-        tokens = await context.encode_text(request.prompt, request.add_special_tokens)
+        (tokens,) = await context.encode_texts([request.prompt], request.add_special_tokens)
     else:
         tools = template_tools(request.tools) if request.tools else None
         messages = template_messages(request.messages or [])
@@ -36,7 +36,7 @@ async def detokenize(context: ServingContext, request: DetokenizeRequest) -> dic
     context.check_model(request.model)
     if request.tokens:
         context.check_prompt(request.tokens, "tokens")
-    return {"prompt": context.encoder.tokenizer.decode(request.tokens)}
+    return {"prompt": await context.decode(request.tokens)}
 
 
 def tokenizer_info(context: ServingContext) -> dict[str, Any]:

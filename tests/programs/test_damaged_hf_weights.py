@@ -1,5 +1,7 @@
 """Damaged weights and tokenizers in Hugging Face folders: exit status 2 and one line that says what is wrong."""
 
+import json
+import os
 import struct
 
 import pytest
@@ -44,6 +46,16 @@ def another_row(held: dict[str, torch.Tensor]):
     held[HEAD][77, 5] += 1
 
 
+def headed(entries: dict[str, tuple[list[int], int, int]], size: int):
+    """Damage: a weight file of `size` zeros, whose header says shape, begin and end of each tensor."""
+    header = {
+        name: {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        for name, (shape, begin, end) in entries.items()
+    }
+    content = json.dumps(header).encode()
+    return text(SINGLE, struct.pack("<Q", len(content)) + content + bytes(size))
+
+
 # name -> damage to a llama of one weight file, what the line must contain
 FILES = {
     "no weights": (remove(SINGLE), [f"{SINGLE} and {INDEX} are missing"]),
@@ -56,6 +68,16 @@ FILES = {
     "a byte short": (cut(SINGLE, -1), [f"{SINGLE} {UNREADABLE}"]),
     "header no JSON": (text(SINGLE, struct.pack("<Q", 8) + b"{{{{}}}}"), [f"{SINGLE} {UNREADABLE}"]),
     "header too long": (text(SINGLE, struct.pack("<Q", 2**60) + b"{}"), [f"{SINGLE} {UNREADABLE}"]),
+    "tensors that overlap": (headed({"a": ([2], 0, 8), "b": ([2], 4, 12)}, 12), [UNREADABLE]),
+    "a tensor that ends before it begins": (headed({"a": ([2], 8, 0)}, 8), [UNREADABLE]),
+    "a tensor beyond the end": (headed({"a": ([2**30], 0, 2**32)}, 8), [UNREADABLE]),
+    "a tensor before the beginning": (headed({"a": ([2], -8, 0)}, 8), [UNREADABLE]),
+    "a hole": (headed({"a": ([2], 0, 8), "b": ([2], 16, 24)}, 24), [UNREADABLE]),
+    "a tail": (headed({"a": ([2], 0, 8)}, 1000), [UNREADABLE]),
+    "a shape of other bytes": (headed({"a": ([3], 0, 8)}, 8), [UNREADABLE]),
+    "a shape too large for a number": (headed({"a": ([2**62, 4], 0, 8)}, 8), [UNREADABLE]),
+    "a deep header": (text(SINGLE, struct.pack("<Q", 2 * 10**6) + b"[" * 10**6 + b"]" * 10**6), [UNREADABLE]),
+    "a pipe": (in_order(remove(SINGLE), lambda folder: os.mkfifo(folder / SINGLE)), [f"{SINGLE} is missing"]),
     "no tensors": (text(SINGLE, struct.pack("<Q", 2) + b"{}"), ["model.embed_tokens.weight is missing"]),
     "a folder": (in_order(remove(SINGLE), lambda folder: (folder / SINGLE).mkdir()), [f"{SINGLE} is missing"]),
     "unreadable": (loop(SINGLE), [f"{SINGLE} and {INDEX} are missing"]),
@@ -143,6 +165,13 @@ FAMILIES = {
 
 TOKENIZERS = {
     "missing": (remove("tokenizer.json"), ["tokenizer.json", "no such file"]),
+    "a pipe": (in_order(remove("tokenizer.json"), lambda folder: os.mkfifo(folder / "tokenizer.json")),
+               ["tokenizer.json cannot be read: is no regular file"]),
+    "a device": (in_order(remove("tokenizer.json"), lambda folder: (folder / "tokenizer.json").symlink_to("/dev/zero")),
+                 ["tokenizer.json cannot be read: is no regular file"]),
+    "configuration a pipe": (in_order(remove("tokenizer_config.json"),
+                                      lambda folder: os.mkfifo(folder / "tokenizer_config.json")),
+                             ["tokenizer_config.json cannot be read: is no regular file"]),
     "empty": (text("tokenizer.json", ""), ["tokenizer.json", "malformed JSON"]),
     "no tokenizer": (text("tokenizer.json", "{}"), ["transformers cannot read the tokenizer"]),
     "a list": (text("tokenizer.json", "[]"), ["tokenizer.json", "expected a JSON object"]),

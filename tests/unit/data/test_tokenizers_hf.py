@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from megarl.data.tokenizers import build_tokenizer
+from megarl.data.tokenizers_hf import LONG_TEXT
 from megarl.errors import UsageError
 from tests.helpers.small_tokenizers import CHATML, GEMMA, chatml, gemma, unigram, wordpiece
 
@@ -42,6 +44,15 @@ def test_special_tokens_and_templates(tmp_path):
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
     assert build(change(unigram(tmp_path / "c"), chat_template=named)).template == "y"
     assert build(change(wordpiece(tmp_path / "d"), chat_template=None)).template is None
+
+
+def test_a_long_text_has_the_ids_that_transformers_gives_it(tmp_path):
+    """It goes through another call of the library than a short one."""
+    folder = chatml(tmp_path / "a")
+    text = "".join(f"The {number}th fox says <|im_end|> and é\U0001f600. " for number in range(2000))
+    assert len(text) > LONG_TEXT
+    reference = AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
+    assert build(folder).encode(text) == reference.encode(text, add_special_tokens=False)
 
 
 def test_tokens_that_only_the_configuration_calls_special(tmp_path):

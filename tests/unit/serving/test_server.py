@@ -177,24 +177,42 @@ def test_strangers_among_the_leaders_change_nothing(tmp_path):
     assert "a connection of the ranks was refused" in server.stderr
 
 
-def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog):
+def fail(*_):
+    raise RuntimeError("secret prompt")
+
+
+def without_leaders(tmp_path) -> ServingContext:
     path = small_tokenizers.chatml(tmp_path / "tokenizer")
     encoder = Encoder(build_tokenizer("HuggingFaceTokenizer", path))
-    context = ServingContext(FrontendConfig(encoder, 100, 100, vocab_size=304))
+    return ServingContext(FrontendConfig(encoder, 100, 100, vocab_size=304))
 
-    def fail(*_):
-        raise RuntimeError("secret prompt")
 
-    context.pool.submit = fail
-
+def posted(context: ServingContext, **body) -> httpx.Response:
     async def post():
         transport = httpx.ASGITransport(build_app(context))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            return await client.post("/v1/completions", json={"prompt": "a"})
+            return await client.post("/v1/completions", json=body)
 
-    answer = asyncio.run(post())
+    return asyncio.run(post())
+
+
+def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog):
+    context = without_leaders(tmp_path)
+    context.pool.check_room = fail
+    answer = posted(context, prompt="a")
     assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
     assert "RuntimeError at test_server.py" in caplog.text and "secret" not in caplog.text + answer.text
+
+
+@pytest.mark.parametrize("body, status, message", [
+    ({"prompt": "a"}, 503, "the server is starting"), ({"prompt": ["a"] * 4096, "n": 2}, 400, "prompts times n"),
+    ({"prompt": "a", "n": 10**6}, 400, "n"),
+])  # fmt: skip
+def test_what_has_no_place_is_refused_before_it_is_tokenized(body, status, message, tmp_path):
+    context = without_leaders(tmp_path)
+    context.encoder.tokenizer.encode = context.encoder.tokenizer.encode_batch = fail
+    answer = posted(context, **body)
+    assert answer.status_code == status and answer.json()["error"]["message"].startswith(message)
 
 
 def test_the_http_process_loads_neither_torch_nor_megatron(tmp_path):
