@@ -53,6 +53,23 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in environment}
 
 
+def check_launcher(environment: Mapping[str, str]):
+    """UsageError for a launcher's variables that are no numbers, or of which some are missing, as left from a shell."""
+    for name in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & environment.keys():
+        if not re.fullmatch("[0-9]{1,9}", environment[name]):
+            raise UsageError(f"{name} {environment[name]!r}: allowed is a number, as torchrun and srun set it")
+    if "RANK" not in environment:
+        return
+    # The ranks of srun agree on a port when they meet.
+    needed = ("WORLD_SIZE", "MASTER_ADDR", *(() if JOB in environment else ("MASTER_PORT",)))
+    if missing := [name for name in needed if name not in environment]:
+        raise UsageError(
+            f"RANK is set, but {missing[0]} is not: start with torchrun or srun, or unset RANK for one process"
+        )
+    if int(environment["RANK"]) >= int(environment["WORLD_SIZE"]):
+        raise UsageError(f"RANK {environment['RANK']}: allowed are 0 to WORLD_SIZE {environment['WORLD_SIZE']} - 1")
+
+
 def ranks_per_node(tasks: str) -> int:
     """`8(x64)` -> 8, the tasks of each node. UsageError if nodes differ, as in `8(x63),4`."""
     counts = {re.sub(r"\(x\d+\)", "", entry) for entry in tasks.split(",")}

@@ -147,7 +147,7 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
         interfaces.choose_interface()
         if "MASTER_PORT" in os.environ:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        else:
+        elif os.environ["WORLD_SIZE"] != "1":
             store = rendezvous.meet(os.environ, timeout)
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # torchrun keeps its store when it starts the ranks again: they would connect to addresses of dead ones.

@@ -50,7 +50,9 @@ def _run(name: str, argv: list[str], variables: dict[str, str]):
 
 
 def _variables(rank: int, size: int) -> dict[str, str]:
-    return {"RANK": str(rank), "WORLD_SIZE": str(size)} if size > 1 else {}
+    if size == 1:
+        return {}
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 
 
 def _printed(folder: Path) -> tuple[str, str]:

@@ -56,6 +56,27 @@ def test_a_missing_variable_is_named():
         slurm.rank_environment({name: value for name, value in TASK.items() if name != "SLURM_STEP_NODELIST"})
 
 
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize("changed, says", [
+    ({"RANK": "one"}, "RANK 'one': allowed is a number"), ({"RANK": "-1"}, "RANK '-1'"),
+    ({"LOCAL_RANK": ""}, "LOCAL_RANK ''"),
+    ({"WORLD_SIZE": "1"}, "RANK 1: allowed are 0 to WORLD_SIZE 1 - 1"), ({"WORLD_SIZE": None}, "but WORLD_SIZE is not"),
+    ({"MASTER_ADDR": None}, "RANK is set, but MASTER_ADDR is not"), ({"MASTER_PORT": None}, "but MASTER_PORT is not"),
+])  # fmt: skip
+def test_variables_that_are_left_from_a_shell_are_refused(changed, says):
+    given = {name: value for name, value in (LAUNCHED | changed).items() if value is not None}
+    with pytest.raises(UsageError, match=says):
+        slurm.check_launcher(given)
+
+
+def test_variables_of_launchers_are_accepted():
+    """Of torchrun, of srun, of the check of our launcher, and of a process without one."""
+    for given in (LAUNCHED, TASK | slurm.rank_environment(TASK), {"WORLD_SIZE": "4"}, {}):
+        slurm.check_launcher(given)
+
+
 @pytest.mark.parametrize("nodes, first", [
     ("node1", "node1"), ("node1,node2", "node1"), ("gpu[017-032,040],login1", "gpu017"), ("a[3,5-7]", "a3"),
     ("rack[0-1]node[04-05]", "rack0node04"), ("n-[1-2]-ib", "n-1-ib"), ("login1,gpu[1-2]", "login1"),
