@@ -23,14 +23,19 @@ from megarl.data import node_files
 from megarl.data.arrow_files import ArrowTable, is_arrow
 from megarl.data.columns import ColumnMap, Columns
 from megarl.data.fields import check_line, present_fields
+from megarl.data.messages import text_of
 from megarl.data.prompt import Prompt
 from megarl.data.ragged import Ragged
 from megarl.data.sources import find_files, printable
+from megarl.data.special_tokens import pattern_of
 from megarl.data.tables import JsonRows, json_line, lines_of_list, ragged_lines, read_text, split_lines
 from megarl.errors import UsageError
 
 if TYPE_CHECKING:
     from megarl.data.conversations import Encoder
+
+
+_LOOKED_AT = 100  # prompts, for a note about their texts
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,19 @@ class PromptSet:
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
+
+    def note_special_tokens(self, encoder: Encoder) -> PromptSet:
+        """The set with a note if one of its first texts holds a special token's string, which is read as text.
+
+        Such texts were often rendered with a chat template before, or begin with BOS, which the prompt then has twice.
+        """
+        pattern = pattern_of(encoder.tokenizer.special)
+        for index in range(min(len(self), _LOOKED_AT)):
+            if found := pattern.search("\n".join(_texts_of(self[index]))):
+                note = f"{self.where(index)}: {found[0]!r} is read as text, not as the special token of this name"
+                source = dataclasses.replace(self._source, notes=(*self.notes, note))
+                return PromptSet(self._lines, source, self._kept)
+        return self
 
     def _line(self, index: int) -> int:
         return index if self._kept is None else int(self._kept[index])
@@ -258,3 +276,12 @@ def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> tup
     rows = enumerate(table.rows(columns.needed), start=1)
     lines = ragged_lines(json_line(columns.fields(row, f"{where}:{number}")) for number, row in rows)
     return lines, columns.describe()
+
+
+def _texts_of(prompt: Prompt) -> list[str]:
+    """All texts of a line that the policy reads or learns."""
+    return [
+        prompt.text,
+        text_of(prompt.messages or []),
+        *filter(None, (prompt.response, prompt.chosen, prompt.rejected)),
+    ]

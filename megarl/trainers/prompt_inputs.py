@@ -12,15 +12,19 @@ PROMPTS, EVAL_PROMPTS = "prompts", "eval_prompts"  # settings, and names in a ch
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
 
 
-def read_prompts(settings: Settings, purpose: str) -> dict[str, PromptSet]:
-    """The set of each of the two flags that is given. `purpose`: of `columns`. UsageError for wrong files."""
+def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str, PromptSet]:
+    """The set of each of the two flags that is given. UsageError for wrong files.
+
+    `purpose`: of `columns`. `encoder`: of the texts.
+    """
     s = settings
     columns = Columns(
         purpose=purpose, prompt=s.prompt_column, answer=s.answer_column, response=s.response_column,
         messages=s.messages_column, chosen=s.chosen_column, rejected=s.rejected_column,
     )  # fmt: skip
     values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
-    return {name: load_prompts(value, _FLAGS[name], columns) for name, value in values.items() if value}
+    found = {name: load_prompts(value, _FLAGS[name], columns) for name, value in values.items() if value}
+    return {name: prompts.note_special_tokens(encoder) for name, prompts in found.items()}
 
 
 def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str, PromptSet], dict[str, Ragged]]:
@@ -28,7 +32,7 @@ def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str
 
     UsageError for wrong files, a prompt that is too long, or a filter that leaves none.
     """
-    prompts, tokens = read_prompts(settings, RL), {}
+    prompts, tokens = read_prompts(settings, RL, encoder), {}
     for name, found in prompts.items():
         if settings.filter_long_prompts:
             prompts[name], tokens[name] = found.encode_fitting(encoder, settings.max_prompt_length)

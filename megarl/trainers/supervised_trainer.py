@@ -202,7 +202,7 @@ class SupervisedInputs:
         encoder.check_turns()
         setup.check_vocabulary(role, encoder.tokenizer.vocab_size)
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
-        self.prompt_sets = read_prompts(s, task.purpose)
+        self.prompt_sets = read_prompts(s, task.purpose, encoder)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in self.prompt_sets.items()}
         self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])
         self.pretrained = self.resume = None

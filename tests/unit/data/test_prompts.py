@@ -9,8 +9,10 @@ from megarl.data.preferences import Pair, preference_pairs
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.sft import sft_examples
+from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.character_tokenizer import CHAT, PLAIN, CharacterTokenizer
+from tests.helpers.small_tokenizers import chatml
 
 
 def write(tmp_path, *lines):
@@ -214,3 +216,16 @@ def test_preference_errors_name_the_line(tmp_path, line, message):
     prompts = load_prompts(write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, line))
     with pytest.raises(UsageError, match=rf"p\.jsonl:2: .*{message}"):
         preference_pairs(prompts, PLAIN, 4)
+
+
+def test_texts_with_special_tokens_are_noted_once(tmp_path):
+    encoder = Encoder(build_tokenizer("HuggingFaceTokenizer", chatml(tmp_path / "a")))
+    rendered = {"prompt": "<|im_start|>user\nhello<|im_end|>\n"}
+    noted = load_prompts(write(tmp_path, {"prompt": "hello"}, rendered, rendered)).note_special_tokens(encoder)
+    where = f"--prompts {tmp_path / 'p.jsonl'}:2"
+    assert noted.notes == (f"{where}: '<|im_start|>' is read as text, not as the special token of this name",)
+    assert encoder.tokenizer.special["<|im_start|>"] not in encoder.prompt(noted[1])
+    for plain in ({"prompt": "hello"}, {"prompt": "<s>"}):
+        assert load_prompts(write(tmp_path, plain)).note_special_tokens(encoder).notes == ()
+    later = {"prompt": "hello", "response": "bye<|im_end|>"}
+    assert "'<|im_end|>'" in load_prompts(write(tmp_path, later)).note_special_tokens(encoder).notes[0]
