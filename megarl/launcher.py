@@ -50,6 +50,8 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the check's threads would prevent the fork
     gc.disable()  # imports create half a million objects; collecting garbage would take a fifth of the time
     ranks = options.nproc_per_node = options.nproc_per_node or _ranks(options)
+    for name in ("RANK", "LOCAL_RANK"):  # of a shell or a container, where they may number nodes; ranks get their own
+        os.environ.pop(name, None)
     os.environ |= {"WORLD_SIZE": str(ranks * options.nnodes), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
     os.environ[WARNED] = "" if options.node_rank in (None, "0") else "1"  # the first node's launcher prints them

@@ -310,3 +310,18 @@ class Settings(
         """Batch fields that sampling adds to those of generation."""
         verdicts = ("scores", "correct") if self.group_filter != "none" else ()
         return self.environment_fields + verdicts + (("baseline_scores",) if self.greedy_baseline else ())
+
+    @property
+    def can_lose_responses(self) -> bool:
+        """Whether there may be sequences without response tokens: failed episodes, or responses that have no score."""
+        return self.environment is not None or self.reward_failure == "drop"
+
+    @property
+    def score_fields(self) -> tuple[str, ...]:
+        """Batch fields of the reward role. The response mask loses the responses that have no score."""
+        return ("scores", "correct", *(("response_mask",) if self.reward_failure == "drop" else ()))
+
+    @property
+    def return_fields(self) -> tuple[str, ...]:
+        """Batch fields that the critic gets from the actor: with the response mask if it may have changed."""
+        return ("returns", *(("response_mask",) if self.can_lose_responses else ()))

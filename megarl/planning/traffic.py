@@ -18,7 +18,6 @@ from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
 from megarl.planning.parameters import LAYERS, SCALAR_HEAD, Weight, is_half, stage_weights
-from megarl.roles.loss_mask import return_fields, score_fields
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,10 @@ def moves(settings, roles) -> list[FieldMove]:
     batch = [
         ("rollout", "actor", [*ACTOR_FIELDS, *known]),
         *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "critic")),
-        ("reward", "actor", list(score_fields(settings))),
+        ("reward", "actor", list(settings.score_fields)),
         ("reference", "actor", ["reference_logprobs"]),
         ("critic", "actor", ["values"]),
-        ("actor", "critic", list(return_fields(settings))),
+        ("actor", "critic", list(settings.return_fields)),
     ]
     result += [FieldMove(*move, step.sequences) for move in batch]
     return [move for move in result if move.source in roles and move.destination in roles]

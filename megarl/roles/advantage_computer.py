@@ -13,7 +13,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.observe.timers import Timers
 from megarl.rewards import expression
-from megarl.roles.loss_mask import can_lose_responses, masked_tokens
+from megarl.roles.loss_mask import masked_tokens
 from megarl.roles.reward_metrics import step_metrics
 
 
@@ -84,7 +84,7 @@ class AdvantageComputer:
         """[S] int64: the prompt of each response; those without tokens are alone in groups after those."""
         responses = torch.arange(len(response_lengths), device=response_lengths.device)
         groups = responses // self.settings.samples_per_prompt
-        if not can_lose_responses(self.settings):
+        if not self.settings.can_lose_responses:
             return groups
         return torch.where(response_lengths > 0, groups, len(responses) + responses)
 

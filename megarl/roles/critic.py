@@ -15,7 +15,7 @@ from megarl.comm.step_batch import StepBatch
 from megarl.mcore.model import forward_pass
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
-from megarl.roles.loss_mask import is_all_masked, loss_mask, return_fields
+from megarl.roles.loss_mask import is_all_masked, loss_mask
 from megarl.roles.trainable_model import TrainableModel, Update
 
 METRIC_NAMES = ("critic/loss", "critic/clip_fraction")
@@ -31,7 +31,7 @@ class Critic:
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
     ):
         self.settings, self.role_groups = settings, role_groups
-        self.targets = return_fields(settings)
+        self.targets = settings.return_fields
         self.timers, self.update_check = timers, UpdateCheck(settings.alarms, self.name)
         self.trainable_model = None
         self.metrics: dict[str, float] = {}

@@ -24,21 +24,6 @@ def loss_mask(batch: Batch, settings: Settings) -> Tensor:
     return broadcast_to_tokens(batch.finished, batch.response_mask, batch.cu_seqlens)
 
 
-def can_lose_responses(settings: Settings) -> bool:
-    """Whether there may be sequences without response tokens: failed episodes, or responses that have no score."""
-    return settings.environment is not None or settings.reward_failure == "drop"
-
-
-def score_fields(settings: Settings) -> tuple[str, ...]:
-    """Fields that the reward role fills. The response mask loses the responses that have no score."""
-    return ("scores", "correct", *(("response_mask",) if settings.reward_failure == "drop" else ()))
-
-
-def return_fields(settings: Settings) -> tuple[str, ...]:
-    """Fields that the critic learns from, of the actor: with the response mask if it may have changed."""
-    return ("returns", *(("response_mask",) if can_lose_responses(settings) else ()))
-
-
 def without_unscored(batch: Batch, is_scored: Tensor) -> Tensor:
     """[T] bool: the response mask without the responses that have no score. `is_scored`: [N] bool."""
     return broadcast_to_tokens(is_scored, batch.response_mask, batch.cu_seqlens)
@@ -46,7 +31,7 @@ def without_unscored(batch: Batch, is_scored: Tensor) -> Tensor:
 
 def valid_sequences(batch: Batch, settings: Settings) -> Tensor:
     """[N] bool: the sequences that count in means and statistics: those with response tokens."""
-    if not can_lose_responses(settings):
+    if not settings.can_lose_responses:
         return torch.ones_like(batch.lengths, dtype=torch.bool)
     return batch.response_lengths > 0
 
@@ -56,7 +41,7 @@ def is_all_masked(count: Tensor, settings: Settings) -> bool:
 
     Its gradient is 0; an optimizer with momentum or weight decay would move the weights all the same.
     """
-    can_be_empty = settings.mask_truncated_responses or can_lose_responses(settings)
+    can_be_empty = settings.mask_truncated_responses or settings.can_lose_responses
     return can_be_empty and not bool(count)
 
 

@@ -23,7 +23,7 @@ from megarl.rewards.composition import compose
 from megarl.rewards.expression import ENVIRONMENT, MODEL, Term
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.episode_turns import turns_of
-from megarl.roles.loss_mask import score_fields, valid_sequences, without_unscored
+from megarl.roles.loss_mask import valid_sequences, without_unscored
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
 
@@ -46,7 +46,7 @@ class Reward:
         """`tokenizer`: the policy's. `reward_model`: on the role's ranks, if `terms` contain the model."""
         self.settings, self.terms = settings, terms
         self.drops = settings.reward_failure == "drop" and bool(verifiers.names)
-        self.outputs = score_fields(settings)
+        self.outputs = settings.score_fields
         self.role_groups, self.timers = role_groups, timers
         self.tokenizer, self.verifiers = tokenizer, verifiers
         self.reward_model = reward_model

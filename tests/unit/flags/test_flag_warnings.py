@@ -18,9 +18,9 @@ WARNING = ("megarl: warning: without effect: --gae-lambda (--advantage grpo does
 @pytest.fixture(autouse=True)
 def variables(monkeypatch):
     """Those that a program or its launcher sets come to their end with the test."""
-    for name, value in ((WARNED, ""), ("RANK", "0")):
+    for name, value in ((WARNED, ""), ("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(name, value)
-    for name in ("WORLD_SIZE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(sys, "argv", sys.argv)
 

@@ -16,7 +16,6 @@ from megarl.mcore.model.pipeline_layout import stage_layers
 from megarl.planning import summary, traffic
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
-from megarl.roles.loss_mask import return_fields, score_fields
 from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
 from megarl.router_replay.route_exchange import RouteExchange
@@ -151,8 +150,8 @@ class Role(Anything):
 
     def __init__(self, role: type, settings: Settings):
         self.name = role.__name__.lower()
-        self.outputs = score_fields(settings) if role is Reward else getattr(role, "outputs", ())
-        self.targets = return_fields(settings)
+        self.outputs = settings.score_fields if role is Reward else getattr(role, "outputs", ())
+        self.targets = settings.return_fields
 
 
 @pytest.mark.parametrize("flags, roles", MOVES)
