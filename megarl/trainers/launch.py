@@ -73,7 +73,8 @@ def _adopt_slurm_task():
     """Gives a task of srun the environment that torchrun would give it, and its share of the node's cores."""
     found = slurm.rank_environment(os.environ)
     os.environ.update(found)
-    slurm.check_launcher(os.environ)
+    if not torch.distributed.is_initialized():  # by a program around this one, whose ranks have met
+        slurm.check_launcher(os.environ)
     if found and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(slurm.threads_per_rank(os.environ, cores()))
 
