@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.checkpoint.manifest_schema import wrong_entry
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
+from megarl.plain_files import read_bytes
 
 NAME = "manifest.json"
 FORMAT = 2  # 1 had no checksums
@@ -44,10 +45,7 @@ def read(folder: Path, flag: str) -> dict:
         UsageError: no manifest, so no complete checkpoint; one of an older version; or a damaged one.
     """
     try:
-        size = (folder / NAME).stat().st_size
-        if size > MAX_BYTES:
-            raise UsageError(f"{flag} {folder}: {NAME} has {size:,} bytes; allowed are {MAX_BYTES:,}")
-        text = (folder / NAME).read_text(encoding="utf-8")
+        text = read_bytes(folder / NAME, MAX_BYTES).decode("utf-8")
         manifest = json.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{flag} {folder}: holds no complete checkpoint ({NAME} is missing)") from None

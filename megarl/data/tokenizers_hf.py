@@ -189,7 +189,7 @@ class HuggingFaceTokenizer:
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text. Of a long one by the batch call, which alone lets the other threads run meanwhile."""
     if len(text) > LONG_TEXT:
-        return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return next(_batched(tokenizer, [text]))
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 

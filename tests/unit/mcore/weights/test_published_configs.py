@@ -6,22 +6,10 @@ import pytest
 
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.hf_model import read_model
+from tests.helpers.deepseek_configs import DEEPSEEK_V3, DEEPSEEK_YARN
 
 LLAMA_3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
            "rope_type": "llama3"}  # fmt: skip
-DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                 "original_max_position_embeddings": 4096, "type": "yarn"}  # fmt: skip
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
-    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
-    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
-    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-    "rope_scaling": DEEPSEEK_YARN, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
-    "transformers_version": "4.33.1", "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
 
 # Entries of config.json as the models' authors published them (without those of weights in 8 bits).
 PUBLISHED = {
