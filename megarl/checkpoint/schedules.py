@@ -40,8 +40,12 @@ def _differences(manifest: dict, config: RunConfig) -> Iterator[tuple[RoleSettin
         # A flag that only one of them has goes with the style of the decay, which then differs, too.
         changed = [name for name in found.keys() & saved.keys() if found[name] != saved[name]]
         if changed:
-            flags = {name: f"--{name.replace('_', '-')} {found[name]}" for name in sorted(changed)}
-            yield role, saved, ", ".join(f"{flag} (before: {saved[name]})" for name, flag in flags.items())
+            yield role, saved, ", ".join(_change(name, saved[name], found[name]) for name in sorted(changed))
+
+
+def _change(name: str, before: object, after: object) -> str:
+    before, after = ("not set" if value is None else value for value in (before, after))
+    return f"--{name.replace('_', '-')} {after} (before: {before})"
 
 
 def check(manifest: dict, config: RunConfig):

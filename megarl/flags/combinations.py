@@ -303,7 +303,7 @@ def _environments(s: Settings) -> list[FlagRule]:
     name = s.environment
     unsupported = {
         "--over-sampling": s.over_sampling > 1, "--rollout-bank": s.rollout_bank is not None,
-        "--rollout-server": s.rollout_server is not None, "--overlong-buffer": s.overlong_buffer > 0,
+        "--rollout-server": s.rollout_server is not None,
     }  # fmt: skip
     given = [flag for flag, is_set in unsupported.items() if is_set]
     return [

@@ -174,13 +174,13 @@ class Reward:
                 warn([f"{reasons[0]}; it failed on {len(reasons)} of {count} responses; {what} (--reward-failure)"])
 
     def _with_overlong_penalty(self, scores: list[Score], batch: Batch) -> list[Score]:
-        """The scores with the penalty of `--overlong-buffer` as one more component."""
+        """The scores with the penalty of `--overlong-buffer` as one more component. All turns of an episode and its
+        observations count, as they do for `--max-response-length`."""
         s = self.settings
         if not s.overlong_buffer:
             return scores
-        penalties = s.overlong_penalty * overlong_penalty(
-            batch.response_lengths, s.max_response_length, s.overlong_buffer
-        )
+        lengths = batch.lengths - batch.prompt_lengths
+        penalties = s.overlong_penalty * overlong_penalty(lengths, s.max_response_length, s.overlong_buffer)
         return [_with_component(*item) for item in zip(scores, penalties.tolist(), strict=True)]
 
     def _samples(self, texts: list[tuple[Prompt, str]], batch: Batch) -> list[Sample]:

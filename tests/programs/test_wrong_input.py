@@ -157,9 +157,9 @@ def test_wrong_config_files(text, needle, tmp_path):
 
 SET = "is set in {file}; "
 SOURCES = {  # config file, further flags -> end of the line, with the {file}
-    "a recipe's switch": ("overlong-buffer: 1", "--environment guess-number",
-                          "not allowed with --overlong-buffer (--overlong-buffer 1 " + SET
-                          + "the default is --overlong-buffer 0)"),
+    "a recipe's switch": ("over-sampling: 1.5", "--environment guess-number",
+                          "not allowed with --over-sampling (--over-sampling 1.5 " + SET
+                          + "the default is --over-sampling 1.0)"),
     "two flags": ("one-step-off: true\ngreedy-baseline: true", "--rollout-correction tis --advantage remax",
                   "is not scored yet (--one-step-off true " + SET + "the default is --one-step-off false; "
                   "--greedy-baseline true " + SET + "the default is --greedy-baseline false)"),
@@ -171,8 +171,8 @@ SOURCES = {  # config file, further flags -> end of the line, with the {file}
     "a wrong value": ("gamma: high", "", "(--gamma high " + SET + "the default is --gamma 1.0)"),
     "a file that is missing": ("chat-template: no/such.jinja", "", "(--chat-template no/such.jinja " + SET
                                + "null in a later file unsets it)"),
-    "the command line wins": ("overlong-buffer: 1", "--environment guess-number --overlong-buffer 2",
-                              "not allowed with --overlong-buffer"),
+    "the command line wins": ("over-sampling: 1.5", "--environment guess-number --over-sampling 2",
+                              "not allowed with --over-sampling"),
 }  # fmt: skip
 
 

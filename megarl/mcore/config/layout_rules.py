@@ -78,7 +78,7 @@ def _sizes(args) -> list[LayoutRule]:
 def _ranges(args) -> list[LayoutRule]:
     lr, floor, decay = args.lr, args.min_lr, args.lr_decay_iters or args.train_iters
     positions, std, epsilon = args.max_position_embeddings, args.init_method_std, args.layernorm_epsilon
-    fraction, scale = args.lr_warmup_fraction, args.loss_scale
+    start, fraction, scale = args.lr_warmup_init, args.lr_warmup_fraction, args.loss_scale
     return [
         min_value("--lr-decay-iters", args.lr_decay_iters),
         LayoutRule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
@@ -95,9 +95,12 @@ def _ranges(args) -> list[LayoutRule]:
         LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
              f"below --lr-decay-iters (default --train-iters) {decay}"),
         min_value("--lr-warmup-iters", args.lr_warmup_iters, 0),
+        LayoutRule("--lr-warmup-init", start, start is None or 0 <= start <= lr, f"from 0 to --lr {lr}"),
         LayoutRule("--lr-wsd-decay-iters", args.lr_wsd_decay_iters,
              args.lr_decay_style != "WSD" or args.lr_wsd_decay_iters is not None, "a number with --lr-decay-style WSD"),
         LayoutRule("--lr-warmup-fraction", fraction, fraction is None or 0 <= fraction < 1, "from 0 to below 1"),
+        LayoutRule("--lr-warmup-fraction", fraction, fraction is None or not args.lr_warmup_iters,
+             "none with --lr-warmup-iters"),
         LayoutRule("--init-method-std", std, 0 <= std < math.inf, "0 or more"),
         LayoutRule("--norm-epsilon", epsilon, 0 < epsilon < math.inf, "above 0"),
         LayoutRule("--loss-scale", scale, scale is None or 0 < scale < math.inf, "above 0"),

@@ -37,9 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
     parser.set_defaults(exact_rollout=False)  # one of megarl's own flags
+    parser.set_defaults(lr_warmup_init=None)  # above 0: `optimizer.build_scheduler`
     for action in parser._actions:
         if action.dest in ("transformer_impl", "attention_backend"):  # megarl has modules of its own for both
             action.choices, action.type = None, str
+        if action.dest == "lr_warmup_init":
+            action.help = "Learning rate of the first update of a warm-up; by default the first of equal rises from 0"
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)
     return parser
 

@@ -160,14 +160,21 @@ def _step(optimizer, accepts: Callable[[float], bool]) -> tuple[bool, float]:
 
 
 def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerParamScheduler:
-    """Returns Megatron's schedule in updates of full batches; flags such as `--lr-warmup-iters` count iterations."""
+    """Returns Megatron's schedule in updates of full batches; flags such as `--lr-warmup-iters` count iterations.
+
+    Megatron's warm-up begins at a rate of 0: its first update changes nothing, which would waste a rollout. This one
+    begins where the first of equal rises from 0 ends, unless `--lr-warmup-init` says where.
+    """
     decay = (args.lr_decay_iters or args.train_iters) * updates_per_iteration
     warmup = (args.lr_warmup_iters or 0) * updates_per_iteration
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
+    start = args.lr_warmup_init
+    if start is None:
+        start = min(args.lr, args.decoupled_lr or args.lr) / (warmup + 1)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=args.lr_warmup_init,
+        init_lr=start,
         max_lr=args.lr,
         min_lr=args.min_lr,
         lr_warmup_steps=warmup,

@@ -102,6 +102,13 @@ def test_without_the_term_a_verifier_decides(tmp_path):
     assert batch.scores.tolist() == [1.0, 0.0, 0.0, 1.0] and not any("environment" in name for name in metrics)
 
 
+def test_the_overlong_penalty_counts_turns_and_observations(tmp_path):
+    ((batch, rows, _),) = score(tmp_path, "--max-response-length 8 --overlong-buffer 4 --overlong-penalty 2")
+    assert (batch.lengths - batch.prompt_lengths).tolist() == [7, 6, 0, 2] and batch.response_lengths[0] == 4
+    assert [row["reward_parts"].get("overlong") for row in rows] == [-1.5, -1.0, None, 0.0]
+    assert batch.scores.tolist() == pytest.approx([0.25 - 1.5, 0.3 - 1.0, 0.0, 1.0])
+
+
 def test_rows_have_turns(tmp_path):
     ((_, rows, _),) = score(tmp_path, "")
     assert [row["sequence"] for row in rows] == [0, 1, 2, 3]

@@ -230,9 +230,12 @@ def rates(rank, flags, updates_per_iteration, updates):
 def test_the_schedule_warms_up_and_decays_in_iterations_of_the_run():
     flags = "--lr 0.01 --min-lr 0.002 --lr-decay-style linear --lr-warmup-iters 2 --train-iters 6 --weight-decay 0.3"
     (seen,) = run_world(rates, 1, flags, 2, 14)
-    expected = [0.01 * i / 4 for i in range(4)] + [0.01 - 0.008 * i / 8 for i in range(9)] + [0.002]
-    assert [rate for rate, _ in seen] == pytest.approx(expected, rel=1e-6)
+    decay = [0.01 - 0.008 * i / 8 for i in range(9)] + [0.002]
+    # The first update is one of the rises, so that it trains.
+    assert [rate for rate, _ in seen] == pytest.approx([0.01 * i / 5 for i in range(1, 5)] + decay, rel=1e-6)
     assert {decay for _, decay in seen} == {0.3}
+    (seen,) = run_world(rates, 1, f"{flags} --lr-warmup-init 0", 2, 14)  # as Megatron's own training
+    assert [rate for rate, _ in seen] == pytest.approx([0.01 * i / 4 for i in range(4)] + decay, rel=1e-6)
 
 
 def test_the_schedule_is_constant_without_flags():
