@@ -6,6 +6,7 @@ import typing
 from collections.abc import Iterable
 
 WARNED = "MEGARL_WARNED"  # environment variable: set if a launcher has printed the warnings already
+CHECKS_FIRST = "MEGARL_CHECKS_FIRST"  # set while a launcher checks a command line with --check before it starts ranks
 MAX_INTEGER = 2**63 - 1  # of a tensor
 STOPPED = 3  # exit status of a run that one of its own limits ended; no launcher of megarl starts it again
 

@@ -26,7 +26,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 from megarl.cluster.cores import cores
-from megarl.errors import STOPPED, WARNED
+from megarl.errors import CHECKS_FIRST, STOPPED, WARNED
 from megarl.stop_signals import STOP_SIGNALS
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
@@ -58,8 +58,10 @@ def main(argv: list[str]) -> int:
     from megarl.data import node_files  # imports numpy
 
     with node_files.folder_for_ranks():
+        os.environ[CHECKS_FIRST] = "1"
         if status := run(module, [*options.flags, "--check"]):
             return status
+        del os.environ[CHECKS_FIRST]
         os.environ[WARNED] = "1"  # the ranks parse the flags again and must not print them
         sys.stdout.flush()
         sys.stderr.flush()

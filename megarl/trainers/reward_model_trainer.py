@@ -43,7 +43,8 @@ class RewardModelTrainer(SupervisedTrainer):
         if settings.target_eval_accuracy is not None and not settings.eval_interval:
             raise UsageError(f"--target-eval-accuracy {settings.target_eval_accuracy}: needs --eval-interval")
 
-    def sequences(self, example: Pair) -> list[tuple[list[int], list[bool]]]:
+    @staticmethod
+    def sequences(example: Pair) -> list[tuple[list[int], list[bool]]]:
         """The chosen and the rejected sequence. Only the last token counts, where the score is read."""
         pair = (example.chosen, example.rejected)
         return [(tokens, [False] * (len(tokens) - 1) + [True]) for tokens in pair]

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megarl.data import node_files
 from megarl.data.chat import TemplateOptions
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import UsageError
+from megarl.errors import CHECKS_FIRST, UsageError
 from megarl.faults import heartbeat, run_lock
 from megarl.flags.debug_settings import parse_step_range
 from megarl.mcore import device, kernel_choice
@@ -141,6 +141,7 @@ def read_inputs(
     with folders.recorded() as found:
         inputs = read()
     if config.check:
+        _report_check(config, inputs)
         raise SystemExit(0)
     run_lock.take(folder)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
@@ -156,6 +157,14 @@ def read_inputs(
         dist.barrier()  # all ranks have read their inputs
     node_files.remove()
     return inputs, mesh, found
+
+
+def _report_check(config: arguments.RunConfig, inputs: Any):
+    """Prints what `--check` has understood, unless a launcher checks before a run."""
+    from megarl.trainers import input_summary
+
+    if os.environ.get("RANK", "0") == "0" and not os.environ.get(CHECKS_FIRST):
+        print("\n".join(input_summary.summary(config, inputs)), flush=True)
 
 
 def check_kernels(config: arguments.RunConfig):

@@ -46,7 +46,8 @@ class SFTTrainer(SupervisedTrainer):
             if name is not None and settings.messages_column is not None:
                 raise UsageError(f"{flag} {name}: not allowed with --messages-column, which holds whole conversations")
 
-    def sequences(self, example) -> list[tuple[list[int], list[bool]]]:
+    @staticmethod
+    def sequences(example) -> list[tuple[list[int], list[bool]]]:
         """The example is one sequence."""
         return [example]
 

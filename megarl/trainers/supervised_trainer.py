@@ -82,8 +82,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
         if settings.target_eval_loss and not settings.eval_interval:
             raise UsageError(f"--target-eval-loss {settings.target_eval_loss}: needs --eval-interval")
 
+    @staticmethod
     @abc.abstractmethod
-    def sequences(self, example) -> list[tuple[list[int], list[bool]]]:
+    def sequences(example) -> list[tuple[list[int], list[bool]]]:
         """(tokens, mask of the tokens that count) of each sequence of an example."""
 
     @abc.abstractmethod
@@ -196,7 +197,6 @@ class SupervisedInputs:
         s, task = config.settings, trainer.task
         role = config.roles[task.role]
         setup.check_training_flags(config)
-        setup.check_required({"--global-batch-size": role.megatron.global_batch_size})
         trainer.check(s)
         self.encoder = encoder = setup.build_role_encoder(role, s)
         encoder.check_turns()
@@ -204,6 +204,7 @@ class SupervisedInputs:
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
         self.prompt_sets = read_prompts(s, task.purpose, encoder)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in self.prompt_sets.items()}
+        self.first_example = trainer.sequences(examples[PROMPTS][0])
         self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])
         self.pretrained = self.resume = None
         if not s.load or role.lora:  # a checkpoint of low-rank factors does not hold the weights under them

@@ -161,3 +161,11 @@ def check(argv: list[str], name: str = "rl", size: int = 1) -> Ended:
 def refusal(argv: list[str], name: str = "rl", size: int = 1) -> str:
     """The line with which a program refuses its input."""
     return error_line(check(argv, name, size))
+
+
+def accepted(argv: list[str], name: str = "rl", size: int = 1) -> list[str]:
+    """The lines with which a program says what it understood of input that is valid, for `--check`."""
+    status, printed, others = check([*argv, "--check"], name, size)
+    head, *rows = printed.splitlines() or [""]
+    assert (status, others) == (0, "") and head == f"megarl: all input is valid for {size} rank{'s' * (size > 1)}"
+    return rows

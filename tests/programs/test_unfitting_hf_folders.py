@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import hf_folders
-from tests.helpers.forked_programs import check, error_line, refusal
+from tests.helpers.forked_programs import accepted, error_line, refusal
 from tests.helpers.hf_damage import SINGLE, argv, line_of, smaller_vocabulary
 from tests.helpers.programs import environment
 from tests.helpers.worlds import SAFETY_SECONDS
@@ -52,8 +52,8 @@ def folders(tmp_path_factory) -> Path:
 ])  # fmt: skip
 def test_fitting_folders_pass_the_check(program, case, flags, folders, tmp_path):
     """Otherwise the tests below would show little."""
-    command = argv(tmp_path, folders / case, program, f"--check {flags.format(folders)}")
-    assert check(command, program, size=2) == (0, "", "")
+    command = argv(tmp_path, folders / case, program, flags.format(folders))
+    assert accepted(command, program, size=2)
 
 
 # -- paths -------------------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def test_layouts_that_do_not_fit_the_model_name_the_folder(folders, tmp_path):
 
 
 def test_flags_that_say_the_same_are_allowed(folders, tmp_path):
-    flags = "--check --num-layers 3 --hidden-size 64 --swiglu --norm-epsilon 1e-5 --rotary-base 10000"
-    assert check(argv(tmp_path, folders / "llama2", flags=flags), "sft", size=2) == (0, "", "")
+    flags = "--num-layers 3 --hidden-size 64 --swiglu --norm-epsilon 1e-5 --rotary-base 10000"
+    assert accepted(argv(tmp_path, folders / "llama2", flags=flags), "sft", size=2)
 
 
 def test_what_contradicts_is_a_flag_of_megatron():

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.checkpoint import manifest
 from megarl.trainers import launch as launch_module
-from tests.helpers.forked_programs import check, error_line, launch, refusal
+from tests.helpers.forked_programs import accepted, check, error_line, launch, refusal
 from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS
@@ -97,9 +97,9 @@ def test_only_rank_0_prints_errors(tmp_path, monkeypatch):
     assert launch(tmp_path, argv, rank=1, size=2) == (2, "", "")
 
 
-def test_a_check_of_correct_input_prints_nothing_and_starts_no_process_group(tmp_path):
-    flags = f"--check --actor-tensor-model-parallel-size 2 --role-map {DISJOINT.format(3)}"
-    assert check(rl_argv(tmp_path / "run", flags), size=4) == (0, "", "")
+def test_a_check_of_correct_input_says_so_and_starts_no_process_group(tmp_path):
+    flags = f"--actor-tensor-model-parallel-size 2 --role-map {DISJOINT.format(3)}"
+    assert "ranks 0-1; TP 2" in accepted(rl_argv(tmp_path / "run", flags), size=4)[0]
 
 
 def test_a_policy_checkpoint_is_not_a_reward_model(checkpoint, tmp_path):

@@ -174,7 +174,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     # Megatron wants a sequence length that context parallelism divides; megarl's cut of the packed stream does not.
     args.seq_length, args.encoder_seq_length = None, args.seq_length
     args = _validated(role, args)
-    args.global_batch_size = batch  # None where it was not given: megarl has no default that depends on the layout
+    args.global_batch_size = batch if "global_batch_size" in extra else None
     return args
 
 

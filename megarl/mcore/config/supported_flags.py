@@ -148,7 +148,7 @@ DEFAULTS = [
     "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion",
     "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--attention-dropout", "0", "--hidden-dropout", "0",
     "--attention-backend", "auto", "--position-embedding-type", "rope", "--tokenizer-type", "NullTokenizer",
-    "--lr", "1e-5", "--calculate-per-token-loss", "--expert-tensor-parallel-size", "1",
+    "--lr", "1e-5", "--global-batch-size", "64", "--calculate-per-token-loss", "--expert-tensor-parallel-size", "1",
     "--moe-token-dispatcher-type", "alltoall", "--no-check-for-nan-in-loss-and-grad",
 ]  # fmt: skip
 

@@ -53,7 +53,7 @@ WRONG = {
     "epsilon": ("--adam-eps 0", 1, "--adam-eps 0.0"),
     "few positions": ("--max-position-embeddings 10", 1, "--max-position-embeddings 10: allowed is --max-prompt"),
     "warm-up from above": ("--lr 0.1 --lr-warmup-init 0.2", 1, "--lr-warmup-init 0.2: allowed is from 0 to --lr 0.1"),
-    "two warm-ups": ("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", 1, "--lr-warmup-fraction 0.1: allowed is none with"),
+    "two warm-ups": ("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", 1, "--lr-warmup-fraction 0.1: allowed is none"),
     "endless warm-up": ("--lr-warmup-iters 100", 1, "--lr-warmup-iters 100: allowed is below"),
     "TP of 3 ranks": (TP2, 3, "--tensor-model-parallel-size 2: allowed is a divisor of the role's 3 rank(s)"),
     "TP × PP × CP": (f"{TP2} {PP2} --context-parallel-size 2", 4, "--tensor-model-parallel-size 2 × --pipeline-model-"

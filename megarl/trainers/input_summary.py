@@ -1,0 +1,122 @@
+"""What a program understood of its flags and files, for `--check`: a line for each role and each set of prompts."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from megarl.arguments import RoleSettings, RunConfig
+from megarl.data.prompts import PromptSet
+from megarl.data.tokenizers import Tokenizer
+from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.observe.terminal import printable
+from megarl.planning.parameters import parameter_totals
+from megarl.planning.table import count, span
+from megarl.trainers.prompt_inputs import notes_of
+
+_SHOWN = 300  # characters of a text
+
+
+def summary(config: RunConfig, inputs: Any) -> list[str]:
+    """Lines of text about a program's checked inputs.
+
+    `inputs`: with `encoder`; if there are any, with `prompt_sets` and `first_example`, the sequences of an example or
+    a pair: (tokens, whether the token counts in the loss).
+    """
+    world = max(role.ranks.stop for role in config.roles.values())
+    tokenizer = inputs.encoder.tokenizer
+    rows = [*_roles(config, tokenizer.vocab_size), ("tokenizer", _tokenizer(config, tokenizer))]
+    sets: dict[str, PromptSet] = getattr(inputs, "prompt_sets", {})
+    rows += [(found.flag.removeprefix("--"), f"{len(found):,} from {found.path}") for found in sets.values()]
+    rows += [("", note) for note in notes_of(sets)]
+    rows += _first(inputs, sets, tokenizer)
+    if config.trained:
+        rows += _training(config)
+    width = max(len(name) for name, _ in rows)
+    return [
+        f"megarl: all input is valid for {world} rank{'s' * (world > 1)}",
+        *(f"  {name:{width}}  {printable(text)}" for name, text in rows),
+    ]
+
+
+def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
+    rows = []
+    for name, role in config.roles.items():
+        facts = [f"rank{'s' * (len(role.ranks) > 1)} {span(role.ranks)}"]
+        if role.has_model:
+            facts += (
+                [_layout(role), _model(role, tokens)] if role.model_role == name else [f"the {role.model_role}'s model"]
+            )
+        if name == "reward" and "actor" in config.roles:
+            facts.append(config.settings.reward)
+        if name in config.trained:
+            facts.append("low-rank factors are trained" if role.lora else "trained")
+        rows.append((name, "; ".join(facts)))
+    return rows
+
+
+def _layout(role: RoleSettings) -> str:
+    sizes = parallel_sizes(role.megatron)
+    named = {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context, "EP": sizes.expert,
+             "DP": sizes.data(len(role.ranks))}  # fmt: skip
+    return ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one replica"
+
+
+def _model(role: RoleSettings, tokens: int) -> str:
+    args = role.megatron
+    totals = parameter_totals(args, role.model_vocab_size(tokens), value_head=role.name in ("critic", "reward"))
+    source = args.pretrained_checkpoint or (role.hf_model and role.hf_model.folder.path)
+    size = f"{count(totals.total)} parameters" + f", {count(totals.active)} active" * (totals.active < totals.total)
+    shape = f"{args.num_layers} layers, hidden size {args.hidden_size}, {size}"
+    return f"{shape} from {source}" if source else shape
+
+
+def _tokenizer(config: RunConfig, tokenizer: Tokenizer) -> str:
+    s, ends = config.settings, ", ".join(map(repr, tokenizer.end_tokens))
+    template = {None: "no chat template", "none": "no chat template", "tokenizer": "its chat template"}
+    chosen = template.get(s.chat_template, f"chat template {s.chat_template}")
+    source = next(iter(config.roles.values())).tokenizer_model
+    return f"{tokenizer.vocab_size:,} tokens from {source}, end {ends}; {chosen}"
+
+
+def _first(inputs: Any, sets: dict[str, PromptSet], tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """What the model reads of the first prompt or example; tokens that count in the loss are between ⟦ and ⟧."""
+    example = getattr(inputs, "first_example", None)
+    if example is None and sets:
+        tokens = inputs.encoder.prompt(next(iter(sets.values()))[0])
+        example = [(tokens, [False] * len(tokens))]
+    rows, names = [], ("first",) if example is None or len(example) == 1 else ("chosen", "rejected")
+    for tokens, mask in example or []:
+        marked, position = "", 0
+        for is_trained, run in groupby(mask):
+            size = len(list(run))
+            text = text_with_special(tokenizer, tokens[position : position + size])
+            marked, position = marked + (f"⟦{text}⟧" if is_trained else text), position + size
+        cut = marked if len(marked) <= _SHOWN else f"{marked[: _SHOWN // 2]} … {marked[-_SHOWN // 2 :]}"
+        rows.append((names[len(rows)], f"{len(tokens)} tokens: {cut}"))
+    return rows
+
+
+def text_with_special(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of tokens with the strings of special ones, which `decode` drops."""
+    names = {number: name for name, number in tokenizer.special.items()}
+    runs = groupby(tokens, key=lambda token: names.get(token, ""))
+    return "".join(name * len(list(run)) if name else tokenizer.decode(list(run)) for name, run in runs)
+
+
+def _training(config: RunConfig) -> list[tuple[str, str]]:
+    s, rows = config.settings, []
+    if "actor" in config.trained and "rollout" in config.roles:
+        losses = f"--advantage {s.advantage}, --policy-loss {s.policy_loss}, --loss-aggregation {s.loss_aggregation}"
+        responses = s.prompts_per_step * s.samples_per_prompt
+        size = min(s.minibatch_size or responses, responses)
+        rows.append(("algorithm", losses))
+        rows.append(("step", f"{s.prompts_per_step:,} prompts, {responses:,} responses of at most "
+                             f"{s.max_response_length:,} tokens, mini-batches of {size:,}"))  # fmt: skip
+    else:
+        batch = next(config.roles[name].megatron.global_batch_size for name in config.trained)
+        rows.append(("step", f"--global-batch-size {batch}"))
+    run = f"{s.train_iters:,} steps"
+    run += f" from {s.load}" if s.load else ""
+    run += f", evaluation every {s.eval_interval}" if s.eval_interval else ", no evaluation"
+    run += f", in {s.save}" if s.save else ", nothing is saved (--save)"
+    return [*rows, ("run", run + (f", a checkpoint every {s.save_interval}" if s.save_interval else ""))]
