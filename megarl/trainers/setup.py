@@ -26,6 +26,7 @@ from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.observe.trackers.base import TrackerOptions, check_installed, parse_names
+from megarl.trainers.export_files import check_exportable
 from megarl.trainers.prompt_inputs import print_notes
 
 Inputs = TypeVar("Inputs")
@@ -43,6 +44,8 @@ def check_training_flags(config: arguments.RunConfig):
     trained = config.roles["actor" if "actor" in config.roles else "reward"]
     if s.export_hf and trained.hf_model is None:
         raise UsageError("--export-hf: needs --hf-model, whose names, types and files the export takes")
+    if s.export_hf:
+        check_exportable(trained)
     if s.export_peft and (trained.hf_model is None or trained.lora is None):
         raise UsageError("--export-peft: needs --hf-model, whose modules it names, and --lora-rank")
     check_save(s)

@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.arguments import parse
+from megarl.errors import UsageError
 from megarl.trainers.export_files import text_files
-from megarl.trainers.setup import build_role_encoder
+from megarl.trainers.setup import build_role_encoder, check_training_flags
 from tests.helpers import hf_folders, small_tokenizers
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_layouts import build, logprobs
-from tests.helpers.programs import metrics, samples, timeless, train, write_lines
+from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
 from tests.helpers.worlds import run_world
 
 LENGTHS = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256"
@@ -89,6 +90,16 @@ def test_an_export_has_the_tokenizer_and_the_template_of_the_run(data, tmp_path)
         files = text_files(moved, build_role_encoder(moved, config.settings))
         assert files.pop("chat_template.jinja", None) == template
         assert files == {name: (other / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
+
+
+def test_an_export_with_a_sentencepiece_model_needs_the_folders_own(data, tmp_path):
+    model, folder = inputs() / "tokenizer.model", shutil.copytree(data / "llama3", tmp_path / "llama3")
+    flags = f"{LENGTHS} --hf-model {folder} --prompts x --tokenizer-model {model} --export-hf --save {tmp_path}/run"
+    config = parse(flags.split(), 1, "sft")
+    with pytest.raises(UsageError, match=f"of {folder} is not --tokenizer-model {model}, and only a Hugging Face"):
+        check_training_flags(config)
+    shutil.copy(model, folder / "tokenizer.model")
+    check_training_flags(config)
 
 
 def logprobs_of(rank: int, folder) -> list[torch.Tensor]:
