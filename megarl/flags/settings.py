@@ -261,6 +261,9 @@ class Settings(
     exact_rollout: bool = flag(False, "on CUDA, run kernels that make rollout log-probs equal those of training to the"
                                 " last bit, at some cost in speed (docs/exactness.md); on a CPU all kernels do, so that"
                                 " this changes nothing", programs=ROLLOUT, when="engine")  # fmt: skip
+    decode_graphs: str = one_of("auto", ("auto", "off"), "on CUDA, decode steps as CUDA graphs where they can be"
+                                 " (auto), or kernel by kernel; on a CPU this changes nothing", programs=ROLLOUT,
+                                 when="engine")  # fmt: skip
     deterministic: bool = flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = flag(None, "run folder for metrics, samples, report and checkpoints", programs=DATA)
     save_interval: int = not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)

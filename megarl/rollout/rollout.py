@@ -74,7 +74,7 @@ class Rollout:
                 settings.max_prompt_length + settings.max_response_length, settings.rollout_buffer_gb,
                 settings.rollout_max_requests, settings.rollout_prefix_caching, settings.rollout_chunked_prefill,
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
-                speculative=settings.speculative_rollout,
+                speculative=settings.speculative_rollout, decode_graphs=settings.decode_graphs == "auto",
             )  # fmt: skip
             self._check_capacity()
             if settings.rollout_bank:

@@ -27,7 +27,7 @@ def _main_functions() -> dict:
     return programs | {"evaluate": evaluate.evaluate, "serve": serve.serve}
 
 
-def _redirect(folder: Path):
+def redirect(folder: Path):
     """Gives this process its own, empty output files in `folder`."""
     for descriptor, file in ((1, "out"), (2, "err")):
         opened = os.open(folder / file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
@@ -36,7 +36,7 @@ def _redirect(folder: Path):
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
 
 
-def _run(name: str, argv: list[str], variables: dict[str, str]):
+def run_here(name: str, argv: list[str], variables: dict[str, str]):
     """Runs a program; it ends as its process would, by SystemExit or `os._exit`."""
     os.environ.update(variables)
     sys.argv = [name, *argv]
@@ -63,8 +63,8 @@ def _printed(folder: Path) -> tuple[str, str]:
 
 
 def _child(folder: Path, *program):
-    _redirect(folder)
-    _run(*program)
+    redirect(folder)
+    run_here(*program)
 
 
 def launch(folder: Path, argv: list[str], name: str = "rl", rank: int = 0, size: int = 1) -> Ended:
@@ -112,11 +112,11 @@ class _Checker:
         environment = dict(os.environ)
         dist.init_process_group = _work_begins
         for program in iter(end.recv, None):
-            _redirect(self.folder)
+            redirect(self.folder)
             os.environ.clear()
             os.environ.update(environment)
             try:
-                _run(*program)
+                run_here(*program)
                 status = 0
             except SystemExit as error:
                 status = error.code or 0

@@ -216,7 +216,9 @@ def test_no_test_module_loads_libraries_that_start_threads():
 
 
 def test_no_global_torch_function_mode():
-    for path in FILES:
+    """Only a capture of a CUDA graph sees its operators, to hold the memory that they read."""
+    captures = PACKAGE / "mcore" / "inference" / "step_graphs.py"
+    for path in set(FILES) - {captures}:
         names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(path.read_text()))}
         assert not names & {"TorchFunctionMode", "TorchDispatchMode"}, path
 

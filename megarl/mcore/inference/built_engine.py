@@ -37,7 +37,7 @@ class BuiltEngine:
     def __init__(
         self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
         prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
-        cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False, decode_graphs: bool = True,
     ):  # fmt: skip
         """Reserves the KV cache.
 
@@ -54,6 +54,7 @@ class BuiltEngine:
             step_tokens: maximum tokens of a step; raised if `max_requests` or an unchunked `max_length` needs more.
             cache_in_grad_buffer: the gradient buffer that holds the KV cache; None: the cache has its own memory.
             speculative: decode steps also read drafted tokens, which changes no result.
+            decode_graphs: on CUDA, decode steps are graphs where they can be.
         """
         tp_size = dist.get_world_size(pg_collection.tp)
         max_requests = max(max_requests, MIN_ROWS)
@@ -83,11 +84,11 @@ class BuiltEngine:
         model.config.inference_moe_token_dispatcher_type = "nccl"
         self._cache_present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext
         with self._cache_present():
-            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative)
+            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative, decode_graphs)
 
     def _build(
         self, config: InferenceConfig, pg_collection, vocab_size: int,
-        cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool, decode_graphs: bool,
     ):  # fmt: skip
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
         self.context = context_of(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
@@ -101,6 +102,7 @@ class BuiltEngine:
         with torch.no_grad():
             self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(self.controller, self.context)
         self.drafter = self.engine.drafter if speculative else None
+        self.engine.device_decode.has_graphs = decode_graphs
         self.context.kv_block_allocator.tokens_of = self._tokens_of
         self._prefill_counts = PrefillCounts()  # when they were taken last
         self.engine.suspend()

@@ -16,7 +16,6 @@ from megarl.algorithms.counter_rng import uniforms
 from megarl.mcore import device
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
-from megarl.mcore.model.decoder_layer import StepPlan
 
 _NUMBERS = 4  # int32 numbers of a row before its blocks: token, position, and two halves of its random key
 
@@ -26,7 +25,6 @@ class StepOutputs(NamedTuple):
 
     samples: Tensor  # [2, B] float64: tokens and their log-probs
     routes: Tensor | None  # [B, L, k] int32 of this rank's tokens; None: not recorded, or no MoE layer on this rank
-    plan: StepPlan  # what the layers read: a graph of the step needs its memory as long as it is replayed
 
 
 class DeviceStep:
@@ -87,7 +85,7 @@ class DeviceDecode:
     """Runs decode steps of an engine on the device."""
 
     def __init__(self, engine):
-        self.has_graphs = True  # where a step can be a CUDA graph, it is one; tests and measurements switch it off
+        self.has_graphs = True  # where a step can be a CUDA graph, it is one
         self.engine, self.context = engine, engine.context
         self._model = engine.controller.inference_wrapped_model.model
         self._steps: dict[int, DeviceStep] = {}
@@ -97,7 +95,8 @@ class DeviceDecode:
         """Begins a session, in which the model and the cache stay where they are."""
         self._is_captured = self.has_graphs and can_capture(self._model)
         if self._is_captured:
-            self._graphs.begin((*self._model.parameters(), self.context.memory_buffer))
+            own = *self._model.parameters(), *self._model.buffers()
+            self._graphs.begin((*own, self.context.memory_buffer))
 
     def supports_step(self) -> bool:
         """Whether the next step, which decodes one token of each request, can run here."""
@@ -139,5 +138,5 @@ class DeviceDecode:
         logits = self.engine.forward({"tokens": tokens, "position_ids": positions, "attention_mask": None})
         numbers = uniforms(step.keys, step.positions + 1)
         drawn, logprobs = self.engine.controller.sampling.sample_on_device(logits.squeeze(0), numbers)
-        samples, plan = torch.stack([drawn.double(), logprobs.double()]), self.context.plan(None)
-        return StepOutputs(samples, self.context.recorded_routes(), plan)
+        samples = torch.stack([drawn.double(), logprobs.double()])
+        return StepOutputs(samples, self.context.recorded_routes())

@@ -151,7 +151,8 @@ class PagedContext(DynamicInferenceContext):
         """Returns the rotations of some tokens [T], by kind of layer; None without rotary embeddings."""
         if frequencies is None:
             return None
-        if frequencies is not self._frequencies:  # those of all positions are computed once
+        # Computed once for all positions: Megatron makes frequencies of other lengths, and forgets the old ones.
+        if self._frequencies is None or len(frequencies) > len(self._frequencies):
             config, dtype = self._model_config, self.params_dtype
             self._frequencies = frequencies
             self._rotations = [

@@ -5,11 +5,13 @@ since Megatron's asks for process-wide groups.
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megarl.mcore import device
 
@@ -21,17 +23,48 @@ def can_capture(model) -> bool:
     return device.has_cuda() and not reads_host and not any(isinstance(p, DTensor) for p in model.parameters())
 
 
+class _MemoryRead(TorchDispatchMode):
+    """Collects the memory that operators use and that none of them has made."""
+
+    def __init__(self):
+        super().__init__()
+        self.held: dict[int, torch.UntypedStorage] = {}  # by address
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._made:
+                self.held[storage.data_ptr()] = storage
+        results = func(*args, **(kwargs or {}))
+        self._made.update(tensor.untyped_storage().data_ptr() for tensor in _tensors(results))
+        self._made -= self.held.keys()
+        return results
+
+
+def _tensors(tree) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    outputs: Any
+    held: list[torch.UntypedStorage]  # that it reads where they are, and that nobody else may hold: tables, constants
+
+
 class StepGraphs:
     """Graphs by key. The first call of a key runs its function, the second captures it, later ones replay it."""
 
     def __init__(self):
-        self._graphs: dict[Hashable, tuple[Any, Any] | None] = {}  # key -> (graph, outputs); None: ran once
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None: ran once
         self._addresses: tuple[int, ...] = ()  # of the memory that the graphs read
         self._pool = None  # memory that all graphs share, since one runs at a time
 
     def begin(self, memory: Iterable[Tensor]):
-        """Begins a time in which all of `memory`, what functions read beside their inputs and own results, stays where
-        it is. Graphs of earlier times are kept if it is where it was then."""
+        """Begins a time in which all of `memory`, what functions read and others write, stays where it is.
+
+        Graphs of earlier times are kept if it is where it was then. What else they read must never change.
+        """
         addresses = tuple(tensor.data_ptr() for tensor in memory)
         if addresses != self._addresses:  # for example, weights came back from the host to another place
             self._graphs.clear()
@@ -45,16 +78,16 @@ class StepGraphs:
         if key not in self._graphs:
             self._graphs[key] = None
             return function()
-        if self._graphs[key] is None:
-            self._graphs[key] = self._capture(function)
-        graph, outputs = self._graphs[key]
-        graph.replay()
-        return outputs
+        found = self._graphs[key]
+        if found is None:
+            found = self._graphs[key] = self._capture(function)
+        found.graph.replay()
+        return found.outputs
 
-    def _capture(self, function: Callable[[], Any]) -> tuple[Any, Any]:
+    def _capture(self, function: Callable[[], Any]) -> _Graph:
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        graph, read = torch.cuda.CUDAGraph(), _MemoryRead()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"), read:
             outputs = function()
         self._pool = graph.pool()
-        return graph, outputs
+        return _Graph(graph, outputs, list(read.held.values()))

@@ -4,6 +4,8 @@ A role's model on one rank is its `ModelChunks`: one chunk, or several with virt
 runs them.
 """
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -33,7 +35,8 @@ class ModelChunk(GPTModel):
         """Same as Megatron's; a step of the rollout engine runs the layers' fast path."""
         if inference_context is None:
             return super().forward(input_ids, position_ids, attention_mask, **kwargs)
-        embedded, frequencies, *_ = self._preprocess(input_ids, position_ids, inference_context=inference_context)
+        with _without_fork_of_random_state():
+            embedded, frequencies, *_ = self._preprocess(input_ids, position_ids, inference_context=inference_context)
         hidden = run_decode_layers(self.decoder, embedded.unwrap(), inference_context, frequencies)
         kwargs["inference_context"] = inference_context
         return self._postprocess(hidden, input_ids, position_ids, None, frequencies, None, None, **kwargs)
@@ -54,6 +57,18 @@ class ModelChunk(GPTModel):
                 weight, embedding_key, replica_id=(1, 0, dist.get_rank(replicas)), allow_shape_mismatch=True,
                 tp_group=self.tp_group, dp_cp_group=replicas,
             )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _without_fork_of_random_state():
+    """With sequence parallelism Megatron's embedding changes seeds for its dropout, which is off in a rollout: a CUDA
+    graph cannot hold a change of seeds."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.fork = lambda *_: contextlib.nullcontext()
+    try:
+        yield
+    finally:
+        del tracker.fork
 
 
 class ModelChunks(torch.nn.ModuleList):

@@ -29,7 +29,7 @@ def graphs(monkeypatch):
 
     def capture(function):
         graph = Recorded(function)
-        return graph, graph.outputs
+        return step_graphs._Graph(graph, graph.outputs, [])
 
     monkeypatch.setattr(runner, "_capture", capture)
     return runner
@@ -46,7 +46,7 @@ def test_a_key_runs_once_and_is_captured_then(graphs):
     for number in range(4):
         memory.fill_(number)
         assert graphs.run("a", function).tolist() == [3.0 * number] * 2  # also in the step that captures
-    (graph, _) = graphs._graphs["a"]
+    graph = graphs._graphs["a"].graph
     assert graph.replays == 3 and len(calls) == 4
     assert graphs.run("b", lambda: memory).tolist() == [3.0, 3.0] and graphs._graphs["b"] is None
 
@@ -60,6 +60,15 @@ def test_graphs_are_kept_until_their_memory_moves(graphs):
     assert graphs._graphs["a"][0].replays == 1
     graphs.begin([memory.clone()])
     assert not graphs._graphs
+
+
+def test_a_graph_holds_what_it_reads_and_has_not_made():
+    table, weight = torch.arange(8.0), torch.ones(4, 4)
+    with step_graphs._MemoryRead() as read:
+        made = table[2:6] * 2
+        made.add_(weight[0])
+        made.view(2, 2).mul_(2)
+    assert read.held.keys() == {table.data_ptr(), weight.data_ptr()}
 
 
 def capturable(rank, flags):

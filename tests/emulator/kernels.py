@@ -1,0 +1,98 @@
+"""Triton's kernels on the emulated device: by references in PyTorch, or by Triton's interpreter; graphs repeat both."""
+
+import functools
+
+import operators  # type: ignore[import-not-found]
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
+
+_library = torch.library.Library("megarl", "IMPL")
+
+
+def install(interprets: bool):
+    """`interprets`: all kernels, else those that have no reference here."""
+    GridExecutor.__call__ = _interpreted(GridExecutor.__call__)
+    if not interprets:
+        _install_references()
+
+
+def _interpreted(launch):
+    @functools.wraps(launch)
+    def call(self, *args, **kwargs):
+        _check([*args, *kwargs.values()])
+        args, kwargs = [_on_host(x) for x in args], {name: _on_host(x) for name, x in kwargs.items()}
+        operators.count(f"triton {self.fn.__name__}")
+        operators.record(lambda: launch(self, *args, **kwargs))
+        return launch(self, *args, **kwargs)
+
+    return call
+
+
+def _check(values: list):
+    if any(isinstance(value, Tensor) and not value.is_cuda for value in values):
+        raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+
+
+def _on_host(value):
+    return operators.on_host(value) if isinstance(value, Tensor) else value
+
+
+def _install_references():
+    from megarl.mcore.kernels.cuda import rotate_and_store, row_sampling, segment_attention, swiglu_rows  # noqa: F401
+    from tests.helpers import reference_kernels
+
+    for name in ("paged_decode", "sample_rows"):
+        _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
+    _library.impl("rotate_and_store", _writing("rotate_and_store", reference_kernels.rotate_and_store), "CUDA")
+    _library.impl("swiglu_rows", _computing("swiglu_rows", _swiglu), "CUDA")
+    _library.impl("swiglu_rows_backward", _computing("swiglu_rows_backward", _swiglu_backward), "CUDA")
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, -1)
+    sigmoid, grad = gate.sigmoid(), grad.float()
+    return torch.cat([grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * gate * sigmoid], -1).to(x.dtype)
+
+
+def _writing(name: str, reference):
+    """An operator that writes into its arguments."""
+
+    def call(*args, **kwargs):
+        _check([*args, *kwargs.values()])
+        host = [_on_host(x) for x in args]
+        operators.count(f"triton {name}")
+        operators.record(lambda: reference(*host, **kwargs))
+        reference(*host, **kwargs)
+
+    return call
+
+
+def _computing(name: str, reference):
+    """An operator that returns a tensor, or several."""
+
+    def call(*args, **kwargs):
+        _check([*args, *kwargs.values()])
+        host = [_on_host(x) for x in args]
+        operators.count(f"triton {name}")
+
+        def compute() -> list[Tensor]:
+            found = reference(*host, **kwargs)
+            return [x.contiguous() for x in (found if isinstance(found, list | tuple) else [found])]
+
+        outs = [operators.on_device(x) for x in compute()]
+        places = [operators.on_host(x) for x in outs]
+
+        def repeat():
+            for place, value in zip(places, compute(), strict=True):
+                place.copy_(value)
+
+        operators.record(repeat)
+        return outs if len(outs) > 1 else outs[0]
+
+    return call

@@ -1,0 +1,60 @@
+"""Whole programs on emulated CUDA devices, with numbers: `tests/emulator`."""
+
+import pytest
+
+from tests.emulator.programs import Emulator, needs_emulator
+from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiers import by_default
+
+pytestmark = needs_emulator
+# Prompts and responses of several lengths, so that requests end in different steps, and an evaluation between steps.
+LENGTHS = "--max-response-length 12 --max-tokens-per-microbatch 60 --train-iters 3"
+EVALUATION = "--eval-interval 1 --eval-samples 4"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm --router-replay rollout"
+RUNS = {  # name -> (flags, ranks)
+    "dense": ("", 1),
+    "tensor and sequence parallel": ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+    "experts": (EXPERTS, 1),
+    "experts, distributed optimizer": (f"{EXPERTS} --use-distributed-optimizer", 1),
+    "offload": ("--offload --use-distributed-optimizer", 1),
+    "LoRA": ("--lora-rank 4", 1),
+    "roles on ranks of their own": ("--role-map actor=0;critic=1;reward=1;reference=1", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def emulator():
+    found = Emulator()
+    yield found
+    found.close()
+
+
+def argv(save, flags: str) -> list[str]:
+    held_out = f"--eval-prompts {inputs() / 'heldout.jsonl'} {EVALUATION}"
+    return rl_argv(save, f"{LENGTHS} {held_out} {flags}", warm_start=False)
+
+
+@pytest.mark.parametrize("name", by_default(RUNS, ["dense", "tensor and sequence parallel"]))
+def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
+    """Nor do they read memory that was freed since they were captured: it holds NaN."""
+    flags, ranks = RUNS[name]
+    graphs, steps = (emulator.run("rl", argv(tmp_path / value, f"--bf16 {flags} --decode-graphs {value}"), ranks)
+                     for value in ("auto", "off"))  # fmt: skip
+    assert graphs["graph launch"] >= 20 and "graph launch" not in steps and steps["triton paged_decode"] >= 20
+    found, wanted = (metrics(tmp_path / value) for value in ("auto", "off"))
+    assert {step: timeless(row) for step, row in found.items()} == {step: timeless(row) for step, row in wanted.items()}
+    assert all(row["rollout/logprob_gap_max"] < 1e-6 for step, row in found.items() if step)
+    assert all(row["actor/grad_norm"] > 0 for step, row in found.items() if step)
+
+
+def test_the_device_computes_what_a_cpu_does_in_fp32(emulator, tmp_path):
+    emulated, cpu = (argv(tmp_path / name, "") for name in ("emulated", "cpu"))
+    counts = emulator.run("rl", emulated)
+    assert counts["aten::mm"] > 100
+    train("rl", cpu)
+    for step in (1, 2, 3):
+        assert samples(tmp_path / "emulated", step) == samples(tmp_path / "cpu", step)
+    found, wanted = (metrics(tmp_path / name) for name in ("emulated", "cpu"))
+    for step in (1, 2, 3):
+        for name in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "kl/reference"):
+            assert found[step][name] == pytest.approx(wanted[step][name], rel=1e-4, abs=1e-6), (step, name)
