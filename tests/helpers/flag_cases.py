@@ -51,8 +51,8 @@ VALUES = {
     "reward_ensemble": "min", "rollout_server": "http://x:8000",
     "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
-    "credit": "turns", "tune": "off", "kernels": "blas", "decode_graphs": "off", "profile_steps": "2-3", "trackers": "none",
-    "bos": "never", "reward_failure": "fallback",
+    "credit": "turns", "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
+    "bos": "never", "reward_failure": "fallback", "decode_graphs": "off",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
