@@ -11,6 +11,7 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.parallel import fake_world
 from megarl.planning import traffic
+from megarl.planning.kv_cache import CachePlan, cache_plan
 from megarl.planning.memory import GIB, Memory, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
@@ -31,6 +32,7 @@ class RolePlan:
     stages: list[Memory]
     microbatches: int  # of an update, on each data-parallel replica
     traffic: dict[str, int]
+    cache: CachePlan | None = None  # of a rollout
 
     @property
     def largest(self) -> Memory:
@@ -137,6 +139,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
     return RolePlan(
         name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
         stages=memory_of(role, settings, vocab_size), microbatches=count, traffic=sent,
+        cache=cache_plan(role, settings, step) if kind == "generate" and not settings.debug_train_only else None,
     )  # fmt: skip
 
 

@@ -57,12 +57,42 @@ def _memory(roles: list[RolePlan]) -> list[str]:
     return _columns(rows)
 
 
+def _cache(roles: list[RolePlan]) -> list[str]:
+    lines = []
+    for role in roles:
+        if (cache := role.cache) is not None:
+            gib, longest = role.largest.kv_cache / GIB, cache.longest
+            lines += [
+                "", f"KV cache of a rollout replica ({role.sizes['data']} in all), every sequence at its longest",
+                f"{gib:.2f} GiB on a rank: {cache.tokens:,} tokens of {bytes_of(cache.token_bytes)}, or "
+                f"{cache.full_length:,} sequences of {longest:,} tokens; {cache.responses:,} responses of a step, "
+                f"{cache.decoded:,} at a time: {cache.rounds} round(s)",
+            ]  # fmt: skip
+    return lines
+
+
 def _traffic(roles: list[RolePlan]) -> list[str]:
     rows = [["role", *TRAFFIC, "all ranks"]]
     for role in roles:
         if role.traffic:
             sent = [bytes_of(role.traffic[name]) for name in TRAFFIC]
             rows.append([role.name, *sent, bytes_of(sum(role.traffic.values()) * len(role.ranks))])
+    return _columns(rows)
+
+
+def _rank_sets(plan: Plan) -> list[str]:
+    rows = [["roles", "ranks", "fullest rank", "GiB"]]
+    for rank_set in plan.rank_sets:
+        names = "+".join(rank_set.roles) or "none"
+        rows.append([names, str(rank_set.ranks), str(rank_set.fullest), f"{rank_set.bytes / GIB:.2f}"])
+    return _columns(rows)
+
+
+def _exchanges(plan: Plan) -> list[str]:
+    rows = [["from", "to", "payload", "with broadcasts in replicas", "fields"]]
+    for move in plan.exchanges:
+        sizes = [bytes_of(move["payload"]), bytes_of(move["sent"])] if move["payload"] else ["in place", "-"]
+        rows.append([move["source"], move["destination"], *sizes, ",".join(move["fields"])])
     return _columns(rows)
 
 
@@ -75,19 +105,11 @@ def text(plan: Plan) -> str:
         + (f"{step.greedy} greedy responses, " if step.greedy else "") + f"{step.updates} update(s)",
         "", "Layout (largest rank: parameters of the fullest stage's ranks)", *_layout(roles),
         "", "Memory of the fullest rank of each role, GiB (activations and logits are estimates)", *_memory(roles),
-        "", "Memory of the fullest rank of each set of ranks, all its roles together",
+        "", "Memory of the fullest rank of each set of ranks, all its roles together", *_rank_sets(plan),
+        *_cache(roles),
+        "", "Bytes that a rank sends in a step, at most (mean of the role's ranks)", *_traffic(roles),
+        "", "Batch fields that move between roles in a step, at most", *_exchanges(plan),
     ]  # fmt: skip
-    rows = [["roles", "ranks", "fullest rank", "GiB"]]
-    for rank_set in plan.rank_sets:
-        names = "+".join(rank_set.roles) or "none"
-        rows.append([names, str(rank_set.ranks), str(rank_set.fullest), f"{rank_set.bytes / GIB:.2f}"])
-    lines += [*_columns(rows), "", "Bytes that a rank sends in a step, at most (mean of the role's ranks)"]
-    lines += [*_traffic(roles), "", "Batch fields that move between roles in a step, at most"]
-    rows = [["from", "to", "payload", "with broadcasts in replicas", "fields"]]
-    for move in plan.exchanges:
-        sizes = [bytes_of(move["payload"]), bytes_of(move["sent"])] if move["payload"] else ["in place", "-"]
-        rows.append([move["source"], move["destination"], *sizes, ",".join(move["fields"])])
-    lines += _columns(rows)
     if plan.weights_to_rollout:
         lines += ["", f"Weights to the rollout after each step: {bytes_of(plan.weights_to_rollout)}"]
     return "\n".join(lines)

@@ -13,9 +13,9 @@ from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
-from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.inference.cache_size import check_capacity
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
@@ -76,19 +76,9 @@ class Rollout:
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
                 speculative=settings.speculative_rollout, decode_graphs=settings.decode_graphs == "auto",
             )  # fmt: skip
-            self._check_capacity()
+            check_capacity(settings, self.engine.capacity, self.role_groups.ranks.start)
             if settings.rollout_bank:
                 self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)
-
-    def _check_capacity(self):
-        s, capacity = self.settings, self.engine.capacity
-        longest = s.max_prompt_length + s.max_response_length
-        if capacity < longest:
-            raise UsageError(
-                f"--rollout-buffer-gb {s.rollout_buffer_gb}: the KV cache holds one sequence of {capacity} tokens; "
-                f"--max-prompt-length + --max-response-length is {longest}",
-                reporting_rank=self.role_groups.ranks.start,
-            )
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:

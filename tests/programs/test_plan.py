@@ -75,6 +75,13 @@ def test_a_671b_model_on_4096_ranks(tmp_path):
         moving = [[m["activations"] + m["logits"] for m in of_role] for of_role in stages]
         both = [sum(f) + max(m) for f, m in zip(zip(*fixed, strict=True), zip(*moving, strict=True), strict=True)]
         assert entry["bytes"] == max(both)
+    cache = roles["rollout"]["cache"]
+    assert (
+        roles["actor"]["cache"] is None and cache["token_bytes"] == 8 * 2 * 128 * 2
+    )  # 8 layers, a group of 128 on a rank
+    tokens = (20 * 2**30 // (64 * cache["token_bytes"]) - 1) * 64
+    assert cache["tokens"] == tokens and cache["full_length"] == tokens // 16384 == 319 and cache["responses"] == 256
+    assert "or 319 sequences of 16,384 tokens; 256 responses of a step, 256 at a time: 1 round(s)" in text
     # A rank of a middle stage: 8 MoE layers with 8 of the experts each, in bf16, and fp32 gradients.
     dense = (128 + 16) * 128 * 7168 // 8 + 128 * 128 * 7168 // 8 + 2 * 128 + 2 * 7168
     layer = dense + 256 * 7168 + 3 * 7168 * 2048 // 8 + 8 * 3 * 7168 * 2048
@@ -211,6 +218,8 @@ WRONG = {
     "group of one": (["--world-size", "4", *SMALL, "--advantage", "opo", "--samples-per-prompt", "1"], "prompt 1: --"),
     "critic in a map": (["--world-size", "4", *SMALL, "--advantage", "opo", "--role-map", "actor=0;critic=1;reward=2"],
                         "'critic' has nothing to do"),
+    "small cache": (["--world-size", "4", *SMALL, "--rollout-buffer-gb", "1e-9", "--max-prompt-length", "65",
+                     "--max-tokens-per-microbatch", "99"], "--rollout-buffer-gb 1e-09: the KV cache holds one"),
     "empty vocabulary": (["--world-size", "4", *SMALL, "--vocab-size", "0"], "--vocab-size 0: allowed is"),
 }  # fmt: skip
 

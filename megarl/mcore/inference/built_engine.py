@@ -13,7 +13,7 @@ from megatron.core.inference.config import AsyncScheduleMode, InferenceConfig, P
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from torch import Tensor
 
-from megarl.mcore import device
+from megarl.mcore.inference.cache_size import BLOCK_TOKENS
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.end_tokens import EndTokensController
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
@@ -24,8 +24,6 @@ from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeE
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.moe.router import moe_layers_of
-
-BLOCK_TOKENS = 64 if device.has_cuda() else 16  # of the KV cache; prompts share whole blocks
 
 for _signal in (signal.SIGTERM, signal.SIGINT):
     faulthandler.unregister(_signal)  # Megatron's coordinator, imported above, prints a stack at every exit

@@ -5,6 +5,7 @@ import copy
 from megatron.core.transformer import MLATransformerConfig
 
 from megarl.mcore.attention.latent_cache import latent_attention
+from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.paged_context import PagedContext
 
 
@@ -12,7 +13,6 @@ class LatentContext(PagedContext):
     """Caches the latent and the shared key of a token, W numbers in each layer and on every tensor-parallel rank."""
 
     def __init__(self, model_config, inference_config, *args, **kwargs):
-        self._latent_channels = model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim
         super().__init__(model_config, inference_config, *args, **kwargs)
         self._attend = latent_attention(self._backend)
         heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()
@@ -22,7 +22,7 @@ class LatentContext(PagedContext):
     def _cache_config(self, model_config):
         """Returns a config whose one key and value together have as many channels as a latent."""
         config = copy.copy(model_config)
-        config.num_query_groups, config.kv_channels = 1, self._latent_channels // 2
+        config.num_query_groups, config.kv_channels = cached_heads(model_config)
         return config
 
     def _allocate_memory_buffer(self):

@@ -1,0 +1,41 @@
+"""Size of the rollout's KV cache: what a token takes, and what a number of GiB holds. For the engine, and for plans."""
+
+from megatron.core.transformer import MLATransformerConfig
+
+from megarl.errors import UsageError
+from megarl.mcore import device
+
+BLOCK_TOKENS_CUDA, BLOCK_TOKENS_CPU = 64, 16
+BLOCK_TOKENS = BLOCK_TOKENS_CUDA if device.has_cuda() else BLOCK_TOKENS_CPU  # prompts share whole blocks
+
+
+def cached_heads(model_config) -> tuple[int, int]:
+    """(heads of the whole model, channels) of a layer's keys in the cache, and of its values: the query groups.
+
+    A latent and its shared key count as one head, which every tensor-parallel rank holds.
+    """
+    if isinstance(model_config, MLATransformerConfig):
+        return 1, (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim) // 2
+    return model_config.num_query_groups, model_config.kv_channels
+
+
+def token_bytes(model_config, layers: int, tensor_ranks: int) -> int:
+    """Bytes of a token's keys and values in that many layers on a tensor-parallel rank, as in Megatron's context."""
+    heads, channels = cached_heads(model_config)
+    return 2 * layers * max(heads // tensor_ranks, 1) * channels * model_config.params_dtype.itemsize
+
+
+def capacity_of(buffer_bytes: int, bytes_of_token: int, block_tokens: int) -> int:
+    """Tokens that the requests of a cache can have: whole blocks, one of which Megatron keeps for padding."""
+    return (max(2, buffer_bytes // (bytes_of_token * block_tokens)) - 1) * block_tokens
+
+
+def check_capacity(settings, capacity: int, reporting_rank: int = 0):
+    """UsageError unless a cache of `capacity` tokens holds the longest sequence."""
+    longest = settings.max_prompt_length + settings.max_response_length
+    if capacity < longest:
+        raise UsageError(
+            f"--rollout-buffer-gb {settings.rollout_buffer_gb}: the KV cache holds one sequence of {capacity} tokens; "
+            f"--max-prompt-length + --max-response-length is {longest}",
+            reporting_rank,
+        )

@@ -1,0 +1,51 @@
+"""The KV cache of a rollout replica: as tokens, as sequences of full length, and as rounds of a step's responses."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from megarl.mcore.config.megatron_flags import parallel_sizes, transformer_config
+from megarl.mcore.inference.cache_size import BLOCK_TOKENS_CUDA, capacity_of, check_capacity, token_bytes
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.model.pipeline_layout import stage_layers
+from megarl.planning.memory import GIB
+from megarl.planning.traffic import StepSizes
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What the cache of a data-parallel replica holds, every sequence at its longest, prompts not shared.
+
+    `token_bytes`: of a token on a rank, that of the pipeline stage with most layers. `longest`: tokens of prompt and
+    response; `full_length`: such sequences that fit at a time; `decoded`: those that are decoded at a time, at most
+    `--rollout-max-requests`. `responses`: of a step, generated in `rounds`.
+    """
+
+    token_bytes: int
+    tokens: int
+    longest: int
+    full_length: int
+    decoded: int
+    responses: int
+    rounds: int
+
+
+def cache_plan(role, settings, step: StepSizes) -> CachePlan:
+    """The cache of the rollout's replicas on CUDA, whose blocks have 64 tokens.
+
+    Raises:
+        UsageError: it does not hold one sequence, with the line of the run.
+    """
+    args, sizes = role.megatron, parallel_sizes(role.megatron)
+    layers = max(sum(map(len, chunks)) for chunks in stage_layers(args))
+    each = token_bytes(transformer_config(args), layers, sizes.tensor)
+    tokens = capacity_of(int(settings.rollout_buffer_gb * GIB), each, BLOCK_TOKENS_CUDA)
+    check_capacity(settings, tokens)
+    longest = step.prompt + step.response
+    full_length = tokens // BLOCK_TOKENS_CUDA // ceil(longest / BLOCK_TOKENS_CUDA)
+    responses = ceil(step.with_greedy().sequences / sizes.data(len(role.ranks)))
+    max_requests = ceil(max(settings.rollout_max_requests, MIN_ROWS) / sizes.tensor) * sizes.tensor
+    decoded = min(full_length, max_requests, responses)
+    return CachePlan(
+        token_bytes=each, tokens=tokens, longest=longest, full_length=full_length, decoded=decoded,
+        responses=responses, rounds=ceil(responses / decoded),
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""The planned KV cache against the engine's own, and the sequences that it holds."""
+
+import pytest
+
+from megarl import arguments
+from megarl.errors import UsageError
+from megarl.planning import traffic
+from megarl.planning.kv_cache import cache_plan
+from tests.helpers.tiny_models import SHAPES, join_actor
+from tests.helpers.worlds import run_world
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+UNEVEN = f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 1"
+CASES = [("", "llama", 1), ("--bf16", "gpt2", 1), (TP2, "llama", 2), (TP2, "latent", 2), (UNEVEN, "llama", 2)]
+
+
+def sizes_of_engine(rank: int, flags: str, shape: str) -> tuple[int, int]:
+    """(bytes of a token, tokens of the cache's blocks) of the engine on this rank, with the blocks of a GPU."""
+    from megarl.mcore.inference import built_engine
+    from tests.helpers.engines import make_engine
+
+    built_engine.BLOCK_TOKENS = 64
+    assert join_actor(flags, shape)[1].is_member
+    engine, _, _ = make_engine(flags, shape, buffer_gb=0.01)
+    assert engine.context.memory_buffer.nbytes == engine.context.kv_block_allocator.total_count * (
+        engine.context.block_size_bytes
+    )
+    return engine.context.block_size_bytes // 64, engine.capacity
+
+
+def planned(flags: str, shape: str, ranks: int, lengths: str = "24 24"):
+    """The cache plan of a run with these flags."""
+    prompt, response = lengths.split()
+    text = f"{SHAPES[shape]} --max-prompt-length {prompt} --max-response-length {response} --advantage grpo {flags}"
+    program = arguments.parse(text.split(), ranks)
+    return cache_plan(program.roles["rollout"], program.settings, traffic.step_sizes(program.settings))
+
+
+@pytest.mark.parametrize("flags, shape, ranks", CASES)
+def test_tokens_and_their_bytes_are_those_of_the_engine(flags, shape, ranks):
+    """Grouped queries, latents, 16 bits, tensor ranks, and the stage with most layers, whose blocks all stages have."""
+    found = run_world(sizes_of_engine, ranks, flags, shape)
+    cache = planned(f"{flags} --rollout-buffer-gb 0.01", shape, ranks)
+    assert cache.token_bytes == max(each for each, _ in found) > 0
+    assert {tokens for _, tokens in found} == {cache.tokens}
+
+
+def test_sequences_and_rounds_of_a_replica():
+    """512 bytes of a token in fp32 with two layers, two groups of 16 channels: 32 KiB of a block of 64 tokens."""
+    sizes = "--prompts-per-step 10 --samples-per-prompt 4"
+    cache = planned(f"{sizes} --rollout-buffer-gb {17 * 2**15 / 2**30}", "llama", 2, "64 66")
+    assert cache.token_bytes == 512 and cache.tokens == 16 * 64  # one block of 17 is Megatron's
+    assert (cache.longest, cache.full_length, cache.decoded) == (130, 5, 5)  # three blocks each
+    assert (cache.responses, cache.rounds) == (20, 4)
+    more = planned(f"{sizes} --advantage remax --greedy-baseline --rollout-buffer-gb 1", "llama", 2, "64 66")
+    assert (more.responses, more.decoded, more.rounds) == (25, 25, 1)
+    capped = planned(f"{sizes} --rollout-buffer-gb 1 --rollout-max-requests 9", "llama", 2, "64 66")
+    assert (capped.decoded, capped.rounds) == (9, 3)
+    with pytest.raises(UsageError, match="holds one sequence of 128 tokens; .* is 130"):
+        planned(f"--rollout-buffer-gb {3 * 2**15 / 2**30}", "llama", 2, "64 66")
