@@ -3,9 +3,13 @@
 It takes the flags of train_rl. One process creates the real process groups on a fake backend, as each relevant rank.
 
     python -m megarl.plan --world-size 4096 --vocab-size 129280 --config my_run.yaml
+
+With `--gpu` it says whether the run fits into the GPUs, and estimates a step's time; `--best-layouts` searches layouts.
+Exit status: 0; 1 if the run does not fit; 2 for wrong input.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,14 +18,28 @@ from megarl import arguments
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import ArgumentParser, UsageError, warn
 
+POSITIVE = ("world_size", "ranks_per_node", "vocab_size", "gpu_memory", "mfu", "network")
+NEED_GPU = ("mfu", "network", "best_layouts")
+DOES_NOT_FIT = 1  # exit status
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The program's own flags; all others are those of train_rl."""
     parser = ArgumentParser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
-    parser.add_argument("--ranks-per-node", type=int, help="for a role map of nodes; default: all ranks on one node")
+    parser.add_argument("--ranks-per-node", type=int,
+                        help="for a role map of nodes; default: all ranks on one node. Estimates take 8")  # fmt: skip
     parser.add_argument(
         "--vocab-size", type=int, help="size of the vocabulary; default: that of the folder or tokenizer"
+    )
+    parser.add_argument("--gpu-memory", type=float,
+                        help="memory of a GPU, GiB: ends with a verdict, and exit status 1 if the run does not fit;"
+                        " default: that of --gpu")  # fmt: skip
+    parser.add_argument("--gpu", help="a100, h100, h200 or b200: a verdict, and an estimate of a step's time")
+    parser.add_argument("--mfu", type=float, help="of the estimate: share of the GPU's FLOPs that is reached, 0.4")
+    parser.add_argument("--network", type=float, help="of the estimate: GB/s of a GPU between nodes, default 50")
+    parser.add_argument(
+        "--best-layouts", action="store_true", help="search the parallel sizes that are not given; print the three best"
     )
     parser.add_argument("--json", help="also write the plan to this file as JSON")
     return parser
@@ -38,37 +56,103 @@ def vocabulary(chosen, role: arguments.RoleSettings) -> int:
     return build_tokenizer(role.tokenizer_type, role.tokenizer_model).vocab_size
 
 
-def main(argv: list[str]):
-    """Prints the plan; UsageError for wrong input."""
-    chosen, rest = build_parser().parse_known_args(argv)
-    for flag in ("world_size", "ranks_per_node", "vocab_size"):
-        value = getattr(chosen, flag)
-        if value is not None and value < 1:
-            raise UsageError(f"--{flag.replace('_', '-')} {value}: allowed is a number above 0")
-    # These import Megatron, so they come after the check of the program's own flags.
-    from megarl.mcore.parallel import fake_world
-    from megarl.planning import summary, table
+def check(chosen):
+    """UsageError for wrong values of the program's own flags."""
+    for name in POSITIVE:
+        value, flag = getattr(chosen, name), f"--{name.replace('_', '-')}"
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{flag} {value}: allowed is a number above 0")
+        if value is not None and name in NEED_GPU and chosen.gpu is None:
+            raise UsageError(f"{flag} {value}: needs --gpu, whose speed it is about")
+    if chosen.mfu is not None and chosen.mfu > 1:
+        raise UsageError(f"--mfu {chosen.mfu}: allowed is a share, at most 1")
+    if chosen.best_layouts and chosen.gpu is None:
+        raise UsageError("--best-layouts: needs --gpu, for which it estimates the time of a step")
 
-    with fake_world.fake_world(chosen.world_size):
-        program = arguments.parse(rest, chosen.world_size, ranks_per_node=chosen.ranks_per_node)
+
+def cluster_of(chosen):
+    """The cluster that `--gpu` and its flags describe; None without it."""
+    from megarl.planning import hardware
+
+    if chosen.gpu is None:
+        return None
+    if chosen.gpu not in hardware.GPUS:
+        raise UsageError(f"--gpu {chosen.gpu}: allowed are {', '.join(hardware.GPUS)}; others need --gpu-memory")
+    return hardware.Cluster(
+        chosen.gpu,
+        hardware.GPUS[chosen.gpu],
+        chosen.mfu or hardware.MFU,
+        (chosen.network or hardware.NETWORK) * 1e9,
+        chosen.ranks_per_node or hardware.RANKS_PER_NODE,
+    )
+
+
+def question_of(chosen, flags: list[str]):
+    """The question of a command line, and its program."""
+    from megarl.planning.question import Question
+
+    question = Question(flags, chosen.world_size, chosen.ranks_per_node)
+    program = question.program()
     warn(program.warnings)
-    arguments.check_microbatches(program)
-    sizes = [vocabulary(chosen, program.roles["actor"])]
-    if program.roles["reward"].has_model:
-        sizes.append(vocabulary(chosen, program.roles["reward"]))
-    plan = summary.make_plan(program, chosen.world_size, *sizes)
-    print(table.text(plan))
+    reward = program.roles["reward"]
+    return dataclasses.replace(
+        question,
+        vocab_size=vocabulary(chosen, program.roles["actor"]),
+        reward_vocab_size=vocabulary(chosen, reward) if reward.has_model else None,
+    ), program
+
+
+def main(argv: list[str]) -> int:
+    """Prints the plan and returns the exit status, 0 or 1; UsageError for wrong input."""
+    chosen, rest = build_parser().parse_known_args(argv)
+    check(chosen)
+    # What follows imports Megatron, so it comes after the check of the program's own flags.
+    cluster = cluster_of(chosen)
+    memory = chosen.gpu_memory or (cluster and cluster.gpu.memory)
+    question, program = question_of(chosen, rest)
+    answer = search if chosen.best_layouts else describe
+    text, data, fits = answer(question, program, cluster, memory)
+    print(text)
     if chosen.json:
-        Path(chosen.json).write_text(json.dumps(table.data(plan), indent=2), encoding="utf-8")
+        Path(chosen.json).write_text(json.dumps(data, indent=2), encoding="utf-8")
+    return 0 if fits else DOES_NOT_FIT
+
+
+def search(question, _program, cluster, memory: float) -> tuple[str, dict, bool]:
+    """(text, data, whether there is one) of the best layouts."""
+    from megarl.planning import layouts
+
+    found = layouts.best_layouts(question, cluster, memory)
+    return layouts.text(found, cluster), layouts.data(found), bool(found.best)
+
+
+def describe(question, program, cluster, memory: float | None) -> tuple[str, dict, bool]:
+    """(text, data, whether it fits) of the plan of the given flags; it fits if no memory is given."""
+    from megarl.planning import step_time, summary, table, verdict
+    from megarl.planning.question import Price
+
+    plan = summary.make_plan(program, question.world_size, question.vocab_size, question.reward_vocab_size)
+    price, texts, data = Price(program, plan.roles, plan.rank_sets), [table.text(plan)], table.data(plan)
+    if cluster is not None:
+        seconds = step_time.estimate(price, cluster)
+        texts.append(step_time.text(seconds, cluster))
+        data["estimate"] = seconds and step_time.data(seconds, cluster)
+    if memory is None:
+        return "\n\n".join(texts), data, True
+    found = verdict.verdict(question, price, memory)
+    texts.append(verdict.text(found, searches=cluster is not None))
+    return "\n\n".join(texts), data | {"verdict": verdict.data(found)}, found.fits
 
 
 def launch(argv: list[str]):
     """Runs the program; wrong input prints one line and exits with status 2."""
     try:
-        main(argv)
+        status = main(argv)
     except UsageError as error:
         print(f"megarl: error: {arguments.with_sources(error, argv, 'rl')}", file=sys.stderr)
         sys.exit(2)
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":

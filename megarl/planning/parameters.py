@@ -73,8 +73,9 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
         if args.position_embedding_type == "learned_absolute":
             weights.append(_weight(args, "embedding.position_embeddings.weight", args.max_position_embeddings, hidden))
     kinds = moe_layer_pattern(args)
+    of_kind = {kind: _layer(args, sizes, kind) for kind in {kinds[layer] for layer in layers}}
     for number, layer in enumerate(layers):
-        weights += [w._replace(name=f"{LAYERS}{number}.{w.name}") for w in _layer(args, sizes, kinds[layer])]
+        weights += [Weight(f"{LAYERS}{number}.{w.name}", *w[1:]) for w in of_kind[kinds[layer]]]
     if last:
         weights += _norm(args, "decoder.final_layernorm", hidden)
         if value_head:

@@ -30,6 +30,7 @@ class RolePlan:
     sizes: dict[str, int | bool]
     parameters: ParameterTotals | None
     stages: list[Memory]
+    vocab_size: int
     microbatches: int  # of an update, on each data-parallel replica
     traffic: dict[str, int]
     cache: CachePlan | None = None  # of a rollout
@@ -38,6 +39,10 @@ class RolePlan:
     def largest(self) -> Memory:
         """Memory of the fullest stage."""
         return max(self.stages, key=lambda memory: memory.total)
+
+    def memory_on(self, rank: int) -> Memory:
+        """Memory on one of the role's ranks."""
+        return self.stages[(rank - self.ranks.start) * len(self.stages) // len(self.ranks)]
 
 
 @dataclass(frozen=True)
@@ -73,22 +78,32 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         RuntimeError: a group's members do not match the role's sizes, which would be a bug.
     """
     role_groups = create_role_groups(program.roles, world_size)
-    step = traffic.step_sizes(program.settings)
-    sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
-    roles = {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
+    roles = role_plans(program, vocab_size, reward_vocab_size)
     return Plan(
         world_size=world_size,
         vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size(program.roles["actor"].megatron, vocab_size),
-        step=step,
+        step=traffic.step_sizes(program.settings),
         roles=roles,
-        rank_sets=rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size),
+        rank_sets=sets_of(roles, world_size),
         exchanges=[
             *traffic.exchanges(role_groups, program.settings),
             *traffic.routes(program.roles, role_groups, program.settings),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
     )
+
+
+def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -> dict[str, RolePlan]:
+    """The plan of each role, without process groups; arguments as of `make_plan`."""
+    step = traffic.step_sizes(program.settings)
+    sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
+    return {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
+
+
+def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:
+    """The sets of ranks with the same roles, of planned roles."""
+    return rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size)
 
 
 def create_role_groups(roles: dict, world_size: int) -> dict:
@@ -138,7 +153,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
         totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
     return RolePlan(
         name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
-        stages=memory_of(role, settings, vocab_size), microbatches=count, traffic=sent,
+        stages=memory_of(role, settings, vocab_size), vocab_size=vocab_size, microbatches=count, traffic=sent,
         cache=cache_plan(role, settings, step) if kind == "generate" and not settings.debug_train_only else None,
     )  # fmt: skip
 
@@ -157,8 +172,13 @@ def memory_of(role, settings, vocab_size: int) -> list[Memory]:
         cache, tokens = int(settings.rollout_buffer_gb * GIB), max(step.prompt + step.response, PREFILL)
     count = step.microbatches(sizes.data(len(role.ranks)), role.max_tokens_per_microbatch)
     stages = stage_memory(role, vocab_size, kind, tokens, count, cache)
-    models = len(settings.reward_model.split(",")) if kind == "reward model" else 1  # of an ensemble
+    models = models_of(role, settings)
     return [replace(memory, weights=models * memory.weights) for memory in stages]
+
+
+def models_of(role, settings) -> int:
+    """Models that a role runs one after another: those of an ensemble of reward models."""
+    return len((settings.reward_model or "").split(",")) if role.name == "reward" else 1
 
 
 def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> list[RankSet]:

@@ -220,6 +220,12 @@ WRONG = {
                         "'critic' has nothing to do"),
     "small cache": (["--world-size", "4", *SMALL, "--rollout-buffer-gb", "1e-9", "--max-prompt-length", "65",
                      "--max-tokens-per-microbatch", "99"], "--rollout-buffer-gb 1e-09: the KV cache holds one"),
+    "no memory": (["--world-size", "4", *SMALL, "--gpu-memory", "0"], "--gpu-memory 0.0: allowed is a number above 0"),
+    "unknown GPU": (["--world-size", "4", *SMALL, "--gpu", "h300"], "--gpu h300: allowed are a100, h100, h200, b200"),
+    "speed of no GPU": (["--world-size", "4", *SMALL, "--mfu", "0.3"], "--mfu 0.3: needs --gpu"),
+    "share above 1": (["--world-size", "4", *SMALL, "--gpu", "h100", "--mfu", "40"], "--mfu 40.0: allowed is a share"),
+    "layouts for no GPU": (["--world-size", "4", *SMALL, "--best-layouts"], "--best-layouts: needs --gpu"),
+    "layouts of 32 bits": (["--world-size", "4", *SMALL, "--gpu", "h100", "--best-layouts"], "needs --bf16 or --fp16"),
     "empty vocabulary": (["--world-size", "4", *SMALL, "--vocab-size", "0"], "--vocab-size 0: allowed is"),
 }  # fmt: skip
 
@@ -239,6 +245,27 @@ def test_wrong_use_ends_with_status_2(capsys):
     assert left.value.code == 2 and printed.out == ""
     assert printed.err.startswith("megarl: error: actor: --tensor-model-parallel-size 2")
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags, status, says", [
+    (["--gpu-memory", "0.2"], 1, "does not fit"), (["--gpu-memory", "2"], 0, "fits, "),
+    (["--gpu", "h100"], 0, "s: generation "), (["--gpu", "a100", "--best-layouts"], 0, "--use-distributed-optimizer"),
+    (["--gpu", "a100", "--best-layouts", "--gpu-memory", "0.2"], 1, "None of "),
+])  # fmt: skip
+def test_the_exit_status_says_whether_the_run_fits(flags, status, says, capsys, tmp_path):
+    """The cache of 0.25 GiB alone is more than 0.2."""
+    small = ["--world-size", "4", *SMALL, "--bf16", "--advantage", "grpo", "--prompts-per-step", "2"]
+    try:
+        plan.launch([*small, *flags, "--json", str(tmp_path / "plan.json")])
+        left = 0
+    except SystemExit as end:
+        left = end.code
+    assert left == status and says in capsys.readouterr().out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    if "--best-layouts" in flags:
+        assert len(found["best"]) == (0 if status else 3) and found["closest"]["bytes"] > 2**28 * 0.9
+    else:
+        assert found["verdict"]["fits"] == (status == 0) and ("estimate" in found) == ("--gpu" in flags)
 
 
 def test_an_error_names_the_config_file_of_a_flag(capsys, tmp_path):

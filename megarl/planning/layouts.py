@@ -1,0 +1,152 @@
+"""The best layouts of a model on a cluster: those that a run accepts and that fit, by estimated time of a step."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megarl.errors import UsageError
+from megarl.planning import hardware, step_time
+from megarl.planning.hardware import Cluster
+from megarl.planning.memory import GIB
+from megarl.planning.question import Price, Question
+from megarl.planning.verdict import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
+
+SHOWN = 3
+MAX_PIPELINE, MAX_CONTEXT = 16, 8
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+         "expert_model_parallel_size")  # fmt: skip
+RECOMPUTE = ((), SELECTIVE_RECOMPUTE, FULL_RECOMPUTE)  # each takes more time than the one before
+
+
+class Layout(NamedTuple):
+    """Flags of a layout, the bytes of its fullest rank, and estimated seconds of a step."""
+
+    flags: tuple[str, ...]
+    bytes: int
+    seconds: float
+
+
+class Found(NamedTuple):
+    """The best layouts that fit into `available` bytes; the closest one if none fits; how many there were."""
+
+    best: list[Layout]
+    closest: Layout
+    available: int
+    legal: int
+    fitting: int
+
+
+def best_layouts(question: Question, cluster: Cluster, memory: float) -> Found:
+    """Searches the layouts of all roles together. A size above 1 that the question's flags set stays.
+
+    Each is parsed and checked as a run. Activations are recomputed only as far as a layout needs it; sequences are
+    split (context parallelism) only if no layout fits without; the KV cache takes memory that is left.
+
+    Raises:
+        UsageError: the run refuses every layout; the last reason.
+    """
+    available, layouts = hardware.available(memory), []
+    refused: UsageError | None = None
+    args = question.program().roles["actor"].megatron
+    for context in _sizes(MAX_CONTEXT, args.context_parallel_size):
+        for flags in _layouts(question, args, context, cluster.ranks_per_node):
+            try:
+                layouts.append(_price(question, cluster, flags, available, args.recompute_granularity))
+            except UsageError as error:
+                refused = error
+        if any(layout.bytes <= available for layout in layouts):
+            break
+    if not layouts:
+        raise refused or UsageError("--best-layouts: no layout to search")
+    fitting = sorted((each for each in layouts if each.bytes <= available), key=lambda each: each.seconds)
+    closest = min(layouts, key=lambda each: each.bytes)
+    return Found(fitting[:SHOWN], closest, available, len(layouts), len(fitting))
+
+
+def _price(question: Question, cluster: Cluster, flags, available: int, given: str | None) -> Layout:
+    """The layout with the first kind of recomputation with which it fits, or the last; then with a larger cache."""
+    for more in [()] if given else RECOMPUTE:
+        price = question.price((*flags, *more))
+        if price.fullest.bytes <= available:
+            break
+    cache, price = _larger_cache(question, price, (*flags, *more), available)
+    return Layout((*flags, *more, *cache), price.fullest.bytes, _seconds(price, cluster))
+
+
+def _larger_cache(question: Question, price: Price, flags, available: int) -> tuple[tuple[str, ...], Price]:
+    """(flags, price) of a cache that is doubled while it fits and a replica needs fewer rounds with it."""
+    cache: tuple[str, ...] = ()
+    while (now := price.roles["rollout"].cache) is not None and now.rounds > 1:
+        more = ("--rollout-buffer-gb", f"{2 * price.program.settings.rollout_buffer_gb:g}")
+        larger = question.price((*flags, *more))
+        found = larger.roles["rollout"].cache
+        if larger.fullest.bytes > available or found is None or found.rounds >= now.rounds:
+            break
+        cache, price = more, larger
+    return cache, price
+
+
+def _seconds(price: Price, cluster: Cluster) -> float:
+    found = step_time.estimate(price, cluster)
+    if found is None:
+        raise UsageError("--best-layouts: needs --bf16 or --fp16, for which the GPUs' speed is known")
+    return found.total
+
+
+def _sizes(limit: int, given: int = 1) -> list[int]:
+    """Powers of two up to a limit, or the size that the flags give."""
+    return [given] if given > 1 else [2**power for power in range(limit.bit_length())]
+
+
+def _layouts(question: Question, args, context: int, ranks_per_node: int) -> Iterator[tuple[str, ...]]:
+    """Flags of every combination of sizes, tensor parallelism inside a node; the run may refuse some."""
+    tensor, pipeline, _, expert = (getattr(args, name) for name in SIZES)
+    sizes = itertools.product(
+        _sizes(ranks_per_node, tensor),
+        _sizes(min(MAX_PIPELINE, args.num_layers), pipeline),
+        _sizes(min(args.num_experts or 1, question.world_size), expert),
+    )
+    for t, p, e in sizes:
+        if t * p * context > question.world_size or e * p > question.world_size:
+            continue
+        values = dict(zip(SIZES, (t, p, context, e), strict=True))
+        flags = [("--" + name.replace("_", "-"), str(size)) for name, size in values.items() if size > 1]
+        words = [word for pair in flags for word in pair]
+        words += ["--sequence-parallel"] if t > 1 else []
+        yield (*words, *_uneven_stages(args, p), "--use-distributed-optimizer")
+
+
+def _uneven_stages(args, pipeline: int) -> list[str]:
+    """A smaller last stage where the stages do not divide the layers, unless the flags set the ends."""
+    ends = (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers)
+    last = args.num_layers - (pipeline - 1) * -(-args.num_layers // pipeline)
+    if any(ends) or args.num_layers % pipeline == 0:
+        return []
+    return ["--decoder-last-pipeline-num-layers", str(last)]
+
+
+def text(found: Found, cluster: Cluster) -> str:
+    """The layouts as text, with flags to paste."""
+    gib = found.available / GIB
+    if not found.best:
+        over = (found.closest.bytes - found.available) / GIB
+        return (
+            f"None of {found.legal} layouts fits into {gib:.2f} GiB; the closest misses by {over:.2f} GiB:\n"
+            f"  {found.closest.bytes / GIB:.2f} GiB: {' '.join(found.closest.flags)}"
+        )
+    lines = [
+        f"Best of {found.fitting} layouts that fit into {gib:.2f} GiB ({found.legal} are allowed), by an estimate of a "
+        "step's time that was never measured",
+        f"({cluster.assumptions})",
+    ]
+    for layout in found.best:
+        lines.append(f"  {layout.seconds:,.0f} s, fullest rank {layout.bytes / GIB:.2f} GiB: {' '.join(layout.flags)}")
+    return "\n".join(lines)
+
+
+def data(found: Found) -> dict:
+    """The layouts as plain data."""
+    return {
+        "available": found.available, "legal": found.legal, "fitting": found.fitting,
+        "best": [layout._asdict() for layout in found.best], "closest": found.closest._asdict(),
+    }  # fmt: skip

@@ -1,0 +1,49 @@
+"""A run that is to be planned, with the flags that a plan may add, and its price without process groups."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megarl import arguments
+from megarl.mcore.parallel import fake_world
+from megarl.planning import summary
+
+
+class Price(NamedTuple):
+    """A parsed run with the plan of each role and the memory of every set of ranks."""
+
+    program: arguments.RunConfig
+    roles: dict[str, summary.RolePlan]
+    rank_sets: list[summary.RankSet]
+
+    @property
+    def fullest(self) -> summary.RankSet:
+        """The set with the fullest rank."""
+        return max(self.rank_sets, key=lambda rank_set: rank_set.bytes)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Flags of train_rl and the ranks that they are for; a later flag wins.
+
+    `ranks_per_node`: None: role maps name no nodes. `vocab_size`, `reward_vocab_size`: of the policy and, if it has
+    another tokenizer, of the reward model.
+    """
+
+    flags: list[str]
+    world_size: int
+    ranks_per_node: int | None
+    vocab_size: int = 0
+    reward_vocab_size: int | None = None
+
+    def program(self, more: tuple[str, ...] = ()) -> arguments.RunConfig:
+        """The run with further flags, parsed and checked as the run itself does. UsageError for wrong ones."""
+        with fake_world.fake_world(self.world_size):
+            program = arguments.parse([*self.flags, *more], self.world_size, ranks_per_node=self.ranks_per_node)
+        arguments.check_microbatches(program)
+        return program
+
+    def price(self, more: tuple[str, ...] = ()) -> Price:
+        """What the run with further flags needs. UsageError for flags that the run refuses."""
+        program = self.program(more)
+        roles = summary.role_plans(program, self.vocab_size, self.reward_vocab_size)
+        return Price(program, roles, summary.sets_of(roles, self.world_size))

@@ -1,0 +1,156 @@
+"""Estimated time of a step: training by FLOPs, generation by bytes over memory bandwidth, traffic over links.
+
+Every response has its full length, nothing overlaps within a role; launches of kernels, copies of `--offload` and
+checkpoints are not counted. Nothing of it was measured. Symbols as in `parameters`; P parameters of a token's forward,
+T tokens, sequences of s tokens.
+"""
+
+from dataclasses import asdict, dataclass
+from math import ceil
+
+import torch
+
+from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.model.gpt import padded_vocab_size
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.planning import summary, traffic
+from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
+from megarl.planning.parameters import SCALAR_HEAD, stage_weights
+from megarl.planning.question import Price
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step's phases. `ahead`: the next batch is generated while this one is trained on."""
+
+    generation: float
+    scoring: float
+    updates: float
+    weights: float
+    ahead: bool
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        training = self.scoring + self.updates
+        return (max(self.generation, training) if self.ahead else self.generation + training) + self.weights
+
+
+def estimate(price: Price, cluster: Cluster) -> StepTime | None:
+    """The time of a step; None for models of 32 bits, whose products are not those of the data sheets."""
+    program, step = price.program, traffic.step_sizes(price.program.settings)
+    if any(role.megatron.params_dtype == torch.float32 for role in program.roles.values() if role.has_model):
+        return None
+    phases: dict[str, dict[str, float]] = {"generation": {}, "scoring": {}, "updates": {}}
+    for name, plan in price.roles.items():
+        if plan.cache is not None:
+            phases["generation"][name] = _generation(program, plan, step, cluster)
+        elif plan.parameters is not None and name != "rollout":
+            both = _passes(program, plan, step, cluster)
+            phases["scoring"][name], phases["updates"][name] = both
+    seconds = {
+        phase: max(sum(of_role.get(role, 0.0) for role in each.roles) for each in price.rank_sets)
+        for phase, of_role in phases.items()
+    }
+    rollout = price.roles["rollout"]
+    sent = traffic.weights_to_rollout(program.roles, rollout.vocab_size) / len(rollout.ranks)
+    return StepTime(
+        **seconds, weights=sent / cluster.speed(len(rollout.ranks)), ahead=bool(program.settings.one_step_off)
+    )
+
+
+def text(found: StepTime | None, cluster: Cluster) -> str:
+    """The estimate as text, with what it assumes."""
+    if found is None:
+        return "No estimate of a step's time: a model of 32 bits does not run at the speed of the data sheets"
+    phases = f"generation {found.generation:,.1f}, scoring {found.scoring:,.1f}, updates {found.updates:,.1f}"
+    return (
+        "Estimate of a step's time, never measured, all responses at full length\n"
+        f"({cluster.assumptions})\n"
+        f"{found.total:,.1f} s: {phases}, weights to the rollout {found.weights:,.1f}"
+        + (" (generation of the next batch meanwhile)" if found.ahead else "")
+    )
+
+
+def data(found: StepTime, cluster: Cluster) -> dict:
+    """The estimate as plain data, in seconds."""
+    return asdict(found) | {"total": found.total, "assumptions": cluster.assumptions}
+
+
+def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) -> float:
+    """2·P·T + L·A·(D_keys + D_values)·s·T: a causal token attends to half of its sequence on average.
+
+    P without embeddings that are only looked up.
+    """
+    assert plan.parameters is not None
+    if args.multi_latent_attention:
+        channels = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
+    else:
+        channels = 2 * args.kv_channels
+    lookups = 0
+    if args.untie_embeddings_and_output_weights or summary.KINDS[plan.name] in SCALAR_HEAD:
+        lookups = padded_vocab_size(args, plan.vocab_size) * args.hidden_size
+    return tokens * (
+        2 * (plan.parameters.active - lookups) + args.num_layers * args.num_attention_heads * channels * length
+    )
+
+
+def _passes(program, plan: summary.RolePlan, step: traffic.StepSizes, cluster: Cluster) -> tuple[float, float]:
+    """(seconds of the forwards that score, seconds of the updates) of a role other than the rollout.
+
+    f forwards and w backwards of 2 forwards each, times 1 + (p − 1)/(v·m), the idle share of a pipeline; selective
+    recomputation, which repeats attention alone, is not counted.
+    """
+    role, sizes = program.roles[plan.name], parallel_sizes(program.roles[plan.name].megatron)
+    args, models = role.megatron, summary.models_of(role, program.settings)
+    length = args.seq_length
+    forwards, backwards = traffic.passes(plan.name, args, step)
+    scoring = forwards - backwards * (2 if args.recompute_granularity == "full" else 1)
+    count = step.microbatches(sizes.data(len(plan.ranks)), role.max_tokens_per_microbatch)
+    virtual = args.virtual_pipeline_model_parallel_size or 1
+    bubble = 1 + (sizes.pipeline - 1) / (virtual * count)
+    one = models * forward_flops(args, plan, step.sequences * length, length) / len(plan.ranks) / cluster.flops * bubble
+    sent, node = plan.traffic, sizes.tensor * sizes.context
+    links = sent["tensor"] / cluster.speed(sizes.tensor) + sent["context"] / cluster.speed(node)
+    links += sent["expert"] / cluster.speed(sizes.expert * sizes.expert_tensor)
+    links += sent["pipeline"] / cluster.speed(len(plan.ranks))
+    share = scoring / (forwards + backwards)
+    reduced = sent["gradients"] / cluster.speed(len(plan.ranks) // sizes.pipeline)
+    return scoring * one + share * links, (forwards - scoring + 2 * backwards) * one + (1 - share) * links + reduced
+
+
+def _generation(program, plan: summary.RolePlan, step: traffic.StepSizes, cluster: Cluster) -> float:
+    """Seconds of a replica's rounds and of one prefill of each prompt."""
+    role, cache, sent = program.roles[plan.name], plan.cache, plan.traffic
+    args, sizes = role.megatron, parallel_sizes(role.megatron)
+    assert cache is not None
+    prompts = ceil(program.settings.prompts_per_step / sizes.data(len(plan.ranks)))
+    prefill = forward_flops(args, plan, prompts * step.prompt, step.prompt) / sizes.tensor / cluster.flops
+    links = sent["tensor"] / cluster.speed(sizes.tensor) + sent["pipeline"] / cluster.speed(len(plan.ranks))
+    links += sent["expert"] / cluster.speed(sizes.expert * sizes.expert_tensor)
+    return cache.rounds * step.response * decode_seconds(args, plan, step, cluster) + prefill + links
+
+
+def decode_seconds(args, plan: summary.RolePlan, step: traffic.StepSizes, cluster: Cluster) -> float:
+    """Seconds of a decode step without what it sends.
+
+    It reads the weights, and the cache of a round's requests at half of their response, or computes, whichever takes
+    longer; the stages of a pipeline take turns; every collective takes `LATENCY`. Of E experts, n tokens read
+    1 − (1 − k/E)ⁿ.
+    """
+    sizes, cache, mean = parallel_sizes(args), plan.cache, step.prompt + step.response / 2
+    assert cache is not None
+    requests, touched = cache.responses / cache.rounds, 1.0
+    if args.num_experts:
+        tokens = requests * max(1, sizes.expert * sizes.expert_tensor // sizes.tensor)
+        touched = 1 - (1 - args.moe_router_topk / args.num_experts) ** tokens
+    stages = stage_weights(args, plan.vocab_size, value_head=False)
+    weights = [w for chunks in stages for chunk in chunks for w in chunk]
+    if any(w.name.startswith("output_layer.") for w in weights):
+        weights = [w for w in weights if not w.name.startswith("embedding.")]  # only looked up
+    read = sum(w.elements * w.itemsize * (touched if w.is_routed else 1.0) for w in weights)
+    read += requests * mean * cache.token_bytes * sizes.pipeline
+    computed = forward_flops(args, plan, requests, 2 * mean) / sizes.tensor / cluster.flops
+    collectives = 2 * args.num_layers * (sizes.tensor > 1) + sizes.pipeline - 1
+    collectives += 2 * sum(moe_layer_pattern(args)) * (sizes.expert * sizes.expert_tensor > 1)
+    return max(read / (BANDWIDTH_SHARE * cluster.gpu.bandwidth), computed) + collectives * LATENCY
