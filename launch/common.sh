@@ -38,6 +38,20 @@ names() {
     echo "${found[@]}"
 }
 
+# plan_fits FLAG...: whether the plan of train_rl with these flags fits into GPUs of GPU_MEMORY GiB; wrong flags end the
+# script with the plan's line and status 2.
+plan_fits() {
+    local status=0 said python
+    if [[ ${LAUNCHER:-auto} != torchrun ]] && in_allocation; then read_allocation; fi
+    python=$(bash "$ROOT/launch/setup_env.sh")
+    said=$(PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$python" -m megarl.plan --gpu-memory "$GPU_MEMORY" \
+        --world-size "$((${NNODES:-1} * ${NPROC:-1}))" --ranks-per-node "${NPROC:-1}" \
+        ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} "$@" 2>&1 >/dev/null) || status=$?
+    # Python also ends with status 1 after an error of its own.
+    [[ $status -lt 2 && $said != *Traceback* ]] || { echo "$said" >&2 && exit 2; }
+    return "$status"
+}
+
 # show_command WORD...: prints a command as one could type it.
 show_command() {
     printf 'command:'

@@ -12,13 +12,14 @@
 #                                          (torchrun's c10d), and the job's name there
 #   DRY_RUN        1: print the command, check its flags (train_rl: `megarl.plan`, which needs no data), start nothing
 #   VOCAB_SIZE     for DRY_RUN without --hf-model or tokenizer
+#   GPU_MEMORY     for DRY_RUN: GiB of a GPU; the plan ends with a verdict, and status 1 if the run does not fit
 #   MAX_RESTARTS   restarts from the latest checkpoint of --save after a failure, default 0
 #   LAUNCHER       auto (default), torchrun (ignore a Slurm allocation) or srun
 #   SRUN_FLAGS     further flags of srun, separated by spaces
 #   OMP_NUM_THREADS    threads per rank, default: the node's cores divided by its ranks
 #   PYTHON, MEGARL_VENV    see launch/setup_env.sh
-# Exit status: 0; 2 after one line for wrong flags or variables; otherwise that of the rank that failed, torchrun's or
-# srun's.
+# Exit status: 0; 1 of DRY_RUN if the plan does not fit into GPU_MEMORY; 2 after one line for wrong flags or variables;
+# otherwise that of the rank that failed, torchrun's or srun's.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
@@ -72,7 +73,7 @@ if [[ -n ${DRY_RUN:-} ]]; then
     world=$((NNODES * ${NPROC:-1}))
     if [[ $PROGRAM == train_rl ]]; then
         exec "$PYTHON_BIN" -m megarl.plan --world-size "$world" --ranks-per-node "${NPROC:-1}" \
-            ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} "$@"
+            ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} ${GPU_MEMORY:+--gpu-memory "$GPU_MEMORY"} "$@"
     fi
     WORLD_SIZE=$world LOCAL_WORLD_SIZE=${NPROC:-1} exec "$PYTHON_BIN" -m "megarl.$PROGRAM" "$@" --check
 fi

@@ -60,6 +60,8 @@ def test_a_warm_start_makes_data_and_a_policy_on_two_ranks(tmp_path):
     ("rl", {"SAVE": "S", "MODEL": "gpt2"}, "MODEL=gpt2: allowed: deepseek_v3 llama3.1_405b"),
     ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "ALGORITHM": "dpo"}, "ALGORITHM=dpo: allowed: cispo dapo dr_grpo"),
     ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "TP": "two"}, "TP=two: allowed is a whole number above 0"),
+    ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "RECOMPUTE": "some"}, "RECOMPUTE=some: allowed: auto, none, selective"),
+    ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "GPU_MEMORY": "big"}, "GPU_MEMORY=big: allowed is a whole number"),
     ("slurm", {"SAVE": "S"}, "no program or script given"),
     ("agent_quickstart", {"SAVE": "S", "SEED": "x"}, "SEED=x: allowed is"),
     ("agent_quickstart", {"SAVE": "S", "TASK": "chess"}, "TASK=chess: allowed: guess-number, products, frozen-lake"),
@@ -95,6 +97,63 @@ def checkout(folder: Path) -> Path:
         said = f"{name}: ${{NPROC:-}} $CONFIG $SEED $SAVE"
         (folder / "launch" / f"{name}.sh").write_text(f'printf "%s\\n" "{said}" "$@"\n')
     return folder
+
+
+def rl_flags(folder: Path, plan: str, *further: str, **variables: str):
+    """(result, flags) of rl.sh in a checkout, where the planner is this script; it writes each call to a file."""
+    (checkout(folder) / "bin").mkdir()
+    stub(folder / "bin", "python", f'echo "$@" >>{folder}/plans\n{plan}')
+    given = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "NPROC": "8", "SAVE": str(folder / "run")} | variables
+    done = launch(list(further), "rl", root=folder, **given)
+    return done, done.stdout.split("train_rl\n")[-1].split()
+
+
+@pytest.mark.parametrize("needs, variables, further, plans, ends", [
+    ("none", {}, [], 1, "--clip-grad 1.0"), ("selective", {}, [], 2, "--recompute-granularity selective"),
+    ("full", {}, [], 3, "--recompute-method uniform --recompute-num-layers 1"),
+    ("more", {}, [], 3, "--recompute-method uniform --recompute-num-layers 1"),
+    ("full", {"RECOMPUTE": "none"}, [], 0, "--clip-grad 1.0"),
+    ("none", {"RECOMPUTE": "selective"}, [], 0, "--recompute-granularity selective"),
+    ("full", {}, ["--recompute-granularity", "selective"], 0, "--clip-grad 1.0"),
+])  # fmt: skip
+def test_activations_are_recomputed_only_if_the_plan_needs_it(needs, variables, further, plans, ends, tmp_path):
+    fits = {"none": "exit 0", "selective": '[[ "$*" == *"granularity selective"* ]]', "more": "exit 1",
+            "full": '[[ "$*" == *"granularity full"* ]]'}  # fmt: skip
+    done, flags = rl_flags(tmp_path, fits[needs], *further, MODEL="qwen2.5_7b", TP="2", **variables)
+    assert done.returncode == 0, done.stderr
+    optimizer = " ".join(flags).split("--train-iters")[0].strip()
+    assert optimizer.endswith(ends) and optimizer.count("--recompute-granularity") == (ends != "--clip-grad 1.0")
+    asked = (tmp_path / "plans").read_text().splitlines() if plans else []
+    assert len(asked) == plans
+    for line in asked:
+        assert "-m megarl.plan --gpu-memory 80 --world-size 8 --ranks-per-node 8 --vocab-size 152064 " in line
+        assert "--tensor-model-parallel-size 2" in line
+    assert ("does not fit into GPU_MEMORY=80 GiB" in done.stderr) == (needs == "more")
+
+
+@pytest.mark.parametrize("says, status", [("megarl: error: no", 2), ("Traceback: a fault of the planner", 1)])
+def test_an_error_of_the_planner_ends_the_script_with_its_text(says, status, tmp_path):
+    done, _ = rl_flags(tmp_path, f"echo {says} >&2\nexit {status}", MODEL="qwen2.5_7b")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{says}\n")
+
+
+@pytest.mark.parametrize("variables, further, has, lacks", [
+    ({"MODEL": "qwen3_30b_a3b"}, [], "--bf16 --moe-grouped-gemm", "--rollout-tensor"),
+    ({"MODEL": "qwen3_30b_a3b", "DTYPE": "fp32"}, [], "--num-experts", "--moe-grouped-gemm"),
+    ({"MODEL": "qwen3_30b_a3b"}, ["--exact-rollout"], "--num-experts", "--moe-grouped-gemm"),
+    ({"MODEL": "qwen3_8b"}, [], "--bf16", "--moe-grouped-gemm"),
+    ({"HF_MODEL": "EXPERTS"}, [], "--bf16 --moe-grouped-gemm", "--num-experts"),
+    ({"MODEL": "qwen3_8b", "ROLLOUT_TP": "2", "ROLLOUT_PP": "1", "ROLLOUT_EP": "4"}, [],
+     "--rollout-tensor-model-parallel-size 2 --rollout-pipeline-model-parallel-size 1 "
+     "--rollout-expert-model-parallel-size 4", "--moe"),
+])  # fmt: skip
+def test_grouped_experts_and_the_rollouts_own_layout(variables, further, has, lacks, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"hidden_size": 64, "num_experts": 128}')
+    given = {name: str(tmp_path / "hf") if value == "EXPERTS" else value for name, value in variables.items()}
+    done, flags = rl_flags(tmp_path, "exit 0", *further, **given)
+    assert done.returncode == 0, done.stderr
+    assert has in " ".join(flags) and lacks not in " ".join(flags)
 
 
 @pytest.mark.long
@@ -180,13 +239,15 @@ def test_a_batch_job_goes_back_into_the_queue_if_the_run_can_go_on(end, preempte
 
 @pytest.mark.parametrize("algorithm", sorted(path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")))
 def test_the_recipe_of_each_algorithm_is_understood(algorithm, tmp_path):
-    given = {"MODEL": "qwen3_30b_a3b", "EP": "2", "TP": "2", "ALGORITHM": algorithm, "SAVE": str(tmp_path / "run")}
+    given = {"MODEL": "qwen3_30b_a3b", "EP": "2", "TP": "2", "ALGORITHM": algorithm, "RECOMPUTE": "full"}
+    given["SAVE"] = str(tmp_path / "run")
     done = launch(["--lr", "2e-6"], "rl", checkout(tmp_path / "checkout"), **given)
     assert done.returncode == 0, done.stderr
     program, *flags = done.stdout.partition("run: ")[2].splitlines()[1:]
     config = arguments.parse(flags, 4)
     args, settings = config.roles["actor"].megatron, config.settings
     assert (program, args.lr, args.num_experts, args.sequence_parallel) == ("train_rl", 2e-6, 128, True)
+    assert args.recompute_granularity == "full" and args.moe_grouped_gemm
     assert settings.router_replay == "rollout" and settings.save == str(tmp_path / "run") and not config.warnings
 
 
