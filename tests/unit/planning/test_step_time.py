@@ -23,9 +23,9 @@ def price_of(flags: str, ranks: int = 1):
     return Question(f"{GRPO} {flags}".split(), ranks, None, vocab_size=20).price()
 
 
-def cluster_of(bandwidth: float = 1e11, ranks_per_node: int = 8) -> hardware.Cluster:
-    """GPUs of so many bytes per second of memory."""
-    return hardware.Cluster("test", hardware.GPU(80, 2 * FLOPS, bandwidth, 1e9), 0.5, 1e7, ranks_per_node)
+def cluster_of(bandwidth: float = 1e11, ranks_per_node: int = 8, link: float = 1e9) -> hardware.Cluster:
+    """GPUs of so many bytes per second of memory and of links."""
+    return hardware.Cluster("test", hardware.GPU(80, 2 * FLOPS, bandwidth, link), 0.5, 1e7, ranks_per_node)
 
 
 def estimate(flags: str = "", ranks: int = 1, **of_cluster):
@@ -58,6 +58,12 @@ def test_a_step_on_one_rank():
     assert found.total == found.generation + found.scoring + found.updates and found.weights == 0
     again = estimate("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     assert again.updates == pytest.approx(4 * all_tokens) and again.scoring == found.scoring
+
+
+def test_a_pipeline_idles_for_a_stage_in_all_micro_batches():
+    flags = "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 48"
+    found = estimate(flags, 2, link=1e20)
+    assert found.updates == pytest.approx(3 * forward(4 * 48, 48) / 2 * (1 + 1 / 4))
 
 
 def test_decoding_computes_or_reads_whichever_takes_longer():
