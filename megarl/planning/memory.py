@@ -86,7 +86,8 @@ class GradientBuffer(NamedTuple):
         first, last = np.array(self.ranges, dtype=np.int64).T
         for start, end in self.buckets:
             edges = np.linspace(start, end, self.ranks + 1, dtype=np.int64)[:, None]
-            held += (np.minimum(last, edges[1:]) - np.maximum(first, edges[:-1])).clip(0).sum(1)
+            own = slice(*np.searchsorted(first, (start, end)))  # a weight is in one bucket
+            held += (np.minimum(last[own], edges[1:]) - np.maximum(first[own], edges[:-1])).clip(0).sum(1)
         return held
 
 

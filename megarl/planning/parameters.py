@@ -4,7 +4,9 @@ Symbols: H hidden size, D channels of a head, A heads, G query groups, L channel
 when gated), V the padded vocabulary, E experts; t, e and x the tensor-, expert- and expert-tensor-parallel sizes.
 """
 
-from typing import NamedTuple
+import functools
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +33,21 @@ class Weight(NamedTuple):
 
 
 def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
-    """Weights of every pipeline stage, chunk by chunk, as each rank of the stage holds them."""
+    """Weights of every pipeline stage, chunk by chunk, as each rank of the stage holds them; not to be changed."""
+    return _stage_weights(_Namespace(args, repr(vars(args))), vocab_size, value_head)
+
+
+@dataclass(frozen=True)
+class _Namespace:
+    """Megatron's namespace as a key of a cache: equal if all values are."""
+
+    args: Any = field(compare=False)
+    values: str
+
+
+@functools.lru_cache(maxsize=8)  # a plan asks for the weights of each of its roles several times
+def _stage_weights(namespace: _Namespace, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
+    args = namespace.args
     sizes, stages = parallel_sizes(args), stage_layers(args)
     last = (len(stages) - 1, len(stages[-1]) - 1)
     return [
