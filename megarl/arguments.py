@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl import plugins
+from megarl import plugins, process_state
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
@@ -269,11 +269,16 @@ def _unknown_flag(command: CommandLine, program: str, option: str, name: str) ->
 
 def _named(flag: str, name: str, built_in: dict, wrap):
     """The built-in object of that name, or the wrapped plug-in."""
-    found = plugins.load(flag, name, built_in)
+    if name in built_in:
+        return built_in[name]
+    caller = f"{flag} {name}"
+    with process_state.kept(caller):
+        found = plugins.load(flag, name, built_in)
     try:
-        return found if name in built_in else wrap(found)
+        plug_in = wrap(found)
     except ValueError as error:
-        raise UsageError(f"{flag} {name}: {error}") from None
+        raise UsageError(f"{caller}: {error}") from None
+    return plug_in._replace(function=process_state.keeping(caller, plug_in.function))
 
 
 def _policy_loss(name: str) -> PolicyLoss:

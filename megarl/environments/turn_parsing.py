@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megarl import plugins
+from megarl import plugins, process_state
 from megarl.environments.protocol import ToolCall, Turn
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -95,7 +95,11 @@ TOOL_CALL_PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "json": parse_js
 
 def load_parser(name: str) -> Parser:
     """The parser of `--tool-call-parser`: a built-in one or package.module:function. UsageError if it is neither."""
-    return plugins.load("--tool-call-parser", name, TOOL_CALL_PARSERS)
+    if name in TOOL_CALL_PARSERS:
+        return TOOL_CALL_PARSERS[name]
+    caller = f"--tool-call-parser {name}"
+    with process_state.kept(caller):
+        return process_state.keeping(caller, plugins.load("--tool-call-parser", name, TOOL_CALL_PARSERS))
 
 
 def parse_turn(text: str, number: int, parser: Parser) -> Turn:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl import plugins
+from megarl import plugins, process_state
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import code, expression, mathematics, tasks, text
@@ -110,7 +110,8 @@ def build_verifiers(settings) -> VerifierSet:
     limited = [name for name in names if traits[name].limited]
     threads = {name: traits[name].threads(options) for name in names if traits[name].threads}
     workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
-    verifiers = build_named_verifiers(options, names)
+    with process_state.kept(f"--reward {settings.reward}"):
+        verifiers = build_named_verifiers(options, names)
     return VerifierSet(
         verifiers, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback,
         wrong={name: traits[name].wrong for name in names if traits[name].wrong},

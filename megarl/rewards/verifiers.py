@@ -1,9 +1,11 @@
 """All verifiers of a run: where each runs, its time limit, and the fallback score of a sample on which one fails."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from megarl import process_state
 from megarl.observe import activity
 from megarl.rewards import guard
 from megarl.rewards.base import Job, Sample, Score, TimedOut, Verifier, failure, reference_sample
@@ -93,7 +95,13 @@ class VerifierSet:
         return outcomes
 
     def _run(self, jobs: list[Job]) -> list[list[Score | str]]:
-        return self._workers.run(jobs) if self._workers is not None else list(map(self._run_here, jobs))
+        if self._workers is not None:
+            return self._workers.run(jobs)
+        results: list[list[Score | str]] = []
+        for name, of_verifier in itertools.groupby(jobs, key=lambda job: job.name):
+            with process_state.kept(f"--reward {name}"):
+                results += map(self._run_here, of_verifier)
+        return results
 
     def _run_here(self, job: Job) -> list[Score | str]:
         try:

@@ -1,11 +1,14 @@
 """Responses whose verifier failed: dropped from groups, losses and means, in every layout, and never silently."""
 
 import json
+import os
+import sys
 from statistics import fmean
 
 import pytest
+import torch
 
-from tests.helpers.programs import assert_close, metrics, rl_argv, samples, train
+from tests.helpers.programs import assert_close, metrics, rl_argv, samples, timeless_rows, train
 
 NAME = "tests.programs.test_reward_failures:picky"
 FLAGS = f"--reward {NAME} --reward-max-failures 1 --train-iters 2"
@@ -18,6 +21,14 @@ def picky(sample) -> float:
     if sample.response[:1] in set("26"):
         raise ValueError("a bad digit")
     return len(sample.response) / 10
+
+
+def rude(sample) -> float:
+    """Scores as `picky`, with gradients off and a stdout that is closed."""
+    torch.set_grad_enabled(False)
+    sys.stdout = open(os.devnull, "w")
+    sys.stdout.close()
+    return picky(sample)
 
 
 def rows_of(save, step: int = 1) -> list[dict]:
@@ -45,6 +56,17 @@ def test_what_failed_counts_nowhere_and_is_said(dropped):
         assert found[name] == pytest.approx(fmean(row["reward"] for row in scored), abs=1e-6)
     assert found["rollout/response_length_mean"] == pytest.approx(fmean(row["length"] for row in scored))
     assert f" | {len(failed)} failed | " in out
+
+
+def test_a_reward_that_changes_the_process_trains_the_same(dropped, tmp_path, capfd):
+    save, out = dropped
+    name = NAME.replace("picky", "rude")
+    (said,) = train("rl", rl_argv(tmp_path / "rude", FLAGS.replace(NAME, name)))
+    assert f"--reward {name} changed sys.stdout, whether torch computes gradients; " in capfd.readouterr().err
+    assert said.count("\nstep ") == out.count("\nstep ") == 2
+    rows = [{key.replace(name, NAME): value for key, value in row.items()}
+            for row in timeless_rows(tmp_path / "rude", (1, 2)).values()]  # fmt: skip
+    assert rows == list(timeless_rows(save, (1, 2)).values()) and rows[0]["actor/grad_norm"] > 0
 
 
 def test_every_layout_drops_the_same(dropped, tmp_path):
