@@ -7,6 +7,7 @@ forked from the process that checks the input.
 import contextlib
 import datetime
 import decimal
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.content_limit import ContentLimit, compressed_buffers, decoded_bytes, parquet_columns
 from megarl.data.sources import printable
 from megarl.errors import UsageError
 from megarl.plain_files import check_regular
@@ -21,6 +23,7 @@ from megarl.plain_files import check_regular
 Converter = Callable[[Any], Any]
 
 ROWS = 1024  # that are Python objects at the same time
+_PIECE_BYTES = 2**28  # of the rows that are Python objects at the same time, unless a single row is longer
 _POINTER = b"version https://git-lfs"
 _FILE_MAGIC = b"ARROW1"  # at the start and the end of an Arrow file; streams have none
 _FILE_HEADER = 8  # bytes
@@ -58,14 +61,18 @@ class ArrowTable:
         }
 
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Every row with these columns; only they are read."""
-        count = 0
+        """Every row with these columns; only they are read. UsageError if they expand without measure."""
+        count, limit = 0, ContentLimit(self._path, self._where)
         with self._errors(lambda: f" after row {count}"), self._opened() as (schema, batches):
             converters = {field.name: self._converter(field.type) for field in schema}
             for batch in batches(list(names)):
                 batch.validate(full=True)  # of a damaged file, offsets may lead out of memory
-                for start in range(0, batch.num_rows, ROWS):
-                    piece = batch.slice(start, ROWS)
+                size = batch.num_rows + sum(decoded_bytes(self._arrow, column) for column in batch.columns)
+                limit.add(size)
+                step = max(1, min(ROWS, batch.num_rows * _PIECE_BYTES // max(1, size)))
+                for start in range(0, batch.num_rows, step):
+                    piece = batch.slice(start, step)
+                    piece = piece.cast(self._arrow.schema([schema.field(name) for name in piece.schema.names]))
                     for row in piece.to_pylist() if names else [{}] * piece.num_rows:
                         yield {name: converters[name](value) for name, value in row.items()}
                         count += 1
@@ -78,12 +85,26 @@ class ArrowTable:
             from pyarrow import parquet
 
             with parquet.ParquetFile(self._path, pre_buffer=False) as file:
-                yield file.schema_arrow, lambda names: file.iter_batches(ROWS, columns=names, use_threads=False)
+                yield file.schema_arrow, functools.partial(self._parquet_batches, parquet, file.metadata)
             return
         with arrow.OSFile(self._path) as raw:
             _skip_file_header(raw)
+            ContentLimit(self._path, self._where).add(compressed_buffers(raw))
             with arrow.ipc.open_stream(raw, options=arrow.ipc.IpcReadOptions(use_threads=False)) as reader:
                 yield reader.schema, lambda names: (batch.select(names) for batch in reader)
+
+    def _parquet_batches(self, parquet, metadata, names: list[str]) -> Iterator[Any]:
+        columns, limit = parquet_columns(metadata, names), ContentLimit(self._path, self._where)
+        limit.add(sum(column.bytes for column in columns))
+        # Dictionaries stay, since all rows of a batch may name the same long string, until the batch has been counted.
+        kept = [
+            each.path for each in columns if each.is_text and {"RLE_DICTIONARY", "PLAIN_DICTIONARY"} & each.encodings
+        ]
+        # In this encoding each value may be nearly as long as the column is in the file.
+        most = max((each.bytes for each in columns if "DELTA_BYTE_ARRAY" in each.encodings), default=1)
+        rows = max(1, min(ROWS, limit.bytes // max(1, most)))
+        with parquet.ParquetFile(self._path, pre_buffer=False, read_dictionary=kept) as file:
+            yield from file.iter_batches(rows, columns=names, use_threads=False)
 
     @contextlib.contextmanager
     def _errors(self, place=lambda: ""):

@@ -4,7 +4,6 @@ import array
 import codecs
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megarl.data.content_limit import ContentLimit
 from megarl.data.fields import parse_line
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.plain_files import check_regular
 
 ZSTD = ".zst"
-MAX_EXPANSION = 200  # times the size of a compressed file; text has 3 to 30
-MIN_CONTENT = 2**26  # bytes that any compressed file may have
 _PART = 2**24
 
 
@@ -52,25 +50,24 @@ def read_text(path: str, flag: str) -> bytes:
 
 def _decompressed(path: str, where: str) -> bytes:
     check_regular(path)  # so that a missing file is one, with or without pyarrow
-    limit = max(MIN_CONTENT, MAX_EXPANSION * os.path.getsize(path))
+    limit = ContentLimit(path, where)
     if path.endswith(".gz"):
         with gzip.open(path) as file:
-            return _limited(file, limit, where)
+            return _limited(file, limit)
     if path.endswith(ZSTD):
         from megarl.data.arrow_files import opened_zstd
 
         with opened_zstd(path, where) as file:
-            return _limited(file, limit, where)
+            return _limited(file, limit)
     return Path(path).read_bytes()
 
 
-def _limited(file: Any, limit: int, where: str) -> bytes:
+def _limited(file: Any, limit: ContentLimit) -> bytes:
     """The content of a compressed file; UsageError if it is far more than text compresses to."""
     content = bytearray()
     while part := file.read(_PART):
+        limit.add(len(part))
         content += part
-        if len(content) > limit:
-            raise UsageError(f"{where}: expands to more than {limit:,} bytes, {MAX_EXPANSION} times its size")
     return bytes(content)
 
 
