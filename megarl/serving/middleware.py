@@ -7,6 +7,7 @@ import logging
 import traceback
 from collections.abc import Sequence
 
+from megarl.serving import fair_queue
 from megarl.serving.errors import RequestError, echo, internal, timed_out
 from megarl.serving.metrics import ServerMetrics
 
@@ -94,7 +95,10 @@ def _name_of(host: str) -> str:
 
 
 class KeyCheck:
-    """Checks `Authorization: Bearer`: admin keys for /admin, which does not exist without them; API keys elsewhere."""
+    """Checks `Authorization: Bearer`: admin keys for /admin, which does not exist without them; API keys elsewhere.
+
+    Says for the queue which client it is.
+    """
 
     def __init__(self, app, api_keys: Sequence[str], admin_keys: Sequence[str]):
         self._app = app
@@ -113,6 +117,7 @@ class KeyCheck:
             error = RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             error.headers["WWW-Authenticate"] = "Bearer"
             return await error.response(scope, receive, send)
+        fair_queue.client.set(_digest(_bearer(scope)) if keys else (scope.get("client") or ("",))[0].encode())
         return await self._app(scope, receive, send)
 
 

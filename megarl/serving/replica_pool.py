@@ -1,13 +1,13 @@
-"""Gives requests to replicas: one queue, at most `max_requests` at each replica, and what their leaders answer."""
+"""Gives requests to replicas, at most `max_requests` to each, and hands on what their leaders answer."""
 
 import asyncio
-import collections
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.serving.errors import RequestError, invalid, overloaded, timed_out, unavailable
+from megarl.serving.fair_queue import FairQueue
 from megarl.serving.links import Link, Message
 from megarl.serving.metrics import ServerMetrics
 from megarl.serving.routing import ReplicaRouter
@@ -90,7 +90,7 @@ class ReplicaPool:
         self.lost: str | None = None  # why no request can run any more
         self._ids = itertools.count(1)
         self._control_numbers = itertools.count(1)
-        self._waiting: collections.OrderedDict[int, LeaderRequest] = collections.OrderedDict()
+        self._waiting: FairQueue[LeaderRequest] = FairQueue()
         self._router = ReplicaRouter()
         self._controls: dict[int, _Control] = {}
         self._idle = asyncio.Event()
@@ -154,14 +154,14 @@ class ReplicaPool:
         self.check_room(len(messages))
         ids = [next(self._ids) for _ in messages]
         for number, message in zip(ids, messages, strict=True):
-            self._waiting[number] = LeaderRequest({**message, "id": number}, session, updates)
+            self._waiting.add(number, LeaderRequest({**message, "id": number}, session, updates))
         self._assign()
         return ids
 
     def abort(self, ids: Sequence[int]):
         """Ends requests; no update of them follows. Unknown ids are ignored."""
         for number in ids:
-            self._waiting.pop(number, None)
+            self._waiting.discard(number)
         for replica in self.replicas.values():
             aborted = [number for number in ids if replica.outstanding.pop(number, None)]
             if aborted:
@@ -171,8 +171,7 @@ class ReplicaPool:
     def fail(self, reason: str):
         """Ends every request with 503, and accepts none any more."""
         self.lost = self.lost or reason
-        requests = list(self._waiting.values())
-        self._waiting.clear()
+        requests = [self._waiting.pop()[1] for _ in range(len(self._waiting))]
         for replica in self.replicas.values():
             requests += replica.outstanding.values()
             replica.outstanding.clear()
@@ -196,7 +195,7 @@ class ReplicaPool:
             }
             if not room:
                 break
-            number, request = self._waiting.popitem(last=False)
+            number, request = self._waiting.pop()
             prompt = request.message.get("prompt") or request.message.get("tokens", ())
             replica = self.replicas[self._router.choose(prompt, request.session, room)]
             replica.outstanding[number] = request

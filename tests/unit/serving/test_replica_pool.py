@@ -84,6 +84,33 @@ def test_the_queue_is_bounded(tmp_path):
             assert answers[0].result().status_code == 200
 
 
+@pytest.mark.parametrize("by_key", [True, False])
+def test_clients_take_turns_in_the_queue(tmp_path, by_key):
+    keys = ["sk-1", "sk-2"] if by_key else []
+
+    def client(number: int) -> httpx.Client:
+        address = "127.0.0.1" if by_key else f"127.0.0.{number + 1}"
+        headers = {"Authorization": f"Bearer {keys[number]}"} if by_key else {}
+        transport = httpx.HTTPTransport(local_address=address)
+        return httpx.Client(base_url=server.url, headers=headers, transport=transport, timeout=LIMIT)
+
+    def waiting(count: int):
+        while f"megarl_waiting_requests {count}.0" not in server.client.get("/metrics").text:
+            pass  # until they are in the queue
+
+    with served(tmp_path, silent, ready={"max_requests": 1}, api_keys=keys) as server:
+        leader = server.leaders[0]
+        with client(0) as many, client(1) as few, concurrent.futures.ThreadPoolExecutor(2) as pool:
+            first = pool.submit(many.post, "/v1/completions", json={"prompt": [1], "n": 6})
+            waiting(5)
+            second = pool.submit(few.post, "/v1/completions", json={"prompt": [2], "n": 2, "stream": True})
+            waiting(7)
+            for count in range(1, 9):
+                leader.tokens([ids(leader, count)[-1], [], [], None, "length"])
+            assert first.result().status_code == second.result().status_code == 200
+        assert [frame["prompt"][0] for frame in leader.wait_for(8)] == [1, 1, 2, 1, 2, 1, 1, 1]
+
+
 def test_sessions_and_prompts_choose_the_replica(tmp_path):
     def answer(leader, frame):
         if frame["type"] == "generate":
