@@ -18,13 +18,14 @@ from megarl.plain_files import read_bytes
 NAME = "manifest.json"
 FORMAT = 2  # 1 had no checksums
 MAX_BYTES = 2**28
+LIBRARIES = ("megatron-core", "torch", "transformers")
 _CHECKSUM = "checksum"  # of all other entries
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that write a checkpoint; None for one that runs from its source."""
+    """Versions of the packages on which a run's numbers depend; None for one that runs from its source."""
     found = {}
-    for name in ("megarl", "megatron-core", "torch"):
+    for name in ("megarl", *LIBRARIES):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -46,6 +46,7 @@ ENTRIES: dict[str, Any] = {
     "files": SEALED, "step": _is_count, "world_size": _is_count, "program": str, "seed": int, "vocab_size": _is_count,
     "role": str, "frozen": Each(_is_digest), "layout": Each(dict), "prompt_order": {"position": _is_count, "size": int},
     "steps_skipped": _is_count, "skipped_in_a_row": _is_count, "data": Each({"value": str, "sha256": _is_digest}),
+    "versions": Each(Optional(str)),
     "settings": dict, "schedules": Each(dict), "lora": Each({"factors": dict, "base": dict}), "kept_for": str,
     "best": Optional({"accuracy": Optional(_is_number), "step": Optional(_is_count)}),
     "reward": Optional({"count": _is_number, "mean": _is_number, "squares": _is_number}),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders, schedules
+from megarl.checkpoint import manifest as manifests
 from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
@@ -79,6 +80,13 @@ def changed_settings(manifest: dict, settings: dict[str, object]) -> str | None:
     stored = manifest.get(SETTINGS, settings)
     changed = [name for name in sorted(stored.keys() & settings.keys()) if stored[name] != settings[name]]
     return ", ".join(f"{name} {settings[name]} (before: {stored[name]})" for name in changed) or None
+
+
+def changed_versions(manifest: dict) -> str | None:
+    """A line about libraries whose versions differ from those that wrote a checkpoint; None if none does."""
+    stored, now = manifest.get("versions", {}), manifests.versions()
+    changed = [name for name in manifests.LIBRARIES if name in stored and stored[name] != now[name]]
+    return ", ".join(f"{name} {now[name]} (before: {stored[name]})" for name in changed) or None
 
 
 def changed_data(manifest: dict, data: dict[str, dict[str, str]]) -> list[str]:

@@ -178,6 +178,9 @@ class Trainer(abc.ABC):
         changed = resume.changed_settings(manifest, resume.settings_entry(self.config))
         if changed and self.mesh.rank == 0:
             warn([f"--load {folder}: resumes with other settings: {changed}"])
+        libraries = resume.changed_versions(manifest)
+        if libraries and self.mesh.rank == 0:
+            warn([f"--load {folder}: resumes with other libraries: {libraries}"])
         if self.checkpoints:
             self.checkpoints.adopt_frozen(manifest)
         return manifest

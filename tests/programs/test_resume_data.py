@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.arguments import Settings
-from megarl.checkpoint import folders, resume
+from megarl.checkpoint import folders, manifest, resume
 from megarl.errors import UsageError
 from tests.helpers.checkpoints import WAITING
 from tests.helpers.lora_models import stored_tensors
@@ -111,13 +111,18 @@ def test_settings_that_decide_no_number_exist():
     assert {field.name for field in dataclasses.fields(Settings)} >= resume._NOT_NUMBERS
 
 
-def test_other_settings_are_named_and_a_layout_is_not(run, tmp_path, capfd):
+def test_other_settings_and_libraries_are_named_and_a_layout_is_not(run, tmp_path, monkeypatch, capfd):
     resumed = f"--train-iters 4 {SCHEDULE} --load {run}"
     train("sft", sft_argv(tmp_path / "a", f"{resumed} --tensor-model-parallel-size 2 --save-interval 2"), 2)
-    assert "other settings" not in capfd.readouterr().err
+    assert "resumes with" not in capfd.readouterr().err
+    before = manifest.versions()
+    assert folders.read_manifest(folders.step_folder(run, 3), "--load")["versions"] == before and before["torch"]
+    monkeypatch.setattr(manifest, "versions", lambda: {**before, "megarl": "9", "torch": "9.1", "transformers": None})
     train("sft", sft_argv(tmp_path / "b", f"{resumed} --clip-grad 0.5"))
-    line = f"megarl: warning: --load {folders.step_folder(run, 3)}: resumes with other settings: --actor-clip-grad 0.5"
-    assert f"{line} (before: 1.0)\n" in capfd.readouterr().err
+    said, line = capfd.readouterr().err, f"megarl: warning: --load {folders.step_folder(run, 3)}: resumes with other"
+    assert f"{line} settings: --actor-clip-grad 0.5 (before: 1.0)\n" in said
+    libraries = f"torch 9.1 (before: {before['torch']}), transformers None (before: {before['transformers']})"
+    assert said.count(f"{line} libraries: {libraries}\n") == 1
 
 
 # -- damage ------------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_manifest_and_latest_name_the_step(tmp_path):
     manifest = json.loads((checkpoint_of(tmp_path) / "manifest.json").read_text())
     assert {"step": 7, "world_size": 1, "program": "test", "format": 2}.items() <= manifest.items()
     assert manifest["files"].keys() == {".metadata", "__0_0.distcp", "metadata.json"}
-    assert manifest["versions"].keys() == {"megarl", "megatron-core", "torch"}
+    assert manifest["versions"].keys() == {"megarl", "megatron-core", "torch", "transformers"}
 
 
 def test_an_interrupted_save_leaves_the_one_before(tmp_path):
