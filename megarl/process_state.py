@@ -29,16 +29,12 @@ _reported: set[tuple[str, str]] = set()  # (caller, name of a state)
 
 @contextlib.contextmanager
 def kept(caller: str) -> Iterator[None]:
-    """Runs the code of a plug-in, `caller`: its flag and name. Afterwards the process is as before.
-
-    The first change of each state is a warning.
-    """
-    states = _states()
-    before = [state.read() for state in states]
+    """Runs code of the plug-in `caller`, its flag and name; a warning names each state that it changes, once."""
+    before = [(state, state.read()) for state in _states()]
     try:
         yield
     finally:
-        changed = [(state, value) for state, value in zip(states, before, strict=True) if state.read() != value]
+        changed = [(state, value) for state, value in before if state.read() != value]
         for state, value in changed:
             state.put(value)
         new = [state.name for state, _ in changed if (caller, state.name) not in _reported]
@@ -59,11 +55,8 @@ def keeping(caller: str, function: Callable) -> Callable:
 
 
 def _states() -> tuple[_State, ...]:
-    return (
-        _OF_PYTHON
-        + _OF_SIGNALS * (threading.current_thread() is threading.main_thread())
-        + (_of_torch() if "torch" in sys.modules else ())
-    )
+    of_signals = _OF_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    return _OF_PYTHON + of_signals + (_of_torch() if "torch" in sys.modules else ())
 
 
 def _working_directory() -> str | None:
@@ -75,8 +68,7 @@ def _working_directory() -> str | None:
 
 def _stream(name: str) -> tuple[Any, bool]:
     """A stream, and whether it is closed."""
-    stream = getattr(sys, name)
-    return stream, getattr(stream, "closed", False)
+    return getattr(sys, name), getattr(getattr(sys, name), "closed", False)
 
 
 def _put_stream(name: str, before: tuple[Any, bool]):
