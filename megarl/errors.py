@@ -27,6 +27,10 @@ class RunStopped(Exception):
     """A limit that the user has set ends the run. Programs print it in one line and exit with status `STOPPED`."""
 
 
+class TooManyFailures(RuntimeError):
+    """Verifiers or environments failed more often than the user allows."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """An argparse parser that raises UsageError instead of exiting, and for values that argparse would let pass."""
 

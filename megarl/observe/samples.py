@@ -1,8 +1,12 @@
 """Sampled responses, one file per step, for people to read: whole in samples/, some token by token in tokens/."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megarl.observe.files import json_line, step_name, write_atomically
+
+# What `write_failed` writes: the folder of the run, and a function that returns the rows that this rank has by then.
+_running: tuple[Path, Callable[[], list[dict]]] | None = None
 
 
 def write_samples(directory: Path, step: int, rows: list[dict]) -> None:
@@ -17,6 +21,29 @@ def write_samples(directory: Path, step: int, rows: list[dict]) -> None:
     for folder, has_tokens in (("samples", False), ("tokens", True)):
         found = [row for row in rows if ("tokens" in row) == has_tokens]
         if found:
-            path = Path(directory) / folder / f"{step_name(step)}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, "".join(json_line(row) + "\n" for row in found))
+            _write(Path(directory) / folder / f"{step_name(step)}.jsonl", found)
+
+
+def keep_for_failure(directory: Path, rows: Callable[[], list[dict]]) -> None:
+    """Names the samples that `write_failed` writes; `rows()` has those of the running step that this rank holds."""
+    global _running
+    _running = Path(directory), rows
+
+
+def write_failed(rank: int, step: int) -> Path | None:
+    """Writes what this rank holds of a step that failed; each rank has a file of its own. No collective.
+
+    Rows are those of samples/; what is not known yet is null. Returns the file; None if there is nothing to write.
+    Raises whatever the rows or the file system raise.
+    """
+    rows = _running[1]() if _running else []
+    if not rows:
+        return None
+    path = _running[0] / "samples" / f"failed_{step_name(step)}_rank_{rank}.jsonl"
+    _write(path, rows)
+    return path
+
+
+def _write(path: Path, rows: list[dict]):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(json_line(row) + "\n" for row in rows))

@@ -80,7 +80,7 @@ class Reward:
         running moments and the statistics unchanged.
 
         Raises:
-            RuntimeError: a verifier failed on more of the latest samples than `--reward-max-failures` allows.
+            TooManyFailures: a verifier failed on more of the latest samples than `--reward-max-failures` allows.
         """
         batch = step_batch[self.name]
         if batch is None or batch.scores is not None:
@@ -135,7 +135,11 @@ class Reward:
     def _scores(self, texts, model_scores: Tensor | None, batch: Batch, count: int, for_training: bool) -> list[Score]:
         """Scores of the replica's responses; sets `rows`. A collective of the replica leaders."""
         samples = self._samples(texts, batch)
+        self.rows = self._unscored_rows(texts, samples, batch)  # a verifier that ends the run leaves them
         columns = self.verifiers.score(samples)
+        for row, reason in zip(self.rows, self.verifiers.reasons, strict=True):
+            if reason is not None:
+                row["failure"] = reason
         if self.settings.environment is not None:
             count = int(self.role_groups.dp_all_reduce(batch.lengths.new_tensor(len(batch))))
         if any(term.name == ENVIRONMENT for term in self.terms):
@@ -154,16 +158,26 @@ class Reward:
         scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in positions]
         scores = self._with_overlong_penalty(scores, batch)
         values = [{name: column[i] for name, column in values.items()} for i in positions]
-        self.rows = [_row(*item) for item in zip(batch.sequence_ids.tolist(), samples, scores, values, strict=True)]
-        for row, reason in zip(self.rows, self.verifiers.reasons, strict=True):
-            if reason is not None:
-                row["failure"] = reason
-        if self.settings.environment is not None:
-            self.rows = [
-                row | {"response": text, "turns": sample.turns}
-                for row, sample, (_, text) in zip(self.rows, samples, texts, strict=True)
-            ]
+        scored = map(_scored, scores, values)
+        self.rows = [row | more for row, more in zip(self.rows, scored, strict=True)]
         return scores
+
+    def unscored_rows(self, batch: Batch, prompts: PromptSet) -> list[dict]:
+        """Rows of responses that this rank holds, without scores; for the samples of a step that failed."""
+        valid = valid_sequences(batch, self.settings)
+        scored = batch.select(valid.nonzero().flatten())
+        texts = self._texts(scored, prompts)
+        rows = self._unscored_rows(texts, self._samples(texts, scored), scored)
+        return sorted(rows + _failed_rows(batch, valid, prompts), key=lambda row: row["sequence"])
+
+    def _unscored_rows(self, texts: list[tuple[Prompt, str]], samples: list[Sample], batch: Batch) -> list[dict]:
+        rows = [_row(*item) for item in zip(batch.sequence_ids.tolist(), samples, strict=True)]
+        if self.settings.environment is None:
+            return rows
+        return [
+            row | {"response": text, "turns": sample.turns}
+            for row, sample, (_, text) in zip(rows, samples, texts, strict=True)
+        ]
 
     def _warn(self, count: int):
         """Says once for each verifier that it failed, where, and what becomes of such responses."""
@@ -208,7 +222,8 @@ def _failed_rows(batch: Batch, valid: Tensor, prompts: PromptSet) -> list[dict]:
     columns = zip(batch.sequence_ids[failed].tolist(), batch.prompt_ids[failed].tolist(), strict=True)
     samples = [(number, _sample(prompts[line], turns=[], finished=False, tokens=0)) for number, line in columns]
     nothing = Score(reward=0.0, correct=False)
-    return [_row(number, sample, nothing, {}) | {"turns": [], "failed": True} for number, sample in samples]
+    more = {**_scored(nothing, {}), "turns": [], "failed": True}
+    return [_row(number, sample) | more for number, sample in samples]
 
 
 def _sample(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens: int) -> Sample:
@@ -219,19 +234,31 @@ def _sample(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens:
     )  # fmt: skip
 
 
-def _row(number: int, sample: Sample, score: Score, values: dict[str, float]) -> dict:
+def _row(number: int, sample: Sample) -> dict:
+    """The row of a response that has no score yet."""
     return {
         "sequence": number,
         "prompt": sample.prompt,
         "response": sample.response,
         "answer": sample.answer,
+        "reward": None,
+        "correct": None,
+        "reward_parts": {},
+        "reward_values": {},
+        "extracted": None,
+        "length": sample.tokens,
+        "finished": sample.finished,
+    }
+
+
+def _scored(score: Score, values: dict[str, float]) -> dict:
+    """The fields of a row that a score sets."""
+    return {
         "reward": score.reward,
         "correct": score.correct,
         "reward_parts": score.parts,
         "reward_values": values,
         "extracted": score.extracted,
-        "length": sample.tokens,
-        "finished": sample.finished,
     }
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
+from megarl.errors import TooManyFailures
 from megarl.mcore import device
 from megarl.rewards.expression import UNVERIFIED, Term
 from megarl.roles.loss_mask import valid_sequences
@@ -110,7 +111,7 @@ class RewardStatistics:
             window: the samples so far, of all replicas; changed.
 
         Raises:
-            RuntimeError: more than the allowed share of the window failed; names the first reason of each replica.
+            TooManyFailures: more than the allowed share of the window failed; names the first reason of each replica.
         """
         if not self._failures:
             return
@@ -123,7 +124,7 @@ class RewardStatistics:
                 self._timeouts[name] = self._timeouts.get(name, 0) + int(late)
             if window.exceeded(name):
                 text = reasons_text(failures.get(name, []), self.role_groups)
-                raise RuntimeError(
+                raise TooManyFailures(
                     f"reward {name} failed on {window.failed[name]} of {window.samples} samples; --reward-max-failures "
                     f"allows {window.allowed:g} of them; {text}"
                 )

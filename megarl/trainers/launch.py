@@ -10,9 +10,10 @@ import torch
 from megarl import arguments, user_code
 from megarl.cluster import slurm
 from megarl.cluster.cores import cores
-from megarl.errors import STOPPED, WARNED, RunStopped, UsageError, warn
+from megarl.errors import STOPPED, WARNED, RunStopped, TooManyFailures, UsageError, warn
 from megarl.faults import heartbeat, run_lock
 from megarl.mcore import launch_queues
+from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.trainers import restart
 
@@ -98,9 +99,25 @@ def _fail(rank: int, timers: Timers, error: BaseException):
     role, phase = timers.current() or ("program", "between phases" if timers.step else "set-up")
     reason = " ".join(f"{type(error).__name__}: {error}{user_code.place_of(error)}".split())
     where = f"{role}/{phase} of step {timers.step}"
-    print(f"megarl: rank {rank} failed in {where}: {reason}", file=sys.stderr, flush=True)
+    kept = _keep_samples(rank, timers.step, error)
+    print(f"megarl: rank {rank} failed in {where}: {reason}{kept}", file=sys.stderr, flush=True)
     print(user_code.traceback_of(error), end="", file=sys.stderr, flush=True)
     _exit(1)
+
+
+def _keep_samples(rank: int, step: int, error: BaseException) -> str:
+    """Writes this rank's samples of the step if the user's code failed; says where they are.
+
+    After other errors it writes nothing: ranks that have lost their connections would all do so, and tensors may be
+    out of reach.
+    """
+    if not (isinstance(error, TooManyFailures) or user_code.place_of(error)):
+        return ""
+    try:
+        path = samples.write_failed(rank, step)
+    except Exception as problem:
+        return " ".join(f"; its samples could not be written: {type(problem).__name__}: {problem}".split())
+    return f"; the samples of the step are in {path}" if path else ""
 
 
 def _exit(status: int):

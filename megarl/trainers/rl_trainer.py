@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import integrity, run_state
-from megarl.comm.step_batch import StepBatch
+from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.errors import UsageError
+from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
@@ -14,6 +15,7 @@ from megarl.roles.reference import Reference, shares_base
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import replica_files, waiting_groups
 from megarl.rollout.batcher import RolloutBatcher
+from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
@@ -48,6 +50,9 @@ class RLTrainer(Trainer):
         self._metrics: dict[str, float] = {}  # of the step, this rank's
         self._samples: list[dict] = []
         self._token_samples = TokenSamples(self.settings.token_samples, self.tokenizer) if self.folder else None
+        self._batch: StepBatch | None = None
+        if self.folder:
+            samples.keep_for_failure(self.folder, self._samples_so_far)
         self._is_best = False  # whether the step's evaluation is the best so far
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
@@ -148,7 +153,7 @@ class RLTrainer(Trainer):
                 source.metrics = {}
             if self.actor.trainable_model and step > self.settings.critic_warmup_steps:
                 self.actor.metrics = {"actor/updates": 0}  # also of a step without a batch
-            self._batch: StepBatch | None = None
+            self._batch = None
             yield step
 
     def _metric_sources(self) -> list:
@@ -190,6 +195,22 @@ class RLTrainer(Trainer):
         """Metrics of all roles on this rank. A collective of the reward role's leaders."""
         sources = (*self._metric_sources(), self.reward)
         return {name: value for source in sources for name, value in source.metrics.items()}
+
+    def _samples_so_far(self) -> list[dict]:
+        """Rows of the running step's responses that this rank holds, with what is known of them."""
+        episodes = self.rollout.episodes
+        if self.reward.rows:
+            return self.reward.rows
+        if self._batch is not None and (batch := self._batch[ACTOR] or self._batch[self.reward.name]):
+            rows = self.reward.unscored_rows(batch, self._batch.prompts)
+            if batch.scores is None:
+                return rows
+            scores = dict(zip(batch.sequence_ids.tolist(), batch.scores.tolist(), strict=True))
+            return [row | {"reward": scores[row["sequence"]]} for row in rows]
+        if episodes is not None and episodes.ended is not None:
+            ended, prompts = episodes.ended
+            return self.reward.unscored_rows(episodes_to_batch(ended), prompts)
+        return []
 
     def log(self, step: int):
         """Publishes the step's metrics and samples; rank 0 writes them once all ranks have ended the step."""

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
+from tests.helpers.forked_programs import launch
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.sum_environments import FOLDER
 from tests.helpers.tiers import by_default, long
@@ -201,8 +203,15 @@ def test_what_fails_for_good_is_left_out_and_stops_the_run_above_the_limit(tmp_p
     found = run(tmp_path / "run", "OnceOnlySums", "--environment-max-failures 1")
     failures = [metrics(found)[step]["environment/failures"] for step in (1, 2)]
     assert 0 < sum(failures) < 24 and all(count % 2 == 0 for count in failures)  # whole groups of two
-    with pytest.raises(RankFailed, match="environments failed in .*-failures allows 0 of them.*broken"):
-        run(tmp_path / "stopped", "OnceOnlySums", "--environment-max-failures 0")
+    flags = f"{FLAGS} --environment {SUMS}:OnceOnlySums --environment-max-failures 0"
+    status, _, err = launch(tmp_path, rl_argv(tmp_path / "stopped", flags))
+    file = tmp_path / "stopped" / "samples" / "failed_step_00000001_rank_0.jsonl"
+    line = rf"environments failed in .*-failures allows 0 of them.*broken.*; the samples of the step are in {file}\n"
+    assert status == 1 and re.search(line, err), err
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    failed = [row for row in rows if row.get("failed")]
+    assert 0 < len(failed) < len(rows) and all(row["prompt"] for row in rows)
+    assert all(row["response"] and row["turns"] and row["reward"] is None for row in rows if row not in failed)
 
 
 def counted(rank: int, parsed, save: Path, answers: int | None):

@@ -1,5 +1,6 @@
 """Faults of real runs: a rank that raises or hangs in a phase, signals, kills and restarts."""
 
+import json
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ PHASES = {  # phase: the rank that enters it
     ("actor", "logprobs"): 1, ("actor", "advantages"): 1, ("actor", "update"): 1, ("critic", "update"): 0,
     ("rollout", "sync"): 0, ("actor", "save"): 1, faults.EVALUATE: 1,
 }  # fmt: skip
+NOT_SCORED = [("reward", "score"), ("reference", "logprobs"), ("actor", "logprobs")]
 RAISES, SLEEPS = [("critic", "update"), ("actor", "save")], [("reward", "score"), ("actor", "update")]
 
 
@@ -54,20 +56,36 @@ def status_of(folder) -> dict:
     return reader.status
 
 
+def assert_known_samples(file, complete, is_scored: bool):
+    """A file of the failed first step has what a run that did not fail has, and the rewards if these were known."""
+    expected = {row["sequence"]: row for row in map(json.loads, samples(complete, 1).splitlines())}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert rows
+    for row in rows:
+        whole = expected[row["sequence"]]
+        assert all(row[name] == whole[name] for name in ("prompt", "response", "answer", "length", "finished"))
+        assert row["reward"] == (pytest.approx(whole["reward"], abs=1e-6) if is_scored else None)
+
+
 def place(phase: tuple[str, str]) -> str:
     """The phase in messages."""
     return "program/between phases" if phase == faults.EVALUATE else "/".join(phase)
 
 
 @pytest.mark.parametrize("phase", every_phase(RAISES))
-def test_a_rank_that_raises_ends_the_run_and_says_where(phase, tmp_path, capfd):
-    """Long: pytest -m long tests/programs/test_faults.py"""
+def test_a_rank_that_raises_ends_the_run_and_says_where(phase, tmp_path, capfd, undisturbed):
+    """Its samples of the step are kept, if it has any by then. Long: pytest -m long tests/programs/test_faults.py"""
     rank = PHASES[phase]
     status = faults.run(argv(tmp_path, "--train-iters 2"), 2, lambda: (
         faults.in_phase(phase, 1, faults.raise_error) if faults.rank() == rank else None))  # fmt: skip
     lines = capfd.readouterr().err.splitlines()
     assert status == 1
     assert lines[0].startswith(f"megarl: rank {rank} failed in {place(phase)} of step 1: ValueError: injected (")
+    (file,) = (tmp_path / "samples").glob("failed_*") if phase != ("rollout", "rollout") else [None]
+    assert lines[0].endswith(f"; the samples of the step are in {file}") == (file is not None)
+    if file is not None:
+        assert file.name == f"failed_step_00000001_rank_{rank}.jsonl"
+        assert_known_samples(file, undisturbed, is_scored=phase not in NOT_SCORED)
 
 
 @pytest.mark.parametrize("phase", every_phase(SLEEPS))

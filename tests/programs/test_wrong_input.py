@@ -1,5 +1,6 @@
 """Wrong input to the programs: exit status 2 and one line that says what is wrong, before any process group exists."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -300,3 +301,8 @@ def test_a_reward_that_fails_ends_the_program_with_role_and_phase(tmp_path):
     assert warning.startswith("megarl: warning: reward ") and "it failed on 12 of 12 responses" in warning
     assert status == 1 and first.startswith("megarl: rank 0 failed in reward/score of step 1: ")
     assert "broken_reward" in first
+    file = tmp_path / "run" / "samples" / "failed_step_00000001_rank_0.jsonl"
+    assert first.endswith(f"; the samples of the step are in {file}")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 12 and all(row["prompt"] and row["answer"] and row["reward"] is None for row in rows)
+    assert all("broken_reward" in row["failure"] and repr(row["response"]) in row["failure"] for row in rows)

@@ -17,6 +17,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
+from megarl.errors import TooManyFailures
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
@@ -49,6 +50,8 @@ class EpisodeRunner:
         self.settings, self.role_groups = settings, role_groups
         s, self.limits = settings, limits_of(settings)
         self.client: EnvironmentClient | None = None
+        # Episodes of the last `run` and the set of their prompts, on the leader.
+        self.ended: tuple[list[Episode], PromptSet] | None = None
         self._end_ids = encoder.tokenizer.end_ids
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
@@ -78,9 +81,10 @@ class EpisodeRunner:
             is_training: journal the answers, and count them in the step's metrics.
 
         Raises:
-            RuntimeError: environments failed in more of the latest episodes than `--environment-max-failures` allows.
+            TooManyFailures: environments failed in more of the latest episodes than `--environment-max-failures`
+                allows.
         """
-        start = time.perf_counter()
+        start, self.ended = time.perf_counter(), None
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
         episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open)
@@ -90,6 +94,7 @@ class EpisodeRunner:
             own = self.client.take_statistics()
             own.add_episodes(episodes.ended)
             own.add_times(episodes.waiting_seconds, time.perf_counter() - start)
+            self.ended = episodes.ended, prompts
             self._check_failures(own)
             if is_training:
                 self._of_step.add(own)
@@ -139,13 +144,13 @@ class EpisodeRunner:
         return int(stream_keys(self.settings.seed, step, *numbers)) & ((1 << 63) - 1)
 
     def _check_failures(self, own: EpisodeStatistics):
-        """RuntimeError if too many environments failed. A collective of the replica leaders."""
+        """TooManyFailures if too many environments failed. A collective of the replica leaders."""
         counts = torch.tensor([own.counts["episodes"], own.counts["failed"]], dtype=torch.float64)
         episodes, failed = self.role_groups.dp_all_reduce(counts.to(device.device())).tolist()
         self._window.add(int(episodes), {_NAME: int(failed)})
         if self._window.exceeded(_NAME):
             text = reasons_text(own.failures, self.role_groups)
-            raise RuntimeError(
+            raise TooManyFailures(
                 f"environments failed in {self._window.failed[_NAME]} of {self._window.samples} episodes; "
                 f"--environment-max-failures allows {self._window.allowed:g} of them; {text}"
             )

@@ -15,6 +15,7 @@ import torch
 import yaml
 
 import megarl
+from megarl.observe import samples
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.progress import Progress, format_duration
 from megarl.observe.samples import write_samples
@@ -58,6 +59,21 @@ def test_rows_with_tokens_have_files_of_their_own(tmp_path):
         "samples/step_00000004.jsonl": whole,
         "tokens/step_00000003.jsonl": by_token | {"values": [0.1, None]},
     }
+
+
+def test_each_rank_that_fails_keeps_its_own_samples(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "_running", None)
+    assert samples.write_failed(0, 3) is None
+    samples.keep_for_failure(tmp_path, list)
+    assert samples.write_failed(0, 3) is None and not os.listdir(tmp_path)
+    text = '\u2028\udc80"}\n{"x": 1}'
+    for rank in (0, 1):
+        samples.keep_for_failure(tmp_path, [{"sequence": rank, "response": text, "reward": None}].copy)
+        path = samples.write_failed(rank, 3)
+        assert path == tmp_path / "samples" / f"failed_step_00000003_rank_{rank}.jsonl"
+        (line,) = path.read_text().removesuffix("\n").split("\n")
+        assert json.loads(line) == {"sequence": rank, "response": text, "reward": None}
+    assert len(os.listdir(tmp_path / "samples")) == 2
 
 
 def test_environment_names_what_ran(tmp_path):
