@@ -5,19 +5,22 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 
 
 class Examples(Sequence):
     """Examples of k token sequences each, made when they are read; a slice is a plain list."""
 
-    def __init__(self, tokens: Ragged, example: Callable[[int], Any], sequences: int = 1):
+    def __init__(self, prompts: PromptSet, tokens: Ragged, example: Callable[[int], Any], sequences: int = 1):
         """
         Args:
+            prompts: the set whose lines the examples are.
             tokens: of all sequences; those of example i are the rows i·k … i·k + k − 1.
             example: makes an example.
             sequences: k.
         """
+        self.prompts = prompts
         self._tokens, self._example, self._sequences = tokens, example, sequences
 
     def __len__(self) -> int:

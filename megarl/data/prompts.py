@@ -38,6 +38,12 @@ if TYPE_CHECKING:
 _LOOKED_AT = 100  # prompts, for a note about their texts
 
 
+class TooLong(UsageError):
+    """A line has more tokens than the limits allow."""
+
+    CURE = "; --filter-long-prompts drops such lines"
+
+
 @dataclass(frozen=True)
 class PromptFiles:
     """Where the lines of a set come from.
@@ -118,21 +124,35 @@ class PromptSet:
                 for prompt in self:
                     tokens = self._encoded(prompt, encoder, None)
                     if len(tokens) <= max_prompt_length:
-                        kept.append(self._line(prompt.index))
+                        kept.append(prompt.index)
                         yield tokens
 
             return Ragged.of_rows(rows()).arrays() | {"kept": np.array(kept, np.int64)}
 
         arrays = self.on_node(fitting, "fitting", encoder, max_prompt_length)
-        tokens, kept = Ragged.of_arrays(arrays), arrays["kept"]
+        limits = f"--max-prompt-length {max_prompt_length}"
+        return self.without_long(arrays["kept"], "prompts", limits, str(max_prompt_length)), Ragged.of_arrays(arrays)
+
+    def without_long(self, kept: np.ndarray, unit: str, limits: str, allowed: str) -> PromptSet:
+        """The set of the prompts `kept`, with a note on how many were dropped; UsageError if there is none.
+
+        Args:
+            kept: [M] ascending numbers of prompts.
+            unit: what a line of this set is.
+            limits: the flags that limit the tokens of a line, with their values; `allowed` is these values alone.
+        """
         if not len(kept):
-            limit = f"--max-prompt-length {max_prompt_length}"
-            raise UsageError(f"{limit}: each of the {len(self):,} prompts of {self.flag} {self.path} has more tokens")
+            raise UsageError(f"{limits}: each of the {len(self):,} {unit} of {self.flag} {self.path} has more tokens")
         if len(kept) == len(self):
-            return self, tokens
-        dropped = f"dropped {len(self) - len(kept):,} of {len(self):,} prompts longer than {max_prompt_length} tokens"
-        notes = (*self.notes, f"{self.flag} {self.path}: {dropped}")
-        return PromptSet(self._lines, dataclasses.replace(self._source, notes=notes), kept), tokens
+            return self
+        dropped = f"dropped {len(self) - len(kept):,} of {len(self):,} {unit} longer than {allowed} tokens"
+        lines = kept if self._kept is None else self._kept[kept]
+        return PromptSet(self._lines, self.noted(dropped)._source, lines)
+
+    def noted(self, text: str) -> PromptSet:
+        """The set with one more note for the user, about the whole set."""
+        notes = (*self.notes, f"{self.flag} {self.path}: {text}")
+        return PromptSet(self._lines, dataclasses.replace(self._source, notes=notes), self._kept)
 
     def on_node(
         self, compute: Callable[[], dict[str, np.ndarray]], name: str, encoder: Encoder, *options
@@ -177,12 +197,12 @@ class PromptSet:
 
 
 def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | None = None) -> list[int]:
-    """Tokens of one prompt; UsageError if it has none or more than `max_prompt_length` (None: no limit)."""
+    """Tokens of one prompt; UsageError if it has none, TooLong if more than `max_prompt_length` (None: no limit)."""
     ids = encoder.prompt(prompt)
     if not ids:
         raise UsageError("the prompt becomes no token")
     if max_prompt_length is not None and len(ids) > max_prompt_length:
-        raise UsageError(f"the prompt has {len(ids)} tokens; --max-prompt-length allows {max_prompt_length}")
+        raise TooLong(f"the prompt has {len(ids)} tokens; --max-prompt-length allows {max_prompt_length}{TooLong.CURE}")
     return ids
 
 

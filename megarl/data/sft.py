@@ -5,31 +5,36 @@ import numpy as np
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.prompt import Prompt
-from megarl.data.prompts import PromptSet, prompt_tokens
+from megarl.data.prompts import PromptSet, TooLong, prompt_tokens
 from megarl.data.ragged import Ragged, RaggedBuilder
 from megarl.errors import UsageError
 
 Example = tuple[list[int], list[bool]]
 
 
-def sft_examples(prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> Examples:
+def sft_examples(
+    prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int, drops_long: bool = False
+) -> Examples:
     """`(tokens, response_mask)` per line, equally long; the mask covers the responses, each with its EOS.
 
     A line's response is its `response`, else its `answer`; in a line with `messages` every assistant message is one.
     Lengths are in tokens; `max_response_length` counts the EOS, as in a rollout, and a conversation in messages may be
-    as long as both limits together. One rank of a node tokenizes them for all. Raises UsageError with file and line for
-    a line without a response, or too long.
+    as long as both limits together. One rank of a node tokenizes them for all. `drops_long`: leave out lines that are
+    too long, with a note in the set of the examples. Raises UsageError with file and line for a line without a
+    response, or too long, and if all are.
     """
-    limits = max_prompt_length, max_response_length
-    arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *limits), "sft", encoder, *limits)
+    options = max_prompt_length, max_response_length, drops_long
+    arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *options), "sft", encoder, *options)
+    flags = f"--max-prompt-length {max_prompt_length} --max-response-length {max_response_length}"
+    prompts = prompts.without_long(arrays["kept"], "examples", flags, f"{max_prompt_length} + {max_response_length}")
     tokens, mask = (Ragged(arrays[name], arrays["offsets"]) for name in ("values", "mask"))
-    return Examples(tokens, lambda line: (tokens[line], mask[line]))
+    return Examples(prompts, tokens, lambda line: (tokens[line], mask[line]))
 
 
 def _arrays(
-    prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int
+    prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int, drops_long: bool
 ) -> dict[str, np.ndarray]:
-    tokens, masks = RaggedBuilder(), RaggedBuilder(np.bool_)
+    tokens, masks, kept = RaggedBuilder(), RaggedBuilder(np.bool_), []
     for prompt in prompts:
         try:
             if prompt.messages is not None:
@@ -37,10 +42,13 @@ def _arrays(
             else:
                 example = _prompt_and_response(prompt, encoder, max_prompt_length, max_response_length)
         except UsageError as error:
+            if drops_long and isinstance(error, TooLong):
+                continue
             raise UsageError(f"{prompts.where(prompt.index)}: {error}") from None
         tokens.add(example[0])
         masks.add(example[1])
-    return tokens.build().arrays() | {"mask": masks.build().values}
+        kept.append(prompt.index)
+    return tokens.build().arrays() | {"mask": masks.build().values, "kept": np.array(kept, np.int64)}
 
 
 def _prompt_and_response(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> Example:
@@ -52,8 +60,9 @@ def _prompt_and_response(prompt: Prompt, encoder: Encoder, max_prompt_length: in
     if len(response_ids) < 2:
         raise UsageError("the response is empty")
     if len(response_ids) > max_response_length:
-        raise UsageError(
+        raise TooLong(
             f"the response has {len(response_ids)} tokens with EOS; --max-response-length allows {max_response_length}"
+            f"{TooLong.CURE}"
         )
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
@@ -61,8 +70,8 @@ def _prompt_and_response(prompt: Prompt, encoder: Encoder, max_prompt_length: in
 def _conversation(prompt: Prompt, encoder: Encoder, max_length: int) -> Example:
     tokens, mask = encoder.conversation(prompt.messages, prompt.tools)
     if len(tokens) > max_length:
-        raise UsageError(
+        raise TooLong(
             f"the conversation has {len(tokens)} tokens; --max-prompt-length and --max-response-length allow "
-            f"{max_length} together"
+            f"{max_length} together{TooLong.CURE}"
         )
     return tokens, mask

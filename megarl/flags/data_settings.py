@@ -25,8 +25,10 @@ class DataSettings:
                                         programs="sft")  # fmt: skip
     chosen_column: str | None = flag(None, "column of the better responses; default: chosen", programs="reward")
     rejected_column: str | None = flag(None, "column of the worse responses; default: rejected", programs="reward")
-    filter_long_prompts: bool = flag(False, "drop prompts of more than --max-prompt-length tokens, and say how many;"
-                                      " default: they are an error", programs=GENERATING)  # fmt: skip
+    filter_long_prompts: bool = flag(False, "drop lines that are too long, and say how many: prompts of more than"
+                                      " --max-prompt-length tokens, in sft also responses of more than"
+                                      " --max-response-length, in reward pairs of more than both together; default: an"
+                                      " error, in reward the prompt loses its start", programs=DATA)  # fmt: skip
     load_changed_data: bool = flag(False, "resume although --prompts or --eval-prompts have changed: the new prompts"
                                     " are drawn from their start", programs=TRAINING, when="load")  # fmt: skip
     tokenizer_type: str = one_of("SentencePieceTokenizer", TOKENIZERS, "tokenizer class: " + " or ".join(TOKENIZERS),

@@ -34,7 +34,8 @@ class RewardModelTrainer(SupervisedTrainer):
     @staticmethod
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         """The pair of each line."""
-        return preference_pairs(prompts, encoder, config.roles["reward"].megatron.seq_length)
+        max_length = config.roles["reward"].megatron.seq_length
+        return preference_pairs(prompts, encoder, max_length, config.settings.filter_long_prompts)
 
     @staticmethod
     def check(settings: Settings):

@@ -32,8 +32,8 @@ class SFTTrainer(SupervisedTrainer):
     @staticmethod
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         """(tokens, mask of the tokens in the loss) of each line."""
-        limits = config.settings.max_prompt_length, config.settings.max_response_length
-        return sft_examples(prompts, encoder, *limits)
+        s = config.settings
+        return sft_examples(prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts)
 
     @staticmethod
     def check(settings: Settings):

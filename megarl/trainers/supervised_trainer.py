@@ -202,8 +202,9 @@ class SupervisedInputs:
         encoder.check_turns()
         setup.check_vocabulary(role, encoder.tokenizer.vocab_size)
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
-        self.prompt_sets = read_prompts(s, task.purpose, encoder)
-        examples = {name: trainer.read(prompts, encoder, config) for name, prompts in self.prompt_sets.items()}
+        prompt_sets = read_prompts(s, task.purpose, encoder)
+        examples = {name: trainer.read(prompts, encoder, config) for name, prompts in prompt_sets.items()}
+        self.prompt_sets = {name: found.prompts for name, found in examples.items()}
         self.first_example = trainer.sequences(examples[PROMPTS][0])
         self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])
         self.pretrained = self.resume = None

@@ -9,6 +9,7 @@ import yaml
 from pyarrow import parquet
 
 from megarl.checkpoint import folders
+from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import error_line, launch
@@ -122,6 +123,34 @@ def test_without_the_filter_a_long_prompt_is_an_error(filtered_run, folder, tmp_
     only = write_parquet(tmp_path / "only.parquet", [LONG] * 3)
     line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--prompts {only} --filter-long-prompts")))
     assert f"--max-prompt-length 6: each of the 3 prompts of --prompts {only} has more tokens" in line
+
+
+@pytest.mark.parametrize("name, unit, longer", [("sft", "examples", "6 + 4"), ("reward", "pairs", "10")])
+def test_supervised_programs_drop_what_is_too_long(name, unit, longer, folder):
+    """Their examples, held-out ones, notes and fingerprints are those of the lines that are left."""
+    from megarl.trainers.reward_model_trainer import RewardModelTrainer
+    from megarl.trainers.sft_trainer import SFTTrainer
+    from megarl.trainers.supervised_trainer import SupervisedInputs
+
+    argv, trainer = {"sft": (sft_argv, SFTTrainer), "reward": (reward_argv, RewardModelTrainer)}[name]
+    own = inputs() / "train.jsonl" if name == "sft" else preferences() / "preferences.jsonl"
+    rows = [json.loads(line) for line in own.read_text().splitlines()[:20]]
+    pair = {"prompt": LONG["prompt"], "chosen": "6", "rejected": "5"}
+    path = write_lines(folder / f"long-{name}.jsonl", [LONG if name == "sft" else pair, *rows])
+    flags = f"--prompts {path} --eval-prompts {path} --max-prompt-length 6 --max-response-length 4"
+    found = [
+        SupervisedInputs(program(name, argv(folder / "no", f"{flags} {more}"), 1), trainer)
+        for more in ("--filter-long-prompts", f"--prompts {own} --filter-long-prompts")
+    ]
+    filtered, whole = found
+    assert list(filtered.examples) == list(filtered.held_out) == list(whole.examples)[:20]
+    for flag, prompts in zip(("--prompts", "--eval-prompts"), filtered.prompt_sets.values(), strict=True):
+        assert prompts.notes == (f"{flag} {path}: dropped 1 of 21 {unit} longer than {longer} tokens",)
+    assert (
+        filtered.data["prompts"]["sha256"]
+        == filtered.prompt_sets["prompts"].sha256()
+        != load_prompts(str(path)).sha256()
+    )
 
 
 def test_evaluation_reads_the_same_formats(folder, tmp_path):

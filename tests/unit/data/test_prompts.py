@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from megarl.data.columns import REWARD, SFT, Columns
 from megarl.data.conversations import Encoder
 from megarl.data.preferences import Pair, preference_pairs
 from megarl.data.prompt import Prompt
@@ -118,7 +119,8 @@ def test_encode_checks_lengths(tmp_path):
     assert list(prompts.encode(CHAT, 6)) == [list(map(ord, text)) for text in ("uaba", "uabcda")]
     with pytest.raises(UsageError) as caught:
         prompts.encode(PLAIN, 3)
-    assert str(caught.value) == f"--prompts {path}:2: the prompt has 4 tokens; --max-prompt-length allows 3"
+    what = "the prompt has 4 tokens; --max-prompt-length allows 3; --filter-long-prompts drops such lines"
+    assert str(caught.value) == f"--prompts {path}:2: {what}"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,62 @@ def test_preference_errors_name_the_line(tmp_path, line, message):
     prompts = load_prompts(write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, line))
     with pytest.raises(UsageError, match=rf"p\.jsonl:2: .*{message}"):
         preference_pairs(prompts, PLAIN, 4)
+
+
+WRITTEN = {"role": "assistant", "content": "x"}
+LONG_LINES = {  # reader, encoder, limits; lines; those that are too long; the note about them; the flags of an error
+    "prompts": (
+        (sft_examples, PLAIN, 2, 3),
+        [{"prompt": "abc", "response": "a"}, {"prompt": "ab", "response": "ab"}, {"prompt": "abcd", "answer": "a"}],
+        {0, 2}, "2 of 3 examples longer than 2 + 3 tokens", "--max-prompt-length 2 --max-response-length 3:",
+    ),
+    "responses": (
+        (sft_examples, PLAIN, 2, 3),
+        [{"prompt": "a", "response": "ab"}, {"prompt": "ab", "response": "abc"}, {"prompt": "a", "answer": "b"}],
+        {1}, "1 of 3 examples longer than 2 + 3 tokens", "--max-prompt-length 2 --max-response-length 3:",
+    ),
+    "conversations": (
+        (sft_examples, CHAT, 2, 3),
+        [{"messages": [{"role": "user", "content": text}, WRITTEN]} for text in ("", "ab")],
+        {1}, "1 of 2 examples longer than 2 + 3 tokens", "--max-prompt-length 2 --max-response-length 3:",
+    ),
+    "pairs": (
+        (preference_pairs, CHAT, 5),
+        [{"prompt": "a", "chosen": c, "rejected": r} for c, r in (("b", "cde"), ("b", "c"), ("bcd", "e"), ("f", ""))],
+        {0, 2}, "2 of 4 pairs longer than 5 tokens", "--max-prompt-length and --max-response-length of 5 together:",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG_LINES)
+def test_lines_that_are_too_long_are_dropped_on_request(name, tmp_path):
+    (read, *how), lines, long, note, flags = LONG_LINES[name]
+    columns = Columns(REWARD if name == "pairs" else SFT)
+    path = write(tmp_path, *lines)
+    whole = load_prompts(path, columns=columns)
+    found = read(whole, *how, drops_long=True)
+    kept = [number for number in range(len(lines)) if number not in long]
+    rest = tmp_path / "rest"
+    rest.mkdir()
+    alone = load_prompts(write(rest, *[lines[number] for number in kept]), columns=columns)
+    assert list(found) == list(read(alone, *how)) and len(found) == len(kept) == len(found.prompts)
+    assert [found.prompts.where(i) for i in range(len(kept))] == [f"--prompts {path}:{number + 1}" for number in kept]
+    assert found.prompts.notes == (*whole.notes, f"--prompts {path}: dropped {note}")
+    assert found.prompts.sha256() != whole.sha256()
+    same = read(alone, *how, drops_long=True)
+    assert same.prompts is alone and list(same) == list(found)
+    only = load_prompts(write(rest, *[lines[number] for number in long]), columns=columns)
+    with pytest.raises(UsageError, match=f"^{flags} each of the {len(long)} "):
+        read(only, *how, drops_long=True)
+    # Without the filter an example is an error, and the prompt of a pair loses its start; both name the flag.
+    if name == "pairs":
+        cut = read(whole, *how)
+        assert len(cut) == len(lines) and cut.prompts.sha256() == whole.sha256()
+        (said,) = cut.prompts.notes[len(whole.notes) :]
+        assert said == f"--prompts {path}: cut prompts at their start in {note}; --filter-long-prompts drops them"
+    else:
+        with pytest.raises(UsageError, match=rf"p\.jsonl:{min(long) + 1}: .*; --filter-long-prompts drops such lines$"):
+            read(whole, *how)
 
 
 def test_texts_with_special_tokens_are_noted_once(tmp_path):
