@@ -81,6 +81,8 @@ class RunConfig:
 
     `estimator`, `policy_loss` (with its options) and `rewards` are those of `--advantage`, `--policy-loss` and
     `--reward`. `warnings`: lines for the user who starts the program. `trained`: names of the roles that are trained.
+    `command_line`: the module and the arguments as they were typed. `user_settings`: sorted names of the settings that
+    command line and config files set, of `megarl` and `megatron`; those of one role have its prefix.
     """
 
     settings: Settings
@@ -91,6 +93,8 @@ class RunConfig:
     policy_loss: PolicyLoss
     rewards: tuple[expression.Term, ...]
     warnings: tuple[str, ...]
+    command_line: tuple[str, ...]
+    user_settings: dict[str, list[str]]
 
     def megarl_settings(self) -> dict[str, object]:
         """Values of megarl's own flags, including the policy loss's options, by name with underscores."""
@@ -134,8 +138,11 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent, ranks_per_node)
 
     # What follows imports Megatron, so it comes after the check of megarl's own flags.
+    from megarl.mcore.config import megatron_flags
+
     idle = _flags_without_effect(command, context, absent)
     tokens = _tokens_of_roles(command, program, idle)
+    attributes = role_flags.attributes_set(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations())
     values = {name: value for name, value in command.values.items() if f"--{name}" not in idle}
     context = _context(program, command.flags, values)
     combinations.check(context)
@@ -153,6 +160,8 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
         policy_loss=_with_options(context, values),
         rewards=context.terms,
         warnings=(*command.removed, *([combinations.warning(idle)] if idle else []), *notes),
+        command_line=(f"megarl.{parser.MODULES[program]}", *argv),
+        user_settings={"megarl": sorted(name.replace("-", "_") for name in command.values), "megatron": attributes},
     )
 
 

@@ -35,7 +35,8 @@ SHOWN = (
 # Parts of names of metrics of which a best value can be told; a policy loss or an entropy has none.
 HIGHER_IS_BETTER = ("reward/mean", "accuracy", "eval/reward", "pass@", "maj@", "tokens_per_s", "explained_variance")
 LOWER_IS_BETTER = ("sft/loss", "reward/loss", "eval/loss", "critic/loss", "logprob_gap", "time/", "memory/")
-OF_THE_FOLDER = {"megarl.save", "megarl.load"}  # settings that say where a run is, not what it does
+# Settings that say where a run is and how it was started, not what it does.
+OF_THE_FOLDER = {"megarl.save", "megarl.load", "command_line", "user_settings.megarl", "user_settings.megatron"}
 
 
 class Run(NamedTuple):

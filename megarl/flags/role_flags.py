@@ -128,6 +128,20 @@ def with_prefix(tokens: list[str], roles, megatron: dict[str, str]) -> dict[str,
     return {option: role for option in options if (role := _role_of(option, roles, megatron))}
 
 
+def attributes_set(tokens: list[str], roles, megatron: dict[str, str]) -> list[str]:
+    """The attributes that Megatron's tokens set, sorted, with the role's prefix if they have one: `lr`, `critic_lr`.
+
+    Args:
+        megatron: as in `split`.
+    """
+    found = set()
+    for option in (_option(token).replace(OFF, "--") for token in tokens):
+        role = _role_of(option, roles, megatron)
+        prefix, name = ("", option) if role is None else (f"{role}_", "--" + option.removeprefix(f"--{role}-"))
+        found |= {prefix + megatron[name]} if name in megatron else set()
+    return sorted(found)
+
+
 def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str], training: frozenset[str]):
     """UsageError for a training flag of a role or program that is not trained.
 

@@ -67,6 +67,7 @@ def _data(directory: Path, rows: list[dict], against: Path | None = None, others
         "other": None if against is None else _curves_of(names[1], others),
         "samples": report_samples.samples(directory, rows),
         "timeline": TIMELINE_FILE if (directory / TIMELINE_FILE).is_file() else None,
+        "command": report_settings.command_line(settings),
         "settings": report_settings.table(settings, other),
     }
 

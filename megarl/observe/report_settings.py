@@ -1,6 +1,7 @@
 """The settings of a report: settings.yaml as a table, compared with another run's."""
 
 import json
+import shlex
 from pathlib import Path
 
 import yaml
@@ -8,6 +9,8 @@ import yaml
 from megarl.errors import UsageError
 
 FILE_NAME = "settings.yaml"
+# Entries about the settings: the module and the arguments as typed; the names of those that the user set, by section.
+COMMAND_LINE, USER_SETTINGS = "command_line", "user_settings"
 SECTIONS = ("run", "environment", "megarl", "roles", "megatron")  # in the order of the table
 
 
@@ -27,19 +30,49 @@ def read_settings(directory: Path) -> dict:
 
 
 def table(settings: dict, other: dict | None) -> list[list]:
-    """Rows [section, name, value, other value, whether they differ]; a value is its text, or null if there is none.
+    """Rows [section, name, value, other value, whether they differ, whether the user set it in one of the runs].
 
-    A Megatron flag that is the same for all roles has one row, else one for each role: `lr · critic`.
+    Those that the user set come first. A value is its text, or null if there is none. A Megatron flag that is the same
+    for all roles has one row, else one for each role: `lr · critic`.
     other: settings of the run to compare with; None: none.
     """
     flat = [_flatten(settings), _flatten(other or {})]
     split = set().union(*map(_differ_by_role, flat))
     own, others = ({_joined(key, split): value for key, value in of_run.items()} for of_run in flat)
+    by_user = {key for of_run in (settings, other or {}) for key in _set_by_user(of_run, {*own, *others})}
     rows = []
-    for key in sorted({*own, *others}, key=_order):
+    for key in sorted({*own, *others}, key=lambda key: (key not in by_user, _order(key))):
         values = [own.get(key), others.get(key)]
-        rows.append([key[0], " · ".join(key[1:]), *values, other is not None and values[0] != values[1]])
+        differs = other is not None and values[0] != values[1]
+        rows.append([key[0], " · ".join(key[1:]), *values, differs, key in by_user])
     return rows
+
+
+def command_line(settings: dict) -> str | None:
+    """The command line of a run as text for a shell; None if its settings do not have it."""
+    words = settings.get(COMMAND_LINE)
+    return shlex.join(map(str, words)) if isinstance(words, list) and words else None
+
+
+def _set_by_user(settings: dict, keys: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """The keys of rows that a run's user set; none if the file does not say so (earlier versions)."""
+    said, roles = settings.get(USER_SETTINGS), settings.get("roles")
+    if not isinstance(said, dict):
+        return set()
+    found = {section: said.get(section) for section in ("megarl", "megatron")}
+    names = {
+        section: set(map(str, of_section)) for section, of_section in found.items() if isinstance(of_section, list)
+    }
+    prefixes = [f"{role}_" for role in roles] if isinstance(roles, dict) else []
+
+    def is_set(section: str, name: str, *role: str) -> bool:
+        if section == "roles":  # the row is named by the role, then the setting
+            return any({each, f"{name}_{each}"} & names.get("megarl", set()) for each in role)
+        own = [f"{role[0]}_"] if role else prefixes
+        given = names.get(section, set())
+        return name in given or section == "megatron" and any(prefix + name in given for prefix in own)
+
+    return {key for key in keys if is_set(*key)}
 
 
 def _flatten(settings: dict) -> dict[tuple[str, ...], str]:
@@ -49,6 +82,8 @@ def _flatten(settings: dict) -> dict[tuple[str, ...], str]:
         if key == "roles" and isinstance(value, dict):
             for role, of_role in value.items():
                 found |= _flatten_role(str(role), of_role)
+        elif key in (COMMAND_LINE, USER_SETTINGS):
+            continue
         elif isinstance(value, dict):
             found |= {(str(key), str(name)): _text(inner) for name, inner in value.items()}
         else:

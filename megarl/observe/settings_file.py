@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import numbers
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from megarl.observe.files import write_atomically
 
 PACKAGES = ("torch", "megatron-core", "numpy")
 ROOT = Path(__file__).parents[2]  # of megarl's files: the checkout, if it is one
+CREDENTIALS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s?#]*@", re.IGNORECASE)  # the user and password of a URL
 GIT_SECONDS = 10  # a network file system may be slow
 
 
@@ -25,7 +27,8 @@ def write_settings(directory: Path, settings: dict) -> Path:
     """Write the resolved settings to `directory/settings.yaml`, keys sorted, atomically; returns its path.
 
     Values may nest: mappings, namespaces, dataclasses, sequences (lists in the file), sets (sorted lists), paths
-    (text), enumeration members, torch types and devices, functions and classes (names).
+    (text; the user and password of a URL become ***), enumeration members, torch types and devices, functions and
+    classes (names).
     Raises TypeError with the key of a value that has no stable text form.
     """
     directory = Path(directory)
@@ -63,7 +66,7 @@ def _plain(value: object, key: str) -> object:
         return [_plain(inner, f"{key}[{index}]") for index, inner in enumerate(value)]
     if isinstance(value, (str, Path)):
         # YAML has no half of a surrogate pair, which stands for a byte of a path that is not UTF-8.
-        return str(value).encode(errors="backslashreplace").decode()
+        return CREDENTIALS.sub(r"\1***@", str(value).encode(errors="backslashreplace").decode())
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):

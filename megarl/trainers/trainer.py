@@ -17,6 +17,7 @@ from megarl.errors import RunStopped, warn
 from megarl.faults import run_lock
 from megarl.faults.stop import RunStop
 from megarl.mcore import device
+from megarl.observe import report_settings
 from megarl.observe.alarms import Alarms
 from megarl.observe.files import step_name
 from megarl.observe.metrics_file import MetricsWriter
@@ -98,6 +99,8 @@ class Trainer(abc.ABC):
             "megarl": self.config.megarl_settings(),
             "world_size": self.mesh.size,
             "roles": roles,
+            report_settings.COMMAND_LINE: self.config.command_line,
+            report_settings.USER_SETTINGS: self.config.user_settings,
             "environment": environment(device.accelerator_name() or processor()),
         }
         notes = notes_of(self.inputs.prompt_sets)

@@ -71,7 +71,11 @@ def test_end_to_end_through_torchrun(ranks, roles, tmp_path):
     check_rows(metrics(save))
     check_samples(save)
     check_tokens(save)
-    assert yaml.safe_load((save / "settings.yaml").read_text())["environment"]["torch"]
+    settings = yaml.safe_load((save / "settings.yaml").read_text())
+    assert settings["environment"]["torch"]
+    argv = rl_argv(save, f"{roles} --train-iters 3 {held_out}")
+    assert settings["command_line"] == ["megarl.train_rl", *argv]
+    assert {"prompts", "train_iters", "save"} <= set(settings["user_settings"]["megarl"])
 
 
 def check_rows(rows: dict):

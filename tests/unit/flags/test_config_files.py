@@ -33,6 +33,23 @@ def test_a_config_file_holds_the_same_names_and_the_command_line_wins(tmp_path):
     assert program.roles["actor"].megatron.weight_decay == 0.2
 
 
+def test_a_program_knows_what_the_user_set_and_how_it_was_started(tmp_path):
+    text = "critic-weight-decay: 0.3\nclip-range: 0.3\nprompts: a.jsonl\nqk-layernorm: false\nbf16: true\nseed: null\n"
+    argv = ["--gamma=0.25", "--critic-max-tokens-per-microbatch", "2000", "--no-rope-fusion"]
+    found = from_configs(tmp_path, text, argv=argv)
+    config = ["--config", str(tmp_path / "0.yaml")]
+    assert found.command_line == ("megarl.train_rl", *MODEL, *config, *argv)
+    without = parse(MODEL, 1)
+    added = {
+        section: sorted({*names} - {*without.user_settings[section]}) for section, names in found.user_settings.items()
+    }
+    assert added == {
+        "megarl": ["clip_range", "critic_max_tokens_per_microbatch", "gamma", "prompts"],
+        "megatron": ["apply_rope_fusion", "bf16", "critic_weight_decay", "qk_layernorm"],
+    }
+    assert "num_layers" in without.user_settings["megatron"] and without.command_line == ("megarl.train_rl", *MODEL)
+
+
 @pytest.mark.parametrize("program", ["rl", "sft", "reward", "evaluate", "serve"])
 def test_a_flag_of_an_earlier_version_does_nothing_and_says_so(program, tmp_path):
     found = from_configs(tmp_path, "tune: fresh\n", argv=["--parallel-work", "9"], program=program)

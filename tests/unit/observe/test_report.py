@@ -5,6 +5,7 @@ import hashlib
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,7 +42,9 @@ def make_run(folder: Path, text: str = "text", steps: int = 3) -> Path:
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"megarl": {"train_iters": steps, "prompts": text}, "world_size": 1, "environment": {"device": text},
-                "roles": {"actor": {"ranks": "0-0", "megatron": {"lr": 1e-3, "name": text}}}}  # fmt: skip
+                "roles": {"actor": {"ranks": "0-0", "megatron": {"lr": 1e-3, "name": text}}},
+                "command_line": ["megarl.train_rl", "--prompts", text],
+                "user_settings": {"megarl": ["prompts"]}}  # fmt: skip
     write_settings(folder, settings)
     sample = {"sequence": 0, "prompt": text, "response": text, "reward": 0.5, "finished": False, "length": 2}
     more = {"answer": text, "extracted": text, "correct": True, "reward_parts": {text: 0.5}}
@@ -92,9 +95,10 @@ def test_texts_of_a_run_make_no_element(runs):
     data = json.loads(hostile.data)
     assert data == report_data(runs[1])
     text, (row,) = "".join(HOSTILE), data["samples"]["steps"][0]["rows"]
+    assert shlex.split(data["command"]) == ["megarl.train_rl", "--prompts", text.replace("\udc80", "\\udc80")]
     assert row["prompt"] == row["response"] == row["answer"] == row["tokens"][0] == text
     assert row["reward_parts"] == {text: 0.5} and f"reward/{text}/mean" in data["run"]["metrics"]
-    assert ["megarl", "prompts", text.replace("\udc80", "\\udc80"), None, False] in data["settings"]
+    assert ["megarl", "prompts", text.replace("\udc80", "\\udc80"), None, False, True] in data["settings"]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -141,7 +145,12 @@ def test_a_run_of_metrics_alone_has_a_report(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "Permission is hereby granted" in page.read_text()  # the licence of uPlot
     data = json.loads(_Page(page.read_text()).data)
-    assert data["timeline"] is None and data["settings"] == [] and data["samples"] == {"steps": [], "recorded": 0}
+    assert (
+        data["timeline"] is None
+        and data["settings"] == []
+        and data["command"] is None
+        and data["samples"] == {"steps": [], "recorded": 0}
+    )
     assert data["run"]["metrics"]["sft/loss"]["y"] == [3.0, None]
     assert data["facts"][:2] == [["steps", "2", "from step 1"], ["fine-tuning loss", "3", ""]]
 
@@ -152,7 +161,7 @@ def test_two_runs_are_compared(runs, tmp_path):
     own, others = data["run"], data["other"]
     assert own["name"] != others["name"] and own["name"].endswith("/harmless") and others["name"].endswith("/harmless")
     assert own["metrics"]["reward/mean"]["y"] == [0.1, 0.2, 0.3] and others["metrics"]["reward/mean"]["y"] == [0.1, 0.2]
-    assert [row for row in data["settings"] if row[4]] == [["megarl", "train_iters", "3", "2", True]]
+    assert [row for row in data["settings"] if row[4]] == [["megarl", "train_iters", "3", "2", True, False]]
     assert report_data(runs[0], against=runs[1])["other"]["name"] == "hostile"
 
 
@@ -256,6 +265,9 @@ PROBE = """
   found.elements = [...document.querySelectorAll("#samples img, #samples script, #samples b b, textarea")].length;
   set("setting-search", "device");
   found.settings = byId("setting-count").textContent;
+  const first = document.querySelector("#setting-table tbody tr");
+  found.command = [byId("command").hidden, byId("command-line").textContent, byId("command-ranks").textContent];
+  found.first = [first.className, first.querySelector(".name").textContent];
   found.timeline = byId("timeline").textContent;
   document.title = JSON.stringify(found);
 })().catch((error) => { document.title = JSON.stringify({ error: String(error) }); });
@@ -282,4 +294,6 @@ def test_the_page_works_in_a_browser(runs, tmp_path, monkeypatch):
     assert found["ink"][0] != found["ink"][1]
     assert found["token"].split("token\t")[1].startswith("1 of 2") and "ratio π_old / μ\t1" in found["token"]
     assert {"U+202E", "U+0000", "U+DC80", "U+2028"} <= set(found["control"]) and found["elements"] == 0
+    assert found["command"][0] is False and found["command"][1].startswith("megarl.train_rl --prompts '</script>")
+    assert found["command"][2] == "on 1 rank" and found["first"] == ["user", "prompts"]
     assert found["settings"].startswith("1 of ") and "timeline.json" in found["timeline"]

@@ -143,6 +143,16 @@ def test_settings_round_trip_in_sorted_order(tmp_path):
     assert path.read_bytes() == first
 
 
+def test_settings_hold_no_password(tmp_path):
+    words = ["--reward-url=https://me:secret@host/a@b", "s3://bucket/a@b", "HTTP://secret@h:80", "--prompts", "a:b@c"]
+    path = write_settings(tmp_path, {"command_line": words, "url": "https://:secret@host"})
+    assert "secret" not in path.read_text()
+    assert yaml.safe_load(path.read_text()) == {
+        "command_line": ["--reward-url=https://***@host/a@b", words[1], "HTTP://***@h:80", *words[3:]],
+        "url": "https://***@host",
+    }
+
+
 def test_settings_name_the_key_of_a_value_without_text_form(tmp_path):
     with pytest.raises(TypeError, match=r"setting actor.hooks\[1\] is a object"):
         write_settings(tmp_path, {"actor": {"hooks": [1, object()]}})
