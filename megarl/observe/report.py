@@ -21,7 +21,7 @@ from megarl.observe.timeline import TIMELINE_FILE
 
 PAGE = Path(__file__).with_name("report_page")
 STYLES = ("vendor/uPlot.min.css", "page.css")
-SCRIPTS = ("base.js", "vendor/uPlot.iife.min.js", "chart.js", "curves.js", "samples.js", "settings.js")
+SCRIPTS = ("base.js", "numbers.js", "vendor/uPlot.iife.min.js", "chart.js", "curves.js", "samples.js", "settings.js")
 LICENSE = "vendor/LICENSE"  # of uPlot: every copy has it
 
 

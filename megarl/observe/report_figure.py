@@ -2,6 +2,8 @@
 
 import io
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from math import floor, log10
 from typing import Any
 
@@ -28,6 +30,7 @@ def draw_report(rows: list[dict], title: str) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    ticks = _tick_formatter()
     panels = [_reward, _accuracy, _kl, _length, _losses, _gap]
     panels += EXPERT_PANELS if has_experts(rows) else ()
     figure = Figure(figsize=(15, 4.5 * len(panels) / 3), dpi=110, layout="constrained")
@@ -41,7 +44,10 @@ def draw_report(rows: list[dict], title: str) -> bytes:
         axes.grid(True, alpha=0.3)
         axes.tick_params(labelsize=11)
         axes.set_xlabel("step", fontsize=12)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        # Five numbers of seven digits fit beside each other.
+        axes.xaxis.get_major_locator().set_params(integer=True, nbins="auto" if last_step < 10_000 else 5)
+        axes.xaxis.set_major_formatter(ticks())
+        axes.yaxis.set_major_formatter(ticks())
         axes.set_xlim(-0.02 * max(last_step, 1), 1.02 * max(last_step, 1))
         axes.spines[["top", "right"]].set_visible(False)
         draw(axes, rows)
@@ -99,6 +105,7 @@ def _kl(axes, rows: list[dict]) -> None:
     lines = [line(axes, rows, "kl/reference", KL, "KL")]
     if series(rows, "kl/coefficient")[0]:
         right = axes.twinx()
+        right.yaxis.set_major_formatter(_tick_formatter()())
         right.spines["top"].set_visible(False)
         right.tick_params(labelsize=11, colors=GREY)
         right.set_ylabel("coefficient", fontsize=12, color=GREY)
@@ -198,6 +205,39 @@ def _router_gaps(axes, rows: list[dict]) -> None:
 
 
 EXPERT_PANELS = (_load, _disagreement, _router_gaps)
+
+
+# -- ticks ----------------------------------------------------------------------------------------------------------
+
+
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """Texts of the ticks of a linear axis, with the digits that their distance needs, so that no two are the same.
+
+    Numbers are written out, unlike matplotlib's, which are relative to an offset in a corner of the panel; below 0.001
+    and from ten million on they have an exponent.
+    """
+    size = max(map(abs, values), default=0.0)
+    gaps = [abs(b - a) for a, b in pairwise(values)]
+    error = min(gaps) / 100 if gaps else size / 1e4
+    kind = "e" if size < 1e-3 or size >= 1e7 else "f"
+    fits = (n for n in range(16) if all(abs(float(f"{value:.{n}{kind}}") - value) <= error for value in values))
+    digits = next(fits, 16)
+    texts = ["0" if abs(value) <= error else f"{value:,.{digits}{kind}}" for value in values]
+    return [re.sub(r"e([+-])0*(\d+)", lambda m: f"e{m[1].strip('+')}{m[2]}", text) for text in texts]
+
+
+def _tick_formatter():
+    """The class of `tick_texts` for an axis."""
+    from matplotlib.ticker import Formatter
+
+    class TickTexts(Formatter):
+        def __call__(self, x, pos=None):
+            return tick_texts([x])[0]
+
+        def format_ticks(self, values):
+            return [text.replace("-", "−") for text in tick_texts(values)]
+
+    return TickTexts
 
 
 # -- the look of all panels -------------------------------------------------------------------------------------------

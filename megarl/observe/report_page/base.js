@@ -22,33 +22,6 @@ function swatch(colour, dashed = false) {
   return node;
 }
 
-const range = (n) => Array.from({ length: n }, (_, i) => i);
-
-// -- numbers -----------------------------------------------------------------------------------------------------
-
-function short(value, name = "") {
-  if (value === null || value === undefined) return "not finite";
-  if (name.endsWith("_bytes")) return bytes(value);
-  const unit = name.endsWith("_s") && !name.endsWith("per_s") ? " s" : "";
-  return plain(value) + unit;
-}
-
-function plain(value, digits = 4) {
-  const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 1e15 || size < 1e-4) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
-  if (Number.isInteger(value) || size >= 10000) return Math.round(value).toLocaleString("en-US");
-  return String(Number(value.toPrecision(digits)));
-}
-
-function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  const power = value ? Math.min(4, Math.floor(Math.log2(Math.abs(value)) / 10)) : 0;
-  return `${Number((value / 1024 ** power).toPrecision(4))} ${units[power]}`;
-}
-
-const exact = (value) => (value === null || value === undefined ? "not finite" : String(value));
-
 // -- texts that may hold anything -----------------------------------------------------------------------------------
 
 // Control characters, marks that turn the direction of text or have no width, and halves of a surrogate pair.

@@ -146,12 +146,15 @@ class Chart {
 
   axes() {
     const text = { stroke: concrete(css("faint")), font: "11px system-ui, sans-serif", ticks: { show: false } };
-    const label = this.title.endsWith("_bytes") ? bytes : plain;
+    const linear = this.title.endsWith("_bytes") ? byteTicks : tickTexts;
+    const logarithmic = (values) => values.map((value) => (value === null ? "" : plain(value)));
+    const label = this.isLog() ? logarithmic : linear;
+    const width = (texts) => 14 + 6.5 * Math.max(...texts.map((one) => one.length)); // of 11 pixels' letters
     return [
-      { ...text, size: 22, gap: 4, space: 60, incrs: WHOLE_STEPS, grid: { show: false },
+      { ...text, size: 22, gap: 4, space: Math.max(60, width([ENDS.last.toLocaleString("en-US")])), incrs: WHOLE_STEPS, grid: { show: false },
         values: (plot, steps) => steps.map((step) => step.toLocaleString("en-US")) },
-      { ...text, size: 64, gap: 6, space: 25, grid: { stroke: concrete(css("grid")), width: 1 },
-        values: (plot, values) => values.map((value) => (value === null ? "" : label(value))) },
+      { ...text, size: (plot, texts) => Math.max(64, width(texts ?? [""])), gap: 6, space: 25, grid: { stroke: concrete(css("grid")), width: 1 },
+        values: (plot, values) => label(values) },
     ];
   }
 

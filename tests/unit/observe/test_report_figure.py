@@ -1,11 +1,16 @@
 """The figure of a report: its panels, missing metrics."""
 
+import json
+import shutil
 import struct
+import subprocess
+from itertools import pairwise
 
 import pytest
 
 from megarl.observe.metrics_file import series
-from megarl.observe.report_figure import draw_report
+from megarl.observe.report import PAGE
+from megarl.observe.report_figure import draw_report, tick_texts
 
 FULL = {
     "reward/mean": 0.5, "reward/std": 0.2, "eval/accuracy": 0.4, "kl/reference": 0.01, "kl/coefficient": 0.05,
@@ -80,3 +85,59 @@ def test_reward_components_have_their_own_lines(monkeypatch):
     assert labels == ["reward", "m:f", "model"]
     alone = [{**FULL, "step": step, "reward/exact-match/mean": 0.5} for step in range(3)]
     assert _panel_texts(alone, monkeypatch)[1]["Reward (mean ± standard deviation)"].get_legend() is None
+
+
+TICKS = [  # values of neighbouring ticks, and their texts
+    ([0.69305, 0.6931, 0.69315, 0.6932], ["0.69305", "0.69310", "0.69315", "0.69320"]),
+    ([0.0, 2e-7, 4e-7, 1e-6], ["0", "2e-7", "4e-7", "1e-6"]),
+    ([1e-6, 1.00002e-6, 1.00004e-6], ["1.00000e-6", "1.00002e-6", "1.00004e-6"]),
+    ([0.0, 50000.0, 100000.0, 250000.0], ["0", "50,000", "100,000", "250,000"]),
+    ([1234567.0, 1234567.5, 1234568.0], ["1,234,567.0", "1,234,567.5", "1,234,568.0"]),
+    ([0.0, 1e7, 2e7], ["0", "1e7", "2e7"]),
+    ([-0.1, 2.7755575615628914e-17, 0.1, 0.30000000000000004], ["-0.1", "0", "0.1", "0.3"]),
+    ([5.37], ["5.37"]), ([0.0], ["0"]), ([], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("values, texts", TICKS)
+def test_ticks_have_the_digits_that_tell_them_apart(values, texts):
+    assert tick_texts(values) == texts
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_page_writes_ticks_as_the_figure_does():
+    cases = [values for values, _ in TICKS if values]
+    size = 3 * 1024.0**3
+    program = (
+        (PAGE / "numbers.js").read_text(encoding="utf-8")
+        + f"""
+    console.log(JSON.stringify([{json.dumps(cases)}.map(tickTexts), tickTexts([null, 0.5, 1]),
+      byteTicks([{size}, {size} + 1024, {size} + 2048]), byteTicks([0, 512, 1024])]));
+    """
+    )
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found, gaps, large, small = json.loads(done.stdout)
+    assert found == [texts for values, texts in TICKS if values]
+    assert gaps == ["", "0.5", "1.0"] and small == ["0 KiB", "0.5 KiB", "1.0 KiB"]
+    assert len(set(large)) == 3 and all(text.endswith(" GiB") for text in large)
+
+
+@pytest.mark.parametrize("steps, losses", [
+    ((1, 2, 3), (0.6931, 0.6932, 0.6934)), ((1, 2), (1e-6, 1.00001e-6)), ((1, 100_000, 1_234_567), (0.5, 0.4, 0.3)),
+])  # fmt: skip
+def test_ticks_of_a_panel_are_complete_numbers_that_differ(steps, losses, monkeypatch):
+    rows = [{"step": step, "sft/loss": loss} for step, loss in zip(steps, losses, strict=True)]
+    _, panels = _panel_texts(rows, monkeypatch)
+    for axis in (panels["Losses"].xaxis, panels["Losses"].yaxis):
+        shown = [tick.label1 for tick in axis.get_major_ticks()]
+        texts = [label.get_text() for label in shown]
+        assert len(texts) > 2 and len(set(texts)) == len(texts) and axis.get_offset_text().get_text() == ""
+        assert texts == [text.replace("-", "−") for text in tick_texts(axis.get_majorticklocs())]
+    low, high = panels["Losses"].get_xlim()
+    boxes = [
+        label.get_window_extent()
+        for label in panels["Losses"].get_xticklabels()
+        if low <= label.get_position()[0] <= high
+    ]
+    assert len(boxes) > 1 and all(left.x1 < right.x0 for left, right in pairwise(boxes))
