@@ -139,6 +139,14 @@ def test_the_scripts_write_text_as_text():
         assert 'setAttribute("on' not in script and "srcdoc" not in script, name
 
 
+def test_columns_fit_a_phone():
+    """A grid of as many columns as fit has at least one, which is then no wider than the page."""
+    style = (report.PAGE / "page.css").read_text(encoding="utf-8")
+    columns = re.findall(r"repeat\(auto-\w+, minmax\((.{8})", style)
+    assert len(columns) >= 4 and set(columns) == {"min(100%"}
+    assert "@media (max-width: 480px)" in style
+
+
 def test_a_run_of_metrics_alone_has_a_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 3.0}\n{"step": 2, "sft/loss": null}\n')
     picture, page = write_report(tmp_path)
