@@ -282,17 +282,43 @@ PROBE = """
 """
 
 
+def title_in_browser(folder: Path, page: str):
+    """The JSON that a page writes as its title."""
+    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --virtual-time-budget=4000"
+    flags += f" --window-size=1000,2500 --dump-dom --user-data-dir={folder / 'profile'} file://{folder / page}"
+    done = subprocess.run(["chromium", *flags.split()], capture_output=True, text=True, timeout=300)
+    title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
+    assert title, done.stderr
+    return json.loads(html.unescape(title[1]))
+
+
+WIDTHS = """
+setTimeout(() => {
+  const { clientWidth, scrollWidth } = document.documentElement, charts = document.querySelectorAll(".chart canvas");
+  parent.postMessage(JSON.stringify([innerWidth, clientWidth >= scrollWidth, charts.length > 0]), "*");
+}, 500);
+"""
+PHONE = """<title></title><script>onmessage = (event) => { document.title = event.data; };</script>
+<iframe src="page.html" style="border: 0; width: 360px; height: 2000px"></iframe>"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_a_phone_does_not_scroll_sideways(tmp_path, monkeypatch):
+    """In a frame: a window may have a larger least width."""
+    (tmp_path / "widths.js").write_text(WIDTHS)
+    monkeypatch.setattr(report, "SCRIPTS", (*report.SCRIPTS, str(tmp_path / "widths.js")))
+    run = make_run(tmp_path / "runs" / "run", "x" * 200)
+    (tmp_path / "page.html").write_text(page_of(report_data(run, against=make_run(tmp_path / "runs" / ("y" * 80)))))
+    (tmp_path / "phone.html").write_text(PHONE)
+    assert title_in_browser(tmp_path, "phone.html") == [360, True, True]
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_the_page_works_in_a_browser(runs, tmp_path, monkeypatch):
     (tmp_path / "probe.js").write_text(PROBE)
     monkeypatch.setattr(report, "SCRIPTS", (*report.SCRIPTS, str(tmp_path / "probe.js")))
     (tmp_path / "page.html").write_text(page_of(report_data(runs[1])))
-    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --virtual-time-budget=4000"
-    flags += f" --dump-dom --user-data-dir={tmp_path / 'profile'} file://{tmp_path / 'page.html'}"
-    done = subprocess.run(["chromium", *flags.split()], capture_output=True, text=True, timeout=300)
-    title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
-    assert title, done.stderr
-    found = json.loads(html.unescape(title[1]))
+    found = title_in_browser(tmp_path, "page.html")
     assert "error" not in found, found
     assert found["read"].split("\n")[0] == "step 3" and found["read"].endswith("reward/mean\t0.3")
     assert found["others"] == 2  # the cursor of the next chart is at the same step
