@@ -39,6 +39,12 @@ def _is_file_name(name: str) -> bool:
     return bool(_FILE_NAME.fullmatch(name)) and name.strip(".") != ""
 
 
+def _is_best(value: Any) -> bool:
+    """Whether it is the state of a `BestCheckpoint`: a step, and the value of a metric by its name."""
+    named_step = {"step": Optional(_is_count)}
+    return fits(value, named_step) and all(fits(each, Optional(_is_number)) for each in value.values())
+
+
 SEALED = Each({"size": _is_count, "sha256": _is_digest}, _is_file_name)
 # What entries of these names are: a type, a function that says whether a value fits, a list of one kind, an object that
 # has at least these names, Each or Optional. Others may be anything.
@@ -48,7 +54,7 @@ ENTRIES: dict[str, Any] = {
     "steps_skipped": _is_count, "skipped_in_a_row": _is_count, "data": Each({"value": str, "sha256": _is_digest}),
     "versions": Each(Optional(str)),
     "settings": dict, "schedules": Each(dict), "lora": Each({"factors": dict, "base": dict}), "kept_for": str,
-    "best": Optional({"accuracy": Optional(_is_number), "step": Optional(_is_count)}),
+    "best": Optional(_is_best),
     "reward": Optional({"count": _is_number, "mean": _is_number, "squares": _is_number}),
     "waiting_groups": {"complete": _is_count, "unfinished": _is_count, "samples_per_prompt": _is_count, "fields": [str],
                        "is_ahead": bool},

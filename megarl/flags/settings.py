@@ -242,7 +242,8 @@ class Settings(
     eval_k: str | None = flag(None, "k of pass@k, mean@k and maj@k, as '1,4,8' (2107.03374); default: 1 and"
                                " --eval-responses, if that is above 1", parses(parse_positive_ints),
                                "whole numbers above 0 with commas", programs=GENERATING, when="evaluation")  # fmt: skip
-    keep_best: bool = flag(True, "also save a checkpoint after the best evaluation", when="best")
+    keep_best: bool = flag(True, "also save a checkpoint after the best evaluation: the highest eval/accuracy, in"
+                            " train_sft the lowest eval/loss", programs=TRAINING, when="best")  # fmt: skip
     target_eval_loss: float | None = positive(None, "stop the run when the evaluation loss is at most this; default:"
                                                " never", programs=SUPERVISED)  # fmt: skip
     # The run.

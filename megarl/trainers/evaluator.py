@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts, shared by the RL trainer and the program `evaluate`; the best evaluation of a run.
+"""Evaluation on held-out prompts, shared by the RL trainer and the program `evaluate`.
 
 Responses are greedy at `--eval-temperature` 0, otherwise sampled from random streams that no training step uses. Every
 metric is computed per prompt and then averaged over prompts, so it does not depend on the parallel layout.
@@ -7,8 +7,6 @@ metric is computed per prompt and then averaged over prompts, so it does not dep
 import itertools
 from collections.abc import Iterator, Sequence
 from statistics import fmean
-
-import torch.distributed as dist
 
 from megarl.algorithms.pass_at_k import maj_at_k, mean_at_k, pass_at_k
 from megarl.arguments import Settings
@@ -139,32 +137,3 @@ class Evaluator:
             means = mean_metrics([metrics for metrics, other in zip(prompts, tasks, strict=True) if other == task])
             result |= {f"eval/{task}/{name}": value for name, value in means.items()}
         return result
-
-
-class BestCheckpoint:
-    """The best evaluation of a run so far, the same on every rank."""
-
-    def __init__(self, mesh: RoleMesh):
-        self.mesh = mesh
-        self.accuracy: float | None = None
-        self.step: int | None = None
-
-    def update(self, metrics: dict[str, float] | None, step: int) -> bool:
-        """Whether the evaluation after `step` has the highest accuracy so far; of equal ones, the earlier is the best.
-
-        `metrics` is the result of `Evaluator.evaluate`. A collective of the world.
-        """
-        accuracy = [None if metrics is None else metrics["eval/accuracy"]]
-        dist.broadcast_object_list(accuracy, src=0)
-        is_best = self.accuracy is None or accuracy[0] > self.accuracy
-        if is_best:
-            self.accuracy, self.step = accuracy[0], step
-        return is_best
-
-    def state_dict(self) -> dict:
-        """State for a checkpoint's manifest."""
-        return {"accuracy": self.accuracy, "step": self.step}
-
-    def load_state_dict(self, state: dict):
-        """Restores the state of `state_dict`."""
-        self.accuracy, self.step = state["accuracy"], state["step"]

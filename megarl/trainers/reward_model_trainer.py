@@ -26,7 +26,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
     task = TaskSpec(
         program="train_reward", role="reward", prefix="reward", value_head=True, sequences_per_example=2,
-        sources=("actor", "reward"), purpose=REWARD,
+        best="accuracy", sources=("actor", "reward"), purpose=REWARD,
     )  # fmt: skip
     metric_names = ("loss", "accuracy", "margin", "mean")  # means over pairs, in the order of `_measure`
     fields = REWARD_FIELDS

@@ -23,7 +23,8 @@ from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
 from megarl.serving.policy_service import PolicyService
-from megarl.trainers.evaluator import BestCheckpoint, Evaluator
+from megarl.trainers.best_checkpoint import BestCheckpoint
+from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.policy import load_policy
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
 from megarl.trainers.setup import read_inputs
@@ -89,7 +90,7 @@ class RLTrainer(Trainer):
         )
         generation = (s, mesh, self.rollout, self.reward)
         self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
-        self.evaluator, self.best = None, BestCheckpoint(mesh)
+        self.evaluator, self.best = None, BestCheckpoint(mesh, "accuracy")
         if s.eval_prompts:
             self.evaluator = Evaluator(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
@@ -280,7 +281,7 @@ class RLTrainer(Trainer):
         folder = self.inputs.resume
         loaded = run_state.load(folder, self.mesh, self._states(loading=True))
         manifest = self.resume_from(folder, self.batcher.order)
-        if "best" in manifest:
+        if manifest.get("best"):
             self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])

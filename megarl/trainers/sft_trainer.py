@@ -23,8 +23,8 @@ class SFTTrainer(SupervisedTrainer):
     """Trains a language model on responses. Its role is the actor, so that train_rl can start from it."""
 
     task = TaskSpec(
-        program="train_sft", role="actor", prefix="sft", value_head=False, sequences_per_example=1, sources=("actor",),
-        purpose=SFT,
+        program="train_sft", role="actor", prefix="sft", value_head=False, sequences_per_example=1, best="loss",
+        sources=("actor",), purpose=SFT,
     )  # fmt: skip
     metric_names = ("loss",)
     fields = SFT_FIELDS

@@ -22,6 +22,7 @@ from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
+from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
 from megarl.trainers.trainer import Trainer
 
@@ -34,6 +35,7 @@ class TaskSpec(NamedTuple):
     prefix: str  # of its metrics
     value_head: bool  # a scalar head instead of the vocabulary's
     sequences_per_example: int  # 2 for a preference pair
+    best: str  # metric of an evaluation that tells which checkpoint is the best
     sources: tuple[str, ...]  # roles whose weights it may start from
     purpose: str  # what its prompts are read for (`data.columns`)
 
@@ -65,6 +67,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
         )
         self.order = PromptOrder(len(inputs.examples), self.settings.seed)
         self.metrics: dict[str, float] = {}
+        self.best, self._is_best = BestCheckpoint(mesh, self.task.best), False
         if inputs.pretrained:
             self.trainable_model.load_pretrained(inputs.pretrained)
         if inputs.resume:
@@ -164,10 +167,11 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     def evaluate(self, step: int):
         """Evaluates on held-out examples every `--eval-interval` steps; the run ends at its target. Collective."""
-        s = self.settings
+        s, self._is_best = self.settings, False
         if s.eval_prompts and self.is_due(s.eval_interval):
             lines = range(len(self.inputs.held_out))[: s.eval_samples]
             self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out, lines))
+            self._is_best = bool(s.keep_best and self.folder) and self.best.update(self.metrics, step)
             if self.has_reached_target():
                 self.last_step = step
 
@@ -176,9 +180,11 @@ class SupervisedTrainer(Trainer, abc.ABC):
         self.publish(self.metrics)
 
     def save(self, step: int):
-        """Saves a checkpoint every `--save-interval` steps and after the last. Collective."""
-        if self.folder and self.is_due(self.settings.save_interval):
+        """Saves a checkpoint every `--save-interval` steps, and after the best evaluation so far. Collective."""
+        is_due = self.is_due(self.settings.save_interval)
+        if self.folder and (is_due or self._is_best):
             manifest = self.manifest_entries(self.task.program, self.vocab_size, self.order)
+            manifest |= {"best": self.best.state_dict(), "kept_for": "interval" if is_due else "best"}
             states = {self.task.role: self.trainable_model.state({})}
             self.checkpoints.save(step, states, manifest)
             self.export(self.trainable_model, step)
@@ -186,7 +192,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
     def _resume(self):
         states = {self.task.role: self.trainable_model.state({}, loading=True)}
         loaded = run_state.load(self.inputs.resume, self.mesh, states)
-        self.resume_from(self.inputs.resume, self.order)
+        manifest = self.resume_from(self.inputs.resume, self.order)
+        if manifest.get("best"):
+            self.best.load_state_dict(manifest["best"])
         self.trainable_model.restore(loaded[self.task.role])
 
 

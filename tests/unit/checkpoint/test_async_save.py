@@ -1,6 +1,7 @@
 """Asynchronous saves have the bytes of synchronous ones; saves that fail end alike on all ranks; what is kept."""
 
 import errno
+import json
 import os
 import resource
 import threading
@@ -14,7 +15,7 @@ from megarl.checkpoint.writer import CheckpointWriter, SaveError, SavePolicy
 from megarl.errors import UsageError
 from megarl.mcore.weights import planned_save
 from tests.helpers.checkpoints import saved
-from tests.helpers.programs import in_world, metrics, program, sft_argv, train
+from tests.helpers.programs import in_world, inputs, metrics, program, sft_argv, timeless, train
 from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, SAFETY_SECONDS, run_world
 
@@ -238,3 +239,33 @@ def test_a_run_keeps_its_newest_checkpoints(tmp_path):
     train("sft", sft_argv(tmp_path, "--train-iters 4 --save-interval 1 --keep-last 1 --keep-every 2"))
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["latest", "step_00000002", "step_00000004"]
+
+
+def best_of(folder: Path) -> tuple[int, float]:
+    """(step, loss) of the evaluation with the lowest loss in a run's metrics."""
+    loss, step = min((row["eval/loss"], step) for step, row in metrics(folder).items())
+    return step, loss
+
+
+def test_a_supervised_run_keeps_the_best_evaluation_whatever_is_due(tmp_path):
+    """The rate is so high that the loss gets worse. A resumed run goes on with what was the best."""
+    started = f"--pretrained-checkpoint {inputs()}/sft --lr-decay-style constant --lr-warmup-iters 0"
+    held_out = f"--lr 0.03 {started} --eval-prompts {inputs()}/heldout.jsonl --eval-interval 1"
+    flags = f"{held_out} --save-interval 3 --keep-last 1 --async-save"
+    train("sft", sft_argv(tmp_path, f"{flags} --train-iters 3"))
+    step, loss = best_of(tmp_path)
+    assert step < 3  # not due
+    checkpoints = tmp_path / "checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == [f"step_{step:08d}", "step_00000003"]
+    train("sft", sft_argv(tmp_path, f"{flags} --train-iters 5 --load {tmp_path}"))
+    assert best_of(tmp_path) == (step, loss) and sorted(metrics(tmp_path)) == [1, 2, 3, 4, 5]
+    assert (checkpoints / "best").read_text() == f"step_{step:08d}\n"
+    assert sorted(path.name for path in checkpoints.glob("step_*")) == [
+        *(f"step_{kept:08d}" for kept in (step, 3, 5))  # 3: the run started from it
+    ]
+    for number, kept_for in ((step, "best"), (5, "interval")):
+        entries = json.loads((checkpoints / f"step_{number:08d}" / "manifest.json").read_text())
+        assert entries["best"] == {"loss": loss, "step": step} and entries["kept_for"] == kept_for
+    train("sft", sft_argv(tmp_path / "again", f"{flags} --train-iters 5 --load {checkpoints}/best --keep-best false"))
+    for number, row in metrics(tmp_path / "again").items():
+        assert timeless(row) == timeless(metrics(tmp_path)[number])

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: of a prompt, means over prompts and tasks, and which evaluation was the best."""
+"""Metrics of an evaluation: of a prompt, and means over prompts and tasks."""
 
 import itertools
 import json
@@ -12,8 +12,6 @@ from megarl.observe.timers import Timers
 from megarl.trainers.evaluator import Evaluator, eval_ks, mean_metrics, prompt_metrics
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import inputs, write_lines
-from tests.helpers.tiny_models import parse_roles
-from tests.helpers.worlds import SAFETY, run_world
 
 
 def row(extracted: str | None, correct: bool, length: int = 3, reward: float | None = None) -> dict:
@@ -97,25 +95,3 @@ def test_tasks_are_reported_where_there_are_several(tmp_path):
         run_evaluate(evaluate_argv(tmp_path, prompts=prompts))
         found = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]
         assert sorted(found) == sorted(f"eval/{n}" for n in [*whole, *(f"{t}/{n}" for t in expected for n in whole)])
-
-
-def ranked(rank: int) -> tuple:
-    """Verdicts and state of a run of evaluations, resumed in the middle."""
-    from megarl.comm import role_mesh
-    from megarl.trainers.evaluator import BestCheckpoint
-
-    here = role_mesh.create_mesh(parse_roles("", 2), SAFETY)
-    best, verdicts = BestCheckpoint(here), []
-    before = best.state_dict()
-    for step, accuracy in enumerate([0.0, 0.25, 0.25, 0.125, 0.5, 0.25], 1):
-        verdicts.append(best.update({"eval/accuracy": accuracy} if rank == 0 else None, step))
-        if step == 3:
-            state, best = json.loads(json.dumps(best.state_dict())), BestCheckpoint(here)
-            best.load_state_dict(state)
-    return verdicts, before, best.state_dict()
-
-
-def test_every_rank_knows_which_evaluation_is_the_best():
-    expected = [True, True, False, False, True, False]
-    states = {"accuracy": None, "step": None}, {"accuracy": 0.5, "step": 5}
-    assert run_world(ranked, 2) == [(expected, *states)] * 2

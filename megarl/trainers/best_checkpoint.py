@@ -1,0 +1,40 @@
+"""The best evaluation of a run so far, after which a checkpoint is saved."""
+
+import math
+
+import torch.distributed as dist
+
+from megarl.comm.role_mesh import RoleMesh
+
+
+class BestCheckpoint:
+    """The best evaluation of a run so far, the same on every rank."""
+
+    def __init__(self, mesh: RoleMesh, metric: str):
+        """`metric`: of which the best value is wanted, without `eval/`; of `loss` the lowest, of others the highest."""
+        self.mesh, self.metric = mesh, metric
+        self.sign = -1 if metric == "loss" else 1
+        self.value: float | None = None
+        self.step: int | None = None
+
+    def update(self, metrics: dict[str, float] | None, step: int) -> bool:
+        """Whether the evaluation after `step` is the best so far; of equal ones, the earlier is the best.
+
+        `metrics` are the evaluation's, on rank 0. A value that is not a number is never the best. A collective of the
+        world.
+        """
+        found = [None if metrics is None else metrics[f"eval/{self.metric}"]]
+        dist.broadcast_object_list(found, src=0)
+        (value,) = found
+        is_best = not math.isnan(value) and (self.value is None or self.sign * value > self.sign * self.value)
+        if is_best:
+            self.value, self.step = value, step
+        return is_best
+
+    def state_dict(self) -> dict:
+        """State for a checkpoint's manifest."""
+        return {self.metric: self.value, "step": self.step}
+
+    def load_state_dict(self, state: dict):
+        """Restores the state of `state_dict`."""
+        self.value, self.step = state.get(self.metric), state["step"]
