@@ -152,17 +152,13 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     folders = [role.hf_model for role in roles.values() if role.hf_model is not None]
     notes = dict.fromkeys(note for folder in folders for note in folder.notes)
     return RunConfig(
-        settings=context.settings,
-        roles=roles,
-        trained=tuple(role for role in trained if role in ranks),
-        check=command.check,
-        estimator=context.estimator,
-        policy_loss=_with_options(context, values),
+        settings=context.settings, roles=roles, trained=tuple(role for role in trained if role in ranks),
+        check=command.check, estimator=context.estimator, policy_loss=_with_options(context, values),
         rewards=context.terms,
         warnings=(*command.removed, *([combinations.warning(idle)] if idle else []), *notes),
         command_line=(f"megarl.{parser.MODULES[program]}", *argv),
         user_settings={"megarl": sorted(name.replace("-", "_") for name in command.values), "megatron": attributes},
-    )
+    )  # fmt: skip
 
 
 def with_sources(error: UsageError, argv: list[str], program: str) -> UsageError:

@@ -31,7 +31,7 @@ RL = (
     " --rollout-max-requests 8 --seed 5"
 )
 CRITIC = " --critic-lr 3e-3"
-SFT = " --global-batch-size 12 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --seed 5"
+SFT = " --global-batch-size 12 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --lr-warmup-init 0 --seed 5"
 REWARD = " --global-batch-size 12 --lr 5e-3 --seed 5 --max-tokens-per-microbatch 80"
 REWARD_STEPS = 20
 SFT_STEPS = 40  # enough to end answers, too few to know them

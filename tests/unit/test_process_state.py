@@ -24,17 +24,21 @@ def closed(name: str) -> bool:
     return getattr(sys, name).closed
 
 
+def _ignore(*_):
+    """Another handler than any of the test process."""
+
+
 # What the warning names -> (how it is read, how a plug-in changes it).
 STATES = {
     "the working directory": (os.getcwd, lambda: os.chdir("/")),
     "sys.stdout": (lambda: closed("stdout"), lambda: sys.stdout.close()),
     "sys.stderr": (lambda: sys.stderr, lambda: setattr(sys, "stderr", None)),
     "the handler of SIGTERM": (lambda: signal.getsignal(signal.SIGTERM),
-                               lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)),
+                               lambda: signal.signal(signal.SIGTERM, _ignore)),
     "the handler of SIGINT": (lambda: signal.getsignal(signal.SIGINT),
-                              lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)),
+                              lambda: signal.signal(signal.SIGINT, _ignore)),
     "the handler of SIGUSR1": (lambda: signal.getsignal(signal.SIGUSR1),
-                               lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN)),
+                               lambda: signal.signal(signal.SIGUSR1, _ignore)),
     "whether torch computes gradients": (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
     "torch's default dtype": (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
     "torch's default device": (lambda: torch.empty(0).device, lambda: torch.set_default_device("meta")),
