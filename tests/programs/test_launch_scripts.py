@@ -41,7 +41,7 @@ def test_a_warm_start_makes_data_and_a_policy_on_two_ranks(tmp_path):
     flags = ["--train-iters", "2", "--eval-interval", "2", "--lr-warmup-iters", "1"]
     done = launch(flags, "warm_start", CONFIG="moe_quickstart", SEED="3", SAVE=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "data" / "train.jsonl").read_text().splitlines()) == 4000
+    assert len((tmp_path / "data" / "train.jsonl").read_text().splitlines()) == 6000
     assert json.loads((tmp_path / "data" / "prompts.json").read_text())["seed"] == 3
     rows = metrics(tmp_path / "sft")
     assert sorted(rows) == [1, 2] and rows[2]["eval/loss"] > 1
