@@ -42,10 +42,10 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
     rows = []
     for name, role in config.roles.items():
         facts = [f"rank{'s' * (len(role.ranks) > 1)} {span(role.ranks)}"]
-        if role.has_model:
-            facts += (
-                [_layout(role), _model(role, tokens)] if role.model_role == name else [f"the {role.model_role}'s model"]
-            )
+        if role.model_role != name:
+            facts.append(f"the {role.model_role}'s model")
+        elif role.has_model:
+            facts += [_layout(role), _model(role, tokens)]
         if name == "reward" and "actor" in config.roles:
             facts.append(config.settings.reward)
         if name in config.trained:

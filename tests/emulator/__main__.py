@@ -1,7 +1,6 @@
 """`python -m tests.emulator [--ranks N] [--interpret] MODULE FLAG…`: a program of megarl on emulated devices."""
 
 import argparse
-import os
 import subprocess
 import sys
 
@@ -22,7 +21,7 @@ def main() -> int:
     if options.ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     command = [*launcher, "-m", "tests.emulator.run", options.module, *options.flags]
-    return subprocess.run(command, env=build.environment(options.interpret), cwd=os.getcwd()).returncode
+    return subprocess.run(command, env=build.environment(options.interpret)).returncode
 
 
 if __name__ == "__main__":

@@ -82,11 +82,12 @@ class BuiltEngine:
         model.config.inference_moe_token_dispatcher_type = "nccl"
         self._cache_present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext
         with self._cache_present():
-            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative, decode_graphs)
+            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative)
+        self.engine.device_decode.has_graphs = decode_graphs
 
     def _build(
         self, config: InferenceConfig, pg_collection, vocab_size: int,
-        cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool, decode_graphs: bool,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool,
     ):  # fmt: skip
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
         self.context = context_of(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
@@ -100,7 +101,6 @@ class BuiltEngine:
         with torch.no_grad():
             self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(self.controller, self.context)
         self.drafter = self.engine.drafter if speculative else None
-        self.engine.device_decode.has_graphs = decode_graphs
         self.context.kv_block_allocator.tokens_of = self._tokens_of
         self._prefill_counts = PrefillCounts()  # when they were taken last
         self.engine.suspend()

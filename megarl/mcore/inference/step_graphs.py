@@ -38,7 +38,6 @@ class _MemoryRead(TorchDispatchMode):
                 self.held[storage.data_ptr()] = storage
         results = func(*args, **(kwargs or {}))
         self._made.update(tensor.untyped_storage().data_ptr() for tensor in _tensors(results))
-        self._made -= self.held.keys()
         return results
 
 
