@@ -15,6 +15,7 @@ STAGES = {  # name -> (seconds at most, command after the interpreter); ten minu
     "versions": (20, ["-m", "tools.gpu.versions"]),
     "kernels": (60, ["-m", "tools.gpu.kernels"]),
     "decode": (130, ["-m", "tools.gpu.decode"]),
+    "difference": (60, ["-m", "tools.gpu.difference"]),
     "gap": (50, ["-m", "tools.gpu.gap"]),
     "update": (80, ["-m", "tools.gpu.update"]),
     "ppo": (150, ["-m", "tools.gpu.ppo"]),

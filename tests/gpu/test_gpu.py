@@ -5,12 +5,14 @@ import sys
 
 import pytest
 
-from tests.helpers.programs import environment, metrics, rl_argv, samples, timeless, torchrun
+from tests.helpers.programs import environment, inputs, metrics, rl_argv, samples, timeless, torchrun
 
 
 @pytest.fixture(autouse=True)
 def device_of_programs(monkeypatch):
-    """The programs that tests start have the device, and compiled kernels; the test process has neither."""
+    """The programs that tests start have the device, and compiled kernels; the test process has neither, and makes
+    their data, the weights of a warm start among them, on the CPU."""
+    inputs()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.delenv("TRITON_INTERPRET")
 

@@ -1,6 +1,7 @@
-"""`python -m tests.helpers.compiled_kernels sizes|orders`: kernels compiled for an H100, without one; prints JSON.
+"""`python -m tests.helpers.compiled_kernels sizes|orders|fused`: kernels compiled for an H100, without one; prints JSON.
 
 sizes: bytes of code and of shared memory of each. orders: in which order kernels of rollout and training add.
+fused: products and sums of 16 bits without a rounding between them.
 """
 
 import json
@@ -73,6 +74,10 @@ HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i
 cases += [
     (kernel, HALVES, dict(TILE=swiglu_rows.TILE)) for kernel in (swiglu_rows._swiglu, swiglu_rows._swiglu_backward)
 ]
+OPTIONS = {
+    matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
+    rotate_and_store._rotate_and_store: rotate_and_store.OPTIONS,
+}
 TILES = dict(ROWS=fixed_tiles.ROWS, COLUMNS=fixed_tiles.COLUMNS, INNER=fixed_tiles.INNER)
 cases += [(fixed_tiles._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [
@@ -89,7 +94,7 @@ def compiled(function, signature, constants, aligned=()):
     names = function.arg_names
     types = {name: kind for name, kind in signature.items() if name in names} | dict.fromkeys(constants, "constexpr")
     known = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in types}
-    options = {"num_warps": 8, "num_stages": 3} if function is matmul_kernel_persistent else {}
+    options = OPTIONS.get(function, {})
     source = ASTSource(function, types, constants, known)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
@@ -141,5 +146,10 @@ def sums() -> list:
     return [attention, rows]
 
 
+def fused() -> list:
+    """[kernel, instructions that multiply and add numbers of 16 bits with one rounding] of each kernel."""
+    return [[case[0].__name__, re.findall(r"\bfma\.rn\.b?f16\S*", compiled(*case).asm["ptx"])] for case in cases]
+
+
 if __name__ == "__main__":
-    print(json.dumps(sizes() if sys.argv[1] == "sizes" else sums()))
+    print(json.dumps({"sizes": sizes, "orders": sums, "fused": fused}[sys.argv[1]]()))

@@ -1,15 +1,19 @@
 """The gap between rollout log-probs and those of training's forward, in bf16: mean, 99th percentile, largest."""
 
+import contextlib
 import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from tools.bench import common
 from tools.gpu import report, run_all
 
+Watch = Callable[[torch.nn.Module], AbstractContextManager]
 SHAPE = common.Shape(layers=8, hidden=1024, ffn=2816, vocab=32_000, heads=16, groups=4)
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512"
-PROMPT, RESPONSE, REQUESTS = 64, 192, 64
+SIZES = (64, 192, 64)  # tokens of a prompt at most, tokens of a response, requests
 CASES = {  # name -> (flags, whether training takes the rollout's routes, arXiv 2510.11370)
     "dense": ("", False),
     "dense, exact": ("--exact-rollout", False),
@@ -19,24 +23,39 @@ CASES = {  # name -> (flags, whether training takes the rollout's routes, arXiv 
 }
 
 
-def gaps(flags: str, is_replayed: bool = False) -> torch.Tensor:
-    """|rollout − training| of each token of responses to ragged prompts, [tokens] fp32 in nats."""
+def unwatched(_model) -> AbstractContextManager:
+    """Watches nothing."""
+    return contextlib.nullcontext()
+
+
+def gaps(
+    flags: str, is_replayed: bool = False, shape: common.Shape = SHAPE, sizes: tuple[int, int, int] = SIZES,
+    decode_graphs: bool = True, watch: Watch = unwatched, dtype: str = "bf16",
+) -> torch.Tensor:  # fmt: skip
+    """|rollout − training| of each token of responses to ragged prompts, [tokens] fp32 in nats.
+
+    `sizes`: as `SIZES`; `watch`: returns the context of the rollout, then that of training's forward.
+    """
     from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.mcore import device
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.inference.generation import GenerationRequest
     from megarl.mcore.model.forward_pass import inference_mode, token_scores
 
-    model, pg_collection, _ = common.build(SHAPE, (PROMPT, RESPONSE), f"--bf16 {flags}", "rl")
-    engine = RolloutEngine(model, pg_collection, SHAPE.vocab, PROMPT + RESPONSE, 0.5, REQUESTS)
-    prompts = common.random_prompts([1 + number * 37 % PROMPT for number in range(REQUESTS)], SHAPE.vocab)
-    requests = [GenerationRequest(prompt, key, RESPONSE) for key, prompt in enumerate(prompts)]
-    completions = engine.generate(requests, (), SamplingSettings(), is_replayed)
+    longest, response, count = sizes
+    model, pg_collection, _ = common.build(shape, (longest, response), f"--{dtype} {flags}", "rl")
+    engine = RolloutEngine(
+        model, pg_collection, shape.vocab, longest + response, 0.5, count, decode_graphs=decode_graphs
+    )
+    prompts = common.random_prompts([1 + number * 37 % longest for number in range(count)], shape.vocab)
+    requests = [GenerationRequest(prompt, key, response) for key, prompt in enumerate(prompts)]
+    with watch(model):
+        completions = engine.generate(requests, (), SamplingSettings(), is_replayed)
     rows = [prompt + completion.tokens for prompt, completion in zip(prompts, completions, strict=True)]
     lengths, tokens = torch.tensor([len(row) for row in rows]), torch.tensor(sum(rows, [])).to(device.device())
     routing = routing_of(engine, pg_collection, lengths, completions) if is_replayed else None
-    with inference_mode(model):
-        scored = token_scores(model, tokens, lengths, 1.0, SHAPE.vocab, routing)
+    with inference_mode(model), watch(model):
+        scored = token_scores(model, tokens, lengths, 1.0, shape.vocab, routing)
     scores = scored.logprobs.cpu().split(lengths.tolist())
     pairs = zip(scores, prompts, completions, strict=True)
     return torch.cat([(row[len(prompt) :] - torch.tensor(found.logprobs)).abs() for row, prompt, found in pairs])

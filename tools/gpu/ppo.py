@@ -24,7 +24,9 @@ RL = (
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512"
 CASES = {
     "dense": "",
+    "dense, no graphs": "--decode-graphs off",
     "experts": f"{EXPERTS} --moe-grouped-gemm --router-replay rollout",
+    "experts, no graphs": f"{EXPERTS} --moe-grouped-gemm --router-replay rollout --decode-graphs off",
     "offload": "--offload",
     "exact": "--exact-rollout",
     "exact experts": f"{EXPERTS} --exact-rollout --router-replay rollout",
@@ -60,7 +62,7 @@ def main():
     found: dict[str, list[dict]] = {}
 
     def run(name: str, folder: Path, flags: str) -> bool:
-        rows = found[name] = train(folder / name.replace(" ", "_"), f"{flags} {CASES[name]}")
+        rows = found[name] = train(folder / "".join(x for x in name if x.isalnum()), f"{flags} {CASES[name]}")
         report(ppo=name, steps=[{key: row[key] for key in SHOWN if key in row} for row in rows])
         gaps = [row["rollout/logprob_gap_max"] for row in rows if "rollout/logprob_gap_max" in row]
         return "exact" not in name or max(gaps) == 0
@@ -75,7 +77,7 @@ def main():
 
     with tempfile.TemporaryDirectory() as folder:
         flags = data(Path(folder))
-        cases = {name: functools.partial(run, name, Path(folder), flags) for name in CASES}
+        cases = {name: functools.partial(run, name, Path(folder), flags) for name in sys.argv[1:] or CASES}
         run_all(cases | {"deterministic runs": are_equal})
 
 

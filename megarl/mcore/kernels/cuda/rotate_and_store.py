@@ -9,6 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Otherwise the compiler fuses a product of 16 bits and the sum after it, without the rounding between them that
+# PyTorch's operators do.
+OPTIONS = {"enable_fp_fusion": False}
+
 
 @triton.jit
 def _rotate_and_store(
@@ -52,7 +56,7 @@ def rotate_and_store(heads: Tensor, cosines: Tensor | None, sines: Tensor | None
     _rotate_and_store[tokens, groups](
         heads, cosines, sines, cache, slots, heads.stride(0), heads.stride(1), QUERIES=each - 2,
         HEAD_TILE=triton.next_power_of_2(each), CHANNELS=channels, CHANNEL_TILE=triton.next_power_of_2(channels),
-        ROTATED=0 if cosines is None else cosines.shape[-1],
+        ROTATED=0 if cosines is None else cosines.shape[-1], **OPTIONS,
     )  # fmt: skip
 
 

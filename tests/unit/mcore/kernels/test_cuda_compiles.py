@@ -40,3 +40,11 @@ def test_kernels_of_rollout_and_training_add_in_the_same_order(tmp_path):
     for drawn, greedy, known in rows:
         layouts = {*drawn, *greedy, *known}
         assert len(layouts) == 1 and "xf32" in layouts.pop() and len(known) == 2
+
+
+@pytest.mark.long
+def test_no_kernel_leaves_out_a_rounding_to_16_bits(tmp_path):
+    """As PyTorch's operators, which a kernel for a decode step replaces: fused, they made the first gap on a GPU."""
+    found = printed("fused", tmp_path)
+    assert "_rotate_and_store" in {name for name, _ in found}
+    assert not [(name, fused) for name, fused in found if fused]
