@@ -4,16 +4,19 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import traceback
 from collections.abc import Sequence
 
 from megarl.serving import fair_queue
-from megarl.serving.errors import RequestError, echo, internal, timed_out
+from megarl.serving.errors import RequestError, echo, internal, invalid, timed_out
 from megarl.serving.metrics import ServerMetrics
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
+MAX_VALUES = 2**17  # lists, objects and fields of a body, or strings
+_STRUCTURE, _STRING = (b"[", b"{", b":"), re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 CLOSED_REQUEST = 499  # nginx's status of a client that went away; only metrics see it
 
 
@@ -187,7 +190,23 @@ class BodyAndDisconnect:
         media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if body and media != b"application/json":
             raise RequestError(415, "Content-Type must be application/json")
+        if not is_plain(body):
+            raise invalid(f"the body has more than {MAX_VALUES} lists, objects, fields or strings", code="too_complex")
         return bytes(body)
+
+
+def is_plain(body: bytes | bytearray) -> bool:
+    """Whether a JSON body has few enough lists, objects, fields and strings, without parsing it.
+
+    Parsing and validating holds the interpreter, and so all streams; a million fields take it seconds, while numbers
+    and long strings take little.
+    """
+    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_VALUES:
+        return False
+    if sum(map(body.count, _STRUCTURE)) <= MAX_VALUES:
+        return True
+    outside = _STRING.sub(b"", body)  # texts may hold any number of these characters
+    return sum(map(outside.count, _STRUCTURE)) <= MAX_VALUES
 
 
 def _digest(key: bytes) -> bytes:

@@ -18,7 +18,7 @@ MAX_TEXT_LENGTH = 2**24  # characters
 MAX_TOKENS = 2**24
 MAX_PROMPTS = 4096
 
-_MAX_DEPTH = 64  # levels of lists and objects in free-form JSON
+_MAX_DEPTH, _MAX_FREE_VALUES = 64, 2**16  # levels and values of free-form JSON
 
 
 def _neutral(*values: Any) -> Any:
@@ -40,13 +40,17 @@ def _check_temperature(value: float | None) -> float | None:
 
 
 def check_json(value: Any) -> Any:
-    """Free-form JSON that can be walked through and written: not too deep, and valid Unicode."""
-    level, depth = [value], 0
+    """Free-form JSON that can be walked through and written: not too deep or too long, and valid Unicode."""
+    level, depth, count = [value], 0, 0
     while level:
         depth += 1
         if depth > _MAX_DEPTH:
             raise ValueError(f"deeper than {_MAX_DEPTH} levels")
-        level = [each for outer in level if isinstance(outer, dict | list) for each in _children(outer)]
+        level = [outer for outer in level if isinstance(outer, dict | list)]
+        count += sum(map(len, level))
+        if count > _MAX_FREE_VALUES:
+            raise ValueError(f"more than {_MAX_FREE_VALUES} values")
+        level = [each for outer in level for each in _children(outer)]
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -67,8 +71,9 @@ def _children(value: dict | list) -> list[Any]:
 Text = Annotated[str, Field(max_length=MAX_TEXT_LENGTH)]
 Name = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
-Prompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+# Lists that may be long stop at the first wrong item: millions of errors would hold the interpreter for half a minute.
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
+Prompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
@@ -126,8 +131,8 @@ class CompletionRequest(OpenAIFields):
     prompt: (
         Text
         | TokenIds
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=2**10)] | None = None
@@ -248,10 +253,10 @@ class GenerateSampling(SamplingFields):
 class GenerateRequest(StrictModel):
     """A request for /generate: tokens to tokens. `key` is the exact key of the random stream, one for each prompt."""
 
-    input_ids: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+    input_ids: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     sampling_params: GenerateSampling = GenerateSampling()
     seed: Int64 | None = None
-    key: Int64 | Annotated[list[Int64], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
+    key: Int64 | Annotated[list[Int64], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | None = None
     session: Name | None = None
     return_logprobs: bool = True
     top_logprobs: Annotated[int, Field(ge=0, le=2**10)] = 0

@@ -10,13 +10,16 @@ from multiprocessing.connection import Client
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
+from megarl.serving import schemas
 from megarl.serving.app import PAGE, build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
+from megarl.serving.middleware import MAX_VALUES, is_plain
 from megarl.serving.responses import GenerateResult
 from tests.helpers import small_tokenizers
 from tests.helpers.serving import LIMIT, Answers, Served, served
@@ -213,6 +216,39 @@ def test_what_has_no_place_is_refused_before_it_is_tokenized(body, status, messa
     context.encoder.tokenizer.encode = context.encoder.tokenizer.encode_batch = fail
     answer = posted(context, **body)
     assert answer.status_code == status and answer.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("body, plain", [
+    (b'{"prompt": "' + b'[{:,\\":' * MAX_VALUES + b'"}', True), (b"[" + b"1," * 2**21 + b"1]", True),
+    (b"[" + b"[]," * (MAX_VALUES - 1) + b"1]", True), (b"[" + b"[]," * MAX_VALUES + b"1]", False),
+    (b"{" + b'"a": 1,' * (MAX_VALUES + 1), False), (b'["' + b"[" * 100 + b'"' + b",{}" * MAX_VALUES + b"{}", False),
+    (b"[" + b'"",' * (MAX_VALUES + 1), False), (b"[" + b'"\\\\",' * (2 * MAX_VALUES + 1), False), (b"", True),
+])  # fmt: skip
+def test_bodies_of_too_many_values_are_known_before_they_are_parsed(body, plain):
+    assert is_plain(body) == plain
+
+
+def test_such_a_body_is_refused(tmp_path):
+    answer = posted(without_leaders(tmp_path), prompt=[[]] * (MAX_VALUES + 1))
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_complex"
+
+
+@pytest.mark.parametrize("model, name, value", [
+    (schemas.DetokenizeRequest, "tokens", [-1] * 99), (schemas.CompletionRequest, "prompt", [-1] * 99),
+    (schemas.CompletionRequest, "prompt", [[-1] * 9] * 99), (schemas.CompletionRequest, "prompt", [1.5] * 99),
+    (schemas.GenerateRequest, "input_ids", [["a"] * 9] * 99), (schemas.GenerateRequest, "key", ["a"] * 99),
+])  # fmt: skip
+def test_a_long_list_of_wrong_items_has_few_errors(model, name, value):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({"input_ids": [1], name: value} if model is schemas.GenerateRequest else {name: value})
+    assert caught.value.error_count() <= 4
+
+
+def test_free_json_has_a_number_of_values():
+    assert schemas.check_json([[1] * 100] * 100) and schemas.check_json({"a": "x" * 10**6})
+    for value in ([1] * 2**17, [[1] * 2**10] * 2**7):
+        with pytest.raises(ValueError, match="more than 65536 values"):
+            schemas.check_json(value)
 
 
 def test_the_http_process_loads_neither_torch_nor_megatron(tmp_path):
