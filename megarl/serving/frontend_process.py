@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,20 @@ class FrontendProcess:
     """The HTTP process as the ranks see it. Leaders have links with it, and tell the other ranks of their replicas."""
 
     def __init__(
-        self, url: str, link: links.Link | None, child: Child | None, role_groups: RoleGroups, may_end: bool
+        self, url: str, link: links.Link | None, child: Child | None, role_groups: RoleGroups, may_end: bool,
+        drain_seconds: float,
     ):  # fmt: skip
         """
         Args:
             link: of a leader.
             child: on rank 0.
             may_end: if the process ends, the last message is "stop"; else that is an error of the leader.
+            drain_seconds: that running requests have after "drain"; a process that has not answered
+                `END_SECONDS` later counts as ended.
         """
         self._url, self._link, self._child = url, link, child
         self._role_groups, self._may_end = role_groups, may_end
+        self._seconds_to_end, self._must_end_by = drain_seconds + END_SECONDS, math.inf
         self._signals: list[int] = []
 
     def announce(self, name: str):
@@ -79,7 +85,11 @@ class FrontendProcess:
 
     def _receive(self, seconds: float) -> list[Message]:
         try:
-            return self._link.receive(seconds) if self._link else []
+            messages = self._link.receive(seconds) if self._link else []
+            # Messages first: "stop" may have waited here while the engine was busy.
+            if messages or time.monotonic() < self._must_end_by or not self._link:
+                return messages
+            raise ConnectionError(f"it has not ended {self._seconds_to_end:g} s after it was told to")
         except ConnectionError as error:
             problem = f"the HTTP process is gone: {error}"
             if not self._may_end:
@@ -90,6 +100,8 @@ class FrontendProcess:
 
     def send(self, message: Message):
         """Sends a message, which is the same on all ranks of the replica, from its leader."""
+        if message["type"] == "drain":
+            self._must_end_by = time.monotonic() + self._seconds_to_end
         if self._link:
             self._link.send(message)
 
@@ -129,7 +141,7 @@ def start_frontend(
         dist.broadcast_object_list(found, src=0)
         url, address, key = found[0]
         link = links.Link(links.connect(address, key)) if role_groups.is_leader else None
-        yield FrontendProcess(url, link, child, role_groups, may_end)
+        yield FrontendProcess(url, link, child, role_groups, may_end, config.settings.drain_seconds)
         status = _end(child) if child else 0
         if status and not may_end:
             raise RuntimeError(f"the HTTP process ended with status {status}")
