@@ -49,7 +49,7 @@ def arrays(key: Callable[[], tuple], compute: Callable[[], dict[str, np.ndarray]
     try:
         folder = _job_folder() / hashlib.blake2b(repr(key()).encode(), digest_size=16).hexdigest()
     except OSError as error:
-        warn([f"{tempfile.gettempdir()}: each rank reads its inputs by itself ({error.strerror})"])
+        warn([f"{tempfile.gettempdir()}: each rank reads its inputs by itself ({error.strerror or error})"])
         return compute()
     with _locked(folder.with_suffix(".lock")):
         if not folder.exists():
@@ -144,7 +144,7 @@ def _compute_into(folder: Path, compute: Callable[[], dict[str, np.ndarray]]) ->
         unfinished.rename(folder)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        warn([f"{folder.parent}: each rank reads its inputs by itself ({error.strerror})"])
+        warn([f"{folder.parent}: each rank reads its inputs by itself ({error.strerror or error})"])
         return computed
     return None
 

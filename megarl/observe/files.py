@@ -28,8 +28,10 @@ def write_atomically(path: Path, data: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # errors of writing name no file
+            error.filename = str(path)
         raise
     sync_directory(path.parent)
 

@@ -99,7 +99,8 @@ class RolloutBank:
                 self._file = self._create()
             bank_file.append(self._file, bank_file.pack(self._identity(request), number, completion))
         except OSError as error:
-            warn([f"--rollout-bank {self.folder}: the responses of step {self._step} are not kept: {error.strerror}"])
+            reason = error.strerror or error  # numpy's errors have none
+            warn([f"--rollout-bank {self.folder}: the responses of step {self._step} are not kept: {reason}"])
             self._is_full = True
 
     def discard(self, run: Path):

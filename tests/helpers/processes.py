@@ -1,7 +1,8 @@
-"""The processes that descend from one, and signals to all of them."""
+"""The processes that descend from one, signals to all of them, and limits of this one."""
 
 import contextlib
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -39,3 +40,14 @@ def signalled_descendants():
     finally:
         is_over.set()
         sender.join()
+
+
+@contextlib.contextmanager
+def max_file_size(count: int):
+    """Meanwhile this process can write no file of more than so many bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -159,16 +159,20 @@ def restore_rank_state(state: dict):
 def load(state: dict, folder: Path, group=None) -> dict:
     """Loads what `state` describes; a collective of the group (None: the world), with a non-empty state on each rank.
 
-    Keys missing from the folder raise an exception. Raises UsageError for a file that holds more than data.
+    Keys missing from the folder raise an exception. Raises UsageError for a file that holds more than data, and
+    RuntimeError for one that cannot be read.
     """
     strict = StrictHandling.ASSUME_OK_UNEXPECTED
     try:
         with torch.no_grad():
             return dist_checkpointing.load(state, str(folder), strict=strict, process_group=group)
     except (safe_reading.UnsafeFile, CheckpointException) as failure:
-        if error := safe_reading.reason_of(failure):
+        error = safe_reading.reason_of(failure)
+        if error is not None or isinstance(failure, safe_reading.UnsafeFile):
             raise UsageError(f"unsafe or damaged checkpoint: {error}", reporting_rank=dist.get_rank()) from None
-        raise
+        # torch's error is no Exception: nobody would catch it, and no line would say which rank failed.
+        rank, (cause, _) = min(failure.failures.items())
+        raise RuntimeError(f"{folder}: rank {rank} cannot read it: {type(cause).__name__}: {cause}") from cause
 
 
 def load_role(state: dict, folder: Path, pg_collection) -> dict:

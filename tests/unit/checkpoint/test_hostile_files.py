@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.errors import UsageError
+from megarl.mcore.weights import dist_checkpoint
 from tests.helpers.checkpoints import WAITING, Attack
 from tests.helpers.programs import in_world, program, rl_argv, train
 from tests.helpers.worlds import run_world
@@ -29,6 +31,18 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hostile") / "run"
     train("rl", rl_argv(folder, WAITING + " --train-iters 1"))
     return folder
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_programs_report(monkeypatch, tmp_path):
+    """torch's own is no Exception."""
+
+    def fail(*_, **__):
+        raise CheckpointException("read", {1: (OSError(24, "Too many open files"), None)})
+
+    monkeypatch.setattr(dist_checkpoint.dist_checkpointing, "load", fail)
+    with pytest.raises(RuntimeError) as caught:
+        dist_checkpoint.load({}, tmp_path)
+    assert str(caught.value) == f"{tmp_path}: rank 1 cannot read it: OSError: [Errno 24] Too many open files"
 
 
 def sealed(folder: Path):

@@ -17,6 +17,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import load_prompts
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
+from tests.helpers.processes import max_file_size
 from tests.helpers.programs import environment
 from tests.helpers.worlds import SAFETY_SECONDS
 
@@ -169,6 +170,15 @@ def test_a_folder_that_others_may_write_to_is_not_used(node, capsys):
     found = node_files.arrays(lambda: ("key",), lambda: {"values": np.arange(9000)})
     assert not isinstance(found["values"], np.memmap) and list(found["values"][:3]) == [0, 1, 2]
     assert "each rank reads its inputs by itself" in capsys.readouterr().err
+
+
+def test_arrays_that_cannot_be_written_are_computed_and_the_reason_is_said(node, capsys):
+    node_files.arrays(lambda: ("first",), lambda: {"values": np.arange(9)})  # makes the folder
+    with max_file_size(1000):
+        found = node_files.arrays(lambda: ("key",), lambda: {"values": np.arange(9000)})
+    assert list(found["values"][:3]) == [0, 1, 2] and not isinstance(found["values"], np.memmap)
+    said = capsys.readouterr().err
+    assert "each rank reads its inputs by itself (" in said and "(None)" not in said
 
 
 def test_without_other_ranks_nothing_is_written(node, monkeypatch):

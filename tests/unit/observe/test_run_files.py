@@ -20,6 +20,7 @@ from megarl.observe.files import json_line, write_atomically
 from megarl.observe.progress import Progress, format_duration
 from megarl.observe.samples import write_samples
 from megarl.observe.settings_file import environment, processor, write_settings
+from tests.helpers.processes import max_file_size
 
 
 def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
@@ -40,6 +41,12 @@ def test_failed_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk gone"):
         write_atomically(path, "new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_an_atomic_write_that_fails_names_its_file(tmp_path):
+    with max_file_size(10), pytest.raises(OSError) as caught:
+        write_atomically(tmp_path / "file", "x" * 100)
+    assert str(caught.value) == f"[Errno 27] File too large: '{tmp_path}/file'" and not os.listdir(tmp_path)
 
 
 def test_json_line_rejects_what_json_cannot_hold():
