@@ -38,18 +38,24 @@ names() {
     echo "${found[@]}"
 }
 
-# plan_fits FLAG...: whether the plan of train_rl with these flags fits into GPUs of GPU_MEMORY GiB; wrong flags end the
-# script with the plan's line and status 2.
-plan_fits() {
-    local status=0 said python
+# find_python: sets PYTHON_BIN, and PYTHONPATH for it.
+find_python() {
+    PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh") || return
+    # Several checkouts may share an environment: this checkout's code must come first.
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# plan FLAG...: the plan of train_rl with these flags on NNODES nodes with NPROC ranks, for GPUs of GPU_MEMORY GiB if set.
+plan() {
+    "$PYTHON_BIN" -m megarl.plan --world-size "$((${NNODES:-1} * ${NPROC:-1}))" --ranks-per-node "${NPROC:-1}" \
+        ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} ${GPU_MEMORY:+--gpu-memory "$GPU_MEMORY"} "$@"
+}
+
+# least_recompute FLAG...: prints "recompute:" and the flags of the least recomputation with which train_rl fits; status 1
+# if it never does. To be run in a subshell: it sets what launch/run.sh sets again.
+least_recompute() {
     if [[ ${LAUNCHER:-auto} != torchrun ]] && in_allocation; then read_allocation; fi
-    python=$(bash "$ROOT/launch/setup_env.sh")
-    said=$(PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" "$python" -m megarl.plan --gpu-memory "$GPU_MEMORY" \
-        --world-size "$((${NNODES:-1} * ${NPROC:-1}))" --ranks-per-node "${NPROC:-1}" \
-        ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} "$@" 2>&1 >/dev/null) || status=$?
-    # Python also ends with status 1 after an error of its own.
-    [[ $status -lt 2 && $said != *Traceback* ]] || { echo "$said" >&2 && exit 2; }
-    return "$status"
+    find_python && plan --least-recompute "$@"
 }
 
 # show_command WORD...: prints a command as one could type it.

@@ -104,18 +104,20 @@ declare -A RECOMPUTE_FLAGS=(
     [full]="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 )
 if [[ " $* " == *" --recompute-granularity"* ]]; then
-    RECOMPUTE=none # the given flags are used
+    recompute= # the given flags are used
 elif [[ $RECOMPUTE == auto ]]; then
-    fits=
-    for RECOMPUTE in none selective full; do
-        # shellcheck disable=SC2086  # words
-        plan_fits "${MODEL_ARGS[@]}" "${ROLE_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${ALGORITHM_ARGS[@]}" \
-            "${OPTIMIZER_ARGS[@]}" "${SAVE_ARGS[@]}" ${RECOMPUTE_FLAGS[$RECOMPUTE]} "$@" && fits=1 && break
-    done
+    fits=1
+    recompute=$(least_recompute "${MODEL_ARGS[@]}" "${ROLE_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${ALGORITHM_ARGS[@]}" \
+        "${OPTIMIZER_ARGS[@]}" "${SAVE_ARGS[@]}" "$@") || fits=
+    # Python also ends with status 1 after an error of its own.
+    [[ $recompute == "recompute:"* ]] || exit 2
+    recompute=${recompute#recompute:}
     [[ -n $fits ]] || echo "$SCRIPT: the plan does not fit into GPU_MEMORY=$GPU_MEMORY GiB even with RECOMPUTE=full;" \
         "DRY_RUN=1 says what would help" >&2
+else
+    recompute=${RECOMPUTE_FLAGS[$RECOMPUTE]}
 fi
 # shellcheck disable=SC2206  # words
-OPTIMIZER_ARGS+=(${RECOMPUTE_FLAGS[$RECOMPUTE]})
+OPTIMIZER_ARGS+=($recompute)
 
 start train_rl MODEL_ARGS ROLE_ARGS ROLLOUT_ARGS ALGORITHM_ARGS OPTIMIZER_ARGS SAVE_ARGS -- "$@"

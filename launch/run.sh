@@ -52,10 +52,7 @@ elif [[ $LAUNCHER == torchrun && $NNODES -gt 1 ]]; then
         --master-port "${MASTER_PORT:-MASTER_PORT}")
 fi
 [[ -z ${NPROC:-} ]] || ranks=(--nproc-per-node "$NPROC")
-PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh")
-
-# Several checkouts may share an environment: this checkout's code must come first.
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+find_python
 
 if [[ $LAUNCHER == srun ]]; then
     cores=()
@@ -70,12 +67,12 @@ fi
 
 if [[ -n ${DRY_RUN:-} || -n ${SHOW_COMMAND:-} ]]; then show_command "${command[@]}"; fi
 if [[ -n ${DRY_RUN:-} ]]; then
-    world=$((NNODES * ${NPROC:-1}))
     if [[ $PROGRAM == train_rl ]]; then
-        exec "$PYTHON_BIN" -m megarl.plan --world-size "$world" --ranks-per-node "${NPROC:-1}" \
-            ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} ${GPU_MEMORY:+--gpu-memory "$GPU_MEMORY"} "$@"
+        plan "$@"
+        exit
     fi
-    WORLD_SIZE=$world LOCAL_WORLD_SIZE=${NPROC:-1} exec "$PYTHON_BIN" -m "megarl.$PROGRAM" "$@" --check
+    export WORLD_SIZE=$((NNODES * ${NPROC:-1})) LOCAL_WORLD_SIZE=${NPROC:-1}
+    exec "$PYTHON_BIN" -m "megarl.$PROGRAM" "$@" --check
 fi
 [[ $LAUNCHER == srun ]] || exec "${command[@]}"
 

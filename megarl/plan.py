@@ -4,7 +4,8 @@ It takes the flags of train_rl. One process creates the real process groups on a
 
     python -m megarl.plan --world-size 4096 --vocab-size 129280 --config my_run.yaml
 
-With `--gpu` it says whether the run fits into the GPUs, and estimates a step's time; `--best-layouts` searches layouts.
+With `--gpu` it says whether the run fits into the GPUs, and estimates a step's time; `--best-layouts` searches layouts,
+`--least-recompute` the recomputation of activations that the run needs.
 Exit status: 0; 1 if the run does not fit; 2 for wrong input.
 """
 
@@ -38,9 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", help="a100, h100, h200 or b200: a verdict, and an estimate of a step's time")
     parser.add_argument("--mfu", type=float, help="of the estimate: share of the GPU's FLOPs that is reached, 0.4")
     parser.add_argument("--network", type=float, help="of the estimate: GB/s of a GPU between nodes, default 50")
-    parser.add_argument(
+    searches = parser.add_mutually_exclusive_group()
+    searches.add_argument(
         "--best-layouts", action="store_true", help="search the parallel sizes that are not given; print the three best"
     )
+    searches.add_argument("--least-recompute", action="store_true",
+                          help="print only the flags of the least recomputation of activations with which the run fits;"
+                          " full recomputation, and exit status 1, if it never does")  # fmt: skip
     parser.add_argument("--json", help="also write the plan to this file as JSON")
     return parser
 
@@ -68,6 +73,8 @@ def check(chosen):
         raise UsageError(f"--mfu {chosen.mfu}: allowed is a share, at most 1")
     if chosen.best_layouts and chosen.gpu is None:
         raise UsageError("--best-layouts: needs --gpu, for which it estimates the time of a step")
+    if chosen.least_recompute and chosen.gpu is None and chosen.gpu_memory is None:
+        raise UsageError("--least-recompute: needs --gpu or --gpu-memory, into which the run is to fit")
 
 
 def cluster_of(chosen):
@@ -110,7 +117,7 @@ def main(argv: list[str]) -> int:
     cluster = cluster_of(chosen)
     memory = chosen.gpu_memory or (cluster and cluster.gpu.memory)
     question, program = question_of(chosen, rest)
-    answer = search if chosen.best_layouts else describe
+    answer = search if chosen.best_layouts else recompute if chosen.least_recompute else describe
     text, data, fits = answer(question, program, cluster, memory)
     print(text)
     if chosen.json:
@@ -124,6 +131,16 @@ def search(question, _program, cluster, memory: float) -> tuple[str, dict, bool]
 
     found = layouts.best_layouts(question, cluster, memory)
     return layouts.text(found, cluster), layouts.data(found), bool(found.best)
+
+
+def recompute(question, program, _cluster, memory: float) -> tuple[str, dict, bool]:
+    """(text, data, whether the run fits) of the least recomputation with which it does."""
+    from megarl.planning import hardware, layouts
+
+    available, given = hardware.available(memory), program.roles["actor"].megatron.recompute_granularity
+    flags, price = layouts.least_recompute(question, (), available, given)
+    needed = price.fullest.bytes
+    return " ".join(["recompute:", *flags]), {"flags": list(flags), "bytes": needed}, needed <= available
 
 
 def describe(question, program, cluster, memory: float | None) -> tuple[str, dict, bool]:

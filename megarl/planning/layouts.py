@@ -64,13 +64,27 @@ def best_layouts(question: Question, cluster: Cluster, memory: float) -> Found:
 
 
 def _price(question: Question, cluster: Cluster, flags, available: int, given: str | None) -> Layout:
-    """The layout with the first kind of recomputation with which it fits, or the last; then with a larger cache."""
+    """The layout with the least recomputation with which it fits, or the most; then with a larger cache."""
+    more, price = least_recompute(question, flags, available, given)
+    cache, price = _larger_cache(question, price, (*flags, *more), available)
+    return Layout((*flags, *more, *cache), price.fullest.bytes, _seconds(price, cluster))
+
+
+def least_recompute(
+    question: Question, flags: tuple[str, ...], available: int, given: str | None
+) -> tuple[tuple[str, ...], Price]:
+    """(further flags, price) of the first kind of recomputation with which the run fits, or the last.
+
+    Args:
+        flags: added to the question's.
+        available: bytes of a rank.
+        given: kind that the question's flags set; it stays.
+    """
     for more in [()] if given else RECOMPUTE:
         price = question.price((*flags, *more))
         if price.fullest.bytes <= available:
             break
-    cache, price = _larger_cache(question, price, (*flags, *more), available)
-    return Layout((*flags, *more, *cache), price.fullest.bytes, _seconds(price, cluster))
+    return more, price
 
 
 def _larger_cache(question: Question, price: Price, flags, available: int) -> tuple[tuple[str, ...], Price]:

@@ -14,6 +14,7 @@ import yaml
 
 from megarl import arguments
 from megarl.environments.loading import BUILT_IN
+from megarl.planning.verdict import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import ROOT, metrics
 
@@ -109,26 +110,25 @@ def rl_flags(folder: Path, plan: str, *further: str, **variables: str):
 
 
 @pytest.mark.parametrize("needs, variables, further, plans, ends", [
-    ("none", {}, [], 1, "--clip-grad 1.0"), ("selective", {}, [], 2, "--recompute-granularity selective"),
-    ("full", {}, [], 3, "--recompute-method uniform --recompute-num-layers 1"),
-    ("more", {}, [], 3, "--recompute-method uniform --recompute-num-layers 1"),
-    ("full", {"RECOMPUTE": "none"}, [], 0, "--clip-grad 1.0"),
+    ("none", {}, [], 1, "--clip-grad 1.0"), ("selective", {}, [], 1, "--recompute-granularity selective"),
+    ("more", {}, [], 1, "--recompute-method uniform --recompute-num-layers 1"),
+    ("more", {"RECOMPUTE": "none"}, [], 0, "--clip-grad 1.0"),
     ("none", {"RECOMPUTE": "selective"}, [], 0, "--recompute-granularity selective"),
-    ("full", {}, ["--recompute-granularity", "selective"], 0, "--clip-grad 1.0"),
+    ("more", {}, ["--recompute-granularity", "selective"], 0, "--clip-grad 1.0"),
 ])  # fmt: skip
 def test_activations_are_recomputed_only_if_the_plan_needs_it(needs, variables, further, plans, ends, tmp_path):
-    fits = {"none": "exit 0", "selective": '[[ "$*" == *"granularity selective"* ]]', "more": "exit 1",
-            "full": '[[ "$*" == *"granularity full"* ]]'}  # fmt: skip
-    done, flags = rl_flags(tmp_path, fits[needs], *further, MODEL="qwen2.5_7b", TP="2", **variables)
+    said = {"none": "", "selective": " ".join(SELECTIVE_RECOMPUTE), "more": " ".join(FULL_RECOMPUTE)}[needs]
+    plan = f"echo recompute: {said}\nexit {int(needs == 'more')}"
+    done, flags = rl_flags(tmp_path, plan, *further, MODEL="qwen2.5_7b", TP="2", **variables)
     assert done.returncode == 0, done.stderr
     optimizer = " ".join(flags).split("--train-iters")[0].strip()
     assert optimizer.endswith(ends) and optimizer.count("--recompute-granularity") == (ends != "--clip-grad 1.0")
     asked = (tmp_path / "plans").read_text().splitlines() if plans else []
     assert len(asked) == plans
     for line in asked:
-        assert "-m megarl.plan --gpu-memory 80 --world-size 8 --ranks-per-node 8 --vocab-size 152064 " in line
-        assert "--tensor-model-parallel-size 2" in line
-    assert ("does not fit into GPU_MEMORY=80 GiB" in done.stderr) == (needs == "more")
+        assert "-m megarl.plan --world-size 8 --ranks-per-node 8 --vocab-size 152064 --gpu-memory 80 " in line
+        assert "--least-recompute" in line and "--tensor-model-parallel-size 2" in line
+    assert ("does not fit into GPU_MEMORY=80 GiB" in done.stderr) == bool(plans and needs == "more")
 
 
 @pytest.mark.parametrize("says, status", [("megarl: error: no", 2), ("Traceback: a fault of the planner", 1)])
@@ -151,7 +151,7 @@ def test_grouped_experts_and_the_rollouts_own_layout(variables, further, has, la
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"hidden_size": 64, "num_experts": 128}')
     given = {name: str(tmp_path / "hf") if value == "EXPERTS" else value for name, value in variables.items()}
-    done, flags = rl_flags(tmp_path, "exit 0", *further, **given)
+    done, flags = rl_flags(tmp_path, "echo recompute:", *further, **given)
     assert done.returncode == 0, done.stderr
     assert has in " ".join(flags) and lacks not in " ".join(flags)
 

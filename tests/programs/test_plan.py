@@ -15,6 +15,7 @@ from megarl.errors import UsageError
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.parallel import fake_world
 from megarl.planning import summary
+from megarl.planning.verdict import FULL_RECOMPUTE
 from tests.helpers.tiny_models import LENGTHS, SHAPES
 
 SMALL = f"--vocab-size 20 {SHAPES['llama']} {LENGTHS} --max-tokens-per-microbatch 48".split()
@@ -225,6 +226,7 @@ WRONG = {
     "speed of no GPU": (["--world-size", "4", *SMALL, "--mfu", "0.3"], "--mfu 0.3: needs --gpu"),
     "share above 1": (["--world-size", "4", *SMALL, "--gpu", "h100", "--mfu", "40"], "--mfu 40.0: allowed is a share"),
     "layouts for no GPU": (["--world-size", "4", *SMALL, "--best-layouts"], "--best-layouts: needs --gpu"),
+    "recomputation for no GPU": (["--world-size", "4", *SMALL, "--least-recompute"], "needs --gpu or --gpu-memory"),
     "layouts of 32 bits": (["--world-size", "4", *SMALL, "--gpu", "h100", "--best-layouts"], "needs --bf16 or --fp16"),
     "empty vocabulary": (["--world-size", "4", *SMALL, "--vocab-size", "0"], "--vocab-size 0: allowed is"),
 }  # fmt: skip
@@ -251,6 +253,9 @@ def test_wrong_use_ends_with_status_2(capsys):
     (["--gpu-memory", "0.2"], 1, "does not fit"), (["--gpu-memory", "2"], 0, "fits, "),
     (["--gpu", "h100"], 0, "s: generation "), (["--gpu", "a100", "--best-layouts"], 0, "--use-distributed-optimizer"),
     (["--gpu", "a100", "--best-layouts", "--gpu-memory", "0.2"], 1, "None of "),
+    (["--gpu-memory", "2", "--least-recompute"], 0, "recompute:\n"),
+    (["--gpu-memory", "0.2", "--least-recompute"], 1, f"recompute: {' '.join(FULL_RECOMPUTE)}\n"),
+    (["--gpu-memory", "0.2", "--least-recompute", "--recompute-granularity", "selective"], 1, "recompute:\n"),
 ])  # fmt: skip
 def test_the_exit_status_says_whether_the_run_fits(flags, status, says, capsys, tmp_path):
     """The cache of 0.25 GiB alone is more than 0.2."""
@@ -260,10 +265,13 @@ def test_the_exit_status_says_whether_the_run_fits(flags, status, says, capsys, 
         left = 0
     except SystemExit as end:
         left = end.code
-    assert left == status and says in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert left == status and says in printed
     found = json.loads((tmp_path / "plan.json").read_text())
     if "--best-layouts" in flags:
         assert len(found["best"]) == (0 if status else 3) and found["closest"]["bytes"] > 2**28 * 0.9
+    elif "--least-recompute" in flags:
+        assert says == printed and (found["bytes"] <= 0.9 * float(flags[1]) * 2**30) == (status == 0)
     else:
         assert found["verdict"]["fits"] == (status == 0) and ("estimate" in found) == ("--gpu" in flags)
 

@@ -51,6 +51,17 @@ def test_the_best_is_that_of_all_layouts_tried_one_by_one():
     assert (first.bytes, first.seconds) == best
 
 
+def test_activations_are_recomputed_as_little_as_the_memory_allows():
+    question = question_of()
+    needs = [question.price(flags).fullest.bytes for flags in layouts.RECOMPUTE]
+    assert sorted(needs, reverse=True) == needs and len(set(needs)) == 3
+    for more, bytes_ in zip(layouts.RECOMPUTE, needs, strict=True):
+        found, price = layouts.least_recompute(question, (), bytes_, None)
+        assert (found, price.fullest.bytes) == (more, bytes_)
+    assert layouts.least_recompute(question, (), needs[-1] - 1, None)[0] == layouts.FULL_RECOMPUTE
+    assert layouts.least_recompute(question, (), 0, "full")[0] == ()
+
+
 def test_sizes_that_are_given_stay():
     found = search(question_of(f"{TENSOR} 2"))
     assert {layout.flags[:2] for layout in found.best} == {(TENSOR, "2")}
