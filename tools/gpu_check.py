@@ -1,6 +1,9 @@
 """Runs the stages of a GPU check, each in a process with a time limit of its own: see tools/gpu_check.sh."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,15 +14,16 @@ import torch
 from megarl.errors import ArgumentParser, UsageError
 
 ROOT = Path(__file__).parent.parent
-STAGES = {  # name -> (seconds at most, command after the interpreter); ten minutes in all
+STAGES = {  # name -> (seconds at most, command after the interpreter)
     "versions": (20, ["-m", "tools.gpu.versions"]),
     "kernels": (60, ["-m", "tools.gpu.kernels"]),
     "decode": (130, ["-m", "tools.gpu.decode"]),
     "difference": (60, ["-m", "tools.gpu.difference"]),
     "gap": (50, ["-m", "tools.gpu.gap"]),
     "update": (80, ["-m", "tools.gpu.update"]),
-    "ppo": (150, ["-m", "tools.gpu.ppo"]),
-    "tests": (110, ["-m", "tools.gpu.tests"]),
+    "ppo": (200, ["-m", "tools.gpu.ppo"]),
+    "programs": (240, ["-m", "tools.gpu.programs"]),
+    "tests": (240, ["-m", "tools.gpu.tests"]),
 }
 
 
@@ -47,12 +51,16 @@ def run_stage(name: str, out: Path) -> dict:
     seconds, command = STAGES[name]
     started, log = time.monotonic(), out / f"{name}.log"
     with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
+                                   start_new_session=True)  # fmt: skip
         try:
-            status = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
-                                    timeout=seconds).returncode  # fmt: skip
-            status = "passed" if status == 0 else f"failed with status {status}"
+            returned = process.wait(seconds)
+            status = "passed" if returned == 0 else f"failed with status {returned}"
         except subprocess.TimeoutExpired:
             status = f"stopped after {seconds} s"
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with all programs that it started
+        process.wait()
     lines = log.read_text(errors="replace").splitlines()
     results = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
     tail = [] if status == "passed" else lines[-30:]

@@ -23,6 +23,7 @@ from tests.helpers.command_flags import (
 )
 from tests.helpers.documents import Command
 from tests.helpers.programs import ROOT
+from tests.helpers.tools import load_tool
 
 # Commands that are not ours, each with what it does in the documentation.
 OTHERS = {
@@ -179,6 +180,8 @@ def _script(words: list[str], variables: dict[str, str], is_inline: bool):
     ):  # the first argument is a program
         require(flags[0] in PROGRAMS, f"{flags[0]}: allowed: {', '.join(PROGRAMS)}")
         check_flags(PROGRAMS[flags[0]], flags[1:], is_inline, ranks)
+    elif words[0] == "tools/gpu_check.sh":
+        require({*flags} <= {*load_tool("gpu_check").STAGES}, f"{words[0]} has not all of the stages {flags}")
     elif without_ellipsis(flags):
         programs = re.findall(r"flags of megarl\.(\w+)", path.read_text())
         require(programs, f"{words[0]} takes no flags")

@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.compiled_kernels sizes|orders|fused`: kernels compiled for an H100, without one; prints JSON.
+"""`python -m tests.helpers.compiled_kernels sizes|orders|fused`: kernels compiled for an H100 without one; as JSON.
 
 sizes: bytes of code and of shared memory of each. orders: in which order kernels of rollout and training add.
 fused: products and sums of 16 bits without a rounding between them.

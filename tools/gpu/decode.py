@@ -5,17 +5,19 @@ take at the device's memory bandwidth, which is measured here by a copy, is the 
 reaches.
 """
 
+import gc
 import statistics
 import time
 
 import torch
 
 from tools.bench import common
-from tools.gpu import report, run_all
+from tools.gpu import profiles, report, run_all
 
 SHAPE = common.Shape(layers=28, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=8)
 CONTEXT, NEW_TOKENS = 1536, 64
 BATCHES = (1, 32, 256)
+PROFILED = range(20, 28)  # decode steps
 
 
 def bandwidth() -> float:
@@ -46,17 +48,24 @@ def build_engine(model, pg_collection, requests: int):
     )
 
 
-def step_seconds(engine, count: int) -> list[float]:
-    """Seconds of each step that only decodes, for requests with a full context."""
+def step_seconds(engine, count: int) -> tuple[list[float], dict]:
+    """Seconds of each step that only decodes, for requests with a full context; and times of a step's kernels."""
     from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.mcore.inference.generation import GenerationRequest
 
     prompts = common.random_prompts([CONTEXT] * count, SHAPE.vocab)
     requests = [GenerationRequest(prompt, key, NEW_TOKENS) for key, prompt in enumerate(prompts)]
     real, seconds = engine.engine.step_modern, []
+    profiler, found = None, {}
 
     def step():
+        nonlocal profiler, found
         is_decode = engine.context.only_decodes
+        if is_decode and len(seconds) == PROFILED.start:
+            profiler = profiles.start()
+        if is_decode and len(seconds) == PROFILED.stop:
+            profiler.stop()
+            found = profiles.kernels(profiler, len(PROFILED))
         start = time.perf_counter()
         result = real()  # it reads the tokens, so the device is done
         if is_decode:
@@ -68,7 +77,7 @@ def step_seconds(engine, count: int) -> list[float]:
         engine.generate(requests, (), SamplingSettings())
     finally:
         engine.engine.step_modern = real
-    return seconds[5:]
+    return seconds[5 : PROFILED.start] + seconds[PROFILED.stop :], found
 
 
 def ours(model, pg_collection, bytes_per_second: float):
@@ -78,14 +87,16 @@ def ours(model, pg_collection, bytes_per_second: float):
         engine = build_engine(model, pg_collection, count)
         for has_graphs in (True, False):
             engine.engine.device_decode.has_graphs = has_graphs
-            seconds = statistics.median(step_seconds(engine, count))
+            times, kernels = step_seconds(engine, count)
+            seconds = statistics.median(times)
             cached = count * CONTEXT * 2 * SHAPE.groups * (SHAPE.hidden // SHAPE.heads) * 2 * SHAPE.layers
             share = (weights + cached) / bytes_per_second / seconds
             report(
                 decode=count, graphs=has_graphs, step_ms=round(1e3 * seconds, 3), tokens_per_s=round(count / seconds),
-                share_of_bandwidth=round(share, 3),
+                share_of_bandwidth=round(share, 3), **kernels,
             )  # fmt: skip
         del engine
+        gc.collect()  # it is part of cycles
         torch.cuda.empty_cache()
 
 

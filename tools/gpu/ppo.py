@@ -1,4 +1,7 @@
-"""Three PPO steps of small models: dense, experts with router replay, offload; and two deterministic runs."""
+"""Three PPO steps of small models: dense, experts with router replay, offload; which runs are equal to the bit.
+
+`python -m tools.gpu.ppo [CASE…]`, of `CASES`; default: all.
+"""
 
 import functools
 import json
@@ -33,6 +36,7 @@ CASES = {
     "deterministic 1": "--deterministic",
     "deterministic 2": "--deterministic",
 }
+SAME = [("dense", "dense, no graphs"), ("experts", "experts, no graphs"), ("deterministic 1", "deterministic 2")]
 SHOWN = ("rollout/logprob_gap_max", "rollout/logprob_gap_mean", "actor/ppo_kl_first", "rollout/tokens_per_s",
          "perf/tokens_per_s", "time/actor/rollout_s", "time/actor/update_s", "memory/actor/peak_bytes")  # fmt: skip
 
@@ -55,8 +59,8 @@ def train(save: Path, flags: str) -> list[dict]:
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
 
-def main():
-    """Runs all; an exact rollout whose gap is not 0 fails, and so do deterministic runs that differ."""
+def main(names: list[str]):
+    """Runs the named cases, or all. A gap of an exact rollout other than 0 fails, and so do equal runs that differ."""
     from tools._metric_catalog import reproducible
 
     found: dict[str, list[dict]] = {}
@@ -67,19 +71,18 @@ def main():
         gaps = [row["rollout/logprob_gap_max"] for row in rows if "rollout/logprob_gap_max" in row]
         return "exact" not in name or max(gaps) == 0
 
-    def are_equal() -> bool | None:
-        runs = [found.get(f"deterministic {number}") for number in (1, 2)]
-        if None in runs:
-            return None
-        one, other = ([reproducible(row) for row in rows] for rows in runs if rows is not None)
-        report(deterministic_runs_equal=one == other)
-        return one == other
+    def are_equal() -> bool:
+        runs = {name: [reproducible(row) for row in rows] for name, rows in found.items()}
+        pairs = [pair for pair in SAME if runs.keys() >= {*pair}]
+        different = [pair for pair in pairs if runs[pair[0]] != runs[pair[1]]]
+        report(equal_runs=pairs, different=different)
+        return not different
 
     with tempfile.TemporaryDirectory() as folder:
         flags = data(Path(folder))
-        cases = {name: functools.partial(run, name, Path(folder), flags) for name in sys.argv[1:] or CASES}
-        run_all(cases | {"deterministic runs": are_equal})
+        cases = {name: functools.partial(run, name, Path(folder), flags) for name in names or CASES}
+        run_all(cases | {"equal runs": are_equal})
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

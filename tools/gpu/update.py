@@ -6,17 +6,22 @@ halved for causality).
 """
 
 import functools
+import gc
 
 import torch
 
 from tools.bench import common
-from tools.gpu import report, run_all
+from tools.gpu import profiles, report, run_all
 from tools.gpu.decode import SHAPE, timed
 
-TOKENS = (4096, 16384)
 LENGTH = 2048  # tokens of a sequence
 STEPS = 4
 FLAGS = "--bf16 --use-distributed-optimizer"
+CASES = {  # name -> (tokens, more flags)
+    "4096 tokens": (4096, ""),
+    "8192 tokens": (8192, ""),
+    "16384 tokens": (16384, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+}
 
 
 def peak_flops() -> float:
@@ -31,13 +36,15 @@ def microbatch(tokens: int):
     return torch.randint(3, SHAPE.vocab, (tokens,), device="cuda"), lengths
 
 
-def update(tokens: int, peak: float):
+def update(name: str, peak: float):
     """Reports the time of forward and backward of a micro-batch and of the optimizer's step."""
+    tokens, more = CASES[name]
     from megarl.mcore.model import forward_pass
     from megarl.mcore.training import optimizer
 
+    gc.collect()  # what the case before left, in cycles
     torch.cuda.empty_cache()
-    model, pg_collection, args = common.build(SHAPE, (LENGTH // 2, LENGTH // 2), FLAGS)
+    model, pg_collection, args = common.build(SHAPE, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}")
     wrapped = optimizer.wrap_for_training([model], args, pg_collection)
     adam = optimizer.build_optimizer(wrapped, args, pg_collection)
     packed, lengths = microbatch(tokens)
@@ -50,11 +57,10 @@ def update(tokens: int, peak: float):
     best, step = (min(column) for column in zip(*seconds[1:], strict=True))
     flops = tokens * (6 * common.multiplied_parameters(model, SHAPE) + 6 * SHAPE.layers * SHAPE.hidden * LENGTH)
     report(
-        update=tokens, flags=FLAGS, passes_s=round(best, 4), optimizer_s=round(step, 4),
+        update=name, flags=f"{FLAGS} {more}", passes_s=round(best, 4), optimizer_s=round(step, 4),
         mfu=round(flops / best / peak, 3), peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1),
-        waits=waits(passes),
+        waits=waits(passes), **profiled(passes),
     )  # fmt: skip
-    profile(passes, tokens)
 
 
 def waits(function) -> int:
@@ -69,25 +75,20 @@ def waits(function) -> int:
     return sum("synchron" in str(warning.message) for warning in caught)
 
 
-def profile(function, tokens: int):
-    """Reports the kernels that take most of a call's time."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiled
-
-    with profiled(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        function()
-        torch.cuda.synchronize()
-    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)[:12]
-    report(
-        profile=tokens, kernels_ms={event.key[:80]: round(event.self_device_time_total / 1e3, 2) for event in events}
-    )
+def profiled(function) -> dict:
+    """Times of the kernels of a call."""
+    profiler = profiles.start()
+    function()
+    torch.cuda.synchronize()
+    profiler.stop()
+    return profiles.kernels(profiler)
 
 
 def main():
     """Runs all; what fails does not stop the rest."""
     peak = peak_flops()
     report(peak_tflops=round(peak / 1e12))
-    run_all({f"{tokens} tokens": functools.partial(update, tokens, peak) for tokens in TOKENS})
+    run_all({name: functools.partial(update, name, peak) for name in CASES})
 
 
 if __name__ == "__main__":

@@ -71,7 +71,9 @@ def _draw(whole_name: str, parameter: Tensor, config, seed: int, pg_collection):
     shards, shape = dist.get_world_size(group) if is_split else 1, list(parameter.shape)
     axis = parameter.partition_dim if is_split else 0
     shape[axis] *= shards
-    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    # Devices draw other numbers than the host; `--use-cpu-initialization` gives the same weights on both.
+    on = torch.device("cpu") if config.use_cpu_initialization else parameter.device
+    whole = torch.empty(shape, dtype=parameter.dtype, device=on)
     devices = [parameter.device] if parameter.is_cuda else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(_seed(seed, whole_name))
