@@ -51,6 +51,10 @@ def _addmm_wider(x, a, b, out_dtype, beta=1, alpha=1, *, out):
     return out.copy_(beta * x + alpha * (a.to(out_dtype) @ b.to(out_dtype)))
 
 
+def _mm_wide(a, b, out_dtype):
+    return (a.double() @ b.double()).to(out_dtype)  # the same for any number of rows
+
+
 def _rms_norm(x, shape, weight, eps):
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -104,6 +108,7 @@ def _window(left: int | None) -> int:
 MISSING = {
     "_fused_sdp_choice": lambda *_, **__: 0,  # the plain formula
     "addmm.dtype_out": _addmm_wider,
+    "mm.dtype": _mm_wide,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "_flash_attention_forward": _flash,

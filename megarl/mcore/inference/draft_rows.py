@@ -62,7 +62,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups) -> dict:
         counts: [m] of each group.
     """
     c, n = context, context.total_request_count
-    if not c.only_decodes:
+    if not c.is_prepared:
         c.initialize_attention_state()  # after requests ended, Megatron's tensors have to be set again
     c.only_decodes, c._plan = False, None
     of, first = torch.from_numpy(groups.of), torch.from_numpy(groups.first)

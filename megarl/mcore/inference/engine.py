@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.end_tokens import EndTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.session import GenerationSession
 from megarl.mcore.kernels.linear import prepacked_weights
 
+# On CUDA a step in which requests join is no graph, and takes several times as long as one that only decodes. So they
+# join together, as soon as this share of the running ones has ended.
+JOIN_SHARE = 16
 POLL_STEPS = 16  # engine steps between two calls of `response_limit`
 _NONE, _WAITING, _RUNNING = 0, 1, 2  # what a replica has left: nothing, requests that will come, or that run
 
@@ -134,6 +138,7 @@ class RolloutEngine(BuiltEngine):
     def _admit(self, session: GenerationSession, source: RequestSource, max_requests: int):
         """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them."""
         room = 0 if self.engine.waiting_request_ids else max_requests - len(session)
-        if room > 0 and not source.is_empty():
+        least = max_requests // JOIN_SHARE if device.has_cuda() and len(session) else 1
+        if room >= max(least, 1) and not source.is_empty():
             for number, request in source.take(room):
                 session.add(number, request)

@@ -35,7 +35,8 @@ class PagedContext(DynamicInferenceContext):
         """`memory`: returns the given number of uninitialized bytes for the cache; None: allocate them."""
         self._memory = memory
         self._plan: StepPlan | None = None
-        self.only_decodes = False  # the next step decodes one more token of each request of the last step
+        self.only_decodes = False  # the next step decodes one more token of each request
+        self._is_prepared = False  # Megatron's tensors of a step are those of a decode step of these requests
         self.draft_rows: DraftRows | None = None  # of a step that also reads drafted tokens
         self._read_before = self.lifetime_prefill_token_count = 0
         self._frequencies: Tensor | None = None
@@ -67,9 +68,9 @@ class PagedContext(DynamicInferenceContext):
 
     def initialize_attention_state(self, **kwargs):
         """Begins a step and discards the plan of the last one."""
-        only_decodes = self.only_decodes and self.num_prefill_requests == 0
-        self._plan, self.only_decodes = None, False
-        if only_decodes:
+        is_prepared = self.is_prepared
+        self._plan, self.only_decodes, self._is_prepared = None, False, self.num_prefill_requests == 0
+        if is_prepared:
             return self.transfer_bookkeeping_to_gpu()
         return super().initialize_attention_state(**kwargs)
 
@@ -236,7 +237,9 @@ class PagedContext(DynamicInferenceContext):
         if self.only_decodes:
             return {"newly_paused_request_ids": None, "evict_request_ids": None}
         self.kv_block_allocator.save_finished(active_requests_mask)
-        return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
+        found = super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
+        self.only_decodes, self._is_prepared = self.can_draft, False
+        return found
 
     def release_memory_blocks_from_request_indexes(self, request_indexes: Tensor):
         """Releases the blocks of requests that ended or are evicted; later requests may find them."""
@@ -267,6 +270,11 @@ class PagedContext(DynamicInferenceContext):
         ends |= lengths >= self.request_output_lengths[active]
         self.only_decodes = not ends.any() and self._advance(new_tokens)
         return self.only_decodes
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the next step decodes one more token of each request of the last step."""
+        return self.only_decodes and self._is_prepared and self.num_prefill_requests == 0
 
     @property
     def can_draft(self) -> bool:

@@ -32,6 +32,7 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
 HAS_WIDER_SUM = hasattr(torch.ops.aten.addmm, "dtype_out")
+HALF = torch.bfloat16, torch.float16
 _prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in the kernel's layout, inside `prepacked_weights`
 PREPACK_ROWS = 64  # rows that the layout is chosen for; results are the same for any number of rows
 _uses_onednn = HAS_INNER_PRODUCT
@@ -131,6 +132,18 @@ def product_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], T
     return functools.partial(matmul, weight=weight)
 
 
+def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:
+    """`product_with` for logits: those of 16 bits come out of the product in fp32 where torch has one that does, on
+    CUDA. Rounded, a logit between 16 and 32 would be off by up to 0.06 in bf16, and rollout and training by other amounts."""
+    if not is_exact and _has_wide_product(weight):
+        return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return product_with(weight, is_exact)
+
+
+def _has_wide_product(weight: Tensor) -> bool:
+    return HAS_WIDER_SUM and weight.is_cuda and weight.dtype in HALF
+
+
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     """Output gradient […, N] -> input gradient […, K] = grad · weight."""
     return matmul(grad, weight.t())
@@ -158,8 +171,7 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor):
 
 def _adds_wider(total: Tensor, grad: Tensor, x: Tensor) -> bool:
     """Whether torch multiplies matrices of 16 bits and adds the product to one of 32 bits: on CUDA alone."""
-    is_half = grad.dtype == x.dtype and grad.dtype in (torch.bfloat16, torch.float16)
-    return HAS_WIDER_SUM and total.is_cuda and total.dtype is torch.float32 and is_half
+    return total.dtype is torch.float32 and grad.dtype == x.dtype and _has_wide_product(grad)
 
 
 def gather_tokens(x: Tensor, group) -> Tensor:
@@ -287,10 +299,15 @@ def install():
 
 
 def _exact_linear(of_megatron: Callable) -> Callable:
-    """`_forward_impl` of Megatron's layer, or `parallel_linear` in a model of an exact rollout."""
+    """`_forward_impl` of Megatron's layer, or `parallel_linear` in a model of an exact rollout; a rollout's logits are
+    those of `logits_with`."""
 
-    def forward_impl(layer, *args, **kwargs):
-        implementation = parallel_linear if is_exact(layer.config) else of_megatron
-        return implementation(layer, *args, **kwargs)
+    def forward_impl(layer, input, weight, *args, **kwargs):
+        if is_exact(layer.config):
+            return parallel_linear(layer, input, weight, *args, **kwargs)
+        if getattr(layer, "gives_logits", False) and not torch.is_grad_enabled() and _has_wide_product(weight):
+            rows = gather_tokens(input, kwargs["tp_group"]) if kwargs["sequence_parallel"] else input
+            return logits_with(weight)(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
+        return of_megatron(layer, input, weight, *args, **kwargs)
 
     return forward_impl

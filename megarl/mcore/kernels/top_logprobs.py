@@ -29,7 +29,7 @@ def head_top_logprobs(
     hidden = pad(hidden, (0, 0, 0, max(MIN_ROWS - total, 0)))
     first, unused = dist.get_rank(group) * len(weight), torch.zeros(len(hidden), dtype=torch.int64)
     targets = unused.to(hidden.device)
-    product = linear.product_with(weight)
+    product = linear.logits_with(weight)
     head = Head(hidden, weight, targets, None, temperature, first, vocab_size, softcap, False, product)
     found = []
     for rows in row_chunks(len(hidden), len(weight)):

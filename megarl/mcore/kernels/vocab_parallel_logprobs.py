@@ -178,7 +178,7 @@ class _HeadScores(torch.autograd.Function):
         """Arguments as in `head_scores`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight)
-        product = linear.product_with(weight, is_exact)
+        product = linear.logits_with(weight, is_exact)
         options = {"temperature": temperature, "first": first, "vocab_size": vocab_size, "softcap": softcap}
         options["is_exact"] = is_exact
         head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **options)
@@ -205,7 +205,7 @@ class _HeadScores(torch.autograd.Function):
         The caller sums the gradients of hidden states over the ranks, once for all chunks.
         """
         hidden, weight, targets, indices, kept, top, total, entropy, square_sum = ctx.saved_tensors
-        product = linear.product_with(weight, ctx.options["is_exact"]) if kept is None else None
+        product = linear.logits_with(weight, ctx.options["is_exact"]) if kept is None else None
         head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **ctx.options)
         allocate = torch.empty_like if head.indices is None else torch.zeros_like
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None

@@ -143,6 +143,8 @@ def _build_chunk(
     if first and args.embedding_multiplier is not None:
         factor = torch.tensor(args.embedding_multiplier, dtype=config.params_dtype).item()
         chunk.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * factor)
+    if last:
+        chunk.output_layer.gives_logits = True  # see `kernels.linear`
     if value_head and last:
         # Sequence classification of Hugging Face has no bias.
         chunk.output_layer = ValueHead(config, pg_collection.tp, bias=args.draws_weights)

@@ -1,6 +1,7 @@
 """Adding all waiting prompts at once leaves the engine as Megatron's own scheduling does, one prompt at a time."""
 
 import functools
+import types
 from dataclasses import replace
 
 import pytest
@@ -79,10 +80,15 @@ def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, st
             assert torch.equal(ours[0][name], value), name
 
 
-def steps(rank, only_long: bool, **sizes):
+def steps(rank, only_long: bool, join_together: bool = False, **sizes):
     """(completions, [(waiting, prefilling, decoding, whether it was a short one) of each step])."""
     from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.mcore.inference import engine as engine_module
     from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+
+    if join_together:  # as on CUDA
+        engine_module.device = types.SimpleNamespace(has_cuda=lambda: True)  # type: ignore[assignment]
+        engine_module.JOIN_SHARE = 4
 
     class LongSteps(DecodeLoopEngine):
         _only_decodes = False
@@ -112,3 +118,15 @@ def test_steps_are_short_while_requests_wait_for_cache():
     assert done == all_done
     assert [step[:3] for step in ours] == [step[:3] for step in theirs] and not any(step[3] for step in theirs)
     assert sum(is_short and waiting > 0 for waiting, _, _, is_short in ours) > 2
+
+
+def test_every_step_without_a_prompt_is_short_and_requests_may_join_together():
+    """Also those after requests join or end: on CUDA they are graphs, and steps in which requests join are not."""
+    ((done, one_by_one),) = run_world(functools.partial(steps, only_long=False, max_requests=8), 1)
+    ((same, together),) = run_world(functools.partial(steps, only_long=False, max_requests=8, join_together=True), 1)
+    assert done == same
+    joins = [[prefilling for _, prefilling, _, _ in found if prefilling] for found in (one_by_one, together)]
+    assert sum(joins[0]) == sum(joins[1]) == COUNT and 1 in joins[0]
+    assert min(joins[1][:-1]) >= 2 and len(joins[1]) < len(joins[0])
+    for found in (one_by_one, together):
+        assert all(is_short == (prefilling == 0) for _, prefilling, _, is_short in found)
