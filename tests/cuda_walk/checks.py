@@ -1,12 +1,13 @@
 """Walks stages of tools/gpu_check.sh, with a small model: that they run to their end, and what they count."""
 
 import json
+import types
 
 import torch
 
 from tests.cuda_walk.device import Walk
 from tools.bench import common
-from tools.gpu import decode, update
+from tools.gpu import decode, profiles, update
 
 
 def _findings(stage, run, *args) -> list[dict]:
@@ -20,7 +21,9 @@ def _findings(stage, run, *args) -> list[dict]:
 def decoding(walk: Walk) -> list[dict]:
     """Speed of decode steps, with graphs and without."""
     decode.SHAPE = common.Shape(layers=2, hidden=64, ffn=128, vocab=96)
-    decode.CONTEXT, decode.NEW_TOKENS, decode.BATCHES = 40, 16, (1, 3)
+    decode.CONTEXT, decode.NEW_TOKENS, decode.BATCHES, decode.PROFILED = 40, 16, (1, 3), range(6, 8)
+    profiles.start = lambda: types.SimpleNamespace(stop=lambda: None)
+    profiles.kernels = lambda *_: {"launches": 0}
     model, pg_collection, _ = common.build(decode.SHAPE, (40, 16), "--bf16")
     return _findings(decode, decode.ours, model, pg_collection, 1e12)
 
@@ -28,9 +31,9 @@ def decoding(walk: Walk) -> list[dict]:
 def updating(walk: Walk) -> list[dict]:
     """Speed of updates. torch's count of waits and its profiler want a real device."""
     update.SHAPE = common.Shape(layers=2, hidden=64, ffn=128, vocab=96)
-    update.LENGTH = 32
-    torch.cuda.set_sync_debug_mode, update.profile = lambda mode: None, lambda *_: None
-    return _findings(update, update.update, 64, 1e15)
+    update.LENGTH, update.CASES = 32, {"64 tokens": (64, "")}
+    torch.cuda.set_sync_debug_mode, update.profiled = lambda mode: None, lambda _: {}
+    return _findings(update, update.update, "64 tokens", 1e15)
 
 
 SCENARIOS = {"check decode": (decoding, 1), "check update": (updating, 1)}  # name -> (what walks, ranks)

@@ -69,8 +69,8 @@ def test_megatrons_layers_take_it_only_in_exact_rollouts(monkeypatch):
     linear.install()
     monkeypatch.setattr(linear, "parallel_linear", lambda layer, *args: "exact")
     for kind in kinds:
-        assert kind._forward_impl(types.SimpleNamespace(config=interpreted_kernels.exact_config())) == "exact"
-        assert kind._forward_impl(types.SimpleNamespace(config=None)) == "Megatron's"
+        assert kind._forward_impl(types.SimpleNamespace(config=interpreted_kernels.exact_config()), 1, 2) == "exact"
+        assert kind._forward_impl(types.SimpleNamespace(config=None), 1, 2) == "Megatron's"
 
 
 def test_experts_multiply_so_in_forward_passes():
