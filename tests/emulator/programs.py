@@ -30,7 +30,8 @@ class Emulator:
             answer = self._process.stdout.readline()
             assert answer, "the emulator has ended"
             statuses = json.loads(answer)
-            errors = [(Path(folder, str(rank)) / "err").read_text()[-3000:] for rank in range(ranks)]
+            logs = [Path(folder, str(rank)) / "err" for rank in range(ranks)]
+            errors = [log.read_text()[-3000:] if log.exists() else "killed as it started" for log in logs]
             failed = [f"rank {rank}, status {status}: {errors[rank]}" for rank, status in enumerate(statuses) if status]
             assert not failed, "\n".join(failed)
             return json.loads(Path(folder, "0", "counts").read_text())

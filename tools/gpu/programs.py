@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tools.gpu import report, run_all
 
+ROOT = Path(__file__).parent.parent.parent
 AT_ONCE, SECONDS = {"cpu": 6, "device": 13}, 100  # programs; of one of them at most
 TOLERANCE, GAP = 2e-3, 0.05  # relative, of a number in fp32; nats, in bf16
 ABSOLUTE = 1e-4  # of numbers near 0
