@@ -3,7 +3,7 @@
 import pytest
 
 from tests.emulator.programs import Emulator, needs_emulator
-from tests.helpers.programs import GRADED, metrics, samples, train
+from tests.helpers.programs import GRADED, metrics, reward_argv, samples, sft_argv, timeless, train
 from tests.programs import test_random_combinations as combinations
 from tools.gpu import programs
 
@@ -17,7 +17,7 @@ LAYOUTS = {  # flags -> ranks
     TP2: 2, f"{TP2} --sequence-parallel": 2, PP2: 2, "--context-parallel-size 2": 2, "--use-torch-fsdp2": 2,
     "--use-distributed-optimizer --overlap-grad-reduce": 2, "--role-map actor=0;critic=1;reward=1;reference=0": 2,
     f"{APART} --verify-weights": 2, f"{APART} --one-step-off --rollout-correction tis": 2,
-    "--actor-tensor-model-parallel-size 2 --rollout-tensor-model-parallel-size 1 --role-map actor=0-1;critic=2;reference=2;reward=2;rollout=2": 3,
+    f"--actor{TP2[1:]} --rollout{TP2[1:-1]}1 --role-map actor=0-1;critic=2;reference=2;reward=2;rollout=2": 3,
     f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 2": 2,
 }  # fmt: skip
 OF_16_BITS = {  # flags -> ranks
@@ -61,3 +61,38 @@ def test_rollout_and_training_agree_in_bf16(flags, ranks, emulator, tmp_path):
     assert len(rows) == 2 and counts["aten::mm"] > 10
     gap = max(row.get("rollout/logprob_gap_max", 0.0) for row in rows)
     assert gap < 2e-2 or "--partial-rollouts" in flags or "--one-step-off" in flags
+
+
+@pytest.mark.parametrize("name, command", [("sft", sft_argv), ("reward", reward_argv)])
+def test_other_programs_train_as_on_a_cpu(name, command, emulator, tmp_path):
+    flags = "--train-iters 3 --use-cpu-initialization"
+    emulator.run(name, command(tmp_path / "device", flags))
+    train(name, command(tmp_path / "cpu", flags))
+    found, wanted = (metrics(tmp_path / place) for place in ("device", "cpu"))
+    assert found.keys() == wanted.keys() and len(wanted) >= 3
+    for step, row in wanted.items():
+        assert timeless(found[step]) == pytest.approx(timeless(row), rel=1e-4, abs=1e-5), step
+
+
+@pytest.mark.parametrize(
+    "flags, ranks", [("", 1), ("--offload --use-distributed-optimizer", 1), (f"{TP2} --sequence-parallel", 2)], ids=str
+)
+def test_a_resumed_run_is_the_whole_one_to_the_bit(flags, ranks, emulator, tmp_path):
+    flags = f"--bf16 --save-interval 1 {flags}"
+    emulator.run("rl", argv(flags, tmp_path / "whole"), ranks)
+    for steps in (1, 2):
+        emulator.run("rl", argv(f"{flags} --train-iters {steps}", tmp_path / "resumed"), ranks)
+    found, wanted = (metrics(tmp_path / place) for place in ("resumed", "whole"))
+    assert timeless(found[2]) == timeless(wanted[2]) and wanted[2]["actor/grad_norm"] > 0
+    assert samples(tmp_path / "resumed", 2) == samples(tmp_path / "whole", 2)
+
+
+def test_episodes_are_those_of_a_cpu(emulator, tmp_path):
+    flags = "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-prompt-length 8"
+    flags += " --max-response-length 18 --max-tokens-per-microbatch 100 --environment-timeout 600"
+    commands = {name: programs.argv_of(flags, tmp_path / name) for name in ("device", "cpu")}
+    emulator.run("rl", commands["device"])
+    train("rl", commands["cpu"])
+    assert metrics(tmp_path / "cpu")[1]["environment/turns_mean"] > 1
+    for step in (1, 2):
+        assert samples(tmp_path / "device", step) == samples(tmp_path / "cpu", step)
