@@ -33,6 +33,7 @@ def install():
         _library.impl(name, function, "CUDA")
     for kind in ("flash", "mem_efficient", "cudnn"):  # which only GPUs have
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
+    torch.backends.mkldnn.set_flags(False)  # in 16 bits, bits of a row depend on the number of rows
     torch.compile = lambda function=None, **_: function if function is not None else lambda each: each
     kernels.install(interprets=bool(os.environ.get("EMULATOR_INTERPRETS")))
     nccl.install()

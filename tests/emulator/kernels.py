@@ -39,12 +39,19 @@ def _on_host(value):
 
 
 def _install_references():
-    from megarl.mcore.kernels.cuda import rotate_and_store, row_sampling, segment_attention, swiglu_rows  # noqa: F401
+    from megarl.mcore.kernels.cuda import (  # noqa: F401
+        head_rows,
+        rotate_and_store,
+        row_sampling,
+        segment_attention,
+        swiglu_rows,
+    )
     from tests.helpers import reference_kernels
 
-    for name in ("paged_decode", "sample_rows"):
+    for name in ("paged_decode", "sample_rows", "head_sums"):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
-    _library.impl("rotate_and_store", _writing("rotate_and_store", reference_kernels.rotate_and_store), "CUDA")
+    for name in ("rotate_and_store", "head_gradient"):
+        _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")
     _library.impl("swiglu_rows", _computing("swiglu_rows", _swiglu), "CUDA")
     _library.impl("swiglu_rows_backward", _computing("swiglu_rows_backward", _swiglu_backward), "CUDA")
 

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from megarl.mcore.kernels.cuda import (
     fixed_tiles,
+    head_rows,
     rotate_and_store,
     row_norm,
     row_sampling,
@@ -78,6 +79,14 @@ OPTIONS = {
     matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
     rotate_and_store._rotate_and_store: rotate_and_store.OPTIONS,
 }
+HEAD_ROWS = dict.fromkeys(("logits", "temperatures", "sums", "statistics", "grads"), "*fp32")
+HEAD_ROWS |= {"targets": "*i64", "out": "*bf16", "row_stride": "i64", "out_stride": "i64", "temperature": "fp32"}
+HEAD_ROWS |= dict.fromkeys(("count", "columns", "rows"), "i32")
+cases += [
+    (kernel, HEAD_ROWS, dict(TILE=head_rows.TILE, HAS_TEMPERATURES=flag))
+    for kernel, flag in ((head_rows._sum_row, False), (head_rows._grad_row, True))
+]
+OPTIONS |= {kernel: {"num_warps": head_rows.WARPS} for kernel in (head_rows._sum_row, head_rows._grad_row)}
 TILES = dict(ROWS=fixed_tiles.ROWS, COLUMNS=fixed_tiles.COLUMNS, INNER=fixed_tiles.INNER)
 cases += [(fixed_tiles._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [

@@ -35,6 +35,31 @@ def sample_rows(logits, numbers, temperature, columns, greedy=False):
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
 
 
+def head_sums(logits, temperatures, temperature, targets, count):
+    """As `kernels.cuda.head_rows.head_sums`."""
+    scaled = logits.double() / (temperature if temperatures is None else temperatures.unsqueeze(1))
+    is_here = (targets >= 0) & (targets < count)
+    chosen = scaled.gather(1, targets.clamp(0, scaled.shape[1] - 1).unsqueeze(1)).squeeze(1).where(is_here, 0.0)
+    top = torch.full_like(chosen, -torch.inf) if count == 0 else scaled[:, :count].amax(1)
+    distance = scaled[:, :count] - top.unsqueeze(1)
+    weights = distance.exp()
+    sums = [top, weights.sum(1), (weights * distance).sum(1), weights.square().sum(1), chosen]
+    return torch.stack(sums).float()
+
+
+def head_gradient(out, logits, temperatures, temperature, targets, count, statistics, grads):
+    """As `kernels.cuda.head_rows.head_gradient`."""
+    temperature = temperature if temperatures is None else temperatures.double().unsqueeze(1)
+    top, total, entropy, square_sum = statistics.double().unsqueeze(2)
+    to_logprob, to_entropy, to_square = grads.double().unsqueeze(2)
+    distance = logits[:, :count].double() / temperature - top
+    p = distance.exp() / total
+    grad = p * (2 * to_square * (p - square_sum) - to_logprob - to_entropy * (distance - total.log() + entropy))
+    rows = ((targets >= 0) & (targets < count)).nonzero().squeeze(1)
+    grad[rows, targets[rows]] += to_logprob[rows, 0]
+    out.zero_()[:, :count] = (grad / temperature).to(out.dtype)
+
+
 def _attend(query, key, value, scale, window):
     query, key, value = (x.double().transpose(0, 1) for x in (query, key, value))
     distance = torch.arange(query.shape[1]).unsqueeze(1) + key.shape[1] - query.shape[1] - torch.arange(key.shape[1])

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.emulator.programs import Emulator, needs_emulator
-from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
+from tests.helpers.programs import GRADED, inputs, metrics, rl_argv, timeless, train
 from tests.helpers.tiers import by_default
+from tools.gpu.programs import texts_of
 
 pytestmark = needs_emulator
 # Prompts and responses of several lengths, so that requests end in different steps, and an evaluation between steps.
@@ -41,6 +42,7 @@ def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
     graphs, steps = (emulator.run("rl", argv(tmp_path / value, f"--bf16 {flags} --decode-graphs {value}"), ranks)
                      for value in ("auto", "off"))  # fmt: skip
     assert graphs["graph launch"] >= 20 and "graph launch" not in steps and steps["triton paged_decode"] >= 20
+    assert graphs["triton head_sums"] >= 6 and graphs["triton head_gradient"] >= 3
     found, wanted = (metrics(tmp_path / value) for value in ("auto", "off"))
     assert {step: timeless(row) for step, row in found.items()} == {step: timeless(row) for step, row in wanted.items()}
     assert all(row["rollout/logprob_gap_max"] < 1e-6 for step, row in found.items() if step)
@@ -48,13 +50,12 @@ def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
 
 
 def test_the_device_computes_what_a_cpu_does_in_fp32(emulator, tmp_path):
-    emulated, cpu = (argv(tmp_path / name, "") for name in ("emulated", "cpu"))
+    emulated, cpu = (argv(tmp_path / name, f"--train-iters 2 {GRADED}") for name in ("emulated", "cpu"))
     counts = emulator.run("rl", emulated)
     assert counts["aten::mm"] > 100
     train("rl", cpu)
-    for step in (1, 2, 3):
-        assert samples(tmp_path / "emulated", step) == samples(tmp_path / "cpu", step)
+    assert texts_of(tmp_path / "emulated") == texts_of(tmp_path / "cpu") != []
     found, wanted = (metrics(tmp_path / name) for name in ("emulated", "cpu"))
-    for step in (1, 2, 3):
+    for step in (1, 2):
         for name in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "kl/reference"):
             assert found[step][name] == pytest.approx(wanted[step][name], rel=1e-4, abs=1e-6), (step, name)

@@ -132,9 +132,9 @@ def steps_of(place: str) -> list[dict]:
     return [row for row in rows if row["step"]]
 
 
-def texts_of(place: str) -> list:
-    """Prompts and responses of all samples of a program."""
-    files = sorted(Path(place, "run/samples").glob("step_*.jsonl"))
+def texts_of(run: Path) -> list:
+    """Prompts and responses of all samples of a run."""
+    files = sorted((run / "samples").glob("step_*.jsonl"))
     rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return [(row["prompt"], row["response"]) for row in rows]
 
@@ -165,7 +165,7 @@ def compare(name: str, on_device: list, on_cpu: list | None) -> dict:
         found["fault"] = "gap"
     if on_cpu is not None and not on_cpu[0]:
         found["share"], found["of"] = difference(steps, steps_of(on_cpu[1]))
-        found["same_text"] = texts_of(place) == texts_of(on_cpu[1])
+        found["same_text"] = texts_of(Path(place, "run")) == texts_of(Path(on_cpu[1], "run"))
         if found["share"] > 1 or not found["same_text"]:
             found["fault"] = "differs from the CPU"
     return found

@@ -133,8 +133,10 @@ def product_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], T
 
 
 def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:
-    """`product_with` for logits: those of 16 bits come out of the product in fp32 where torch has one that does, on
-    CUDA. Rounded, a logit between 16 and 32 would be off by up to 0.06 in bf16, and rollout and training by other amounts."""
+    """`product_with` for logits: in 16 bits on CUDA the product gives them in fp32, where torch has one that does.
+
+    Rounded to bf16, a logit between 16 and 32 is off by up to 0.06, in rollout and training by different amounts.
+    """
     if not is_exact and _has_wide_product(weight):
         return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
     return product_with(weight, is_exact)

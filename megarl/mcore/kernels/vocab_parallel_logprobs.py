@@ -6,7 +6,7 @@ maximum, and the stacked sums), backward none.
 Shapes: T tokens, n of them scored; H channels, V columns of the padded vocabulary, C tokens of a chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ PADDED_LOGIT = -1e30  # logit of a padded column; finite, because 0 · −∞ in
 # keep matrix products efficient and memory bounded.
 CHUNKS = 16
 MIN_CHUNK, MAX_CHUNK = 2**20, 2**26
+MAX_TOGETHER = 2**28  # elements of gradients of logits that are multiplied together on CUDA: 512 MiB in 16 bits
 MAX_KEPT = 2**25  # elements of logits [n, V/tp] that a micro-batch keeps for backward: 128 MiB
 
 
@@ -97,9 +98,28 @@ class Head(NamedTuple):
         """`softmax_statistics` of a chunk, with the rollout's own log-probs if it is exact; `args`: its last ones."""
         logits = self.logits(rows)
         exact = self._row_logprobs(logits, rows) if self.is_exact else None
-        found = list(softmax_statistics(self.scaled_logits(rows, logits), *self.columns(rows), *args))
+        if self.has_row_kernels:
+            found = self._statistics_by_rows(logits, rows, *args)
+        else:
+            found = list(softmax_statistics(self.scaled_logits(rows, logits), *self.columns(rows), *args))
         found[2] = found[2] if exact is None else exact
         return found
+
+    def _statistics_by_rows(self, logits: Tensor, rows: slice, group, weights: None, squares: bool) -> list[Tensor]:
+        """As `softmax_statistics`, by one pass over the logits."""
+        from megarl.mcore.kernels.cuda.head_rows import head_sums  # needs Triton
+
+        own = head_sums(logits, *self.row_arguments(rows))
+        top = own[0].clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        drop = (own[0] - top).masked_fill(own[0].isneginf(), 0.0)  # −∞: this rank has no token of the vocabulary
+        factor, (_, here) = drop.exp(), self.columns(rows)
+        sums = torch.stack([
+            factor * own[1], (own[4] - top).masked_fill(~here.squeeze(-1), 0.0), factor * (own[2] + drop * own[1]),
+            factor.square() * own[3],
+        ])  # fmt: skip
+        dist.all_reduce(sums, group=group)
+        return [top, *_scores(*sums[: 3 + squares])]
 
     def _row_logprobs(self, logits: Tensor, rows: slice) -> Tensor:
         from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
@@ -112,6 +132,19 @@ class Head(NamedTuple):
             return None
         tanh = (scaled * _column(self.temperature, rows)).div_(self.softcap).clamp_(-1, 1)  # −1 in padded columns
         return tanh.square_().neg_().add_(1)
+
+    @property
+    def has_row_kernels(self) -> bool:
+        """Whether kernels of a row each compute statistics and gradients: on CUDA, without a softcap."""
+        return self.hidden.is_cuda and self.softcap is None and self.hidden.dtype is not torch.float64
+
+    def row_arguments(self, rows: slice) -> tuple[Tensor | None, float, Tensor, int]:
+        """(temperatures or None, temperature, columns of the targets, tokens of this rank), for kernels of rows."""
+        count = min(max(self.vocab_size - self.first, 0), len(self.weight))
+        targets = self.targets[rows] - self.first
+        if isinstance(self.temperature, Tensor):
+            return self.temperature[rows].float(), 1.0, targets, count
+        return None, float(self.temperature), targets, count
 
     def columns(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Returns the targets' columns (0 if on another rank) and whether this rank has them, both [C, 1]."""
@@ -138,10 +171,14 @@ def softmax_statistics(logits: Tensor, columns: Tensor, here: Tensor, group, wei
         square = [torch.mul(weights, weights, out=shifted).sum(-1)] if squares else []
     sums = torch.stack([total, chosen, weighted, *square])
     dist.all_reduce(sums, group=group)
-    total, chosen, weighted, *square = sums
+    return top, *_scores(*sums)
+
+
+def _scores(total: Tensor, chosen: Tensor, weighted: Tensor, *square: Tensor) -> tuple[Tensor, ...]:
+    """Σe^s, log p(target), entropy[, Σπ²] from Σe^s, the target's s, Σ e^s · s[, Σe^2s], s = logit − maximum."""
     log_total = total.log()
     entropy = log_total - weighted / total
-    return top, total, chosen - log_total, entropy, *(each / total.square() for each in square)
+    return total, chosen - log_total, entropy, *(each / total.square() for each in square)
 
 
 def _logits_grad(
@@ -185,7 +222,8 @@ class _HeadScores(torch.autograd.Function):
         count, dtype = len(targets), _at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
-        if needs_grad and softcap is None and count * len(weight) <= MAX_KEPT:
+        is_kept = softcap is None and not head.has_row_kernels and count * len(weight) <= MAX_KEPT
+        if needs_grad and is_kept:
             kept = hidden.new_empty(count, len(weight), dtype=dtype)
         for rows in row_chunks(count, len(weight)):
             weights = None if kept is None else kept[rows]
@@ -210,6 +248,11 @@ class _HeadScores(torch.autograd.Function):
         allocate = torch.empty_like if head.indices is None else torch.zeros_like
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = weight.new_zeros(weight.shape, dtype=_at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
+        if head.has_row_kernels:
+            statistics = torch.stack([top, total, entropy, torch.zeros_like(top) if square_sum is None else square_sum])
+            for rows, grad in _gradients_by_rows(head, statistics, grads):
+                _add_products(grad_hidden, grad_weight, head, rows, grad)
+            return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
         for rows in row_chunks(len(head.targets), len(weight)):
             weights, slope = None if kept is None else kept[rows], None
             if weights is None:
@@ -238,7 +281,34 @@ def _accumulate(
         grad.div_(_column(head.temperature, rows))
     if slope is not None:
         grad.mul_(slope)
-    grad = grad.to(head.hidden.dtype)
+    _add_products(grad_hidden, grad_weight, head, rows, grad.to(head.hidden.dtype))
+
+
+def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[slice, Tensor]]:
+    """Yields the logits' gradient [C', V/tp] of several chunks together, in the hidden states' type.
+
+    The product with them reads and writes the whole fp32 gradient of the weight, which takes longer than the product
+    itself for few rows. `statistics` [4, n], as `head_gradient` takes them; `grads`: of the outputs, or None.
+    """
+    from megarl.mcore.kernels.cuda.head_rows import head_gradient  # needs Triton
+
+    given = torch.stack([torch.zeros_like(statistics[0]) if grad is None else grad for grad in grads])
+    chunks, columns = row_chunks(len(head.targets), len(head.weight)), len(head.weight)
+    together = max(MAX_TOGETHER // columns // max(chunks[0].stop, 1), 1)
+    for first in range(0, len(chunks), together):
+        group = chunks[first : first + together]
+        whole = slice(group[0].start, group[-1].stop)
+        grad = head.hidden.new_empty(whole.stop - whole.start, columns)
+        for rows in group:
+            out = grad[rows.start - whole.start : rows.stop - whole.start]
+            arguments = head.row_arguments(rows)
+            head_gradient(out, head.logits(rows), *arguments, statistics[:, rows].contiguous(),
+                          given[:, rows].contiguous())  # fmt: skip
+        yield whole, grad
+
+
+def _add_products(grad_hidden, grad_weight, head: Head, rows: slice, grad: Tensor):
+    """Writes some rows of `grad_hidden`, and adds to `grad_weight`, from the logits' gradient [C, V/tp]."""
     if grad_hidden is not None:
         grad_hidden[rows if head.indices is None else head.indices[rows]] = linear.input_gradient(grad, head.weight)
     if grad_weight is not None:

@@ -39,9 +39,17 @@ def exact(hidden, weight, targets, temperature):
     return scores, torch.autograd.grad(weighted(scores), (hidden, weight))
 
 
-def on_rank(rank, chunk, temperature, sequence_parallel, dtype=torch.float32):
+def use_row_kernels(rank=0) -> bool:
+    """Makes this process compute as on CUDA, with Triton's interpreter, without a softcap and other than in float64."""
+    is_so = property(lambda head: head.softcap is None and head.hidden.dtype is not torch.float64)
+    vocab_parallel_logprobs.Head.has_row_kernels = is_so
+    return True
+
+
+def on_rank(rank, chunk, temperature, sequence_parallel, dtype=torch.float32, by_rows=False):
     """Scores and gradients of one rank from its shard of the inputs, and the collectives that it called."""
     size, collectives = dist.get_world_size(), []
+    by_rows and use_row_kernels()
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
         count_calls(name, collectives)
     hidden, weight, targets = problem(dtype)
@@ -77,8 +85,9 @@ def count_calls(name, calls):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("chunk, temperature", [(T, 1.0), (8, 0.5), (4, PER_TOKEN)])
-def test_scores_and_gradients_are_those_of_log_softmax(size, chunk, temperature, sequence_parallel):
-    results = run_world(on_rank, size, chunk, temperature, sequence_parallel)
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_scores_and_gradients_are_those_of_log_softmax(size, chunk, temperature, sequence_parallel, by_rows):
+    results = run_world(on_rank, size, chunk, temperature, sequence_parallel, torch.float32, by_rows)
     wanted, (to_hidden, to_weight) = exact(*problem(), temperature)
     for scores, _, forward, backward in results:
         for score, right, first in zip(scores, wanted, results[0][0], strict=True):
@@ -140,6 +149,36 @@ def test_the_formulas_of_the_gradients(used):
     assert run_world(check_gradients, 1, used) == [True]
 
 
+def both_ways(rank):
+    """Gradients of some outputs with kernels of rows, a chunk or all chunks at a time, against single operators."""
+    hidden, weight, targets = problem()
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    cut_chunks(4, PADDED)
+    multiplied = []
+    add = vocab_parallel_logprobs._add_products
+    vocab_parallel_logprobs._add_products = lambda *args: multiplied.append(len(args[-1])) or add(*args)
+
+    def gradients(used):
+        scores = head_scores(*inputs, targets, PER_TOKEN, V, dist.group.WORLD)
+        return torch.autograd.grad(weighted(scores, used), inputs)
+
+    choices = [(1, None, None), (None, 1, None), (None, None, 1), (1, -2, None), (None, 1, 2)]
+    wanted = [gradients(used) for used in choices]
+    use_row_kernels()
+    for together, sizes in ((1, [4] * 5), (2**28, [T])):
+        vocab_parallel_logprobs.MAX_TOGETHER = together
+        for used, right in zip(choices, wanted, strict=True):
+            multiplied.clear()
+            for x, y in zip(gradients(used), right, strict=True):
+                assert_close(x, y, rtol=1e-4, atol=1e-5)
+            assert multiplied == sizes
+    return True
+
+
+def test_kernels_of_rows_give_the_gradients_of_single_operators():
+    assert run_world(both_ways, 1) == [True]
+
+
 def many_and_few(rank):
     """Rows of a large batch against the same rows alone and in other chunks; against the rollout's log-probs."""
     size, allowed = dist.get_world_size(), largest_gap_allowed()
@@ -189,9 +228,10 @@ def test_gradients_of_few_rows(count, size):
     assert worst <= (2e-3 if count else 0.0)  # the differences of all elements together
 
 
-def extremes(rank, scale, pull):
+def extremes(rank, scale, pull, by_rows):
     """Logits of ±scale, the last quarter of the columns padding, and gradients as loss scaling makes them."""
     size = dist.get_world_size()
+    by_rows and use_row_kernels()
     logits = torch.randn(6, 16, generator=torch.Generator().manual_seed(1)).sign() * scale
     logits[0], logits[1, 5], logits[2] = scale, -3 * scale, -scale
     targets = torch.tensor([0, 5, 2, 11, 8, 7])
@@ -205,9 +245,10 @@ def extremes(rank, scale, pull):
     return True
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_extreme_logits_and_gradients_stay_finite(size):
-    assert run_world(extremes, size, 1e4, 2.0**32) == [True] * size
+@pytest.mark.parametrize("size", [1, 2, 4])  # the last of four ranks has no token
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_extreme_logits_and_gradients_stay_finite(size, by_rows):
+    assert run_world(extremes, size, 1e4, 2.0**32, by_rows) == [True] * size
 
 
 def wrong_sizes(rank):
