@@ -9,7 +9,7 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import ROTARY, is_gated
-from megarl.mcore.kernels.vocab_parallel_logprobs import MAX_KEPT, row_chunks
+from megarl.mcore.kernels.vocab_parallel_logprobs import MAX_KEPT, MAX_TOGETHER, row_chunks
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.parameters import SCALAR_HEAD
@@ -153,7 +153,8 @@ def of_stage(args, stage: int, kind: str, tokens: int, microbatches: int, fused:
 
 def of_logits(args, vocab_size: int, kind: str, tokens: int) -> int:
     """Bytes of the logits chunk of C rows: two fp32 buffers of C·V/t, one of b bytes, and, when training, the fp32
-    gradient of the head, V/t·H, and all logits of the micro-batch if these are small enough to be kept.
+    gradient of the head, V/t·H, and all logits of the micro-batch if these are small enough to be kept; in 16 bits, if
+    that is more, one fp32 buffer and the gradients of several chunks, as on CUDA.
     """
     if kind in SCALAR_HEAD:
         return 0
@@ -165,4 +166,8 @@ def of_logits(args, vocab_size: int, kind: str, tokens: int) -> int:
     if kind != "train":
         return logits
     kept = scored * columns if scored * columns <= MAX_KEPT else 0
+    if size < 4:
+        chunk = rows.stop - rows.start
+        together = min(max(MAX_TOGETHER // columns, chunk), scored)
+        logits = max(logits, (4 * chunk + size * together) * columns)
     return logits + 4 * (columns * args.hidden_size + kept)

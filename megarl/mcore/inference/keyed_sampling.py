@@ -12,7 +12,8 @@ from megarl.algorithms.token_sampling import sample_tokens, sample_tokens_by_int
 from megarl.mcore.inference.generation import GenerationRequest, TopLogprobs
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, softcap_
+from megarl.mcore.kernels.gathered_policy import GatheredPolicy
+from megarl.mcore.kernels.vocab_parallel_logprobs import softcap_
 
 
 class KeyedSampling(Sampling):

@@ -17,7 +17,7 @@ def head_top_logprobs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (tokens [T, k] int64, log-probs [T, k]) of next-token distributions, most likely first.
 
-    A log-prob has the bits that `head_scores` gives the token. Without gradients.
+    On a CPU a log-prob has the bits that `head_scores` gives the token. Without gradients.
 
     Args:
         count: k is this, or the vocabulary's size if that is smaller.

@@ -53,7 +53,7 @@ def _column(values, rows: slice):
     return values[rows].unsqueeze(-1) if isinstance(values, Tensor) else values
 
 
-def _at_least_fp32(tensor: Tensor) -> torch.dtype:
+def at_least_fp32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -83,12 +83,12 @@ class Head(NamedTuple):
     def logits(self, rows: slice) -> Tensor:
         """Returns [C, V/tp] logits in a new buffer, with a softcap in at least fp32."""
         logits = self.product(self.inputs(rows))
-        return logits if self.softcap is None else softcap_(logits.to(_at_least_fp32(logits)), self.softcap)
+        return logits if self.softcap is None else softcap_(logits.to(at_least_fp32(logits)), self.softcap)
 
     def scaled_logits(self, rows: slice, logits: Tensor | None = None) -> Tensor:
         """Returns [C, V/tp] logits over temperature in at least fp32, in a new buffer or in that of `logits`."""
         logits = self.logits(rows) if logits is None else logits
-        logits = logits.to(_at_least_fp32(logits))
+        logits = logits.to(at_least_fp32(logits))
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             logits.div_(_column(self.temperature, rows))
         logits[:, max(self.vocab_size - self.first, 0) :].fill_(PADDED_LOGIT)
@@ -219,7 +219,7 @@ class _HeadScores(torch.autograd.Function):
         options = {"temperature": temperature, "first": first, "vocab_size": vocab_size, "softcap": softcap}
         options["is_exact"] = is_exact
         head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **options)
-        count, dtype = len(targets), _at_least_fp32(hidden)
+        count, dtype = len(targets), at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
         is_kept = softcap is None and not head.has_row_kernels and count * len(weight) <= MAX_KEPT
@@ -247,7 +247,7 @@ class _HeadScores(torch.autograd.Function):
         head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **ctx.options)
         allocate = torch.empty_like if head.indices is None else torch.zeros_like
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = weight.new_zeros(weight.shape, dtype=_at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
+        grad_weight = weight.new_zeros(weight.shape, dtype=at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
         if head.has_row_kernels:
             statistics = torch.stack([top, total, entropy, torch.zeros_like(top) if square_sum is None else square_sum])
             for rows, grad in _gradients_by_rows(head, statistics, grads):
@@ -353,40 +353,3 @@ def head_scores(
     options = temperature, vocab_size, group, squares, softcap, is_exact
     scores = _HeadScores.apply(hidden, weight, targets, indices, *options)
     return HeadScores(*(None if score is None else score[:total] for score in scores))
-
-
-class GatheredPolicy:
-    """Computes log-probabilities from gathered logits [n, V], summed as over `tensor_ranks` tensor-parallel ranks.
-
-    It runs the same operations in the same order as `head_scores`, so that rollout log-probs equal those that training
-    recomputes to the last bit. It does not modify its inputs.
-    """
-
-    def __init__(self, logits: Tensor, temperature: float, vocab_size: int, tensor_ranks: int):
-        """`vocab_size`: the tokenizer's; columns from it on are padding."""
-        scaled, self.vocab_size = logits.to(_at_least_fp32(logits)), vocab_size
-        self.scaled = scaled if temperature == 1.0 else scaled / temperature
-        self.top = self.scaled[:, :vocab_size].amax(-1, keepdim=True)
-        # [n, V]: e^(logit − largest logit), 0 in padded columns
-        if native.supports(self.scaled):
-            self.weights = self.scaled.clone(memory_format=torch.contiguous_format)
-            self.weights[:, vocab_size:] = PADDED_LOGIT
-            shares = self.weights.view(len(logits) * tensor_ranks, -1)
-            tops = self.top.expand(-1, tensor_ranks).flatten().contiguous()  # one row is flattened to a view
-            totals = native.ops.softmax_sums(shares, tops, shares, 1)[0].view(-1, tensor_ranks)
-        else:
-            self.weights = (self.scaled - self.top).exp_()
-            self.weights[:, vocab_size:] = 0.0
-            totals = self.weights.unflatten(-1, (tensor_ranks, -1)).sum(-1)
-        self.log_total = totals.sum(-1).log()
-
-    def logprobs(self, tokens: Tensor) -> Tensor:
-        """Returns [n] log-probabilities of one token per row [n]."""
-        chosen = self.scaled.gather(-1, tokens.unsqueeze(-1)) - self.top
-        return chosen.squeeze(-1) - self.log_total
-
-    def top_logprobs(self, count: int) -> tuple[Tensor, Tensor]:
-        """Returns the `count` most likely tokens of each row and their log-probabilities, both [n, ≤ count]."""
-        vocab_size = min(self.scaled.shape[-1], self.vocab_size)
-        logits, tokens = self.scaled[:, :vocab_size].topk(min(count, vocab_size), dim=-1)
-        return tokens, logits - self.top - self.log_total.unsqueeze(-1)

@@ -15,8 +15,9 @@ from torch.testing import assert_close
 
 from megarl.mcore.kernels import vocab_parallel_logprobs
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.kernels.gathered_policy import GatheredPolicy
 from megarl.mcore.kernels.linear import matmul
-from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, HeadScores, head_scores, row_chunks, softcap_
+from megarl.mcore.kernels.vocab_parallel_logprobs import HeadScores, head_scores, row_chunks, softcap_
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, weighted
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
