@@ -49,6 +49,15 @@ def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
     assert all(row["actor/grad_norm"] > 0 for step, row in found.items() if step)
 
 
+@pytest.mark.long
+def test_products_of_grouped_experts_copy_no_weights(emulator, tmp_path):
+    """A stack that is no view is a call of cat."""
+    names = ("experts", "experts, distributed optimizer")
+    plain, distributed = (emulator.run("rl", argv(tmp_path / name, f"--bf16 {RUNS[name][0]}")) for name in names)
+    assert plain["aten::_grouped_mm"] == distributed["aten::_grouped_mm"] > 100
+    assert plain["aten::cat"] == distributed["aten::cat"]
+
+
 def test_the_device_computes_what_a_cpu_does_in_fp32(emulator, tmp_path):
     emulated, cpu = (argv(tmp_path / name, f"--train-iters 2 {GRADED}") for name in ("emulated", "cpu"))
     counts = emulator.run("rl", emulated)

@@ -1,7 +1,8 @@
 """The MLPs of several experts as grouped matrix products: one kernel for all, whose rows the host need not know.
 
-For CUDA devices in bf16. The experts' weights are parameters of their own, as checkpoints name them. Gradient buffers
-and `stack_` lay them out at equal distances, so that a view of their memory is the stack that the kernel wants.
+For CUDA devices in bf16. The experts' weights are parameters of their own, as checkpoints name them. `stack_` and
+`moe.buffer_layout` lay them out at equal distances, so that a view of their memory is the stack that the kernel wants.
+Weights that FSDP gathers have memory of their own, so that each product copies them.
 """
 
 import itertools

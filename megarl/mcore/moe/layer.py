@@ -35,8 +35,8 @@ class MixtureLayer(MoELayer):
         is_supported = self.experts.tp_group.size() == 1 and not c.moe_latent_size and not self.shared_expert_overlap
         is_supported = is_supported and (self._ep_size == 1 or c.moe_token_dispatcher_type == "alltoall")
         self._is_direct = is_plain and is_supported
-        self._is_grouped = c.moe_grouped_gemm and is_plain and device.has_cuda()
-        if self._is_grouped:
+        self.is_grouped = c.moe_grouped_gemm and is_plain and device.has_cuda()  # if it takes the direct path
+        if self.is_grouped:
             experts = self.experts.local_experts
             stack_([expert.linear_fc1.weight for expert in experts])
             stack_([expert.linear_fc2.weight for expert in experts])
@@ -58,7 +58,7 @@ class MixtureLayer(MoELayer):
     @property
     def reads_host(self) -> bool:
         """Whether the host must know how many rows each expert has."""
-        return not (self._is_direct and self._is_grouped and self._ep_size == 1) or self._has_factors
+        return not (self._is_direct and self.is_grouped and self._ep_size == 1) or self._has_factors
 
     def _mix(self, hidden_states: Tensor) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
@@ -78,7 +78,7 @@ class MixtureLayer(MoELayer):
     def _compute(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
         experts = self.experts.local_experts
         weights = [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
-        if self._is_grouped:
+        if self.is_grouped:
             return stacked_swiglu(rows, gates, counts, *weights)
         return grouped_swiglu(rows, gates, counts.tolist(), *weights, forward_product(self.config))
 

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 
 from megarl.mcore import device
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
+from megarl.mcore.moe.buffer_layout import stacked_experts
 from megarl.mcore.parallel.default_group import override_default_group
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 
@@ -98,7 +99,8 @@ def wrap_for_training(stages, args, pg_collection) -> list[DistributedDataParall
     }
     config = DistributedDataParallelConfig(**settings)
     wrapper = FullyShardedDataParallel if args.use_torch_fsdp2 else DistributedDataParallel
-    wrapped = [wrapper(chunk.config, config, chunk, pg_collection=pg_collection) for chunk in stages]
+    with stacked_experts(stages, config, pg_collection):
+        wrapped = [wrapper(chunk.config, config, chunk, pg_collection=pg_collection) for chunk in stages]
 
     def finalize(models, num_tokens=None, **_):
         # Losses are local sums divided by global counts, so the reduced gradients need no division by tokens.
