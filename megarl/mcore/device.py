@@ -19,7 +19,7 @@ import torch
 import torch.utils._device
 
 CPU = torch.device("cpu")
-# Makes torch ask the driver's library for devices, which does not start CUDA: `launch_queues` chooses before that.
+# Makes torch ask the driver's library for devices, which does not start CUDA: `cuda_environment` chooses before that.
 ASK_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
 # Megarl hides them from Megatron without a device: their layers and optimizers would be chosen, and cannot run.
 DEVICE_PACKAGES = ("transformer_engine", "apex")

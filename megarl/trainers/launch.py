@@ -12,7 +12,7 @@ from megarl.cluster import slurm
 from megarl.cluster.cores import cores
 from megarl.errors import STOPPED, WARNED, RunStopped, TooManyFailures, UsageError, warn
 from megarl.faults import heartbeat, run_lock
-from megarl.mcore import launch_queues
+from megarl.mcore import cuda_environment
 from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.trainers import restart
@@ -44,7 +44,7 @@ def launch(train, program: str):
             return
         if rank == 0 and not os.environ.get(WARNED):
             warn(config.warnings)
-        launch_queues.choose(role.megatron for role in config.roles.values() if rank in role.ranks)
+        cuda_environment.choose(role.megatron for role in config.roles.values() if rank in role.ranks)
         status = train(config, timers)
         heartbeat.finish()
     except UsageError as error:

@@ -17,7 +17,7 @@ from megatron.training.arguments import add_megatron_arguments, core_transformer
 from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
-from megarl.mcore import device, launch_queues
+from megarl.mcore import cuda_environment, device
 from megarl.mcore.config import exact_rules, layout_rules, model_flags, model_rules, transformer_engine
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
@@ -185,13 +185,13 @@ def _without_own_parts(args):
     For sharded parameters (`mcore/parallel/fsdp.py`; `layout_rules`) it wants untied embeddings. For grouped products
     of experts (`moe/layer.py`) it wants a GPU; on a CPU they run one after another. For tensor parallelism it wants
     CUDA_DEVICE_MAX_CONNECTIONS=1 except on the newest devices, and would start CUDA to know which this is;
-    `launch_queues` chooses afterwards.
+    `cuda_environment` chooses afterwards.
     """
     names, version = ("use_torch_fsdp2", "moe_grouped_gemm"), arguments.get_device_arch_version
     hidden = {name: getattr(args, name) for name in names}
     for name in names:
         setattr(args, name, False)
-    arguments.get_device_arch_version = lambda: launch_queues.NEEDS_NONE
+    arguments.get_device_arch_version = lambda: cuda_environment.NEEDS_NONE
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
-"""`python -m tests.cuda_walk.queues PROGRAM FLAG …`: parses flags as a program does, on a device without hardware;
-prints what of CUDA was used before the queues were chosen, and the choice, as a line of JSON."""
+"""`python -m tests.cuda_walk.environment PROGRAM FLAG …`: parses flags as a program does, on a device without hardware;
+prints what of CUDA was used before its environment was chosen, and the choice, as a line of JSON."""
 
 import json
 import os
@@ -17,13 +17,14 @@ used = []
 for name in STARTS:
     setattr(torch.cuda, name, lambda *_, name=name, **__: used.append(name))
 
-from megarl.mcore import launch_queues  # noqa: E402
+from megarl.mcore import cuda_environment  # noqa: E402
 from megarl.trainers.launch import launch  # noqa: E402
 
 
 def report(config, timers):
     """The program."""
-    print(json.dumps({"used": used, "queues": os.environ.get(launch_queues.VARIABLE)}))
+    chosen = [os.environ.get(name) for name in (cuda_environment.QUEUES, cuda_environment.REGISTRATION)]
+    print(json.dumps({"used": used, "chosen": chosen}))
 
 
 sys.argv[1:], program = sys.argv[2:], sys.argv[1]

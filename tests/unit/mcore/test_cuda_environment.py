@@ -1,4 +1,5 @@
-"""One launch queue only for ranks with tensor or context parallelism on older devices, chosen before CUDA starts."""
+"""Variables that are chosen before CUDA starts: one launch queue only for ranks with tensor or context parallelism on
+older devices, and no registered graphs with expandable segments."""
 
 import json
 import os
@@ -8,7 +9,7 @@ from argparse import Namespace
 
 import pytest
 
-from megarl.mcore import device, launch_queues
+from megarl.mcore import cuda_environment, device
 from tests.cuda_walk.start import ROOT, compiler, needs_compiler, stand_ins
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-prompt-length 5 --max-response-length 6"
@@ -23,7 +24,7 @@ int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
 
 def driver(folder, capability: int, status: int = 0):
     """A library of the driver that tells one capability, or fails with a status."""
-    source, library = folder / "nvml.c", folder / launch_queues.NVML
+    source, library = folder / "nvml.c", folder / cuda_environment.NVML
     source.write_text(DRIVER % (status, capability))
     subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, source], check=True)
     return library
@@ -32,13 +33,13 @@ def driver(folder, capability: int, status: int = 0):
 @needs_compiler
 @pytest.mark.parametrize(("status", "found"), [(0, 12), (9, None)])
 def test_the_capability_is_asked_of_the_driver(tmp_path, status, found, monkeypatch):
-    monkeypatch.setattr(launch_queues, "NVML", str(driver(tmp_path, 12, status)))
-    assert launch_queues.capability() == found
+    monkeypatch.setattr(cuda_environment, "NVML", str(driver(tmp_path, 12, status)))
+    assert cuda_environment.capability() == found
 
 
 def test_no_driver_no_capability(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch_queues, "NVML", str(tmp_path / "none.so"))
-    assert launch_queues.capability() is None
+    monkeypatch.setattr(cuda_environment, "NVML", str(tmp_path / "none.so"))
+    assert cuda_environment.capability() is None
 
 
 CASES = {  # flags, rank, compute capability (None: no library of the driver), the user's value -> the variable
@@ -61,9 +62,11 @@ CASES = {  # flags, rank, compute capability (None: no library of the driver), t
 def test_a_program_chooses_before_it_uses_the_device(tmp_path, case):
     flags, rank, capability, given, expected = CASES[case]
     environment = stand_ins(tmp_path) | {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    environment.pop(launch_queues.VARIABLE, None)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name in (cuda_environment.QUEUES, cuda_environment.REGISTRATION, *cuda_environment.ALLOCATOR):
+        environment.pop(name, None)
     if given is not None:
-        environment[launch_queues.VARIABLE] = given
+        environment[cuda_environment.QUEUES] = given
     if capability is not None:
         driver(tmp_path, capability)
     command = [
@@ -71,19 +74,34 @@ def test_a_program_chooses_before_it_uses_the_device(tmp_path, case):
         "-W",
         "ignore",
         "-m",
-        "tests.cuda_walk.queues",
+        "tests.cuda_walk.environment",
         "rl",
         *f"{SHAPE} {ROLES} {flags}".split(),
     ]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {"used": [], "queues": expected}
+    assert json.loads(done.stdout) == {"used": [], "chosen": [expected, None]}
+
+
+@pytest.mark.parametrize(("variable", "setting", "given", "expected"), [
+    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", None, "0"),
+    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True", None, "0"),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "1", "1"),
+    ("PYTORCH_ALLOC_CONF", "expandable_segments:False", None, None),
+])  # fmt: skip
+def test_graphs_register_no_buffers_of_expandable_segments(monkeypatch, variable, setting, given, expected):
+    environment = {variable: setting} | ({} if given is None else {cuda_environment.REGISTRATION: given})
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    cuda_environment.choose([Namespace(tensor_model_parallel_size=1, context_parallel_size=1)])
+    assert environment.get(cuda_environment.REGISTRATION) == expected
 
 
 def test_nothing_is_set_on_a_cpu(monkeypatch):
-    monkeypatch.delenv(launch_queues.VARIABLE, raising=False)
-    launch_queues.choose([Namespace(tensor_model_parallel_size=2, context_parallel_size=2)])
-    assert not device.has_cuda() and launch_queues.VARIABLE not in os.environ
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setattr(os, "environ", environment)
+    cuda_environment.choose([Namespace(tensor_model_parallel_size=2, context_parallel_size=2)])
+    assert not device.has_cuda() and list(environment) == ["PYTORCH_ALLOC_CONF"]
 
 
 @pytest.mark.long
