@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-SOURCES = ("runtime.c", "operators.cpp")
+SOURCES = ("runtime.c", "hooks.h", "order.h", "memory.h", "refusals.h", "operators.cpp")
 LIBRARIES = Path(torch.__file__).parent / "lib"
 
 
@@ -49,7 +49,7 @@ def libraries() -> Path:
 
 
 def _build(folder: Path):
-    common = ["-shared", "-fPIC", "-O1", f"-I{_cuda_headers()}"]
+    common = ["-shared", "-fPIC", "-O1", "-fexceptions", f"-I{_cuda_headers()}"]
     torch_headers = LIBRARIES.parent / "include"
     includes = [torch_headers, torch_headers / "torch/csrc/api/include", sysconfig.get_paths()["include"]]
     linked = [f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}"]

@@ -1,6 +1,7 @@
 """Makes this process's torch compute on the emulated device; the process has the variables of `build.environment`."""
 
 import os
+import sys
 from itertools import pairwise
 
 import operators  # type: ignore[import-not-found]  # built by `build.py`
@@ -42,7 +43,14 @@ def install():
 def start():
     """Initialises CUDA in the process that uses it."""
     torch.cuda.init()
-    operators.fill_freed_memory()
+    operators.follow_memory()
+
+
+def report():
+    """Prints the memory at its peak: what the allocator took beyond what tensors used is fragmentation, or kept."""
+    counts, mib = operators.counts(), 2**20
+    reserved, allocated = (counts[f"bytes {kind} at the peak"] / mib for kind in ("reserved", "allocated"))
+    print(f"emulator: {reserved:.0f} MiB reserved at the peak, {allocated:.0f} MiB of them allocated", file=sys.stderr)
 
 
 # -- operators without a CPU kernel --------------------------------------------------------------------------------

@@ -21,9 +21,10 @@ def _interpreted(launch):
     @functools.wraps(launch)
     def call(self, *args, **kwargs):
         _check([*args, *kwargs.values()])
+        # Nothing says what a kernel writes: all that it gets.
+        written = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         args, kwargs = [_on_host(x) for x in args], {name: _on_host(x) for name, x in kwargs.items()}
-        operators.count(f"triton {self.fn.__name__}")
-        operators.record(lambda: launch(self, *args, **kwargs))
+        operators.launched(f"triton {self.fn.__name__}", [], written, lambda: launch(self, *args, **kwargs))
         return launch(self, *args, **kwargs)
 
     return call
@@ -69,12 +70,14 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 def _writing(name: str, reference):
     """An operator that writes into its arguments."""
+    writes = [argument.is_write for argument in getattr(torch.ops.megarl, name).default._schema.arguments]
 
     def call(*args, **kwargs):
         _check([*args, *kwargs.values()])
         host = [_on_host(x) for x in args]
-        operators.count(f"triton {name}")
-        operators.record(lambda: reference(*host, **kwargs))
+        read, written = ([x for x, is_written in zip(args, writes, strict=False)
+                          if isinstance(x, Tensor) and is_written == wanted] for wanted in (False, True))  # fmt: skip
+        operators.launched(f"triton {name}", read, written, lambda: reference(*host, **kwargs))
         reference(*host, **kwargs)
 
     return call
@@ -86,7 +89,6 @@ def _computing(name: str, reference):
     def call(*args, **kwargs):
         _check([*args, *kwargs.values()])
         host = [_on_host(x) for x in args]
-        operators.count(f"triton {name}")
 
         def compute() -> list[Tensor]:
             found = reference(*host, **kwargs)
@@ -99,7 +101,7 @@ def _computing(name: str, reference):
             for place, value in zip(places, compute(), strict=True):
                 place.copy_(value)
 
-        operators.record(repeat)
+        operators.launched(f"triton {name}", [x for x in args if isinstance(x, Tensor)], outs, repeat)
         return outs if len(outs) > 1 else outs[0]
 
     return call

@@ -1,18 +1,24 @@
 // Operators of a CUDA device whose memory is the host's: each runs its CPU kernel on the same memory.
 //
-// The tensors are torch's real CUDA tensors, with its caching allocator, streams, autograd threads and graphs. `install`
-// registers one function for all operators of dispatch key CUDA. It makes CPU tensors of the same memory, calls the CPU
-// kernel, and copies what that allocates into memory of the device. Within a capture it also records the operator with
-// the addresses that it used; launching the graph runs the records again, on these addresses, whatever is there by then.
-// Memory that goes back to the allocator is filled with NaN, so that a use of it afterwards shows in the numbers.
+// The tensors are torch's real CUDA tensors, with its caching allocator, streams, autograd threads and graphs.
+// `install` registers one function for all operators of dispatch key CUDA. It makes CPU tensors of the same memory,
+// calls the CPU kernel, and copies what that allocates into memory of the device. Within a capture it also records the
+// operator with the addresses that it used; launching the graph runs the records again, on these addresses, and is an error if
+// one of them was freed.
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
 #include <dlfcn.h>
 #include <torch/extension.h>
 
 #include <map>
 #include <mutex>
-#include <set>
+
+#include "hooks.h"
+#include "memory.h"
+#include "order.h"
+#include "refusals.h"
 
 using at::Tensor;
 using c10::IValue;
@@ -21,15 +27,13 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 
 namespace {
 
-const std::set<std::string> READ_BY_HOST = {  // their results' shapes depend on values
-    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
-    "aten::equal", "aten::bincount", "aten::isin"};
-
 struct Record {  // one step of a graph: an operator, or a call of Python
+  std::string name;
   c10::OperatorHandle op;
   std::vector<IValue> args;
   std::vector<Tensor> outs;
   py::object call;
+  std::vector<order::Access> accesses;
 };
 using Graph = std::vector<Record>;
 
@@ -38,28 +42,11 @@ Graph& recording = *new Graph;
 std::map<uint64_t, std::shared_ptr<Graph>>& graphs = *new std::map<uint64_t, std::shared_ptr<Graph>>;
 std::map<std::string, long> counts;
 std::mutex counting;  // autograd has threads of its own
-int (*is_capturing)() = nullptr;
+py::object& on_host_wait = *new py::object;  // called after the host has waited; none if nobody asks
 
 void count(const std::string& name) {
   std::lock_guard<std::mutex> guard(counting);
   counts[name]++;
-}
-
-bool in_capture() { return is_capturing && is_capturing(); }
-
-// A CPU tensor of a CUDA tensor's memory, which it does not own.
-Tensor on_host(const Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_cuda()) return tensor;
-  const auto bytes = tensor.storage().nbytes();
-  void* data = bytes ? tensor.storage().mutable_data() : nullptr;
-  c10::Storage storage(
-      c10::Storage::use_byte_size_t(), bytes, c10::DataPtr(data, c10::kCPU), c10::GetAllocator(c10::kCPU), true);
-  auto host = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
-  host.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  host._set_conj(tensor.is_conj());
-  host._set_neg(tensor.is_neg());
-  return host;
 }
 
 Tensor packed(const Tensor& tensor) {
@@ -80,55 +67,45 @@ Tensor on_device(const Tensor& host) {
   return made;
 }
 
-// Arguments of an operator on the host, and how many tensors of each device there were.
-struct Arguments {
-  std::vector<IValue> values;
-  int cuda = 0, host = 0;
+void after_host_wait() {
+  if (!on_host_wait) return;
+  py::gil_scoped_acquire gil;
+  if (!on_host_wait.is_none()) on_host_wait();
+}
 
-  Tensor one(const Tensor& tensor) {
-    if (tensor.defined() && tensor.is_cuda()) cuda++;
-    if (tensor.defined() && !tensor.is_cuda() && tensor.dim()) host++;  // a number of the host may go along
-    return on_host(tensor);
+// What a copy between host and device lets the host see, and when.
+struct HostCopy {
+  bool is_one = false, to_host = false, waits = false, is_pinned = false;
+  Tensor host;
+
+  HostCopy(const std::string& name, const std::vector<IValue>& given) {
+    if (name != "aten::copy_") return;
+    const Tensor &to = given[0].toTensor(), &from = given[1].toTensor();
+    is_one = to.is_cuda() != from.is_cuda() && to.numel();
+    if (!is_one) return;
+    to_host = from.is_cuda();
+    host = to_host ? to : from;
+    is_pinned = ::is_pinned(host.storage().data());
+    waits = !given[2].toBool() || (to_host && !is_pinned);
+    if (is_pinned) order::arrive(begin(), size());
   }
 
-  IValue mapped(const IValue& value) {
-    if (value.isTensor()) return one(value.toTensor());
-    if (value.isTensorList()) {
-      c10::List<Tensor> list;
-      for (const Tensor& tensor : value.toTensorVector()) list.push_back(one(tensor));
-      return list;
-    }
-    if (value.isList() && value.toList().elementType()->kind() == c10::TypeKind::OptionalType) {
-      c10::List<std::optional<Tensor>> list;
-      for (const IValue& each : value.toListRef())
-        list.push_back(each.isNone() ? std::optional<Tensor>() : one(each.toTensor()));
-      return list;
-    }
-    if (value.isDevice() && value.toDevice().is_cuda()) return c10::Device(c10::kCPU);
-    if (value.isGenerator()) return IValue();
-    return value;
-  }
+  char* begin() const { return reinterpret_cast<char*>(bytes_of(host, false).begin); }
+  size_t size() const { return bytes_of(host, false).end - bytes_of(host, false).begin; }
 
-  explicit Arguments(const std::vector<IValue>& given) {
-    for (const auto& value : given) values.push_back(mapped(value));
+  void done(const order::Use& use) const {
+    if (!is_one) return;
+    if (waits) {
+      order::host_waits_for_stream(use.stream);
+      after_host_wait();
+    } else if (is_pinned) {
+      const auto stream = c10::cuda::getCurrentCUDAStream().unwrap();
+      const auto& data = host.storage().data_ptr();
+      at::getHostAllocator(at::kCUDA)->record_event(data.get(), data.get_context(), stream);
+      (to_host ? order::copies_to : order::copies_from)(use, begin(), size());
+    }
   }
 };
-
-bool starts_with(const std::string& text, const char* prefix) { return text.rfind(prefix, 0) == 0; }
-
-// What CUDA refuses.
-void check(const std::string& name, const std::vector<IValue>& given, const Arguments& arguments) {
-  const bool copies = name == "aten::copy_" || name == "aten::copy" || name == "aten::_copy_from";
-  const bool indexes = starts_with(name, "aten::index") || starts_with(name, "aten::_index_put") ||
-                       name == "aten::_unsafe_index";
-  const bool may_mix = copies || (indexes && given[0].isTensor() && given[0].toTensor().is_cuda());
-  TORCH_CHECK(may_mix || !arguments.cuda || !arguments.host,
-              "Expected all tensors to be on the same device, but found cuda:0 and cpu, in ", name);
-  if (!in_capture()) return;
-  TORCH_CHECK(!READ_BY_HOST.count(name), "emulator: the host reads the result of ", name, " while a graph is captured");
-  TORCH_CHECK(!arguments.host || !arguments.cuda,
-              "emulator: ", name, " moves data between host and device while a graph is captured");
-}
 
 // The index of the argument that a result is, by the schema's aliases; -1 for a new tensor.
 int argument_of(const c10::FunctionSchema& schema, size_t result) {
@@ -174,6 +151,10 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   count(schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name());
   Arguments arguments(given);
   check(schema.name(), given, arguments);
+  const HostCopy copy(schema.name(), given);
+  const auto use = order::next(schema.name(), current_stream());
+  auto accesses = accesses_of(schema, given);
+  touch(use, accesses);
   Stack results(arguments.values);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &results);
   std::vector<Tensor> outs;
@@ -182,20 +163,30 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     const int index = argument_of(schema, i);
     if (index < 0) {
       stack->push_back(on_device(results[i], outs));
+      std::vector<order::Access> made;
+      add_accesses(stack->back(), true, made);
+      touch(use, made);
+      accesses.insert(accesses.end(), made.begin(), made.end());
       continue;
     }
     if (given[index].isTensor() && results[i].isTensor())
       has_moved |= follow(given[index].toTensor(), results[i].toTensor());
     stack->push_back(given[index]);
   }
+  copy.done(use);
+  if (READ_BY_HOST.count(schema.name())) order::host_waits_for_stream(use.stream);
   if (!in_capture()) return;
   if (has_moved) arguments = Arguments(given);
-  recording.push_back({op, arguments.values, outs, py::object()});
+  recording.push_back({schema.name(), op, arguments.values, outs, py::object(), accesses});
 }
 
-void replay(const Graph& graph) {
+void replay(const Graph& graph, uint64_t stream) {
   c10::InferenceMode guard(true);
   for (const auto& record : graph) {
+    for (const auto& access : record.accesses)
+      TORCH_CHECK(is_as_captured(access), "emulator: a graph's ", record.name,
+                  " uses memory that was freed since the capture");
+    touch(order::next("a graph's " + record.name, stream), record.accesses);
     if (record.call) {
       py::gil_scoped_acquire gil;
       record.call();
@@ -215,49 +206,80 @@ void replay(const Graph& graph) {
   }
 }
 
-void end_capture(uint64_t graph) {
+void end_capture(uint64_t graph, uint64_t stream) {
   graphs[graph] = std::make_shared<Graph>(std::move(recording));
   recording.clear();
+  order::host_waits_for_stream(stream);  // a device has not done that work: nobody need wait for it
 }
 
-void launch(uint64_t graph) {
+void launch(uint64_t graph, uint64_t stream) {
   count("graph launch");
-  if (graphs.count(graph)) replay(*graphs[graph]);
+  if (graphs.count(graph)) replay(*graphs[graph], stream);
 }
 
-// Memory of graphs is left as it is: their launches write it again.
-void fill_freed(const allocator::TraceEntry& entry) {
-  const bool is_of_a_graph = entry.mempool_.first || entry.mempool_.second;
-  if (entry.action_ == allocator::TraceEntry::FREE_COMPLETED && !is_of_a_graph)
-    std::memset(reinterpret_cast<void*>(entry.addr_), 0xff, entry.size_);
+template <void (*wait)(uint64_t)>
+void host_waits(uint64_t number) {
+  wait(number);
+  after_host_wait();
 }
+
+void host_waits_for_device() {
+  order::host_waits_for_device();
+  after_host_wait();
+}
+
+const EmulatorHooks HOOKS = {
+    end_capture, launch, order::record_event, order::wait_for_event, host_waits<order::host_waits_for_stream>,
+    host_waits<order::host_waits_for_event>, host_waits_for_device, order::stream_has_passed, order::event_has_passed,
+    order::access, order::new_memory, order::unpinned};
 
 void install(const std::vector<std::string>& names) {
   is_capturing = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "emulator_is_capturing"));
-  const auto hooks = reinterpret_cast<void (*)(void (*)(uint64_t), void (*)(uint64_t))>(
-      dlsym(RTLD_DEFAULT, "emulator_hooks"));
-  TORCH_CHECK(is_capturing && hooks, "the runtime of the emulator is not preloaded");
-  hooks(end_capture, launch);
+  is_pinned = reinterpret_cast<int (*)(const void*)>(dlsym(RTLD_DEFAULT, "emulator_is_pinned"));
+  const auto set_hooks = reinterpret_cast<void (*)(const EmulatorHooks*)>(dlsym(RTLD_DEFAULT, "emulator_hooks"));
+  TORCH_CHECK(is_capturing && is_pinned && set_hooks, "the runtime of the emulator is not preloaded");
+  set_hooks(&HOOKS);
   auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   for (const auto& name : names) library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());
 }
 
-// A call of Python that a graph repeats; nothing outside a capture.
-void record(const py::object& call) {
+// Counts what Python does on the current stream, checks its order, and has graphs repeat it. Returns its tick.
+long launched(const std::string& name, const std::vector<Tensor>& reads, const std::vector<Tensor>& writes,
+              const py::object& repeat) {
+  count(name);
+  const auto use = order::next(name, current_stream());
+  std::vector<order::Access> accesses;
+  for (const auto& tensor : reads) add_accesses(tensor, false, accesses);
+  for (const auto& tensor : writes) add_accesses(tensor, true, accesses);
+  touch(use, accesses);
   if (in_capture())
-    recording.push_back({c10::Dispatcher::singleton().findSchemaOrThrow("aten::add", "Tensor"), {}, {}, call});
+    recording.push_back({name, c10::Dispatcher::singleton().findSchemaOrThrow("aten::add", "Tensor"), {}, {}, repeat,
+                         accesses});
+  return use.tick;
+}
+
+std::map<std::string, long> all_counts() {
+  auto found = counts;
+  found["bytes reserved at the peak"] = reserved_at_peak;
+  found["bytes allocated at the peak"] = allocated_at_peak;
+  return found;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(operators, module) {
   module.def("install", &install);
-  module.def("fill_freed_memory", [] { allocator::attachAllocatorTraceTracker(fill_freed); });
+  module.def("follow_memory", [] { allocator::attachAllocatorTraceTracker(follow_memory); });
   module.def("on_host", &on_host);
   module.def("on_device", [](const Tensor& host) { return on_device(host); });
-  module.def("record", &record);
+  module.def("launched", &launched);
   module.def("in_capture", &in_capture);
+  module.def("name_stream", [](uint64_t stream, const std::string& name) { order::names[stream] = name; });
+  module.def("host_has_waited", [](uint64_t stream, long tick) {
+    order::Guard guard(order::mutex);
+    return order::has_passed(order::host, stream, tick);
+  });
+  module.def("on_host_wait", [](const py::object& call) { on_host_wait = call; });
   module.def("count", &count);
-  module.def("counts", [] { return counts; });
-  module.def("clear", [] { counts.clear(); });
+  module.def("counts", &all_counts);
 }

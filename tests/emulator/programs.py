@@ -23,18 +23,30 @@ class Emulator:
         self._process = subprocess.Popen(command, cwd=ROOT, env=build.environment(), **pipes)
 
     def run(self, name: str, argv: list[str], ranks: int = 1) -> dict[str, int]:
-        """Runs a program ('rl', 'sft' …) on so many ranks, and fails if one of them does; returns how often operators
-        ran on the first rank, by name."""
+        """Runs a program ('rl', 'sft' …) on so many ranks, and fails if one of them does; returns the counts of the
+        first rank: how often operators ran, by name, and bytes."""
+        errors, counts = self._end_of(name, argv, ranks)
+        assert counts, "\n".join(errors)
+        return counts
+
+    def error(self, fault: str, ranks: int) -> str:
+        """The errors of a function of `faults.py`, which must fail on a rank."""
+        errors, counts = self._end_of("planted", [fault], ranks)
+        assert not counts, f"the fault was not found: {fault}"
+        return "\n".join(errors)
+
+    def _end_of(self, name: str, argv: list[str], ranks: int) -> tuple[list[str], dict[str, int]]:
+        """Errors of the ranks that failed; counts if none did."""
         with tempfile.TemporaryDirectory() as folder:
             print(json.dumps([name, argv, ranks, folder]), file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
             assert answer, "the emulator has ended"
-            statuses = json.loads(answer)
             logs = [Path(folder, str(rank)) / "err" for rank in range(ranks)]
-            errors = [log.read_text()[-3000:] if log.exists() else "killed as it started" for log in logs]
-            failed = [f"rank {rank}, status {status}: {errors[rank]}" for rank, status in enumerate(statuses) if status]
-            assert not failed, "\n".join(failed)
-            return json.loads(Path(folder, "0", "counts").read_text())
+            errors = [
+                f"rank {rank}, status {status}: {logs[rank].read_text()[-3000:] if logs[rank].exists() else 'no output'}"
+                for rank, status in enumerate(json.loads(answer)) if status
+            ]  # fmt: skip
+            return errors, {} if errors else json.loads(Path(folder, "0", "counts").read_text())
 
     def close(self):
         """Ends the process."""

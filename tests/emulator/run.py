@@ -9,4 +9,7 @@ if __name__ == "__main__":
     device.install()
     device.start()
     sys.argv = sys.argv[1:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    finally:
+        device.report()

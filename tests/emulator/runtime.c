@@ -1,6 +1,7 @@
 /* The CUDA runtime and driver, as far as torch asks them, over the host's memory: what is done on a stream is done at
-   once, a captured graph is a number whose contents `operators.cpp` keeps. Built by `build.py` as libcudart.so, which is
-   preloaded, and as libcuda.so.1. What the host must not do while a graph is captured ends the process, with one line. */
+   once, but has passed only when the host has waited for it (`order.h`); a captured graph is a number whose contents
+   `operators.cpp` keeps. Built by `build.py` as libcudart.so, which is preloaded, and as libcuda.so.1. What the host
+   must not do while a graph is captured ends the process, with one line. */
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -8,6 +9,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "hooks.h"
 
 #define MEMORY ((size_t)80 << 30)
 #define ALIGNMENT 512
@@ -20,12 +23,16 @@ static void *number(void) { return (void *)++last_number; }
 
 static size_t rounded(size_t size, size_t unit) { return (size + unit - 1) / unit * unit; }
 
+static const struct EmulatorHooks *hooks;
+
+void emulator_hooks(const struct EmulatorHooks *given) { hooks = given; }
+
+#define TELL(name, ...) \
+    if (hooks) hooks->name(__VA_ARGS__)
+
 /* ---- capture ---- */
 
 static cudaStream_t captured; /* the stream that is captured; 0: none */
-static void (*on_end)(uint64_t), (*on_launch)(uint64_t);
-
-void emulator_hooks(void (*end)(uint64_t), void (*launch)(uint64_t)) { on_end = end, on_launch = launch; }
 
 int emulator_is_capturing(void) { return captured != 0; }
 
@@ -43,7 +50,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMo
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     *graph = number();
     captured = 0;
-    if (on_end) on_end((uint64_t)*graph);
+    TELL(end_capture, (uint64_t)*graph, (uint64_t)stream);
     return cudaSuccess;
 }
 
@@ -62,7 +69,7 @@ cudaError_t cudaStreamGetCaptureInfo(
 }
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
-    if (on_launch) on_launch((uint64_t)graph);
+    TELL(launch_graph, (uint64_t)graph, (uint64_t)stream);
     return cudaSuccess;
 }
 
@@ -82,7 +89,14 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t 
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return cudaSuccess; }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return cudaSuccess; }
-cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return cudaSuccess; }
+
+static _Thread_local enum cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
+    enum cudaStreamCaptureMode before = thread_mode;
+    thread_mode = *mode, *mode = before;
+    return cudaSuccess;
+}
 
 /* ---- memory ---- */
 
@@ -90,11 +104,13 @@ static struct { char *at; size_t size; } pinned[1 << 16];
 static size_t pins;
 
 cudaError_t cudaMalloc(void **memory, size_t size) {
+    allowed("cudaMalloc", thread_mode != cudaStreamCaptureModeRelaxed); /* torch relaxes it for pools of graphs */
     if (used + size > MEMORY) return cudaErrorMemoryAllocation;
     *memory = aligned_alloc(ALIGNMENT, rounded(size, ALIGNMENT));
     if (!*memory) return cudaErrorMemoryAllocation;
     memset(*memory, 0xff, size); /* NaN in every floating-point type, -1 in integers */
     used += size;
+    TELL(new_memory, *memory, size);
     return cudaSuccess;
 }
 
@@ -117,7 +133,10 @@ cudaError_t cudaHostRegister(void *memory, size_t size, unsigned flags) {
 
 cudaError_t cudaHostUnregister(void *memory) {
     for (size_t i = 0; i < pins; i++)
-        if (pinned[i].at == memory) pinned[i] = pinned[--pins];
+        if (pinned[i].at == memory) {
+            TELL(unpinned, memory, pinned[i].size);
+            pinned[i] = pinned[--pins];
+        }
     return cudaSuccess;
 }
 
@@ -134,11 +153,15 @@ cudaError_t cudaFreeHost(void *memory) {
     return cudaSuccess;
 }
 
+int emulator_is_pinned(const void *memory) {
+    for (size_t i = 0; i < pins; i++)
+        if ((char *)memory >= pinned[i].at && (char *)memory < pinned[i].at + pinned[i].size) return 1;
+    return 0;
+}
+
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
     memset(attributes, 0, sizeof *attributes);
-    for (size_t i = 0; i < pins; i++)
-        if ((char *)pointer >= pinned[i].at && (char *)pointer < pinned[i].at + pinned[i].size)
-            attributes->type = cudaMemoryTypeHost;
+    if (emulator_is_pinned(pointer)) attributes->type = cudaMemoryTypeHost;
     return cudaSuccess;
 }
 
@@ -149,6 +172,8 @@ cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyK
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
+    if (kind != cudaMemcpyHostToDevice) TELL(access, "cudaMemcpyAsync", from, size, 0, (uint64_t)stream);
+    if (kind != cudaMemcpyDeviceToHost) TELL(access, "cudaMemcpyAsync", to, size, 1, (uint64_t)stream);
     memmove(to, from, size);
     return cudaSuccess;
 }
@@ -159,19 +184,53 @@ cudaError_t cudaMemset(void *memory, int value, size_t size) {
 }
 
 cudaError_t cudaMemsetAsync(void *memory, int value, size_t size, cudaStream_t stream) {
+    TELL(access, "cudaMemsetAsync", memory, size, 1, (uint64_t)stream);
     return cudaMemset(memory, value, size);
 }
 
 /* ---- streams and events ---- */
 
-cudaError_t cudaDeviceSynchronize(void) { return allowed("cudaDeviceSynchronize", 1); }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return allowed("cudaStreamSynchronize", stream == captured); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return allowed("cudaEventSynchronize", 1); }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return allowed("cudaStreamQuery", stream == captured); }
-cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) {
+    allowed("cudaDeviceSynchronize", 1);
+    TELL(host_waits_for_device);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    allowed("cudaStreamSynchronize", stream == captured);
+    TELL(host_waits_for_stream, (uint64_t)stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    allowed("cudaEventSynchronize", 1);
+    TELL(host_waits_for_event, (uint64_t)event);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    allowed("cudaStreamQuery", stream == captured);
+    return hooks && !hooks->stream_has_passed((uint64_t)stream) ? cudaErrorNotReady : cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    return hooks && !hooks->event_has_passed((uint64_t)event) ? cudaErrorNotReady : cudaSuccess;
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    TELL(wait_for_event, (uint64_t)stream, (uint64_t)event);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    TELL(record_event, (uint64_t)event, (uint64_t)stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+    return cudaEventRecord(event, stream);
+}
+
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return cudaSuccess; }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return cudaSuccess; }
 

@@ -1,4 +1,7 @@
-"""Forks programs on emulated devices: `[name, argv, ranks, folder]` on a line in, their exit statuses on a line out."""
+"""Forks programs on emulated devices: `[name, argv, ranks, folder]` on a line in, their exit statuses on a line out.
+
+`name`: a program of megarl, or "planted" for a function of `faults.py`.
+"""
 
 import json
 import os
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import operators  # type: ignore[import-not-found]
 
-from tests.emulator import device
+from tests.emulator import device, faults
 from tests.helpers import forked_programs, worlds
 
 
@@ -50,8 +53,12 @@ def _rank(name: str, argv: list[str], rank: int, ranks: int, port: int, folder: 
     worlds.die_with_parent()
     forked_programs.redirect(folder)
     device.start()
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    forked_programs.run_here(name, argv, {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if name == "planted":
+        faults.run(*argv, variables)
+    else:
+        forked_programs.run_here(name, argv, variables)
     (folder / "counts").write_text(json.dumps(operators.counts()))
 
 

@@ -68,3 +68,44 @@ def test_the_device_computes_what_a_cpu_does_in_fp32(emulator, tmp_path):
     for step in (1, 2):
         for name in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm", "kl/reference"):
             assert found[step][name] == pytest.approx(wanted[step][name], rel=1e-4, abs=1e-6), (step, name)
+
+
+FAULTS = {  # of `faults.py` -> (ranks, what names it)
+    "host_tensor_in_a_collective": (2, "No backend type associated with device type cpu (allreduce over NCCL)"),
+    "host_index": (1, "found cuda:0 and cpu, in aten::index_select"),
+    "item_in_a_capture": (1, "emulator: cudaStreamSynchronize while a graph is captured"),
+    "freed_table_in_a_graph": (1, "a graph's aten::mul uses memory that was freed since the capture"),
+    "missing_wait": (1, "reads what aten::fill_ on the default stream writes, without waiting for it"),
+    "missing_record_stream": (1, "aten::fill_ on the default stream overwrites what aten::sum on stream"),
+    "collective_without_wait": (2, "aten::mul on the default stream reads what nccl allreduce on NCCL's stream"),
+    "swapped_collectives": (2, "emulator: collective 1 of the group: rank"),
+    "collective_of_one_rank": (2, "calls broadcast torch.float32 × 1024 root 0"),
+    "allocation_in_a_capture": (1, "emulator: cudaMalloc while a graph is captured"),
+    "pinned_memory_reused": (
+        1,
+        "the host has written into the pinned memory that aten::copy_ on the default stream reads",
+    ),
+    "seed_in_a_capture": (1, "set_current_seed can be called during stream capture only"),
+    "int16_collective": (2, "not supported for NCCL process group: torch.int16 (allreduce)"),
+    "strided_collective": (2, "Tensors must be contiguous (allreduce over NCCL)"),
+    "send_without_receiver": (2, "rank 0 sends torch.float32 × 1024"),
+    "both_send_first": (2, "exchange 1 of the group's ranks"),
+    "not_deterministic": (1, "aten::put_ on CUDA does not have a deterministic implementation"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_named(fault, emulator):
+    ranks, message = FAULTS[fault]
+    assert message in emulator.error(fault, ranks)
+
+
+def test_a_program_without_faults_passes_all_checks(emulator):
+    counts = emulator.run("planted", ["healthy"], ranks=2)
+    assert counts["graph launch"] == 1 and counts["nccl send"] == 1 and counts["host waits for a receiver"] == 1
+
+
+def test_memory_that_no_tensor_uses_is_counted(emulator):
+    counts = emulator.run("planted", ["fragmented"])
+    lost = counts["bytes reserved at the peak"] - counts["bytes allocated at the peak"]
+    assert 32 << 20 <= lost < 40 << 20

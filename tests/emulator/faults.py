@@ -1,0 +1,171 @@
+"""Faults that a CUDA device would show, or hide, planted for the emulator's checks; and what is right beside them."""
+
+import ctypes
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+N = 1024
+
+
+def run(name: str, variables: dict[str, str]):
+    """Runs one of FAULTS on this rank, with a process group of all ranks if there are several."""
+    os.environ.update(variables)
+    has_group = int(variables["WORLD_SIZE"]) > 1
+    if has_group:
+        dist.init_process_group("nccl")
+    FAULTS[name](int(variables["RANK"]))
+    if has_group:
+        dist.destroy_process_group()
+
+
+def _ones(*shape: int, **kwargs) -> Tensor:
+    return torch.ones(shape or (N,), device="cuda", **kwargs)
+
+
+def _capture(function) -> torch.cuda.CUDAGraph:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        graph.held = function()
+    return graph
+
+
+def host_tensor_in_a_collective(rank: int):
+    dist.all_reduce(torch.ones(N))
+
+
+def host_index(rank: int):
+    _ones(4, 4).index_select(0, torch.tensor([1]))
+
+
+def item_in_a_capture(rank: int):
+    total = _ones().sum()
+    _capture(total.item)
+
+
+def freed_table_in_a_graph(rank: int):
+    tables = [_ones()]
+    graph = _capture(lambda: tables[0] * 2)
+    tables.clear()
+    tables.append(_ones())  # the allocator gives it the same memory
+    graph.replay()
+
+
+def missing_wait(rank: int):
+    x, side = _ones(), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x.mul(2)
+
+
+def missing_record_stream(rank: int):
+    x, side = _ones(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()
+    del x
+    _ones()  # the allocator gives it the memory that the other stream still reads
+
+
+def collective_without_wait(rank: int):
+    x = _ones()
+    work = dist.all_reduce(x, async_op=True)
+    x.mul(2)
+    work.wait()
+
+
+def swapped_collectives(rank: int):
+    calls = [dist.all_reduce, lambda x: dist.broadcast(x, 0)]
+    for call in calls if rank == 0 else reversed(calls):
+        call(_ones())
+
+
+def collective_of_one_rank(rank: int):
+    if rank == 0:
+        dist.broadcast(_ones(), 0)  # whose root need not wait
+
+
+def allocation_in_a_capture(rank: int):
+    _capture(lambda: ctypes.CDLL(None).cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(N)))
+
+
+def pinned_memory_reused(rank: int):
+    staged = torch.zeros(N).pin_memory()
+    _ones().copy_(staged, non_blocking=True)
+    staged.fill_(1)
+    torch.cuda.synchronize()
+
+
+def seed_in_a_capture(rank: int):
+    _capture(lambda: torch.cuda.manual_seed(rank + 1))
+
+
+def int16_collective(rank: int):
+    dist.all_reduce(_ones(dtype=torch.int16))
+
+
+def strided_collective(rank: int):
+    dist.all_reduce(_ones(4, 8).t())
+
+
+def send_without_receiver(rank: int):
+    if rank == 0:
+        dist.isend(_ones(), 1)
+        torch.cuda.synchronize()
+
+
+def both_send_first(rank: int):
+    work = dist.isend(_ones(), 1 - rank)
+    dist.recv(_ones(), 1 - rank)
+    work.wait()
+
+
+def not_deterministic(rank: int):
+    torch.use_deterministic_algorithms(True)  # as --deterministic does
+    _ones().put_(torch.tensor([0, 0], device="cuda"), _ones(2))
+
+
+def healthy(rank: int):
+    """What the faults do, as it should be done; on two ranks."""
+    x, side, peer = _ones(), torch.cuda.Stream(), 1 - rank
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x.mul(2)
+    x.record_stream(side)
+    torch.cuda.current_stream().wait_stream(side)
+    work = dist.all_reduce(y, async_op=True)
+    work.wait()
+    received, (work,) = _ones(), dist.batch_isend_irecv([dist.P2POp(dist.isend, y, peer)]) if rank == 0 else (None,)
+    if rank:
+        dist.batch_isend_irecv([dist.P2POp(dist.irecv, received, peer)])[0].wait()
+    assert (received + y).sum().item() == N * (8 if rank else 5)  # the first rank has not yet waited for its send
+    host = torch.zeros(N).pin_memory()
+    host.copy_(y, non_blocking=True)
+    assert not (host == 4).any()  # it has not arrived
+    torch.cuda.synchronize()
+    assert (host == 4).all()
+    graph = _capture(lambda: y.add_(1))
+    graph.replay()
+    assert y.sum().item() == N * 6  # the emulator computes while it captures
+    dist.barrier()
+
+
+def fragmented(rank: int):
+    """A hole of 32 MiB, into which the next tensor does not fit."""
+    size = 32 << 20
+    blocks = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    del blocks[0]
+    blocks.append(torch.empty(size + (2 << 20), dtype=torch.uint8, device="cuda"))
+
+
+FAULTS = {
+    function.__name__: function
+    for function in (
+        host_tensor_in_a_collective, host_index, item_in_a_capture, freed_table_in_a_graph, missing_wait,
+        missing_record_stream, collective_without_wait, swapped_collectives, collective_of_one_rank,
+        allocation_in_a_capture, pinned_memory_reused, seed_in_a_capture, int16_collective, strided_collective,
+        send_without_receiver, both_send_first, not_deterministic, healthy, fragmented,
+    )
+}  # fmt: skip
