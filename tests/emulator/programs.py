@@ -42,10 +42,12 @@ class Emulator:
             answer = self._process.stdout.readline()
             assert answer, "the emulator has ended"
             logs = [Path(folder, str(rank)) / "err" for rank in range(ranks)]
+            texts = [log.read_text()[-3000:] if log.exists() else "killed as it started" for log in logs]
             errors = [
-                f"rank {rank}, status {status}: {logs[rank].read_text()[-3000:] if logs[rank].exists() else 'no output'}"
-                for rank, status in enumerate(json.loads(answer)) if status
-            ]  # fmt: skip
+                f"rank {rank}, status {status}: {texts[rank]}"
+                for rank, status in enumerate(json.loads(answer))
+                if status
+            ]
             return errors, {} if errors else json.loads(Path(folder, "0", "counts").read_text())
 
     def close(self):
