@@ -31,13 +31,21 @@ def install():
     names = {name for name in names if "cudnn" not in name and "miopen" not in name}
     operators.install(sorted((names | {"copy_"}) - NATIVE - MISSING.keys()))
     for name, function in MISSING.items():
-        _library.impl(name, function, "CUDA")
+        _library.impl(name, _counted(name, function), "CUDA")
     for kind in ("flash", "mem_efficient", "cudnn"):  # which only GPUs have
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     torch.backends.mkldnn.set_flags(False)  # in 16 bits, bits of a row depend on the number of rows
     torch.compile = lambda function=None, **_: function if function is not None else lambda each: each
     kernels.install(interprets=bool(os.environ.get("EMULATOR_INTERPRETS")))
     nccl.install()
+
+
+def _counted(name: str, function):
+    def call(*args, **kwargs):
+        operators.count(f"aten::{name}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def start():

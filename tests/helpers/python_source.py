@@ -78,7 +78,8 @@ def _targets(node: ast.AST) -> Iterator[ast.expr]:
 
 def _imports_of(module: str, node: ast.stmt) -> dict[str, Imported]:
     if isinstance(node, ast.Import):
-        return {alias.asname: Imported(alias.name, None) for alias in node.names if alias.asname}
+        bound = [(alias.asname or alias.name.split(".")[0], alias) for alias in node.names]
+        return {name: Imported(alias.name if alias.asname else name, None) for name, alias in bound}
     if not isinstance(node, ast.ImportFrom):
         return {}
     is_package = (_path(module) or Path()).name == "__init__.py"

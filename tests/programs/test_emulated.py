@@ -43,10 +43,22 @@ def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
                      for value in ("auto", "off"))  # fmt: skip
     assert graphs["graph launch"] >= 20 and "graph launch" not in steps and steps["triton paged_decode"] >= 20
     assert graphs["triton head_sums"] >= 6 and graphs["triton head_gradient"] >= 3
+    assert name == "LoRA" or graphs["aten::addmm.dtype_out"] >= 100  # weight gradients
     found, wanted = (metrics(tmp_path / value) for value in ("auto", "off"))
     assert {step: timeless(row) for step, row in found.items()} == {step: timeless(row) for step, row in wanted.items()}
     assert all(row["rollout/logprob_gap_max"] < 1e-6 for step, row in found.items() if step)
     assert all(row["actor/grad_norm"] > 0 for step, row in found.items() if step)
+
+
+@pytest.mark.long
+def test_gradients_in_bf16_are_near_those_in_fp32(emulator, tmp_path):
+    """Three steps with several updates each, of several micro-batches."""
+    for name, flags in {"bf16": "--bf16", "fp32": ""}.items():
+        emulator.run("rl", argv(tmp_path / name, flags))
+    found, wanted = (metrics(tmp_path / name) for name in ("bf16", "fp32"))
+    for step in (1, 2, 3):
+        for name in ("actor/grad_norm", "critic/grad_norm"):
+            assert found[step][name] == pytest.approx(wanted[step][name], rel=5e-3), (step, name)
 
 
 @pytest.mark.long

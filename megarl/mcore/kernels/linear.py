@@ -9,10 +9,12 @@ torch's products.
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -165,15 +167,37 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor):
         native.ops.add_weight_gradient(total, grad, x)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)  # avoids a second buffer of the weight's size
-    elif _adds_wider(total, grad, x):
+    elif _adds_wider(total, grad.dtype) and x.dtype == grad.dtype:
         torch.ops.aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)  # here, too
     else:
         total.add_(grad.t() @ x)
 
 
-def _adds_wider(total: Tensor, grad: Tensor, x: Tensor) -> bool:
+def _adds_wider(total: Tensor, dtype: torch.dtype) -> bool:
     """Whether torch multiplies matrices of 16 bits and adds the product to one of 32 bits: on CUDA alone."""
-    return total.dtype is torch.float32 and grad.dtype == x.dtype and _has_wide_product(grad)
+    return HAS_WIDER_SUM and total.is_cuda and total.dtype is torch.float32 and dtype in HALF
+
+
+def adds_to_main_grad(weight: Tensor) -> bool:
+    """Whether the product for this weight's gradient adds to Megatron's fp32 gradient buffer: on CUDA, in 16 bits.
+
+    Then all gradients of the weight must do so. Those of an embedding do not, so that of a tied head does not either.
+    """
+    total = getattr(weight, "main_grad", None)
+    is_owned = hasattr(weight, "grad_added_to_main_grad") and not getattr(weight, "shared_embedding", False)
+    return total is not None and is_owned and _adds_wider(total, weight.dtype)
+
+
+def _accumulated(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """The weight's gradient, or a tensor without values that stands for it, if it was added to `main_grad`.
+
+    The latter makes autograd call Megatron's hooks, which do not add it.
+    """
+    if not adds_to_main_grad(weight):
+        return weight_gradient(grad, x)
+    add_weight_gradient(weight.main_grad, grad.flatten(0, -2), x.flatten(0, -2))
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def gather_tokens(x: Tensor, group) -> Tensor:
@@ -216,7 +240,7 @@ class _Linear(torch.autograd.Function):
             elif ctx.sums_input_gradient:
                 handle = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(grad, gather_tokens(x, ctx.group) if ctx.sequence_parallel else x)
+            grad_weight = _accumulated(weight, grad, gather_tokens(x, ctx.group) if ctx.sequence_parallel else x)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0)
         if handle is not None:
@@ -295,21 +319,25 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 def install():
-    """Makes Megatron's parallel linear layers use `parallel_linear`: on a CPU all, on CUDA those of exact rollouts."""
+    """Makes Megatron's parallel linear layers use `parallel_linear` on a CPU; see `_on_cuda`."""
     for kind in (ColumnParallelLinear, RowParallelLinear):
-        kind._forward_impl = _exact_linear(kind._forward_impl) if device.has_cuda() else parallel_linear
+        kind._forward_impl = _on_cuda(kind._forward_impl) if device.has_cuda() else parallel_linear
+    # In place of Apex's kernel, which multiplies in the same way.
+    add = lambda x, grad, total: add_weight_gradient(total, grad, x)  # noqa: E731
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)
 
 
-def _exact_linear(of_megatron: Callable) -> Callable:
+def _on_cuda(of_megatron: Callable) -> Callable:
     """`_forward_impl` of Megatron's layer, or `parallel_linear` in a model of an exact rollout; a rollout's logits are
     those of `logits_with`."""
 
-    def forward_impl(layer, input, weight, *args, **kwargs):
+    def forward_impl(layer, input, weight, bias, gradient_accumulation_fusion, **kwargs):
         if is_exact(layer.config):
-            return parallel_linear(layer, input, weight, *args, **kwargs)
+            return parallel_linear(layer, input, weight, bias, gradient_accumulation_fusion, **kwargs)
         if getattr(layer, "gives_logits", False) and not torch.is_grad_enabled() and _has_wide_product(weight):
             rows = gather_tokens(input, kwargs["tp_group"]) if kwargs["sequence_parallel"] else input
             return logits_with(weight)(rows.flatten(0, -2)).unflatten(0, rows.shape[:-1])
-        return of_megatron(layer, input, weight, *args, **kwargs)
+        fuses = adds_to_main_grad(weight)
+        return of_megatron(layer, input, weight, bias=bias, gradient_accumulation_fusion=fuses, **kwargs)
 
     return forward_impl

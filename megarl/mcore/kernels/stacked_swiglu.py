@@ -18,13 +18,19 @@ from megarl.mcore.kernels.swiglu_mlp import swiglu
 
 
 def stack_of(weights: Sequence[Tensor]) -> Tensor:
-    """[E, N, K] of E weights [N, K]: a view if they lie at equal distances in ascending order, else a copy."""
+    """[E, N, K] of E weights [N, K]: a view if they have one, else a copy."""
+    view = view_of(weights)
+    return torch.stack([weight.detach() for weight in weights]) if view is None else view
+
+
+def view_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """[E, N, K] of E weights [N, K] that lie at equal distances in ascending order; None: they do not."""
     first, starts = weights[0].detach(), [weight.storage_offset() for weight in weights]
     distances = {after - before for before, after in itertools.pairwise(starts)}
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
     distance = next(iter(distances), first.numel())
     if len(storages) > 1 or len(distances) > 1 or distance < first.numel():
-        return torch.stack([weight.detach() for weight in weights])
+        return None
     return first.as_strided((len(weights), *first.shape), (distance, *first.stride()))
 
 
@@ -55,9 +61,19 @@ def _input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Te
     return grouped_mm(grad, stack_of(weights), offs=ends)
 
 
-def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
-    """Gradient [P, N] of the outputs, rows [P, K] -> [N, K] of each expert; 0 without rows."""
-    return grouped_mm(grad.t(), rows, offs=ends).unbind()
+def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradient [P, N] of the outputs, rows [P, K] -> [N, K] of each expert; 0 without rows.
+
+    Adds them to Megatron's buffer by one kernel instead of one for each expert, where it has a stack of them.
+    """
+    found = grouped_mm(grad.t(), rows, offs=ends)
+    if all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):
+        total = view_of([weight.main_grad for weight in weights])
+        if total is not None:
+            total.add_(found)
+            for weight in weights:
+                weight.grad_added_to_main_grad = True
+    return found.unbind()
 
 
 class _StackedSwiGLU(torch.autograd.Function):
@@ -80,6 +96,6 @@ class _StackedSwiGLU(torch.autograd.Function):
             _input_gradient(grad, second, ends), both, gates.unsqueeze(1)
         )
         is_needed, none = (ctx.needs_input_grad[3], ctx.needs_input_grad[-1]), (None,) * experts
-        grad_first = _weight_gradients(grad_both, x, ends) if is_needed[0] else none
-        grad_second = _weight_gradients(grad, gated, ends) if is_needed[1] else none
+        grad_first = _weight_gradients(grad_both, x, ends, first) if is_needed[0] else none
+        grad_second = _weight_gradients(grad, gated, ends, second) if is_needed[1] else none
         return _input_gradient(grad_both, first, ends), grad_gates, None, *grad_first, *grad_second

@@ -65,12 +65,13 @@ def test_megatrons_layers_take_it_only_in_exact_rollouts(monkeypatch):
     monkeypatch.setattr(linear.device, "has_cuda", lambda: True)
     kinds = layers.ColumnParallelLinear, layers.RowParallelLinear
     for kind in kinds:
-        monkeypatch.setattr(kind, "_forward_impl", lambda layer, *args: "Megatron's")
+        monkeypatch.setattr(kind, "_forward_impl", lambda layer, *args, **options: "Megatron's")
     linear.install()
     monkeypatch.setattr(linear, "parallel_linear", lambda layer, *args: "exact")
+    inputs = *operands(), False
     for kind in kinds:
-        assert kind._forward_impl(types.SimpleNamespace(config=interpreted_kernels.exact_config()), 1, 2) == "exact"
-        assert kind._forward_impl(types.SimpleNamespace(config=None), 1, 2) == "Megatron's"
+        assert kind._forward_impl(types.SimpleNamespace(config=interpreted_kernels.exact_config()), *inputs) == "exact"
+        assert kind._forward_impl(types.SimpleNamespace(config=None), *inputs) == "Megatron's"
 
 
 def test_experts_multiply_so_in_forward_passes():

@@ -212,3 +212,46 @@ def operators_of_a_sum(rank, dtype, has_wider_sum):
 def test_on_cuda_a_wider_sum_has_no_product_of_its_own(dtype, has_wider_sum, expected):
     assert linear.HAS_WIDER_SUM
     assert run_world(operators_of_a_sum, 1, dtype, has_wider_sum) == [expected]
+
+
+def sums_of_layers(rank, dtype, sum_dtype, marks: dict):
+    """Of megarl's linear layer and of Megatron's, as on CUDA: the sum in Megatron's buffer after two micro-batches, the
+    gradient that is left for its hooks, and whether they add it; the last two micro-batches' gradients in fp32."""
+
+    def add(total, grad, x):
+        total.add_(grad.float().t() @ x.float())
+
+    linear._adds_wider = lambda total, given: total.dtype is torch.float32 and given.itemsize == 2
+    linear.add_weight_gradient = add
+    linear.install()
+    implementation = linear._on_cuda(lambda layer, *args, **options: MEGATRON(*args, **options))
+    options = {"tp_group": dist.group.WORLD, "allreduce_dgrad": False, "sequence_parallel": False}
+    layer, found = types.SimpleNamespace(config=None), []
+    for multiply in (linear.linear, lambda x, w: implementation(layer, x, w, None, False, **options)):
+        weight, expected = torch.nn.Parameter(matrices((33, 7))[0].to(dtype)), torch.zeros(33, 7)
+        if sum_dtype is not None:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(33, 7, dtype=sum_dtype), False
+        vars(weight).update(marks)
+        for seed in (1, 2):
+            x, grad = (t.to(dtype) for t in matrices((20 * seed, 7), (20 * seed, 33)))
+            weight.grad = None
+            multiply(x.requires_grad_(), weight).backward(grad)
+            expected += grad.float().t() @ x.detach().float()
+        total = getattr(weight, "main_grad", torch.zeros(33, 7))
+        assert weight.grad.shape == weight.shape and weight.grad.dtype is dtype  # hooks want one
+        found.append(
+            (torch.equal(total, expected), bool(total.any()), getattr(weight, "grad_added_to_main_grad", None))
+        )
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "sum_dtype", "marks", "adds"), [
+    (torch.bfloat16, torch.float32, {}, True),
+    (torch.float16, torch.float32, {}, True),
+    (torch.bfloat16, torch.bfloat16, {}, False),  # a sum of 16 bits is no more precise
+    (torch.float32, torch.float32, {}, False),
+    (torch.bfloat16, None, {}, None),  # FSDP, or a model that is not wrapped
+    (torch.bfloat16, torch.float32, {"shared_embedding": True}, False),
+])  # fmt: skip
+def test_weight_gradients_in_16_bits_are_added_in_fp32_by_the_product(dtype, sum_dtype, marks, adds):
+    assert run_world(sums_of_layers, 1, dtype, sum_dtype, marks) == [[(bool(adds), bool(adds), adds)] * 2]
