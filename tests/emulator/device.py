@@ -58,7 +58,10 @@ def report():
     """Prints the memory at its peak: what the allocator took beyond what tensors used is fragmentation, or kept."""
     counts, mib = operators.counts(), 2**20
     reserved, allocated = (counts[f"bytes {kind} at the peak"] / mib for kind in ("reserved", "allocated"))
-    print(f"emulator: {reserved:.0f} MiB reserved at the peak, {allocated:.0f} MiB of them allocated", file=sys.stderr)
+    if reserved:
+        print(
+            f"emulator: {reserved:.0f} MiB reserved at the peak, {allocated:.0f} MiB of them allocated", file=sys.stderr
+        )
 
 
 # -- operators without a CPU kernel --------------------------------------------------------------------------------

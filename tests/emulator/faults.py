@@ -60,6 +60,17 @@ def missing_wait(rank: int):
         x.mul(2)
 
 
+def offload_without_wait(rank: int):
+    torch.cuda.Stream.wait_stream = lambda *_: None
+    _offloaded(_ones()).leave()
+
+
+def _offloaded(x: Tensor):
+    from megarl.mcore.memory.arena import DeviceBlock
+
+    return DeviceBlock(x.untyped_storage(), torch.empty(x.nbytes, dtype=torch.uint8).pin_memory())
+
+
 def missing_record_stream(rank: int):
     x, side = _ones(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -149,6 +160,10 @@ def healthy(rank: int):
     graph = _capture(lambda: y.add_(1))
     graph.replay()
     assert y.sum().item() == N * 6  # the emulator computes while it captures
+    block = _offloaded(y)
+    block.leave()
+    block.arrive()
+    assert y.sum().item() == N * 6
     dist.barrier()
 
 
@@ -164,8 +179,8 @@ FAULTS = {
     function.__name__: function
     for function in (
         host_tensor_in_a_collective, host_index, item_in_a_capture, freed_table_in_a_graph, missing_wait,
-        missing_record_stream, collective_without_wait, swapped_collectives, collective_of_one_rank,
-        allocation_in_a_capture, pinned_memory_reused, seed_in_a_capture, int16_collective, strided_collective,
-        send_without_receiver, both_send_first, not_deterministic, healthy, fragmented,
+        offload_without_wait, missing_record_stream, collective_without_wait, swapped_collectives,
+        collective_of_one_rank, allocation_in_a_capture, pinned_memory_reused, seed_in_a_capture, int16_collective,
+        strided_collective, send_without_receiver, both_send_first, not_deterministic, healthy, fragmented,
     )
 }  # fmt: skip

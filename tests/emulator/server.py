@@ -33,6 +33,7 @@ def run(name: str, argv: list[str], ranks: int, folder: str) -> list[int]:
     for rank in range(ranks):
         own = Path(folder, str(rank))
         own.mkdir()
+        (own / "err").touch()  # which a rank that is killed at once would not make
         processes.append(get_context("fork").Process(target=_rank, args=(name, argv, rank, ranks, port, own)))
         processes[-1].start()
     waiting = {process.sentinel: process for process in processes}

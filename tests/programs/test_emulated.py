@@ -21,6 +21,17 @@ RUNS = {  # name -> (flags, ranks)
     "LoRA": ("--lora-rank 4", 1),
     "roles on ranks of their own": ("--role-map actor=0;critic=1;reward=1;reference=1", 2),
 }
+ROLLOUT_APART = "--role-map actor=0-1;critic=0-1;reward=0-1;reference=0-1;rollout=2 --verify-weights"
+LAYOUTS = {  # name -> (flags, ranks, a call of NCCL on the first rank)
+    "pipeline": ("--pipeline-model-parallel-size 2", 2, "nccl recv"),
+    "context": ("--context-parallel-size 2", 2, "nccl all_gather_single"),
+    "experts on several ranks": (f"{EXPERTS} --expert-model-parallel-size 2", 2, "nccl all_to_all_single"),
+    "sharded parameters": ("--use-torch-fsdp2", 2, "nccl reduce_scatter_single"),
+    "tensor, rollout apart": (f"{ROLLOUT_APART} --tensor-model-parallel-size 2 --rollout-tensor-model-parallel-size 1",
+                              3, "nccl send"),
+    "pipeline, rollout apart": (f"{ROLLOUT_APART} --pipeline-model-parallel-size 2"
+                                " --rollout-pipeline-model-parallel-size 1", 3, "nccl send"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +81,15 @@ def test_products_of_grouped_experts_copy_no_weights(emulator, tmp_path):
     assert plain["aten::cat"] == distributed["aten::cat"]
 
 
+@pytest.mark.parametrize("name", by_default(LAYOUTS, ["pipeline, rollout apart"]))
+def test_layouts_pass_the_checks(name, emulator, tmp_path):
+    flags, ranks, call = LAYOUTS[name]
+    counts = emulator.run("rl", argv(tmp_path, f"--bf16 {flags}"), ranks)
+    assert counts[call] >= 4
+    rows = metrics(tmp_path)
+    assert all(rows[step]["rollout/logprob_gap_max"] < 0.01 and rows[step]["actor/grad_norm"] > 0 for step in (1, 2, 3))
+
+
 def test_the_device_computes_what_a_cpu_does_in_fp32(emulator, tmp_path):
     emulated, cpu = (argv(tmp_path / name, f"--train-iters 2 {GRADED}") for name in ("emulated", "cpu"))
     counts = emulator.run("rl", emulated)
@@ -88,6 +108,7 @@ FAULTS = {  # of `faults.py` -> (ranks, what names it)
     "item_in_a_capture": (1, "emulator: cudaStreamSynchronize while a graph is captured"),
     "freed_table_in_a_graph": (1, "a graph's aten::mul uses memory that was freed since the capture"),
     "missing_wait": (1, "reads what aten::fill_ on the default stream writes, without waiting for it"),
+    "offload_without_wait": (1, "reads what aten::fill_ on the default stream writes, without waiting for it"),
     "missing_record_stream": (1, "aten::fill_ on the default stream overwrites what aten::sum on stream"),
     "collective_without_wait": (2, "aten::mul on the default stream reads what nccl allreduce on NCCL's stream"),
     "swapped_collectives": (2, "emulator: collective 1 of the group: rank"),
