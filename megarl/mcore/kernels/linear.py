@@ -189,15 +189,20 @@ def adds_to_main_grad(weight: Tensor) -> bool:
 
 
 def _accumulated(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-    """The weight's gradient, or a tensor without values that stands for it, if it was added to `main_grad`.
-
-    The latter makes autograd call Megatron's hooks, which do not add it.
-    """
+    """The weight's gradient, or a stand-in if it was added to `main_grad`."""
     if not adds_to_main_grad(weight):
         return weight_gradient(grad, x)
     add_weight_gradient(weight.main_grad, grad.flatten(0, -2), x.flatten(0, -2))
+    return stand_in(weight)
+
+
+def stand_in(weight: Tensor) -> Tensor:
+    """A tensor for autograd, which calls Megatron's hooks, in place of a gradient that was added already.
+
+    Zeros for the table of embeddings that is the head, too, whose other gradient the hook adds; else without values.
+    """
     weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
 def gather_tokens(x: Tensor, group) -> Tensor:

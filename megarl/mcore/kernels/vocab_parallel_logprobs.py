@@ -247,12 +247,15 @@ class _HeadScores(torch.autograd.Function):
         head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **ctx.options)
         allocate = torch.empty_like if head.indices is None else torch.zeros_like
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = weight.new_zeros(weight.shape, dtype=at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
+        grad_weight, adds = None, linear.adds_to_main_grad(weight)
+        if ctx.needs_input_grad[1]:
+            dtype = at_least_fp32(weight)
+            grad_weight = weight.main_grad if adds else weight.new_zeros(weight.shape, dtype=dtype)
         if head.has_row_kernels:
             statistics = torch.stack([top, total, entropy, torch.zeros_like(top) if square_sum is None else square_sum])
             for rows, grad in _gradients_by_rows(head, statistics, grads):
                 _add_products(grad_hidden, grad_weight, head, rows, grad)
-            return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
+            return grad_hidden, _returned(grad_weight, weight, adds), *[None] * 8
         for rows in row_chunks(len(head.targets), len(weight)):
             weights, slope = None if kept is None else kept[rows], None
             if weights is None:
@@ -267,7 +270,14 @@ class _HeadScores(torch.autograd.Function):
                 grad_hidden, grad_weight, head, rows,
                 _logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3], slope,
             )  # fmt: skip
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
+        return grad_hidden, _returned(grad_weight, weight, adds), *[None] * 8
+
+
+def _returned(grad_weight: Tensor | None, weight: Tensor, adds: bool) -> Tensor | None:
+    """What autograd gets for the weight's gradient, in its type; a stand-in if it was added to Megatron's buffer."""
+    if grad_weight is None:
+        return None
+    return linear.stand_in(weight) if adds else grad_weight.to(weight.dtype)
 
 
 def _accumulate(
