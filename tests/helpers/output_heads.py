@@ -27,3 +27,10 @@ def weighted(scores, used=(1.0, 0.7, -3.0)):
     """One number from the scores: each token and each score counts differently; None leaves a score out."""
     row = torch.linspace(-1, 2, len(scores[0]), dtype=scores[0].dtype)
     return sum((c * row.roll(i) * score).sum() for i, (c, score) in enumerate(zip(used, scores, strict=True)) if c)
+
+
+def use_row_kernels(rank=0) -> bool:
+    """Makes this process compute as on CUDA, with Triton's interpreter, without a softcap and other than in float64."""
+    is_so = property(lambda head: head.softcap is None and head.hidden.dtype is not torch.float64)
+    vocab_parallel_logprobs.Head.has_row_kernels = is_so
+    return True

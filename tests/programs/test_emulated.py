@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.emulator.programs import Emulator, needs_emulator
+from tests.emulator.programs import needs_emulator
 from tests.helpers.programs import GRADED, inputs, metrics, rl_argv, timeless, train
 from tests.helpers.tiers import by_default
 from tools.gpu.programs import texts_of
@@ -32,13 +32,6 @@ LAYOUTS = {  # name -> (flags, ranks, a call of NCCL on the first rank)
     "pipeline, rollout apart": (f"{ROLLOUT_APART} --pipeline-model-parallel-size 2"
                                 " --rollout-pipeline-model-parallel-size 1", 3, "nccl send"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def emulator():
-    found = Emulator()
-    yield found
-    found.close()
 
 
 def argv(save, flags: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.emulator.programs import Emulator, needs_emulator
+from tests.emulator.programs import needs_emulator
 from tests.helpers.programs import GRADED, metrics, reward_argv, samples, sft_argv, timeless, train
 from tests.programs import test_random_combinations as combinations
 from tools.gpu import programs
@@ -24,13 +24,6 @@ OF_16_BITS = {  # flags -> ranks
     f"{EXPERTS} --expert-model-parallel-size 2": 2, f"{EXPERTS} {TP2} --sequence-parallel": 2,
     f"{EXPERTS} --use-distributed-optimizer --offload": 1,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def emulator():
-    found = Emulator()
-    yield found
-    found.close()
 
 
 def argv(flags: str, save) -> list[str]:

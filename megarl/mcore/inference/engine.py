@@ -16,8 +16,8 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.session import GenerationSession
 from megarl.mcore.kernels.linear import prepacked_weights
 
-# On CUDA a step in which requests join is no graph, and takes several times as long as one that only decodes. So they
-# join together, as soon as this share of the running ones has ended.
+# On CUDA a step in which requests join is not a graph and takes several times as long as others. Therefore requests
+# wait until a sixteenth of the places is free, and join together.
 JOIN_SHARE = 16
 POLL_STEPS = 16  # engine steps between two calls of `response_limit`
 _NONE, _WAITING, _RUNNING = 0, 1, 2  # what a replica has left: nothing, requests that will come, or that run

@@ -19,7 +19,7 @@ from megarl.mcore.kernels.gathered_policy import GatheredPolicy
 from megarl.mcore.kernels.linear import matmul
 from megarl.mcore.kernels.vocab_parallel_logprobs import HeadScores, head_scores, row_chunks, softcap_
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, weighted
+from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, use_row_kernels, weighted
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
 
 ROOT = Path(__file__).parents[4]
@@ -38,13 +38,6 @@ def exact(hidden, weight, targets, temperature):
     temperature = temperature.double().unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature
     scores = of_logits(hidden @ weight[:V].T / temperature, targets)
     return scores, torch.autograd.grad(weighted(scores), (hidden, weight))
-
-
-def use_row_kernels(rank=0) -> bool:
-    """Makes this process compute as on CUDA, with Triton's interpreter, without a softcap and other than in float64."""
-    is_so = property(lambda head: head.softcap is None and head.hidden.dtype is not torch.float64)
-    vocab_parallel_logprobs.Head.has_row_kernels = is_so
-    return True
 
 
 def on_rank(rank, chunk, temperature, sequence_parallel, dtype=torch.float32, by_rows=False):
@@ -148,36 +141,6 @@ def check_gradients(rank, used):
 @pytest.mark.parametrize("used", [(1, None, None), (None, 1, None), (None, None, 1), (1, -2, None), (None, 1, 2)])
 def test_the_formulas_of_the_gradients(used):
     assert run_world(check_gradients, 1, used) == [True]
-
-
-def both_ways(rank):
-    """Gradients of some outputs with kernels of rows, a chunk or all chunks at a time, against single operators."""
-    hidden, weight, targets = problem()
-    inputs = hidden.requires_grad_(), weight.requires_grad_()
-    cut_chunks(4, PADDED)
-    multiplied = []
-    add = vocab_parallel_logprobs._add_products
-    vocab_parallel_logprobs._add_products = lambda *args: multiplied.append(len(args[-1])) or add(*args)
-
-    def gradients(used):
-        scores = head_scores(*inputs, targets, PER_TOKEN, V, dist.group.WORLD)
-        return torch.autograd.grad(weighted(scores, used), inputs)
-
-    choices = [(1, None, None), (None, 1, None), (None, None, 1), (1, -2, None), (None, 1, 2)]
-    wanted = [gradients(used) for used in choices]
-    use_row_kernels()
-    for together, sizes in ((1, [4] * 5), (2**28, [T])):
-        vocab_parallel_logprobs.MAX_TOGETHER = together
-        for used, right in zip(choices, wanted, strict=True):
-            multiplied.clear()
-            for x, y in zip(gradients(used), right, strict=True):
-                assert_close(x, y, rtol=1e-4, atol=1e-5)
-            assert multiplied == sizes
-    return True
-
-
-def test_kernels_of_rows_give_the_gradients_of_single_operators():
-    assert run_world(both_ways, 1) == [True]
 
 
 def many_and_few(rank):
