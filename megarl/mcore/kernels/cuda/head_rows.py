@@ -76,7 +76,7 @@ def _grad_row(
         distance = tl.where(is_token, value - top, 0.0)
         p = tl.where(is_token, tl.exp(distance) / total, 0.0)
         slope = 2 * grad_square * (p - square_sum) - grad_logprob - grad_entropy * (distance - log_total + entropy)
-        grad = (p * slope + tl.where(column == target, grad_logprob, 0.0)) / temperature
+        grad = (p * slope + tl.where((column == target) & is_token, grad_logprob, 0.0)) / temperature
         tl.store(place + column, grad.to(out.dtype.element_ty), mask=column < columns)
 
 
