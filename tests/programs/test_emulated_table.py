@@ -3,8 +3,8 @@
 import pytest
 
 from tests.emulator.programs import needs_emulator
+from tests.helpers import combinations
 from tests.helpers.programs import GRADED, metrics, reward_argv, samples, sft_argv, timeless, train
-from tests.programs import test_random_combinations as combinations
 from tools.gpu import programs
 
 pytestmark = [needs_emulator, pytest.mark.long]

@@ -36,7 +36,7 @@ NUMBERS = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "criti
 
 def flags_of_all() -> tuple[list[str], list[str]]:
     """The flags of each program on one rank: of the algorithm; of the model, its kernels and memory."""
-    from tests.programs import test_random_combinations as combinations
+    from tests.helpers import combinations
 
     apart = {"--kernels blas", "--exact-rollout", "--verify-weights", "--one-step-off --rollout-correction tis"}
     of_model = ("experts", "attention", "model", "optimizer", "recompute", "factors", "memory", "sampling")
@@ -60,7 +60,7 @@ def programs(is_cpu: bool) -> dict[str, str]:
 
 def argv_of(flags: str, save: Path) -> list[str]:
     """The command line of a program."""
-    from tests.programs import test_random_combinations as combinations
+    from tests.helpers import combinations
 
     both = "--train-iters 2 --use-cpu-initialization --reward tests.helpers.programs:graded_reward"
     argv = combinations.argv_of([both, flags], save)

@@ -74,6 +74,10 @@ def with_megatrons_bookkeeping(rank, is_own, limits):
         return step()
 
     context._advance, engine.engine.async_step = watched, counted
+    if not is_own:
+        from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+
+        engine.engine.__class__ = type("LongSteps", (DecodeLoopEngine,), {"_only_decodes": False})
     done = engine.generate(make_requests(), NEVER, settings_of())
     free, gap = context.kv_block_allocator.total_avail, largest_gap(model, make_requests(), done, 1.0)
     return texts(done), [c.logprobs for c in done], sum(moved), free, gap, len(theirs)
