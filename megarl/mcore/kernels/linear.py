@@ -181,7 +181,8 @@ def _adds_wider(total: Tensor, dtype: torch.dtype) -> bool:
 def adds_to_main_grad(weight: Tensor) -> bool:
     """Whether the product for this weight's gradient adds to Megatron's fp32 gradient buffer: on CUDA, in 16 bits.
 
-    Then all gradients of the weight must do so. Those of an embedding do not, so that of a tied head does not either.
+    Then all gradients of the weight must do so, except for that of an embedding, which Megatron's hook adds
+    (`stand_in`). A head that shares its weight with another pipeline stage keeps to Megatron's way.
     """
     total = getattr(weight, "main_grad", None)
     is_owned = hasattr(weight, "grad_added_to_main_grad") and not getattr(weight, "shared_embedding", False)
