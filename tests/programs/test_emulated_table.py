@@ -4,7 +4,7 @@ import pytest
 
 from tests.emulator.programs import needs_emulator
 from tests.helpers import combinations
-from tests.helpers.programs import GRADED, metrics, reward_argv, samples, sft_argv, timeless, train
+from tests.helpers.programs import metrics, reward_argv, samples, sft_argv, timeless, train
 from tools.gpu import programs
 
 pytestmark = [needs_emulator, pytest.mark.long]
@@ -26,16 +26,12 @@ OF_16_BITS = {  # flags -> ranks
 }  # fmt: skip
 
 
-def argv(flags: str, save) -> list[str]:
-    return programs.argv_of(f"{GRADED} {flags}", save)
-
-
 @pytest.mark.parametrize(
     "flags, ranks", [*((flags, 1) for flags in ["", *MODEL, *ALGORITHM, *RECIPES]), *LAYOUTS.items()], ids=str
 )
 def test_a_device_computes_in_fp32_what_a_cpu_does(flags, ranks, emulator, tmp_path):
-    emulator.run("rl", argv(flags, tmp_path / "device"), ranks)
-    train("rl", argv(flags, tmp_path / "cpu"), ranks)
+    emulator.run("rl", programs.argv_of(flags, tmp_path / "device"), ranks)
+    train("rl", programs.argv_of(flags, tmp_path / "cpu"), ranks)
     found, wanted = (metrics(tmp_path / name) for name in ("device", "cpu"))
     steps = [step for step in wanted if step]
     assert len(steps) == 2 and ("dapo" in flags or any(wanted[step].get("actor/grad_norm") for step in steps))
@@ -48,7 +44,7 @@ def test_a_device_computes_in_fp32_what_a_cpu_does(flags, ranks, emulator, tmp_p
     "flags, ranks", [*((flags, 1) for flags in MODEL), *LAYOUTS.items(), *OF_16_BITS.items()], ids=str
 )
 def test_rollout_and_training_agree_in_bf16(flags, ranks, emulator, tmp_path):
-    counts = emulator.run("rl", argv(f"--bf16 {flags}", tmp_path / "run"), ranks)
+    counts = emulator.run("rl", programs.argv_of(f"--bf16 {flags}", tmp_path / "run"), ranks)
     rows = [row for step, row in metrics(tmp_path / "run").items() if step]
     assert len(rows) == 2 and counts["aten::mm"] > 10
     gap = max(row.get("rollout/logprob_gap_max", 0.0) for row in rows)
@@ -71,9 +67,9 @@ def test_other_programs_train_as_on_a_cpu(name, command, emulator, tmp_path):
 )
 def test_a_resumed_run_is_the_whole_one_to_the_bit(flags, ranks, emulator, tmp_path):
     flags = f"--bf16 --save-interval 1 {flags}"
-    emulator.run("rl", argv(flags, tmp_path / "whole"), ranks)
+    emulator.run("rl", programs.argv_of(flags, tmp_path / "whole"), ranks)
     for steps in (1, 2):
-        emulator.run("rl", argv(f"{flags} --train-iters {steps}", tmp_path / "resumed"), ranks)
+        emulator.run("rl", programs.argv_of(f"{flags} --train-iters {steps}", tmp_path / "resumed"), ranks)
     found, wanted = (metrics(tmp_path / place) for place in ("resumed", "whole"))
     assert timeless(found[2]) == timeless(wanted[2]) and wanted[2]["actor/grad_norm"] > 0
     assert samples(tmp_path / "resumed", 2) == samples(tmp_path / "whole", 2)

@@ -5,7 +5,6 @@ between log-probs of rollout and training must be small. Programs are forks of o
 everything, several at a time.
 """
 
-import contextlib
 import json
 import math
 import multiprocessing
@@ -61,8 +60,9 @@ def programs(is_cpu: bool) -> dict[str, str]:
 def argv_of(flags: str, save: Path) -> list[str]:
     """The command line of a program."""
     from tests.helpers import combinations
+    from tests.helpers import programs as small
 
-    both = "--train-iters 2 --use-cpu-initialization --reward tests.helpers.programs:graded_reward"
+    both = f"--train-iters 2 --use-cpu-initialization {small.GRADED}"
     argv = combinations.argv_of([both, flags], save)
     if LATENT in flags:  # which has no groups
         place = argv.index("--group-query-attention")
@@ -109,8 +109,9 @@ def run_programs(folder: Path, is_cpu: bool):
             process.kill()
             process.join()
             running.remove((name, place, process, started))
-            with contextlib.suppress(OSError):
-                statuses[name] = [process.exitcode, str(place), (place / "err").read_text()[-1500:]]
+            log = place / "err"
+            text = log.read_text()[-1500:] if log.exists() else "it has not begun"
+            statuses[name] = [process.exitcode, str(place), text]
         time.sleep(0.05)
     (folder / "statuses").write_text(json.dumps(statuses))
 
@@ -163,7 +164,9 @@ def compare(name: str, on_device: list, on_cpu: list | None) -> dict:
     limit = 0.0 if "--exact-rollout" in name else GAP if name.startswith("bf16") else TOLERANCE
     if "--partial-rollouts" not in name and not max(gaps) <= limit:  # there an older policy drew some tokens
         found["fault"] = "gap"
-    if on_cpu is not None and not on_cpu[0]:
+    if on_cpu is not None and on_cpu[0]:
+        found["fault"] = f"fails on the CPU: {on_cpu[2]}"
+    elif on_cpu is not None:
         found["share"], found["of"] = difference(steps, steps_of(on_cpu[1]))
         found["same_text"] = texts_of(Path(place, "run")) == texts_of(Path(on_cpu[1], "run"))
         if found["share"] > 1 or not found["same_text"]:

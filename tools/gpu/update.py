@@ -38,10 +38,10 @@ def microbatch(tokens: int):
 
 def update(name: str, peak: float):
     """Reports the time of forward and backward of a micro-batch and of the optimizer's step."""
-    tokens, more = CASES[name]
     from megarl.mcore.model import forward_pass
     from megarl.mcore.training import optimizer
 
+    tokens, more = CASES[name]
     gc.collect()  # what the case before left, in cycles
     torch.cuda.empty_cache()
     model, pg_collection, args = common.build(SHAPE, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}")

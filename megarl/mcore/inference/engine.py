@@ -138,7 +138,8 @@ class RolloutEngine(BuiltEngine):
     def _admit(self, session: GenerationSession, source: RequestSource, max_requests: int):
         """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them."""
         room = 0 if self.engine.waiting_request_ids else max_requests - len(session)
-        least = max_requests // JOIN_SHARE if device.has_cuda() and len(session) else 1
-        if room >= max(least, 1) and not source.is_empty():
+        if room <= 0 or source.is_empty():
+            return
+        if room >= max_requests // JOIN_SHARE or not len(session) or not device.has_cuda():
             for number, request in source.take(room):
                 session.add(number, request)

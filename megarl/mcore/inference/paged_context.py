@@ -238,7 +238,7 @@ class PagedContext(DynamicInferenceContext):
             return {"newly_paused_request_ids": None, "evict_request_ids": None}
         self.kv_block_allocator.save_finished(active_requests_mask)
         found = super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
-        self.only_decodes, self._is_prepared = self.can_draft, False
+        self.only_decodes, self._is_prepared = self.total_request_count > 0 and self._is_simple, False
         return found
 
     def release_memory_blocks_from_request_indexes(self, request_indexes: Tensor):
@@ -275,11 +275,6 @@ class PagedContext(DynamicInferenceContext):
     def is_prepared(self) -> bool:
         """Whether the next step decodes one more token of each request of the last step."""
         return self.only_decodes and self._is_prepared and self.num_prefill_requests == 0
-
-    @property
-    def can_draft(self) -> bool:
-        """Whether the next step decodes one token of each request and may read drafted tokens too."""
-        return self.total_request_count > 0 and self._is_simple
 
     @property
     def _is_simple(self) -> bool:

@@ -40,7 +40,7 @@ class DecodeCounts(NamedTuple):
 class SpeculativeEngine(DecodeLoopEngine):
     """Generates the same tokens, log-probs and routes as its base class, in fewer steps.
 
-    It drafts in steps for which the base class has its short path, and in those after a request has ended.
+    It drafts in steps for which the base class has its short path.
     """
 
     def __init__(self, *args, **kwargs):
@@ -54,7 +54,7 @@ class SpeculativeEngine(DecodeLoopEngine):
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
         c, groups = self.context, self._update_groups()
         count = c.total_request_count
-        if not self._can_draft:
+        if not self._only_decodes:
             decoding = count - c.paused_request_count
             if decoding and not c.num_prefill_requests and not admission.may_add(self):
                 self.counts = self.counts.plus(DecodeCounts(steps=1, requests=decoding, tokens=decoding))
@@ -89,16 +89,6 @@ class SpeculativeEngine(DecodeLoopEngine):
         active = slice(c.paused_request_count, c.total_request_count)
         lengths = c.request_kv_length_offsets[active] + c.request_query_lengths[active]
         return c.request_ids[active].numpy(), lengths.numpy()
-
-    @property
-    def _can_draft(self) -> bool:
-        """Whether the next step decodes one token of each request, and the engine has its short step for the model."""
-        c = self.context
-        known, c.only_decodes = c.only_decodes, c.can_draft  # the base class tells the rest
-        try:
-            return self._only_decodes
-        finally:
-            c.only_decodes = known
 
     def _drafts(self, groups: Groups) -> Drafts | None:
         """Returns the tokens to try after the last one of each group, with blocks of the cache for them; None if none

@@ -144,8 +144,9 @@ def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Te
     return product_with(weight, is_exact)
 
 
-def _has_wide_product(weight: Tensor) -> bool:
-    return HAS_WIDER_SUM and weight.is_cuda and weight.dtype in HALF
+def _has_wide_product(x: Tensor) -> bool:
+    """Whether torch has a product of such matrices with a result of 32 bits: on CUDA, in 16 bits."""
+    return HAS_WIDER_SUM and x.is_cuda and x.dtype in HALF
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
@@ -167,15 +168,15 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor):
         native.ops.add_weight_gradient(total, grad, x)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)  # avoids a second buffer of the weight's size
-    elif _adds_wider(total, grad.dtype) and x.dtype == grad.dtype:
+    elif _adds_wider(total, grad) and x.dtype == grad.dtype:
         torch.ops.aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)  # here, too
     else:
         total.add_(grad.t() @ x)
 
 
-def _adds_wider(total: Tensor, dtype: torch.dtype) -> bool:
+def _adds_wider(total: Tensor, x: Tensor) -> bool:
     """Whether torch multiplies matrices of 16 bits and adds the product to one of 32 bits: on CUDA alone."""
-    return HAS_WIDER_SUM and total.is_cuda and total.dtype is torch.float32 and dtype in HALF
+    return total.dtype is torch.float32 and _has_wide_product(x)
 
 
 def adds_to_main_grad(weight: Tensor) -> bool:
@@ -186,7 +187,7 @@ def adds_to_main_grad(weight: Tensor) -> bool:
     """
     total = getattr(weight, "main_grad", None)
     is_owned = hasattr(weight, "grad_added_to_main_grad") and not getattr(weight, "shared_embedding", False)
-    return total is not None and is_owned and _adds_wider(total, weight.dtype)
+    return total is not None and is_owned and _adds_wider(total, weight)
 
 
 def _accumulated(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
@@ -328,9 +329,12 @@ def install():
     """Makes Megatron's parallel linear layers use `parallel_linear` on a CPU; see `_on_cuda`."""
     for kind in (ColumnParallelLinear, RowParallelLinear):
         kind._forward_impl = _on_cuda(kind._forward_impl) if device.has_cuda() else parallel_linear
-    # In place of Apex's kernel, which multiplies in the same way.
-    add = lambda x, grad, total: add_weight_gradient(total, grad, x)  # noqa: E731
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=_apex_kernel)
+
+
+def _apex_kernel(x: Tensor, grad: Tensor, total: Tensor):
+    """In place of Apex's kernel, which multiplies in the same way, for Megatron's fusion of the sum."""
+    add_weight_gradient(total, grad, x)
 
 
 def _on_cuda(of_megatron: Callable) -> Callable:

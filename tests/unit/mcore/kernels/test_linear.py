@@ -221,7 +221,7 @@ def sums_of_layers(rank, dtype, sum_dtype, marks: dict):
     def add(total, grad, x):
         total.add_(grad.float().t() @ x.float())
 
-    linear._adds_wider = lambda total, given: total.dtype is torch.float32 and given.itemsize == 2
+    linear._adds_wider = lambda total, given: total.dtype is torch.float32 and given.dtype.itemsize == 2
     linear.add_weight_gradient = add
     linear.install()
     implementation = linear._on_cuda(lambda layer, *args, **options: MEGATRON(*args, **options))
