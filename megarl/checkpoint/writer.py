@@ -9,14 +9,13 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megarl.checkpoint import commit, folders
 from megarl.checkpoint import manifest as manifests
+from megarl.checkpoint.write_agreement import WriteAgreement
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import warn
-from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.planned_save import PlannedSave, plan_save
@@ -47,8 +46,9 @@ class _Pending:
         self._written: tuple | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, state: dict):
+    def start(self, state: dict, agreement: WriteAgreement):
         """Copies the state that was planned, and begins to write the copy in a thread."""
+        self.agreement = agreement
         self.planned.snapshot(state)
         self._thread = threading.Thread(target=self._write, name="checkpoint")
         self._thread.start()
@@ -109,13 +109,11 @@ class CheckpointWriter:
         self._complete()
         self._handled(lambda: self._save(step, roles, manifest, files or {}, frozen or {}))
 
-    def poll(self):
-        """Completes an asynchronous save that all ranks have written; a collective while one is pending."""
-        if self._pending is None:
-            return
-        is_written = torch.tensor([int(self._pending.is_written)], device=device.device())
-        dist.all_reduce(is_written, op=dist.ReduceOp.MIN)
-        if is_written.item():
+    def poll(self, step: int):
+        """Completes an asynchronous save in the first step at whose end all ranks have written it. Every rank calls
+        this after every step."""
+        pending = self._pending
+        if pending is not None and pending.agreement.completes(step, pending.is_written):
             self._complete()
 
     def wait(self):
@@ -131,6 +129,7 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._handled(lambda: self._commit(pending))
+            pending.agreement.close()
 
     def _handled(self, save: Callable[[], None]):
         """Runs a save; if it fails, the run stops or continues by the policy, on all ranks alike."""
@@ -153,7 +152,7 @@ class CheckpointWriter:
         entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
         pending = _Pending(step, folder, plan_save(state, folder), entries, files)
         if self.policy.asynchronous:
-            pending.start(state)
+            pending.start(state, WriteAgreement(step, self.mesh.rank, self.mesh.size))
             self._pending = pending
         else:
             self._commit(pending)

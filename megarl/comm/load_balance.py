@@ -7,12 +7,11 @@ number of replicas. So every rank can compute it, and roles with equally many re
 import heapq
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import Batch, round_robin
 from megarl.comm.microbatches import sequence_flops
-from megarl.comm.role_mesh import RoleMesh
+from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.mcore import device
 
 
@@ -75,13 +74,8 @@ def balanced_assignment(
     return {name: balanced[n] for name, n in replicas.items()} | {"rollout": generated_on}
 
 
-def gather_lengths(mesh: RoleMesh, rollout: Batch | None, count: int) -> Tensor:
-    """[N] int64 lengths of all `count` sequences, on every rank.
-
-    `rollout` is this rank's batch in the rollout, None elsewhere. A collective of the world.
-    """
+def gather_lengths(role_groups: RoleGroups, batch: Batch, count: int) -> Tensor:
+    """[N] int64 lengths of all `count` sequences; `batch`: this rank's share of them. A collective of the role."""
     lengths = torch.zeros(count, dtype=torch.int64, device=device.device())
-    if mesh["rollout"].is_leader:
-        lengths[rollout.sequence_ids] = rollout.lengths
-    dist.all_reduce(lengths)
-    return lengths
+    lengths[batch.sequence_ids] = batch.lengths
+    return role_groups.dp_all_reduce(lengths).cpu()

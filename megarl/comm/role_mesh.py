@@ -20,8 +20,14 @@ from megarl.mcore.parallel import process_groups
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
-# Pairs that need a group of all their ranks.
-POLICY_PAIRS = (frozenset(("rollout", "actor")), frozenset(("rollout", "reference")))
+# What flows between all ranks of two roles. Each has a process group of its own, also where two have the same ranks:
+# a group orders its collectives, and one direction must never wait for what another one has not sent yet.
+CHANNELS = {
+    "weights": ("actor", "rollout"),
+    "scores": ("rollout", "reward"),  # of a round, before the batch is full
+    "routes/actor": ("rollout", "actor"),
+    "routes/reference": ("rollout", "reference"),
+}
 
 
 @dataclass(frozen=True)
@@ -95,11 +101,11 @@ class RoleGroups:
 class RoleMesh:
     """All ranks of the program and the groups of all roles, seen from this rank."""
 
-    def __init__(self, roles: dict[str, RoleGroups], leaders: dict[frozenset, object], ranks: dict[frozenset, object]):
-        """`leaders`, `ranks`: groups of the replica leaders, and of all ranks, of pairs of roles."""
+    def __init__(self, roles: dict[str, RoleGroups], leaders: dict[frozenset, object], channels: dict[str, object]):
+        """`leaders`: groups of the replica leaders of pairs of roles; `channels`: groups of `CHANNELS` by name."""
         self.roles = roles
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._leaders, self._ranks = leaders, ranks
+        self._leaders, self._channels = leaders, channels
 
     def __getitem__(self, role: str) -> RoleGroups:
         """The groups of a role; without ranks if the run does not have the role."""
@@ -118,9 +124,9 @@ class RoleMesh:
         """Group of the replica leaders of two roles, over which batches are exchanged."""
         return self._leaders[frozenset((one, other))]
 
-    def ranks_group(self, one: str, other: str):
-        """Group of all ranks of two roles of `POLICY_PAIRS`, over which weights and routes are sent."""
-        return self._ranks[frozenset((one, other))]
+    def channel(self, name: str):
+        """Group of all ranks of the two roles of one of the `CHANNELS`."""
+        return self._channels[name]
 
     def gather(self, item) -> list | None:
         """One object from each rank, on rank 0; None elsewhere. Collective."""
@@ -178,10 +184,13 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
             role=name, ranks=role.ranks, replicas=replicas, pg_collection=pg_collection,
             replica_group=cache.mine(replicas), rank=rank, model_role=role.model_role,
         )  # fmt: skip
-    leaders, ranks = {}, {}
+    leaders = {}
     for one, other in itertools.combinations(all_groups, 2):
         pair = frozenset((one, other))
         leaders[pair] = cache.get(sorted({*all_groups[one].leaders, *all_groups[other].leaders}))
-        if pair in POLICY_PAIRS:
-            ranks[pair] = cache.get(sorted({*all_groups[one].ranks, *all_groups[other].ranks}))
-    return RoleMesh(all_groups, leaders, ranks)
+    channels: dict[str, object] = {}
+    for name, pair in CHANNELS.items():
+        if all(role in all_groups for role in pair):
+            ranks = sorted({rank for role in pair for rank in all_groups[role].ranks})
+            channels[name] = dist.new_group(ranks, timeout=timeout)
+    return RoleMesh(all_groups, leaders, channels)

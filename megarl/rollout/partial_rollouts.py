@@ -29,7 +29,7 @@ _RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS)
 
 
 class CarriedGroup(NamedTuple):
-    """What every rank knows of an unfinished group."""
+    """What every rank of the rollout knows of an unfinished group."""
 
     line: int
     draw_index: int
@@ -48,7 +48,7 @@ class PartialRolloutBuffer:
         self.samples = settings.samples_per_prompt
         self.version = 0  # policy version: updates so far
         self.dropped = 0  # groups dropped for `--max-staleness` since the last `metrics`
-        self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank
+        self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank of the rollout
         self._responses: Batch | None = None  # this replica's, on the host; ids number the responses of `_groups`
         self._continued: Batch | None = None  # of the groups that the present round continues
         self._continued_count = 0  # of all replicas
@@ -91,23 +91,21 @@ class PartialRolloutBuffer:
         self._responses = _select(self._responses, is_fresh.repeat_interleave(self.samples))
 
     def keep_unfinished(
-        self, batch: Batch | None, requests: list[PromptRequest], step: int, taken: Tensor, longest: int | None
-    ) -> tuple[Batch | None, int]:
+        self, batch: Batch, requests: list[PromptRequest], step: int, taken: Tensor, longest: int | None
+    ) -> tuple[Batch, int]:
         """Keeps the groups of a round that are not taken. Returns (this rank's restored batch, its new tokens).
 
         Responses are truncated to `longest` new tokens. An unfinished response has at least that many, so the result
-        does not depend on the layout or on timing. A collective of the world if groups are kept.
+        does not depend on the layout or on timing. A collective of the rollout if groups are kept.
 
         Args:
             batch: of `Rollout.generate`; one replica has all responses of a group that is not taken.
             requests: given to `Rollout.generate`, those of `pop_oldest` first.
             taken, longest: of `Rollout.earliest_groups`; all groups and None if all are taken.
         """
-        new_tokens = 0
-        if batch is not None:
-            batch = batch if longest is None else _truncate(batch, longest)
-            new_tokens = int(batch.response_mask.sum())
-            self._restore_continued(batch)
+        batch = batch if longest is None else _truncate(batch, longest)
+        new_tokens = int(batch.response_mask.sum())
+        self._restore_continued(batch)
         if len(taken) < len(requests):
             is_kept = torch.ones(len(requests), dtype=torch.bool)
             is_kept[taken] = False
@@ -128,30 +126,26 @@ class PartialRolloutBuffer:
             getattr(batch, name)[positions] = getattr(before, name)
         batch.prompt_lengths[is_continued] = before.prompt_lengths
 
-    def _keep(self, batch: Batch | None, requests: list[PromptRequest], is_kept: Tensor, step: int):
-        """Keeps this replica's share of the kept groups ([G] bool) and sends to every rank which replica has which."""
-        role_groups, kept = self.mesh[ROLLOUT], None
-        if batch is not None:
-            names = [*GENERATED_FIELDS, VERSIONS]
-            kept = Batch(**{name: getattr(batch, name).cpu() for name in names})
-            kept = _select(kept, is_kept.repeat_interleave(self.samples))
+    def _keep(self, batch: Batch, requests: list[PromptRequest], is_kept: Tensor, step: int):
+        """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
+        role_groups, names = self.mesh[ROLLOUT], [*GENERATED_FIELDS, VERSIONS]
+        kept = Batch(**{name: getattr(batch, name).cpu() for name in names})
+        kept = _select(kept, is_kept.repeat_interleave(self.samples))
         known = torch.zeros(len(requests) * self.samples, 4, dtype=torch.int64, device=device.device())
-        if role_groups.is_leader and kept is not None:
+        if kept is not None:
             own = torch.cat([_known(kept), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
             known[kept.sequence_ids.to(known.device)] = own.to(known.device)
-        dist.all_reduce(known)
+        role_groups.dp_all_reduce(known)
         groups = _carried_groups(requests, known.cpu().view(len(requests), self.samples, 4), step)
         self._responses = _joined(kept, self._responses, len(known))
         self._groups = groups + self._groups
 
-    def staleness_metrics(self, batch: Batch | None) -> dict[str, float]:
-        """Staleness, in updates, of the response tokens of a batch before it is trained on; {} outside the rollout.
+    def staleness_metrics(self, batch: Batch) -> dict[str, float]:
+        """Staleness, in updates, of the response tokens of a batch before it is trained on.
 
         `batch`: this rank's share. A collective of the rollout.
         """
         role_groups = self.mesh[ROLLOUT]
-        if not role_groups.is_member:
-            return {}
         ages = (self.version - batch.versions[batch.response_mask]).double()
         sums = torch.stack([ages.sum(), (ages > 0).sum().double(), ages.new_tensor(len(ages))])
         largest = torch.cat([ages, ages.new_zeros(1)]).max()

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys
@@ -162,10 +161,10 @@ def completions_to_batch(
 
 
 def dp_assignment_of(batch: Batch | None, count: int, role_groups: RoleGroups) -> Tensor:
-    """[count] int64: dp rank that generated each sequence. `batch`: this rank's share. A collective of the world."""
+    """[count] int64: dp rank that generated each sequence, on the rollout's ranks; zeros elsewhere, where nothing
+    depends on it. `batch`: this rank's share. A collective of the rollout."""
     dp_assignment = torch.zeros(count, dtype=torch.int64, device=device.device())
-    if len(role_groups.replicas) > 1:
-        if role_groups.is_leader:
-            dp_assignment[batch.sequence_ids] = role_groups.dp_rank
-        dist.all_reduce(dp_assignment)
+    if batch is not None and len(role_groups.replicas) > 1:
+        dp_assignment[batch.sequence_ids] = role_groups.dp_rank
+        role_groups.dp_all_reduce(dp_assignment)
     return dp_assignment.cpu()

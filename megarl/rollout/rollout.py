@@ -65,7 +65,7 @@ class Rollout:
             if has_factors:
                 adapter.add_frozen_factors(self.model, role.lora, role.megatron, self.role_groups.pg_collection)
         if role.model_role == self.name and (trained is not None or self.model is not None):
-            self._group = mesh.ranks_group("actor", self.name)
+            self._group = mesh.channel("weights")
             models = (trained, mesh["actor"].pg_collection), (self.model, self.role_groups.pg_collection)
             self._transfer = PolicyTransfer(*models, self._group, has_factors)
         if self.role_groups.is_member:
@@ -281,20 +281,19 @@ class Rollout:
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
 
     def earliest_groups(
-        self, batch: Batch | None, prompts: list[PromptRequest], samples: int, wanted: int
+        self, batch: Batch, prompts: list[PromptRequest], samples: int, wanted: int
     ) -> tuple[Tensor, int]:
         """([wanted] ascending numbers of the earliest groups of `generate`, new tokens of their longest response).
 
         Finished groups rank by the new tokens of their longest response, then by number. `batch`: this rank's share. A
-        collective of the world.
+        collective of the role.
         """
         new_tokens = torch.zeros(len(prompts) * samples, dtype=torch.int64, device=device.device())
-        if self.role_groups.is_leader:
-            remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
-            lengths = batch.response_lengths
-            is_finished = batch.finished | (lengths == new_tokens.new_tensor(remaining)[batch.sequence_ids])
-            new_tokens[batch.sequence_ids] = lengths.masked_fill(~is_finished, UNFINISHED)
-        dist.all_reduce(new_tokens)
+        remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
+        lengths = batch.response_lengths
+        is_finished = batch.finished | (lengths == new_tokens.new_tensor(remaining)[batch.sequence_ids])
+        new_tokens[batch.sequence_ids] = lengths.masked_fill(~is_finished, UNFINISHED)
+        self.role_groups.dp_all_reduce(new_tokens)
         longest = new_tokens.view(-1, samples).amax(1).cpu()
         groups = shortest_groups(longest, wanted)
         return groups, int(longest[groups].max())

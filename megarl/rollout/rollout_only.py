@@ -9,9 +9,10 @@ class ScoringBatcher(RolloutBatcher):
 
     def generate(self, step: int) -> None:
         """Generates a step's batch and sets its metrics `rollout/…` and `reward/…`. Collective."""
-        version = self.partial_rollouts.version
+        version = 0 if self.collector is None else self.collector.partial_rollouts.version
         batch = super().generate(step)
-        self.partial_rollouts.version = version  # the policy stays the same
+        if self.collector is not None:
+            self.collector.partial_rollouts.version = version  # the policy stays the same
         if batch is not None:
             batch.dispatch(self.reward.name)
             self.reward.score(batch)

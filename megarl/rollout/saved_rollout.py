@@ -1,6 +1,5 @@
 """What `--debug-train-only` has instead of a rollout: the responses of each step come from files."""
 
-import torch
 import torch.distributed as dist
 
 from megarl.arguments import RoleSettings, Settings
@@ -8,8 +7,10 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
-from megarl.rollout.batcher import GenerationRound, RolloutBatcher, SamplingStatistics
+from megarl.rollout.batcher import RolloutBatcher
+from megarl.rollout.group_collector import GroupCollector, SamplingStatistics
 from megarl.rollout.rollout_files import GREEDY, RESPONSES, SavedRollouts
+from megarl.rollout.round_scores import GenerationRound
 from megarl.rollout.waiting_groups import VERSIONS
 
 
@@ -45,11 +46,11 @@ class SavedRollout:
         return {}
 
 
-class SavedRolloutBatcher(RolloutBatcher):
-    """Fills the batch of each step with its saved groups. Rewards and baselines are computed again."""
+class SavedGroupCollector(GroupCollector):
+    """Fills the group buffer with the saved groups of each step. Rewards and baselines are computed again."""
 
     def __init__(self, saved: SavedRollouts, *args):
-        """`args`: of `RolloutBatcher`, with a `SavedRollout`."""
+        """`args`: of `GroupCollector`, with a `SavedRollout`."""
         super().__init__(*args)
         self._saved, self._step = saved, 0
 
@@ -59,36 +60,33 @@ class SavedRolloutBatcher(RolloutBatcher):
         if waits not in (needed, self.settings.prompts_per_step):
             raise UsageError(
                 f"--load-rollouts {self._saved.path}: {needed} groups waited from earlier steps when step {step} was "
-                f"generated, and {waits} do now; start from that step's checkpoint, or from the first step"
+                f"generated, and {waits} do now; start from that step's checkpoint, or from the first step",
+                self.role_groups.ranks.start,
             )
         self.partial_rollouts.clear()  # what continues them is in the files
 
-    def generate(self, step: int):
-        """The saved batch of a step; None if it was not full. Collective."""
+    def collect(self, step: int) -> bool:
+        """Fills the buffer with the groups of a step; whether its batch was full. Collective."""
         self._step = step
-        return super().generate(step)
+        return super().collect(step)
 
-    def generate_ahead(self, step: int):
-        """With `--one-step-off`, the saved batch of the next step, if there is one."""
-        if self.settings.one_step_off and step in self._saved.records:
+    def collect_ahead(self, step: int):
+        """Fills the buffer with the batch of the next step, if it was saved."""
+        if step in self._saved.records:
             statistics = SamplingStatistics()
-            self._fill_buffer(step, statistics)
+            self._run_rounds(step, statistics)
             self._add_generated_tokens(statistics)
 
-    def _fill_buffer(self, step: int, statistics: SamplingStatistics):
+    def _run_rounds(self, step: int, statistics: SamplingStatistics):
         record = self._saved.records[step]
         for number in range(len(record.rounds)):
             self._accept(self._read(step, number), step, statistics)
-        statistics.tokens = record.tokens if self.mesh[ROLLOUT].dp_rank == 0 else 0
+        statistics.tokens = record.tokens if self.role_groups.dp_rank == 0 else 0
         self.order.load_state_dict(record.order)
 
     def _read(self, step: int, number: int) -> GenerationRound:
-        record, s = self._saved.records[step], self.settings
-        role_groups = self.mesh[ROLLOUT]
-        lines, kept = record.rounds[number]["lines"], torch.tensor(record.rounds[number]["kept"], dtype=torch.bool)
-        self.reward.prepare(self.prompts, lines)
-        if not role_groups.is_member:
-            return GenerationRound(lines=lines, batch=None, greedy=None, kept=kept)
+        record, s, role_groups = self._saved.records[step], self.settings, self.role_groups
+        lines, kept = record.rounds[number]["lines"], record.rounds[number]["kept"]
         fields = s.environment_fields
         versions = [VERSIONS] if s.partial_rollouts else []
         with self.timers.phase(role_groups.model_role, "read"):
@@ -100,3 +98,20 @@ class SavedRolloutBatcher(RolloutBatcher):
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
         super()._set_metrics(statistics, waiting_groups)
         self.metrics |= self._saved.records[self._step].metrics
+
+
+class SavedRolloutBatcher(RolloutBatcher):
+    """Gives each step its saved batch."""
+
+    def __init__(self, saved: SavedRollouts, *args):
+        """`args`: of `RolloutBatcher`, with a `SavedRollout`."""
+        self._saved = saved
+        super().__init__(*args)
+
+    def _build_collector(self, *arguments) -> SavedGroupCollector:
+        return SavedGroupCollector(self._saved, *arguments)
+
+    def check_start(self, step: int):
+        """UsageError unless the groups that waited when the first step was generated also wait now."""
+        if isinstance(self.collector, SavedGroupCollector):
+            self.collector.check_start(step)

@@ -123,7 +123,7 @@ class RouteExchange:
             return None
         if sender.is_member:
             self._check_source(source)
-        group, request = self.mesh.ranks_group(ROLLOUT, destination), None
+        group, request = self.mesh.channel(f"routes/{destination}"), None
         if receiver.is_member:
             layers = self._holders.layers(destination, self.mesh.rank)
             request = RouteRequest.of(destination, layers, batch, wanted, dp_assignment[ROLLOUT], len(sender.replicas))

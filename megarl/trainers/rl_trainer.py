@@ -13,7 +13,7 @@ from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
 from megarl.roles.trainable_model import TrainableModel
-from megarl.rollout import replica_files, waiting_groups
+from megarl.rollout import replica_files
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.runner import EpisodeRunner
@@ -222,11 +222,8 @@ class RLTrainer(Trainer):
         is_due = self.is_due(self.settings.save_interval)
         if not self.checkpoints or not (is_due or self._is_best):
             return
-        manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, self.batcher.order)
-        kept_for = "interval" if is_due else "best"
-        manifest |= {"best": self.best.state_dict(), "kept_for": kept_for, "reward": self._reward_moments()}
-        groups, unfinished = self.batcher.group_buffer, self.batcher.partial_rollouts
-        manifest |= waiting_groups.manifest_entry(self.settings, len(groups), len(unfinished))
+        manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size) | self._entries_of_other_ranks()
+        manifest |= {"best": self.best.state_dict(), "kept_for": "interval" if is_due else "best"}
         with self.timers.phase("actor", "save"):
             files = {
                 replica_files.of_replica(name, self.mesh["rollout"].dp_rank): data
@@ -271,11 +268,13 @@ class RLTrainer(Trainer):
             return {}
         return {"reference": self.reference.state if self.mesh["reference"].is_member else dict}
 
-    def _reward_moments(self) -> dict | None:
-        """The reward role's running moments, on rank 0. Collective."""
-        leader = self.mesh["reward"].is_leader
-        gathered = self.mesh.gather(self.reward.moments.state_dict() if leader else None)
-        return next(filter(None, gathered)) if gathered else None
+    def _entries_of_other_ranks(self) -> dict:
+        """Manifest entries of the rollout and of the reward role, on rank 0; {} elsewhere. Collective."""
+        own = self.batcher.manifest_entries()
+        if self.mesh["reward"].is_leader:
+            own["reward"] = self.reward.moments.state_dict()
+        gathered = self.mesh.gather(own) or []
+        return {name: entry for of_rank in reversed(gathered) for name, entry in of_rank.items()}
 
     def _resume(self):
         folder = self.inputs.resume
@@ -285,10 +284,7 @@ class RLTrainer(Trainer):
             self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
-        if files := replica_files.find(folder, replica_files.GROUP_BUFFER_FILE):
-            self.batcher.group_buffer.from_bytes(replica_files.read(files))
-        if files := replica_files.find(folder, replica_files.PARTIAL_ROLLOUTS_FILE):
-            self.batcher.partial_rollouts.from_bytes(replica_files.read(files))
+        self.batcher.load_groups(folder)
         if "critic" in loaded:
             self.critic.trainable_model.restore(loaded["critic"])
         if "reference" in loaded:

@@ -183,7 +183,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """Saves a checkpoint every `--save-interval` steps, and after the best evaluation so far. Collective."""
         is_due = self.is_due(self.settings.save_interval)
         if self.folder and (is_due or self._is_best):
-            manifest = self.manifest_entries(self.task.program, self.vocab_size, self.order)
+            manifest = self.manifest_entries(self.task.program, self.vocab_size)
+            manifest["prompt_order"] = self.order.state_dict()
             manifest |= {"best": self.best.state_dict(), "kept_for": "interval" if is_due else "best"}
             states = {self.task.role: self.trainable_model.state({})}
             self.checkpoints.save(step, states, manifest)

@@ -147,14 +147,13 @@ class Trainer(abc.ABC):
         """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""
         return self.step == self.last_step or bool(interval and self.step % interval == 0)
 
-    def manifest_entries(self, program: str, vocab_size: int, order: PromptOrder) -> dict:
-        """The run's entries in a checkpoint's manifest, besides the step; `resume_from` reads them."""
+    def manifest_entries(self, program: str, vocab_size: int) -> dict:
+        """The run's entries in a checkpoint's manifest, besides the step and the data position."""
         self.flush()  # skipped steps are counted when a step is written
         return {
             "program": program,
             "seed": self.settings.seed,
             "vocab_size": vocab_size,
-            "prompt_order": order.state_dict(),
             "steps_skipped": self.skipped,
             commit.SKIPPED_IN_A_ROW: self._skipped_in_a_row,
             resume.DATA: self.inputs.data,
@@ -171,12 +170,12 @@ class Trainer(abc.ABC):
         if self.settings.export_peft:
             model.export_peft(self.folder / "peft" / step_name(step))
 
-    def resume_from(self, folder: Path, order: PromptOrder) -> dict:
-        """Restores step, counters and data position from a checkpoint; returns its whole manifest."""
+    def resume_from(self, folder: Path, order: PromptOrder | None) -> dict:
+        """Restores step, counters and the data position, where a rank has one; returns the checkpoint's manifest."""
         manifest = folders.read_manifest(folder, "--load")
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
         self._skipped_in_a_row = manifest.get(commit.SKIPPED_IN_A_ROW, 0)
-        if "prompts" not in resume.changed_data(manifest, self.inputs.data):
+        if order is not None and "prompts" not in resume.changed_data(manifest, self.inputs.data):
             order.load_state_dict(manifest["prompt_order"])
         changed = resume.changed_settings(manifest, resume.settings_entry(self.config))
         if changed and self.mesh.rank == 0:
@@ -204,7 +203,7 @@ class Trainer(abc.ABC):
         self._async_metrics.publish(self.step, report)
         self.flush(wait=self.step == self.last_step)
         if self.checkpoints:
-            self.checkpoints.poll()
+            self.checkpoints.poll(self.step)
 
     def flush(self, wait: bool = True):
         """Writes and prints steps that all ranks have ended, on rank 0; `wait`: all steps that rank 0 has ended."""

@@ -1,5 +1,6 @@
 """Roles that work at the same time: a batch generated ahead, sends and metrics that do not block."""
 
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -7,14 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megarl
 from megarl.batch import round_robin
 from megarl.comm import exchange
+from megarl.comm.announcements import Announcements
 from megarl.errors import UsageError
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.batches import create_mesh, random_batch, sequences
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 from tools.bench import overlap
@@ -56,6 +59,65 @@ def test_a_batch_generated_ahead_survives_an_interruption(model, tmp_path):
         train("rl", rl_argv(tmp_path / "refused", f"--train-iters 3 {ahead} --load {start}", warm_start), 2)
 
 
+# -- meetings of a step ------------------------------------------------------------------------------------------
+
+# What ranks that generate and ranks that train do together in a step. Everything else they do apart, so a collective
+# that is not in this list would make the one side wait for the other.
+MEETINGS = {
+    ("all_to_all_single", "comm/exchange.py"),  # responses and scores
+    ("all_to_all_single", "router_replay/route_exchange.py"),
+    ("barrier", "rollout/rollout.py"),  # weight sync
+    ("all_reduce", "rollout/rollout.py"),
+}
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single",
+               "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "scatter")  # fmt: skip
+
+
+def meetings(rank: int, parsed) -> set[tuple[str, str]]:
+    """The collectives of a step between ranks of the rollout and of the actor: name, file of the caller."""
+    from megarl.checkpoint import writer
+    from megarl.rollout.batcher import RolloutBatcher
+
+    found, recorded, package = set(), [False], Path(megarl.__file__).parent
+    generates, trains = (set(parsed.roles[role].ranks) for role in ("rollout", "actor"))
+
+    def noted(name, collective):
+        def call(*args, **kwargs):
+            group = kwargs.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
+            ranks = set(dist.get_process_group_ranks(group or dist.group.WORLD))
+            if recorded[0] and ranks & generates and ranks & trains:
+                callers = [Path(frame.filename) for frame in reversed(traceback.extract_stack())]
+                caller = next(path for path in callers if path.is_relative_to(package))
+                found.add((name, caller.relative_to(package).as_posix()))
+            return collective(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, noted(name, getattr(dist, name)))
+    generate = RolloutBatcher.generate
+
+    def recording(batcher, step):
+        recorded[0] = step == 3  # the second step saves, the last one waits for all ranks' metrics
+        return generate(batcher, step)
+
+    RolloutBatcher.generate = recording
+    writer._Pending.is_written = property(lambda pending: False)  # the checkpoint of step 2 is completed at the end
+    in_world(rank, "rl", parsed)
+    return found
+
+
+def test_ranks_that_generate_and_ranks_that_train_meet_where_the_list_says(tmp_path):
+    flags = (
+        f"{EXPERTS} --router-replay rollout --advantage grpo --group-filter reward --dynamic-sampling"
+        " --partial-rollouts --over-sampling 1.5 --rollout-correction tis --async-save"
+        " --role-map actor=0;reward=1;reference=1;rollout=1 --reward tests.helpers.programs:coarse_reward"
+        " --save-interval 2 --train-iters 4"
+    )
+    found = run_world(meetings, 2, program("rl", rl_argv(tmp_path, flags, warm_start=False), 2))
+    assert found == [MEETINGS] * 2
+
+
 # -- flags -------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +157,28 @@ def send_and_continue(rank: int):
 def test_a_sender_does_not_wait_for_the_receiver():
     given, taken = run_world(send_and_continue, 2)
     assert given == taken
+
+
+def announce(rank: int) -> list[dict]:
+    """The first rank is three messages ahead of the two that take them."""
+    announcements, store = Announcements("test", 0, [1, 2]), store_of_ranks()
+    if rank == 0:
+        for number in range(3):
+            announcements.send({"number": number})
+        store.set("sent", "1")
+        return []
+    announcements.send({"number": -1})  # not the sender
+    store.wait(["sent"], timedelta(seconds=20))
+    taken = [announcements.take() for _ in range(3)]
+    store.add("taken", 1)
+    while store.add("taken", 0) < 2:
+        pass
+    return [*taken, store.check([f"megarl/test/{number}" for number in (1, 2, 3)])]
+
+
+def test_a_message_waits_for_all_of_its_receivers_and_is_deleted_then():
+    taken = [{"number": 0}, {"number": 1}, {"number": 2}, False]
+    assert run_world(announce, 3) == [[], taken, taken]
 
 
 def report(rank: int, value: float) -> StepReport:

@@ -68,14 +68,14 @@ def filled(rank: int, parsed, moves: bool):
 
     run = RLTrainer(parsed, Timers())
     batcher, model = run.batcher, run.actor.trainable_model.model[0]
-    drawn, draw, found, measured, weights = {}, run.batcher._draw_prompts, [], [], []
+    drawn, draw, found, measured, weights = {}, run.batcher.collector._draw_prompts, [], [], []
 
     def noted(count, counter):
         prompts = draw(count, counter)
         drawn.update({prompt.line: step for prompt in prompts})
         return prompts
 
-    batcher._draw_prompts = noted
+    batcher.collector._draw_prompts = noted
     for step in range(1, STEPS + 1):
         weights.append({name: value.clone() for name, value in model.state_dict().items() if value is not None})
         found.append(rows_of(batcher.generate(step)["rollout"]))
@@ -87,7 +87,7 @@ def filled(rank: int, parsed, moves: bool):
     for version, state in enumerate(weights if run.mesh.size == 1 else ()):
         model.load_state_dict(state, strict=False)
         gap = max(gap, *(gap_of(run, version, rows) for rows in found))
-    waiting = batcher.partial_rollouts._responses
+    waiting = batcher.collector.partial_rollouts._responses
     return found, measured, drawn, gap, int(waiting.response_mask.sum()) if waiting else 0
 
 

@@ -63,7 +63,7 @@ def measure(case: str, rounds: int) -> dict:
     for name in models:
         if mesh[name].is_member:
             models[name] = gpt.build_frozen_model(roles[name].megatron, VOCAB, mesh[name].pg_collection)
-    group = mesh.ranks_group("actor", "rollout")
+    group = mesh.channel("weights")
     began = time.perf_counter()
     weights = {name: LocalWeights(model, mesh[name].pg_collection) for name, model in models.items()}
     transfer = WeightTransfer(weights["actor"], weights["rollout"], group)

@@ -74,7 +74,7 @@ def saved_both_ways(rank: int, config, run: Path):
     gate, writer = Gate(), CheckpointWriter(run / "async", mesh, SavePolicy(asynchronous=True))
     writer.save(1, {"actor": model.state({})}, ENTRIES, files)
     change_everything(model)  # while the copy waits to be written
-    writer.poll()
+    writer.poll(2)
     assert not (run / "async" / "checkpoints" / "latest").exists()
     gate.open()
     writer.wait()
@@ -97,11 +97,13 @@ def one_rank_is_late(rank: int, config, run: Path) -> list[bool]:
     writer.save(1, {"actor": model.state({})}, ENTRIES)
     if rank == 0:
         writer._pending.write()
-    writer.poll()
+    writer.poll(2)
     seen = [(run / "checkpoints" / "latest").exists()]
     gate.open()
     writer._pending.write()
-    writer.poll()
+    writer.poll(3)  # the first rank that comes cannot know yet that the other one has written
+    torch.distributed.barrier()
+    writer.poll(4)
     torch.distributed.barrier()
     return [*seen, (run / "checkpoints" / "latest").exists()]
 

@@ -126,7 +126,7 @@ def test_a_disjoint_role_map():
 
 def rollout_place(rank, flags):
     here = role_mesh.create_mesh(parse_roles(flags, dist.get_world_size(), program="rl"), SAFETY)
-    place, group = here["rollout"], here.ranks_group("actor", "rollout")
+    place, group = here["rollout"], here.channel("weights")
     context = place.pg_collection and dist.get_world_size(place.pg_collection.cp)
     return place.replicas, context, group and dist.get_process_group_ranks(group), here.roles_of(rank)
 
@@ -208,6 +208,24 @@ def test_a_cache_creates_a_group_once():
         return calls
 
     assert run_world(count, 2) == [[[0, 1], [0], [1]]] * 2
+
+
+def channel_groups(rank: int) -> tuple[dict, int]:
+    """(ranks of the channels and of the group of batches that this rank belongs to, how many groups these are)."""
+    here = role_mesh.create_mesh(
+        parse_roles("--role-map actor=0;critic=0;reward=1;reference=1;rollout=1", 2, program="rl"), SAFETY
+    )
+    groups = {name: here.channel(name) for name in role_mesh.CHANNELS} | {
+        "batches": here.leaders_group("rollout", "actor")
+    }
+    own = {name: group for name, group in groups.items() if group != dist.GroupMember.NON_GROUP_MEMBER}
+    return {name: dist.get_process_group_ranks(group) for name, group in own.items()}, len({*map(id, own.values())})
+
+
+def test_each_channel_has_a_group_of_its_own():
+    """Two channels between the same ranks that shared a group would order each other's collectives."""
+    both = {"weights": [0, 1], "routes/actor": [0, 1], "batches": [0, 1]}
+    assert run_world(channel_groups, 2) == [(both, 3), (both | {"scores": [1], "routes/reference": [1]}, 5)]
 
 
 def test_sums_and_gathers():

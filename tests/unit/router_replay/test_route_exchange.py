@@ -116,7 +116,7 @@ def check_table(table: RouteTable, truth: torch.Tensor, wanted: torch.Tensor):
 
 def check_bytes(mesh, destination: str, held: list[dict], replicas, sizes: list[int], received: int) -> dict:
     """Each replica's ranks send its rows of the layers once; this rank's own layers come from itself."""
-    ranks, me = dist.get_process_group_ranks(mesh.ranks_group("rollout", destination)), mesh.rank
+    ranks, me = dist.get_process_group_ranks(mesh.channel(f"routes/{destination}")), mesh.rank
     sent, mine = dict(zip(ranks, sizes, strict=True)), set(held[me][destination])
     for dp_rank, members in enumerate(mesh["rollout"].replicas):
         unit = 2 * TOPK * int((replicas == dp_rank).sum())  # bytes of a layer
@@ -136,7 +136,7 @@ def all_layouts(rank):
         for destination in ("actor", "reference") if "reference=2-3" in flags else ("actor",):
             union = sorted({*mesh["rollout"].ranks, *mesh[destination].ranks})
             if rank in union:
-                assert dist.get_process_group_ranks(mesh.ranks_group(destination, "rollout")) == union
+                assert dist.get_process_group_ranks(mesh.channel(f"routes/{destination}")) == union
             found.append([send_at_random(mesh, destination, seed) for seed in range(5)])
     return found
 

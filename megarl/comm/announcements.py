@@ -1,0 +1,49 @@
+"""Messages of one rank to others through the process group's store: control data, which no collective has to carry.
+
+The sender never waits, so it may be any number of messages ahead of its receivers. Anyone who reaches the store's port
+can write to it, so messages are plain JSON.
+"""
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Announcements:
+    """A queue with one sender, from which each receiver takes every message, in order."""
+
+    def __init__(self, name: str, sender: int, receivers: Collection[int]):
+        """`name`: unique in the program; `sender`, `receivers`: world ranks."""
+        self._name, self._receivers = name, len(receivers)
+        self._is_sender = dist.get_rank() == sender
+        self._store = dist.distributed_c10d._get_default_store()
+        self._count = 0  # messages that this rank has sent or taken
+
+    def send(self, message: dict[str, Any]):
+        """Sends a message; other ranks than the sender return at once."""
+        if self._is_sender and self._receivers:
+            self._store.set(self._next_key(), json.dumps(message))
+
+    def take(self) -> dict[str, Any]:
+        """The next message; waits for it. For receivers.
+
+        Raises:
+            DistStoreError: none comes within the store's time-out.
+            RuntimeError: the message is damaged.
+        """
+        key = self._next_key()
+        self._store.wait([key])
+        try:
+            message = json.loads(self._store.get(key))
+        except (ValueError, RecursionError) as error:
+            raise RuntimeError(f"the message {key} is damaged: {error}") from None
+        if self._store.add(f"{key}/taken", 1) == self._receivers:
+            self._store.delete_key(key)
+            self._store.delete_key(f"{key}/taken")
+        return message
+
+    def _next_key(self) -> str:
+        self._count += 1
+        return f"megarl/{self._name}/{self._count}"

@@ -1,0 +1,129 @@
+"""Scores the rounds of a step while its batch is being filled, for the group filter and for greedy baselines.
+
+A collective of the ranks of rollout and reward. The rollout's ranks bring the responses; those that only score learn
+of a round from an announcement, and bring none.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.arguments import Settings
+from megarl.batch import Batch
+from megarl.comm import load_balance
+from megarl.comm.role_mesh import RoleMesh
+from megarl.comm.step_batch import ROLLOUT, StepBatch
+from megarl.data.prompts import PromptSet
+from megarl.mcore import device
+from megarl.observe.timers import Timers
+from megarl.roles.loss_mask import valid_sequences, without_unscored
+from megarl.roles.reward import Reward
+from megarl.rollout.requests import dp_assignment_of
+
+GROUP_FILTERS = {"reward": 0, "correct": 1}  # column of the scores that must differ within a group
+
+
+class GenerationRound(NamedTuple):
+    """The groups of one round, before the filter."""
+
+    lines: list[int]  # of the groups' prompts in the set
+    batch: Batch | None = None  # this rank's share of the responses; None outside the rollout
+    greedy: Batch | None = None  # of the greedy responses, one to each prompt; None without `--greedy-baseline`
+    kept: list[bool] | None = None  # groups that the filter kept when a saved round was generated
+
+
+class RoundScores(NamedTuple):
+    """What the scores of a round say about its groups."""
+
+    keep: Tensor  # [G] bool: groups that the filter keeps
+    responses: int = 0  # that count; 0 without a group filter
+    reward_sum: float = 0.0  # of all responses
+
+
+class RoundScorer:
+    """Scores the rounds of a step; `rows` are the samples-file rows of those with a group filter, of this rank."""
+
+    def __init__(self, settings: Settings, mesh: RoleMesh, reward: Reward, prompts: PromptSet, timers: Timers):
+        self.settings, self.mesh, self.timers = settings, mesh, timers
+        self.reward, self.prompts = reward, prompts
+        self._column = GROUP_FILTERS.get(settings.group_filter)
+        self.begin_step()
+
+    def begin_step(self):
+        """Forgets the rounds of the last step."""
+        self.rows: list[dict] = []
+        self._groups = 0  # of this step's rounds
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the rounds of a step have to be scored before its batch is full."""
+        return self._column is not None or self.settings.greedy_baseline
+
+    def score(self, found: GenerationRound, step: int) -> RoundScores:
+        """Scores a round; sets scores and baselines of its batch. A collective of the ranks of rollout and reward, if
+        the scores are needed now."""
+        count, batch = len(found.lines), found.batch
+        if self.settings.greedy_baseline:
+            self._set_baselines(found, step)
+        keep = torch.ones(count, dtype=torch.bool)
+        responses, reward_sum = 0, 0.0
+        if self._column is not None:
+            scores = self._score(batch, count, self.settings.samples_per_prompt, step)
+            if batch is not None:
+                own = scores.flatten(0, 1)[batch.sequence_ids]
+                batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
+                batch.response_mask = without_unscored(batch, own[:, 2] > 0)
+            valid = scores[..., 2] > 0
+            keep = _differ(scores[..., self._column], valid)
+            responses, reward_sum = int(valid.sum()), float(scores[..., 0].sum())
+        if found.kept is not None:
+            keep = torch.tensor(found.kept, dtype=torch.bool)
+        if self._column is not None:
+            self.rows += self._rows_of_round(keep)
+        self._groups += count
+        return RoundScores(keep, responses, reward_sum)
+
+    def _set_baselines(self, found: GenerationRound, step: int):
+        """Scores the greedy responses: each is the baseline of its prompt's group."""
+        scores = self._score(found.greedy, len(found.lines), 1, step, for_training=False)[:, 0]
+        if found.batch is not None:
+            own = scores[found.batch.sequence_ids // self.settings.samples_per_prompt]
+            found.batch.baseline_scores = own[:, 0].float()
+            found.batch.response_mask = without_unscored(found.batch, own[:, 2] > 0)
+
+    def _score(self, batch: Batch | None, groups: int, samples: int, step: int, for_training: bool = True) -> Tensor:
+        """[groups, samples, 3] float64 rewards, correctness and whether they count (`valid_sequences`) of a round's
+        responses, on all ranks that take part."""
+        count = groups * samples
+        dp_assignment = load_balance.round_robin_assignment(self.mesh, count, samples)
+        role = ROLLOUT if batch is not None else self.reward.name
+        with self.timers.phase(self.mesh[role].model_role, "exchange"):
+            dp_assignment |= {ROLLOUT: dp_assignment_of(batch, count, self.mesh[ROLLOUT])}
+        fields = self.settings.environment_fields
+        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, fields)
+        step_batch.dispatch("reward")
+        self.reward.score(step_batch, for_training)
+        scores = torch.zeros(count, 3, dtype=torch.float64, device=device.device())
+        if self.mesh["reward"].is_leader:
+            scored = step_batch["reward"]
+            columns = scored.scores, scored.correct, valid_sequences(scored, self.settings)
+            scores[scored.sequence_ids] = torch.stack([column.double() for column in columns], dim=1)
+        with step_batch.exchange_phase("reward", ROLLOUT):
+            dist.all_reduce(scores, group=self.mesh.channel("scores"))
+        return scores.view(groups, samples, 3)
+
+    def _rows_of_round(self, keep: Tensor) -> list[dict]:
+        """Samples-file rows of the round just scored, with sequence numbers that are unique in the step."""
+        samples, kept = self.settings.samples_per_prompt, keep.tolist()
+        return [
+            row | {"sequence": row["sequence"] + self._groups * samples, "kept": kept[row["sequence"] // samples]}
+            for row in self.reward.rows
+        ]
+
+
+def _differ(values: Tensor, valid: Tensor) -> Tensor:
+    """[G] bool: whether those of the values [G, n] that are `valid` [G, n] bool differ within a group."""
+    highest = values.masked_fill(~valid, -torch.inf).amax(-1)
+    return (highest > values.masked_fill(~valid, torch.inf).amin(-1)).cpu()
