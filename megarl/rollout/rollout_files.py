@@ -45,7 +45,7 @@ class RolloutWriter:
     """Writes the rollout of each step, on all ranks of the rollout together; others return at once."""
 
     def __init__(self, run: Path, role_groups: RoleGroups, layers: tuple[int, ...] | None, facts: dict):
-        """Removes what a killed run left. A collective of the world.
+        """Removes what a killed run left, on rank 0; the trainer's `open` comes between this and the first step.
 
         Args:
             run: the run's folder.
@@ -57,7 +57,6 @@ class RolloutWriter:
         if dist.get_rank() == 0:
             for unfinished in self.folder.glob(f"{WRITING}*"):
                 shutil.rmtree(unfinished)
-        dist.barrier()
 
     def begin(self, step: int, waiting: int):
         """Begins the rollout of a step, for which `waiting` groups of earlier steps are there."""

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megarl.arguments import RunConfig
 from megarl.checkpoint import branch, commit, factors, folders, resume, schedules
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
@@ -66,7 +68,9 @@ class Trainer(abc.ABC):
         return Path(self.settings.save) if self.settings.save else None
 
     def open(self, resumed: Path | None, used: list[Path]):
-        """Opens the run's files: appends after `self.step` if resumed, otherwise starts new ones.
+        """Opens the run's files: appends after `self.step` if resumed, otherwise starts new ones. Collective.
+
+        Before rank 0 has moved aside what the folder held, no other rank may write there.
 
         Args:
             resumed: the checkpoint that the run resumes from.
@@ -74,8 +78,12 @@ class Trainer(abc.ABC):
         """
         if self.checkpoints:
             self.checkpoints.used = used
-        if self.mesh.rank:
-            return
+        if self.mesh.rank == 0:
+            self._open_files(resumed, used)
+        if self.mesh.size > 1:
+            dist.barrier()
+
+    def _open_files(self, resumed: Path | None, used: list[Path]):
         self._progress = Progress(self.settings.train_iters, fields=self._fields)
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,11 @@ import functools
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.batch import GENERATED_FIELDS
@@ -16,8 +18,10 @@ from tests.helpers.programs import (
     GRADED,
     PLACED,
     assert_close,
+    in_world,
     inputs,
     metrics,
+    program,
     rl_argv,
     samples,
     timeless,
@@ -25,6 +29,7 @@ from tests.helpers.programs import (
     write_lines,
 )
 from tests.helpers.tiers import by_default
+from tests.helpers.worlds import run_world
 
 STEPS = "--train-iters 3 --save-interval 1 --lr-decay-iters 9"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -223,3 +228,38 @@ def test_groups_that_wait_must_be_there(folder):
     flags = f"{STEPS} {RUNS['waiting and partial'][1]} {ONLY} --load-rollouts {run} --load {start}"
     line = error_of(folder, rl_argv(folder / "refused", flags))
     assert "5 groups waited from earlier steps when step 2 was generated, and 0 do now" in line
+
+
+def generates_late(rank: int, parsed) -> list[bool]:
+    """Whether rank 0 had opened the run's folder whenever this rank began to generate."""
+    from megarl.checkpoint import branch
+    from megarl.rollout.batcher import RolloutBatcher
+
+    store, begin, generate = dist.distributed_c10d._get_default_store(), branch.begin, RolloutBatcher.generate
+    found = []
+
+    def slow(*args):
+        time.sleep(0.5)  # without it, a rank that does not wait would seldom be the first
+        begin(*args)
+        store.set("opened", "1")
+
+    def noted(batcher, step):
+        found.append(store.check(["opened"]))
+        return generate(batcher, step)
+
+    branch.begin, RolloutBatcher.generate = slow, noted
+    in_world(rank, "rl", parsed)
+    return found
+
+
+def test_no_rank_writes_before_an_older_runs_files_are_moved_aside(tmp_path):
+    save, flags = (
+        tmp_path / "run",
+        f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --train-iters 1",
+    )
+    older = save / "rollouts" / "step_00000001"
+    older.mkdir(parents=True)
+    found = run_world(generates_late, 2, program("rl", rl_argv(save, f"{flags} --save-rollouts"), 2))
+    assert found == [[True], [True]]
+    assert [path.name for path in (save / "rollouts.old-1" / "step_00000001").iterdir()] == []
+    assert (save / "rollouts" / "step_00000001" / FILE).exists()
