@@ -20,8 +20,8 @@ from megarl.mcore.parallel import process_groups
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
-# What flows between all ranks of two roles. Each has a process group of its own, also where two have the same ranks:
-# a group orders its collectives, and one direction must never wait for what another one has not sent yet.
+# What flows between all ranks of two roles. Between disjoint roles each has a process group of its own, also where two
+# have the same ranks: a group orders its collectives, and none may wait for what another direction has not sent yet.
 CHANNELS = {
     "weights": ("actor", "rollout"),
     "scores": ("rollout", "reward"),  # of a round, before the batch is full
@@ -191,6 +191,7 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
     channels: dict[str, object] = {}
     for name, pair in CHANNELS.items():
         if all(role in all_groups for role in pair):
-            ranks = sorted({rank for role in pair for rank in all_groups[role].ranks})
-            channels[name] = dist.new_group(ranks, timeout=timeout)
+            one, other = (set(all_groups[role].ranks) for role in pair)
+            ranks = sorted(one | other)
+            channels[name] = cache.get(ranks) if one & other else dist.new_group(ranks, timeout=timeout)
     return RoleMesh(all_groups, leaders, channels)

@@ -62,11 +62,12 @@ class StepBatch:
         return len(self.dp_assignment[ROLLOUT])
 
     def dispatch(self, *roles: str):
-        """Sends the responses to roles that do not have them yet, to each replica its own sequences."""
+        """Sends the responses to roles that do not have them yet, to each replica its own sequences. A rank that only
+        sends does not wait (`wait_sends`)."""
         for role in roles:
             if self._has(role) and role not in self._batches:
                 fields = [*(ACTOR_FIELDS if role == ACTOR else RESPONSE_FIELDS), *self._extra_fields]
-                self._batches[role] = self._send(self._closest_copy(role), role, fields)
+                self._batches[role] = self._send(self._closest_copy(role), role, fields, self._pending)
 
     def gather(self, *producers: Producer):
         """Collects on the actor the fields that other roles have computed, their `outputs`."""
@@ -103,7 +104,7 @@ class StepBatch:
             self._batches[destination].update(received, list(fields))
 
     def _send(
-        self, source: str, destination: str, fields: list[str], pending: exchange.PendingSends | None = None
+        self, source: str, destination: str, fields: list[str], pending: exchange.PendingSends | None
     ) -> Batch | None:
         if not set(self._mesh[source].ranks).isdisjoint(self._mesh[destination].ranks):
             pending = None

@@ -16,6 +16,7 @@ class ScoringBatcher(RolloutBatcher):
         if batch is not None:
             batch.dispatch(self.reward.name)
             self.reward.score(batch)
+            batch.wait_sends()
             if batch[self.reward.name] is not None:
                 metrics, _, _ = step_metrics(batch[self.reward.name], self.settings, self.mesh[self.reward.name])
                 self.metrics |= metrics

@@ -112,6 +112,7 @@ class RoundScorer:
             scores[scored.sequence_ids] = torch.stack([column.double() for column in columns], dim=1)
         with step_batch.exchange_phase("reward", ROLLOUT):
             dist.all_reduce(scores, group=self.mesh.channel("scores"))
+            step_batch.wait_sends()
         return scores.view(groups, samples, 3)
 
     def _rows_of_round(self, keep: Tensor) -> list[dict]:

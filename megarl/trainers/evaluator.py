@@ -113,6 +113,7 @@ class Evaluator:
         step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, fields)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
+        step_batch.wait_sends()
         return itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
 
     def samples(self) -> list[dict] | None:

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 import megarl
-from megarl.batch import round_robin
+from megarl.batch import ACTOR_FIELDS, round_robin
 from megarl.comm import exchange
 from megarl.comm.announcements import Announcements
+from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
+from megarl.observe.timers import Timers
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.batches import create_mesh, random_batch, sequences
@@ -157,6 +159,25 @@ def send_and_continue(rank: int):
 def test_a_sender_does_not_wait_for_the_receiver():
     given, taken = run_world(send_and_continue, 2)
     assert given == taken
+
+
+def dispatch_and_continue(rank: int):
+    mesh, store = create_mesh("--role-map actor=0;critic=0;reward=1;reference=1;rollout=1"), store_of_ranks()
+    dp_assignment = {role: round_robin(torch.arange(6), 1, 2) for role in mesh.roles}
+    responses = random_batch(1, [*ACTOR_FIELDS], ids=torch.arange(6))
+    if rank == 0:
+        store.wait(["gone on"], timedelta(seconds=20))
+    batch = StepBatch(mesh, Timers(), dp_assignment, responses if rank == 1 else None, 1, None)
+    batch.dispatch("actor", "reward", "reference", "critic")
+    if rank == 1:
+        store.set("gone on", "1")
+    batch.wait_sends()
+    return sequences(batch["actor"] if rank == 0 else responses)
+
+
+def test_the_rollout_does_not_wait_until_its_responses_are_received():
+    received, sent = run_world(dispatch_and_continue, 2)
+    assert received == sent
 
 
 def announce(rank: int) -> list[dict]:
