@@ -1,10 +1,8 @@
 """The rollout: generates responses with the actor's policy, on the actor's module or on a model with its own layout."""
 
-import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.sampling_settings import SamplingSettings
@@ -21,7 +19,7 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts
 from megarl.mcore.lora import adapter
-from megarl.mcore.lora.transfer import PolicyTransfer, policy_checksums
+from megarl.mcore.lora.transfer import policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.moe.routing import NO_ROUTE
@@ -30,6 +28,7 @@ from megarl.rollout.bank import RolloutBank
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
+from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 
 
 class Rollout:
@@ -54,7 +53,7 @@ class Rollout:
         self.metrics: dict[str, float] = {}
         # Of training responses since the last `generation_metrics`.
         self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
-        self.engine = self._transfer = self.model = self.bank = None
+        self.engine = self._weight_sync = self.model = self.bank = None
         self._fingerprint: tuple | None = None
         self._has_factors = has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
         vocab_size = role.model_vocab_size(tokenizer.vocab_size)
@@ -65,9 +64,7 @@ class Rollout:
             if has_factors:
                 adapter.add_frozen_factors(self.model, role.lora, role.megatron, self.role_groups.pg_collection)
         if role.model_role == self.name and (trained is not None or self.model is not None):
-            self._group = mesh.channel("weights")
-            models = (trained, mesh["actor"].pg_collection), (self.model, self.role_groups.pg_collection)
-            self._transfer = PolicyTransfer(*models, self._group, has_factors)
+            self._weight_sync = WeightSync(mesh, trained, self.model, has_factors, settings.verify_weights, timers)
         if self.role_groups.is_member:
             self.engine = RolloutEngine(
                 self.model[0], self.role_groups.pg_collection, vocab_size,
@@ -98,21 +95,7 @@ class Rollout:
         A collective of the ranks of actor and rollout.
         """
         self._fingerprint = None
-        self.metrics = {"weights/sync_bytes": 0, "weights/sync_s": 0.0}
-        if self._transfer is None:
-            return
-        roles = [name for name in ("actor", "rollout") if self.mesh[name].is_member]
-        with self.timers.phase(roles[-1], "wait"):  # so that the sync time contains no waiting
-            dist.barrier(group=self._group)
-        start = time.perf_counter()
-        # On a rank of both roles the time counts for the rollout.
-        with self.timers.phase(roles[0], "sync"), self.timers.phase(roles[-1], "sync"):
-            sent = torch.tensor(self._transfer.run(), dtype=torch.int64, device=device.device())
-            dist.all_reduce(sent, group=self._group)
-            self.metrics = {"weights/sync_bytes": int(sent)}
-            if self.settings.verify_weights:
-                self._transfer.verify()
-        self.metrics["weights/sync_s"] = time.perf_counter() - start
+        self.metrics = dict(UNCHANGED) if self._weight_sync is None else self._weight_sync.run()
 
     def generate(
         self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,

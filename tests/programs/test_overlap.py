@@ -68,8 +68,6 @@ def test_a_batch_generated_ahead_survives_an_interruption(model, tmp_path):
 MEETINGS = {
     ("all_to_all_single", "comm/exchange.py"),  # responses and scores
     ("all_to_all_single", "router_replay/route_exchange.py"),
-    ("barrier", "rollout/rollout.py"),  # weight sync
-    ("all_reduce", "rollout/rollout.py"),
 }
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single",
                "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "scatter")  # fmt: skip

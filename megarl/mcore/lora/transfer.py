@@ -16,7 +16,7 @@ def policy_checksums(stages, pg_collection, has_factors: bool) -> dict[str, int]
 
 
 class PolicyTransfer:
-    """Brings all weights of a policy to another model. All methods are collectives of the group.
+    """Brings all weights of a policy to another model. Methods without a group are collectives of `group`.
 
     The weights under factors of 16 bits never change: they travel once, what training changes travels each time.
     """
@@ -31,6 +31,7 @@ class PolicyTransfer:
         """
         whole = WeightTransfer(LocalWeights(*policy), LocalWeights(*rollout), group)
         self._transfers, self._has_run = [whole], False
+        self.total_bytes = 0  # sent by all ranks in the last run
         if has_factors:
             source, destination = (LocalWeights(*model, trained_state) for model in (policy, rollout))
             self._transfers.append(WeightTransfer(source, destination, group))
@@ -40,6 +41,7 @@ class PolicyTransfer:
         whole, *trained = self._transfers
         due = trained if trained and self._has_run else self._transfers
         sent = sum(transfer.run() for transfer in due)
+        self.total_bytes = sum(transfer.total_bytes for transfer in due)
         if trained:
             whole.free_staging()
         self._has_run = True
@@ -49,3 +51,12 @@ class PolicyTransfer:
         """Compares every weight and factor, as `WeightTransfer.verify`."""
         for transfer in self._transfers:
             transfer.verify()
+
+    def source_checksums(self, group) -> list[dict[str, int]]:
+        """As of `WeightTransfer`, one dict for each transfer."""
+        return [transfer.source_checksums(group) for transfer in self._transfers]
+
+    def check(self, expected: list[dict[str, int]], group):
+        """As of `WeightTransfer`."""
+        for transfer, sums in zip(self._transfers, expected, strict=True):
+            transfer.check(sums, group)

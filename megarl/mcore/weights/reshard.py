@@ -46,7 +46,10 @@ class _Round(NamedTuple):
 
 
 class WeightTransfer:
-    """Plans and runs weight transfers between two models. All methods are collectives of the group."""
+    """Plans and runs weight transfers between two models. All methods are collectives of the group.
+
+    Ranks that hold one of the models alone only send or only receive.
+    """
 
     def __init__(self, source: Any, destination: Any, group, bucket_bytes: int = 64 * 2**20):
         """Builds the plan.
@@ -71,6 +74,9 @@ class WeightTransfer:
         self.local = [copy for copy in copies if copy.sender == copy.receiver]
         self.rounds = self._plan_rounds([copy for copy in copies if copy.sender != copy.receiver], bucket_bytes)
         self.bytes_sent = sum(m.size * r.dtype.itemsize for r in self.rounds for m in r.sends)
+        total = torch.tensor(self.bytes_sent, dtype=torch.int64, device=device.device())
+        dist.all_reduce(total, group=group)
+        self.total_bytes = int(total)  # sent by all ranks
         self._staging: dict[str, Tensor] = {}
 
     def run(self) -> int:
@@ -91,9 +97,16 @@ class WeightTransfer:
         Raises:
             RuntimeError: checksums of some keys, which it names, differ.
         """
-        received = checksum(self.destination, self.group)
-        expected = checksum(self.source, self.group, self.dtypes)
-        wrong = [key for key in sorted(expected) if expected[key] != received[key]]
+        self.check(self.source_checksums(self.group), self.group)
+
+    def source_checksums(self, group) -> dict[str, int]:
+        """Checksum of every weight of the source in the destination's dtypes; a collective of its ranks, `group`."""
+        return checksum(self.source, group, self.dtypes)
+
+    def check(self, expected: dict[str, int], group):
+        """As `verify`, against checksums of the source; a collective of the destination's ranks, `group`."""
+        received = checksum(self.destination, group)
+        wrong = [key for key in sorted(expected) if expected[key] != received.get(key)]
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise RuntimeError(f"weights differ after their transfer: {', '.join(wrong[:NAMED])}{more}")

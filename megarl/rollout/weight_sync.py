@@ -1,0 +1,77 @@
+"""The weight sync: brings the actor's weights to a rollout that has a model of its own."""
+
+import time
+
+import torch.distributed as dist
+
+from megarl.comm.announcements import Announcements
+from megarl.comm.role_mesh import RoleMesh
+from megarl.mcore.lora.transfer import PolicyTransfer
+from megarl.mcore.model import gpt
+from megarl.observe.timers import Timers
+
+UNCHANGED = {"weights/sync_bytes": 0, "weights/sync_s": 0.0}  # metrics of a rollout on the actor's module
+
+
+class WeightSync:
+    """Transfers the weights on the ranks of actor and rollout.
+
+    On disjoint ranks the actor only sends and the rollout only receives; no collective makes them meet. Otherwise the
+    ranks of both meet before the transfer, so that its time contains no waiting.
+    """
+
+    def __init__(
+        self, mesh: RoleMesh, trained: gpt.ModelChunks | None, model: gpt.ModelChunks | None, has_factors: bool,
+        verifies: bool, timers: Timers,
+    ):  # fmt: skip
+        """Plans the transfer. A collective of the ranks of actor and rollout.
+
+        Args:
+            trained, model: the actor's and the rollout's on this rank; None outside the role.
+            has_factors: both have low-rank factors apart from their weights.
+            verifies: compares checksums of all weights after each transfer.
+        """
+        self._actor, self._rollout = mesh["actor"], mesh["rollout"]
+        self._roles = [role for role in (self._actor, self._rollout) if role.is_member]
+        self._group, self._verifies, self._timers = mesh.channel("weights"), verifies, timers
+        models = (trained, self._actor.pg_collection), (model, self._rollout.pg_collection)
+        self._transfer = PolicyTransfer(*models, self._group, has_factors)
+        self._announcements = None
+        if set(self._actor.ranks).isdisjoint(self._rollout.ranks):
+            self._announcements = Announcements("weights", self._actor.ranks.start, self._rollout.ranks)
+
+    def run(self) -> dict[str, float]:
+        """Transfers the weights; returns metrics.
+
+        Raises:
+            RuntimeError: with `verifies`, checksums differ.
+        """
+        names = [role.role for role in self._roles]
+        with self._timers.phase(names[-1], "wait"):
+            self._meet()
+        start = time.perf_counter()
+        # On a rank of both roles the time counts for the rollout.
+        with self._timers.phase(names[0], "sync"), self._timers.phase(names[-1], "sync"):
+            self._transfer.run()
+            if self._verifies:
+                self._verify()
+        seconds = time.perf_counter() - start
+        return {"weights/sync_bytes": self._transfer.total_bytes, "weights/sync_s": seconds}
+
+    def _meet(self):
+        """Waits until the actor has the weights and, on ranks of both roles, until the rollout needs them."""
+        if self._announcements is None:
+            dist.barrier(group=self._group)
+        elif self._rollout.is_member:
+            self._announcements.take()
+        else:
+            self._announcements.send({"begins": True})
+
+    def _verify(self):
+        if self._announcements is None:
+            self._transfer.verify()
+        elif self._rollout.is_member:
+            self._transfer.check(self._announcements.take()["checksums"], self._rollout.pg_collection.intra_dist_opt)
+        else:
+            checksums = self._transfer.source_checksums(self._actor.pg_collection.intra_dist_opt)
+            self._announcements.send({"checksums": checksums})
