@@ -8,7 +8,6 @@ the others is dropped with a warning (`combinations`).
 
 import argparse
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,11 +150,11 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     roles = _role_settings(context, values, tokens, ranks)
     folders = [role.hf_model for role in roles.values() if role.hf_model is not None]
     notes = dict.fromkeys(note for folder in folders for note in folder.notes)
+    warnings = *command.removed, *combinations.warning(idle), *combinations.cautions(context.settings), *notes
     return RunConfig(
         settings=context.settings, roles=roles, trained=tuple(role for role in trained if role in ranks),
         check=command.check, estimator=context.estimator, policy_loss=_with_options(context, values),
-        rewards=context.terms,
-        warnings=(*command.removed, *([combinations.warning(idle)] if idle else []), *notes),
+        rewards=context.terms, warnings=warnings,
         command_line=(f"megarl.{parser.MODULES[program]}", *argv),
         user_settings={"megarl": sorted(name.replace("-", "_") for name in command.values), "megatron": attributes},
     )  # fmt: skip
@@ -249,27 +248,8 @@ def _tokens_of_roles(command: CommandLine, program: str, idle: dict[str, str]) -
     """Megatron's tokens of each role, without the idle flags."""
     from megarl.mcore.config import megatron_flags
 
-    unknown = functools.partial(_unknown_flag, command, program)
+    unknown = functools.partial(parser.unknown_flag, command.flags, program)
     return role_flags.split(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations(), unknown, idle)
-
-
-def _unknown_flag(command: CommandLine, program: str, option: str, name: str) -> UsageError:
-    """The error of an unknown flag, with what would be accepted, or the programs that have it.
-
-    `name`: the option without a role's prefix.
-    """
-    from megarl.mcore.config import megatron_flags
-
-    own = [f"--{flag}" for flag in command.flags]
-    accepted = [*megatron_flags.accepted_options(), *own]
-    others = [other for other in role_flags.ROLES_OF if other != program and name[2:] in parser.own_flags(other)]
-    elsewhere = parser.ELSEWHERE.get(name[2:])
-    if name not in own and others:
-        names = ", ".join(parser.MODULES[other] for other in others)
-        return UsageError(f"{option}: unknown flag; {names} {'has' if len(others) == 1 else 'have'} {name}")
-    close = [each for each in (name, f"--{elsewhere}") if each in accepted]
-    close = close or difflib.get_close_matches(option, accepted, n=1, cutoff=0.8)
-    return UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))
 
 
 def _named(flag: str, name: str, built_in: dict, wrap):

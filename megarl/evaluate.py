@@ -65,7 +65,7 @@ def evaluate(config: RunConfig, timers: Timers):
     inputs, mesh, _ = read_inputs(config, timers, lambda: EvaluationInputs(config), sys.stderr)
     rollout = inputs.rollout(mesh, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
-    rollout.sync_weights()
+    rollout.load_weights()
     evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
     metrics = evaluator.evaluate()
     reward.verifiers.close()

@@ -78,7 +78,7 @@ class WeightLoader:
         if folder is not None and (damaged := integrity.find_damage([folder])):
             raise UsageError(f"{folder}: damaged: {damaged[folder]}")
         weights.load(self.policy, self.pg_collection)
-        self.rollout.sync_weights()
+        self.rollout.load_weights()
 
     def _read(self, path: str) -> PretrainedWeights:
         known = self.role.hf_model
@@ -101,7 +101,7 @@ def serve(config: RunConfig, timers: Timers):
     with start_frontend(inputs.frontend_config, inputs.model_name, inputs.vocab_size, role_groups) as frontend:
         policy = inputs.load(mesh["actor"])
         rollout = Rollout(config.settings, inputs.rollout_role(), mesh, policy, inputs.tokenizer, timers)
-        rollout.sync_weights()
+        rollout.load_weights()
         loader = WeightLoader(config, inputs, policy, mesh, rollout)
         engine = ServedEngine(rollout.engine, inputs.tokenizer.end_ids, config.settings.serve_routes, loader.load)
         service = ReplicaService(engine, rollout.model, role_groups, frontend, inputs.vocab_size, inputs.label)

@@ -29,11 +29,10 @@ def train(config, timers):
             advantages.compute(batch)
             batch.scatter(critic)
 
-            batcher.generate_ahead(step + 1)  # with --one-step-off: by the policy before its update
             critic.update(batch)
             actor.update(batch, advantages.kl_coefficient)
             advantages.update_kl_coefficient(batch)
-            rollout.sync_weights()
+        rollout.sync_weights(step, has_trained=batch is not None)
         run.serve(step)  # with --serve-policy: requests from outside
         run.evaluate(step)
         run.log(step)

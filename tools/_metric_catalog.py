@@ -74,7 +74,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " any update; exactly 0 on a CPU"),
         Metric("rollout/logprob_gap_mean", "nats", "mean of the same"),
         Metric("rollout/staleness", "updates", "actor updates since a trained token was generated, mean over tokens",
-               "with --one-step-off or --partial-rollouts"),
+               "with --generation-lag or --partial-rollouts"),
         Metric("rollout/staleness_max", "updates", "the largest of the same", "with --partial-rollouts"),
         Metric("rollout/carried_fraction", "fraction", "trained tokens that are older than the step",
                "with --partial-rollouts"),

@@ -56,8 +56,9 @@ ENTRIES: dict[str, Any] = {
     "settings": dict, "schedules": Each(dict), "lora": Each({"factors": dict, "base": dict}), "kept_for": str,
     "best": Optional(_is_best),
     "reward": Optional({"count": _is_number, "mean": _is_number, "squares": _is_number}),
-    "waiting_groups": {"complete": _is_count, "unfinished": _is_count, "samples_per_prompt": _is_count, "fields": [str],
-                       "is_ahead": bool},
+    "waiting_groups": {"complete": _is_count, "unfinished": _is_count, "samples_per_prompt": _is_count,
+                       "fields": [str]},
+    "generated_ahead": {"lag": _is_count, "through": _is_count, "steps": [_is_count]},
 }  # fmt: skip
 
 

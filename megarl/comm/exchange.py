@@ -54,14 +54,15 @@ class PendingSends:
     def __init__(self):
         self._held: list[tuple] = []
 
-    def hold(self, work: dist.Work, *buffers: Tensor):
+    def hold(self, work: dist.Work | None, *buffers: Tensor):
         """Keeps a started collective and its buffers."""
         self._held.append((work, buffers))
 
     def wait(self):
         """Waits until all sends are received."""
         for work, _ in self._held:
-            work.wait()
+            if work is not None:
+                work.wait()
         self._held.clear()
 
 
@@ -108,7 +109,7 @@ def is_already_there(mesh: RoleMesh, source: str, destination: str, dp_assignmen
 
 def send(
     mesh: RoleMesh, batch: Batch | None, source: str, destination: str, names: list[str],
-    dp_assignment: dict[str, Tensor], pending: PendingSends | None = None,
+    dp_assignment: dict[str, Tensor], pending: PendingSends | None = None, in_evaluation: bool = False,
 ) -> Batch | None:  # fmt: skip
     """Moves fields of a batch from the replicas of one role to the replicas of another.
 
@@ -120,6 +121,7 @@ def send(
         dp_assignment: role -> [N] int64, the dp rank of each sequence id; the same on every rank.
         pending: collects the sends of the source's ranks, which then do not wait. All ranks pass it or none does; only
             for disjoint roles, whose ranks must all make the calls between the two roles in the same order.
+        in_evaluation: apart from the batches of steps, of which ranks may have sent later ones already.
     """
     sender, receiver = mesh[source], mesh[destination]
     names = list(dict.fromkeys(HEADER + names))
@@ -129,7 +131,7 @@ def send(
     if sender.is_leader or receiver.is_leader:
         if not sender.is_leader:
             batch = pending = None
-        group = mesh.leaders_group(source, destination)
+        group = mesh.leaders_group(source, destination, in_evaluation)
         received = _exchange(batch, receiver, names, dp_assignment[destination], group, pending)
     return broadcast_in_replica(received, names, receiver) if receiver.is_member else None
 

@@ -20,14 +20,16 @@ from megarl.mcore.parallel import process_groups
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
-# What flows between all ranks of two roles. Between disjoint roles each has a process group of its own, also where two
-# have the same ranks: a group orders its collectives, and none may wait for what another direction has not sent yet.
+# What flows between two roles apart from batches. Between disjoint roles each has a process group of its own, also if
+# two have the same ranks: a group orders its collectives, and none may wait for what another direction has not sent.
 CHANNELS = {
     "weights": ("actor", "rollout"),
     "scores": ("rollout", "reward"),  # of a round, before the batch is full
     "routes/actor": ("rollout", "actor"),
     "routes/reference": ("rollout", "reference"),
+    "evaluation": ("rollout", "reward"),  # responses; a rollout that generates ahead has sent later batches by then
 }
+OF_LEADERS = {"evaluation"}  # channels of the replica leaders; the others are of all ranks
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,12 @@ class RoleMesh:
         """Roles that own a model on a rank; a role that runs on the model of another counts as the other."""
         return list(dict.fromkeys(g.model_role for g in self.roles.values() if rank in g.ranks))
 
-    def leaders_group(self, one: str, other: str):
+    def leaders_group(self, one: str, other: str, in_evaluation: bool = False):
         """Group of the replica leaders of two roles, over which batches are exchanged."""
-        return self._leaders[frozenset((one, other))]
+        return self.channel("evaluation") if in_evaluation else self._leaders[frozenset((one, other))]
 
     def channel(self, name: str):
-        """Group of all ranks of the two roles of one of the `CHANNELS`."""
+        """Group of one of the `CHANNELS`."""
         return self._channels[name]
 
     def gather(self, item) -> list | None:
@@ -189,9 +191,11 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
         pair = frozenset((one, other))
         leaders[pair] = cache.get(sorted({*all_groups[one].leaders, *all_groups[other].leaders}))
     channels: dict[str, object] = {}
-    for name, pair in CHANNELS.items():
-        if all(role in all_groups for role in pair):
-            one, other = (set(all_groups[role].ranks) for role in pair)
-            ranks = sorted(one | other)
-            channels[name] = cache.get(ranks) if one & other else dist.new_group(ranks, timeout=timeout)
+    for name, ends in CHANNELS.items():
+        if all(role in all_groups for role in ends):
+            one, other = (all_groups[role] for role in ends)
+            members = (one.leaders, other.leaders) if name in OF_LEADERS else (one.ranks, other.ranks)
+            ranks = sorted(set().union(*members))
+            shares = not set(one.ranks).isdisjoint(other.ranks)
+            channels[name] = cache.get(ranks) if shares else dist.new_group(ranks, timeout=timeout)
     return RoleMesh(all_groups, leaders, channels)

@@ -36,7 +36,7 @@ class StepBatch:
 
     def __init__(
         self, mesh: RoleMesh, timers: Timers, dp_assignment: dict[str, Tensor], responses: Batch | None, step: int,
-        prompts: PromptSet, extra_fields: tuple[str, ...] = (),
+        prompts: PromptSet, extra_fields: tuple[str, ...] = (), in_evaluation: bool = False,
     ):  # fmt: skip
         """
         Args:
@@ -45,9 +45,10 @@ class StepBatch:
             step: number of the training step.
             prompts: the set whose lines `prompt_ids` are.
             extra_fields: fields of the responses besides those that generation fills; the same on every rank.
+            in_evaluation: it is not a step's batch, but one of an evaluation.
         """
         self._mesh, self._timers = mesh, timers
-        self._extra_fields = extra_fields
+        self._extra_fields, self._in_evaluation = extra_fields, in_evaluation
         self.dp_assignment, self.step = dp_assignment, step
         self.prompts = prompts
         self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
@@ -109,4 +110,7 @@ class StepBatch:
         if not set(self._mesh[source].ranks).isdisjoint(self._mesh[destination].ranks):
             pending = None
         with self.exchange_phase(source, destination):
-            return exchange.send(self._mesh, self[source], source, destination, fields, self.dp_assignment, pending)
+            roles = source, destination
+            return exchange.send(
+                self._mesh, self[source], *roles, fields, self.dp_assignment, pending, self._in_evaluation
+            )

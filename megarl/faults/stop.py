@@ -146,13 +146,16 @@ class RunStop:
         self._grace = grace
         self._signals: StopSignals | None = None
 
+    def listen(self, step: int):
+        """From now on signals stop the run instead of ending it; `step` is the last one before."""
+        store = dist.distributed_c10d._get_default_store().clone()
+        self._signals = StopSignals(store, self._grace, step)
+        with contextlib.suppress(ValueError):  # not the main thread: signals keep their effect
+            self._signals.install()
+
     def may_begin(self, step: int) -> bool:
-        """Whether all ranks begin this step. From the first call on, signals stop the run instead of ending it."""
-        if self._signals is None:
-            store = dist.distributed_c10d._get_default_store().clone()
-            self._signals = StopSignals(store, self._grace, step - 1)
-            with contextlib.suppress(ValueError):  # not the main thread: signals keep their effect
-                self._signals.install()
+        """Whether all ranks begin this step; after `listen`."""
+        assert self._signals is not None
         if self._agreement.begins(step):
             self._signals.step = step
             return True

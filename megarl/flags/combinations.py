@@ -97,6 +97,7 @@ CONDITIONS: dict[str, Condition] = {
     "overlong": _when(lambda s: s.overlong_buffer > 0, "--overlong-buffer is 0"),
     "environment": _when(lambda s: s.environment is not None, "needs --environment"),
     "engine": _when(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine"),
+    "trained": _when(lambda s: not s.debug_rollout_only, "--debug-rollout-only trains nothing"),
     "evaluates": _when(lambda s: not s.debug_train_only and not s.debug_rollout_only,
                        "--debug-train-only and --debug-rollout-only evaluate nothing"),
     "profile": _when(lambda s: s.profile_steps is not None, "needs --profile-steps"),
@@ -136,12 +137,24 @@ def without_effect(context: FlagContext, given: dict[str, str | None]) -> dict[s
     return {flag: reason(context, name) for flag, name in conditional.items() if not condition(name).holds(context)}
 
 
-def warning(idle: dict[str, str]) -> str:
-    """One line that names the flags without effect, grouped by reason."""
+def warning(idle: dict[str, str]) -> list[str]:
+    """One line that names the flags without effect, grouped by reason; none without any."""
+    if not idle:
+        return []
     by_reason: dict[str, list[str]] = {}
     for flag, why in idle.items():
         by_reason.setdefault(why, []).append(flag)
-    return "without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in by_reason.items())
+    return ["without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in by_reason.items())]
+
+
+def cautions(s: Settings) -> list[str]:
+    """Warnings about combinations that run, but seldom as the user expects."""
+    if not s.generation_lag or s.rollout_correction != "none" or s.debug_rollout_only:
+        return []
+    return [
+        f"--generation-lag {s.generation_lag} without --rollout-correction: responses are up to {s.generation_lag} "
+        "updates old, and the loss takes them for the trained policy's"
+    ]
 
 
 def check(context: FlagContext):
@@ -195,8 +208,6 @@ def _sampling(context: FlagContext) -> list[FlagRule]:
              "needs --group-filter reward or correct: without a filter the batch is always full"),
         FlagRule("--rollout-bank", s.rollout_bank, s.rollout_bank is None or s.save is not None,
              "needs --save: a checkpoint tells which responses are no longer needed"),
-        FlagRule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not s.one_step_off,
-             "not allowed with --one-step-off: the groups to keep are known only when the round ends"),
         FlagRule("--partial-rollouts", partial, not partial or s.over_sampling > 1,
              "needs --over-sampling above 1: otherwise every group of a round is finished"),
         FlagRule("--partial-rollouts", partial, not partial or s.rollout_correction != "none",
@@ -207,16 +218,10 @@ def _sampling(context: FlagContext) -> list[FlagRule]:
 
 
 def _overlap(s: Settings) -> list[FlagRule]:
-    ahead = s.one_step_off
-    needs_scores = {"--group-filter": s.group_filter != "none", "--greedy-baseline": s.greedy_baseline}
-    scoring_flags = [name for name, is_set in needs_scores.items() if is_set]
+    lag = s.generation_lag
     return [
-        FlagRule("--one-step-off", ahead, not ahead or s.rollout_correction != "none",
-             "needs a --rollout-correction: the policy that generates is one step older than the trained one"),
-        FlagRule("--one-step-off", ahead, not ahead or not scoring_flags,
-             f"not allowed with {', '.join(scoring_flags)}: a batch that is generated ahead is not scored yet"),
-        FlagRule("--one-step-off", ahead, not ahead or not s.critic_warmup_steps,
-             "not allowed with --critic-warmup-steps"),
+        FlagRule("--max-staleness", s.max_staleness, not 0 < s.max_staleness < lag,
+             f"allowed is 0, or at least --generation-lag {lag}: all responses are that many updates old"),
     ]  # fmt: skip
 
 

@@ -6,9 +6,10 @@ returns the flags of a run as a dictionary.
 
 import argparse
 import dataclasses
+import difflib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megarl.algorithms import policy_losses
 from megarl.algorithms.policy_loss import PolicyLoss
@@ -33,6 +34,8 @@ REMOVED = {
     "tune": "kernels and threads follow a rule, and --kernels overrides it",
     "parallel-work": "a rule says when a kernel uses all threads",
 }
+# Flags of earlier versions that another one replaces, with its value. They are refused.
+REPLACED = {"one-step-off": "--generation-lag 1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,3 +156,26 @@ def check_values(values: dict[str, object], own: dict[str, Flag]):
         if check is not None and not check(value):
             allowed = f": allowed is {own[name].allowed}" if own[name].allowed else ": is not allowed"
             raise UsageError(f"--{name} {value}{allowed}")
+
+
+def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> UsageError:
+    """The error of an unknown flag, with what would be accepted, or the programs that have it.
+
+    Args:
+        flags: megarl's own flags of the program, without dashes.
+        name: the option without a role's prefix.
+    """
+    from megarl.mcore.config import megatron_flags
+
+    if name[2:] in REPLACED:
+        return UsageError(f"{option}: was replaced; use {REPLACED[name[2:]]}")
+    own = [f"--{flag}" for flag in flags]
+    accepted = [*megatron_flags.accepted_options(), *own]
+    others = [other for other in role_flags.ROLES_OF if other != program and name[2:] in own_flags(other)]
+    elsewhere = ELSEWHERE.get(name[2:])
+    if name not in own and others:
+        names = ", ".join(MODULES[other] for other in others)
+        return UsageError(f"{option}: unknown flag; {names} {'has' if len(others) == 1 else 'have'} {name}")
+    close = [each for each in (name, f"--{elsewhere}") if each in accepted]
+    close = close or difflib.get_close_matches(option, accepted, n=1, cutoff=0.8)
+    return UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))

@@ -42,6 +42,7 @@ from megarl.rewards.expression import NAMES
 MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed sequences
 TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
+MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 
 
@@ -146,8 +147,8 @@ class Settings(
                                       programs="evaluate")  # fmt: skip
     rollout_server_key_file: str | None = flag(None, "file with the server's API key", programs="evaluate",
                                           when="rollout_server")  # fmt: skip
-    one_step_off: bool = flag(False, "generate the next step's batch while the current one is trained on; responses"
-                               " are then one step old")  # fmt: skip
+    generation_lag: int = flag(0, "batches that generation may be ahead of training; responses are as many updates old",
+                               lambda v: 0 <= v <= MAX_LAG, f"0 to {MAX_LAG}", when="trained")  # fmt: skip
     verify_weights: bool = flag(False, "compare checksums after each weight sync to the rollout",
                                  programs=ROLLOUT, when="engine")  # fmt: skip
     # Selection of generated groups, and length penalty.

@@ -55,7 +55,7 @@ def estimate(price: Price, cluster: Cluster) -> StepTime | None:
     rollout = price.roles["rollout"]
     sent = traffic.weights_to_rollout(program.roles, rollout.vocab_size) / len(rollout.ranks)
     return StepTime(
-        **seconds, weights=sent / cluster.speed(len(rollout.ranks)), ahead=bool(program.settings.one_step_off)
+        **seconds, weights=sent / cluster.speed(len(rollout.ranks)), ahead=program.settings.generation_lag > 0
     )
 
 

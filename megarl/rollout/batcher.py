@@ -4,6 +4,7 @@ Ranks outside the rollout hold nothing of generation: neither the order of promp
 lengths of a step's sequences from a message, by which every rank assigns them to replicas in the same way.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
 from megarl.rollout import replica_files, waiting_groups
 from megarl.rollout.group_collector import GroupCollector
-from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE
+from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, QUEUED_FILE
 from megarl.rollout.requests import dp_assignment_of
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
@@ -90,52 +91,66 @@ class RolloutBatcher:
     def generate(self, step: int) -> StepBatch | None:
         """The batch of a step. Collective.
 
-        None when the filter left too few groups (`GroupCollector.collect`).
+        None when the filter left too few groups (`GroupCollector.collect`), and after the last step, when ranks that
+        generate ahead have nothing left to do.
         """
+        if step > self.settings.train_iters:
+            return None
         self._scorer.begin_step()
         responses, header = (None, self._follow(step)) if self.collector is None else self._collect(step)
         self.reward.rows = self._scorer.rows
         return None if header is None else self._step_batch(step, responses, header)
 
-    def generate_ahead(self, step: int):
-        """With `--one-step-off`, generates the batch of the next step, before this step's update.
+    def forget(self, step: int):
+        """Removes what was kept of the batches up to a step, which training has ended."""
+        if self.collector is not None:
+            self.collector.queue.forget(step)
 
-        The next `generate` returns it. Ranks outside the rollout return at once.
-        """
-        if self.settings.one_step_off and self.collector is not None:
-            self.collector.collect_ahead(step)
-            self.metrics = self.collector.metrics
-
-    def files(self) -> dict[str, bytes | None]:
-        """The groups that wait, for a checkpoint: files of this replica by name, on its leader. Collective."""
-        return {} if self.collector is None else self.collector.files()
+    def files(self) -> Iterator[tuple[str, bytes | None]]:
+        """The groups that wait and the batches of later steps, for a checkpoint: files of this replica by name, on its
+        leader. Collective."""
+        if self.collector is None:
+            return
+        yield GROUP_BUFFER_FILE, self.collector.group_buffer.to_bytes()
+        if self.settings.partial_rollouts:
+            yield PARTIAL_ROLLOUTS_FILE, self.collector.partial_rollouts.to_bytes()
+        for step, data in self.collector.queue.to_bytes():
+            yield QUEUED_FILE.format(step=step), data
 
     def manifest_entries(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of generation; {} outside the rollout."""
         if self.collector is None:
             return {}
         groups, unfinished = len(self.collector.group_buffer), len(self.collector.partial_rollouts)
+        queue, lag = self.collector.queue, self.settings.generation_lag
         entries = waiting_groups.manifest_entry(self.settings, groups, unfinished)
+        entries |= waiting_groups.queue_entry(lag, queue.through, queue.steps())
         return {"prompt_order": self.collector.order.state_dict(), **entries}
 
-    def load_groups(self, folder: Path):
-        """Loads the groups that waited when a checkpoint was saved. Raises UsageError."""
+    def resume(self, folder: Path, manifest: dict[str, Any]):
+        """Loads the groups that waited when a checkpoint was saved, and the batches of later steps. Raises
+        UsageError."""
         if self.collector is None:
             return
+        step, queue = manifest["step"], waiting_groups.queued(manifest)
         try:
-            if files := replica_files.find(folder, GROUP_BUFFER_FILE):
+            files_of = {number: replica_files.find(folder, name) for number, name in queue["files"].items()}
+            queued = {number: list(replica_files.read(files)) for number, files in files_of.items()}
+            self.collector.queue.load(step, queue["through"], queued)
+            files = replica_files.find(folder, GROUP_BUFFER_FILE)
+            if files and files not in files_of.values():
                 self.collector.group_buffer.from_bytes(replica_files.read(files))
             if files := replica_files.find(folder, PARTIAL_ROLLOUTS_FILE):
                 self.collector.partial_rollouts.from_bytes(replica_files.read(files))
+            self.collector.restart(step)
         except UsageError as error:
             raise UsageError(str(error), self.mesh[ROLLOUT].ranks.start) from None
 
     def _collect(self, step: int) -> tuple[Batch | None, BatchHeader | None]:
         """This rank's share of the batch, and its header. A collective of the rollout."""
-        collector, responses, header = self.collector, None, None
-        if collector.collect(step):
-            responses, count = collector.take(step)
-            role_groups = self.mesh[ROLLOUT]
+        collector, role_groups, responses, header = self.collector, self.mesh[ROLLOUT], None, None
+        if found := collector.collect(step):
+            responses, count = found
             with self.timers.phase(role_groups.model_role, "exchange"):
                 lengths = load_balance.gather_lengths(role_groups, responses, count)
                 header = BatchHeader(lengths, dp_assignment_of(responses, count, role_groups))

@@ -41,6 +41,17 @@ class GroupBuffer:
         self.batch: Batch | None = None  # this rank's sequences
         self.groups = 0  # of all replicas
 
+    def empty(self) -> "GroupBuffer":
+        """A buffer for the same kind of groups."""
+        return GroupBuffer(self.mesh, self.samples, self.extra_fields, self.layers)
+
+    def take(self) -> "GroupBuffer":
+        """Another buffer with all groups, which this one loses."""
+        taken = self.empty()
+        taken.batch, taken.groups = self.batch, self.groups
+        self.clear()
+        return taken
+
     def __len__(self) -> int:
         return self.groups
 

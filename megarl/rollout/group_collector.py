@@ -20,9 +20,9 @@ from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.mcore import device
 from megarl.observe.timers import Timers
+from megarl.rollout.batch_queue import BatchQueue, PolicyVersions
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
-from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE
 from megarl.rollout.requests import PromptRequest
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
@@ -62,57 +62,48 @@ class GroupCollector:
         self.order = PromptOrder(len(prompts), settings.seed)
         self.metrics: dict[str, float] = {}
         self._scorer, self._announcements, self._writer = scorer, announcements, writer
-        self._metrics_ahead: dict[str, float] | None = None  # of a batch that was generated ahead
         self.partial_rollouts = PartialRolloutBuffer(mesh, settings)
         fields = extra_fields(settings)
         self.group_buffer = GroupBuffer(mesh, settings.samples_per_prompt, fields, rollout.recorded_layers)
+        self.queue = BatchQueue(self.group_buffer, keeps=settings.generation_lag > 0)
+        self.versions = PolicyVersions(settings)
 
-    def files(self) -> dict[str, bytes | None]:
-        """The groups that wait, for a checkpoint: files of this replica by name, on its leader. Collective."""
-        found = {GROUP_BUFFER_FILE: self.group_buffer.to_bytes()}
-        if self.settings.partial_rollouts:
-            found[PARTIAL_ROLLOUTS_FILE] = self.partial_rollouts.to_bytes()
-        return found
+    def restart(self, step: int):
+        """Begins after a step whose groups have been loaded."""
+        self.versions.restart(step, self.partial_rollouts.version)
+        self.partial_rollouts.begin_step(*self.versions.of_step(step + 1))
 
-    def collect(self, step: int) -> bool:
-        """Runs the rounds of a step; whether the buffer then holds enough groups for its batch. Collective.
+    def collect(self, step: int) -> tuple[Batch, int] | None:
+        """The batch of a step, if its rounds gave enough groups. Collective.
 
         Not enough: none at all, or with dynamic sampling fewer than `--prompts-per-step` after
-        `--max-sampling-rounds`. They stay in the buffer for the next step; nothing is trained in between, so they
-        remain on-policy.
+        `--max-sampling-rounds`. They stay in the buffer for the next step.
+
+        Returns:
+            This rank's share of the responses, and their number on all replicas.
         """
-        s, statistics = self.settings, SamplingStatistics()
         self.metrics = {}
-        was_generated_ahead = len(self.group_buffer) == s.prompts_per_step
-        if not was_generated_ahead:
-            self._run_rounds(step, statistics)
+        if step > self.queue.through:
+            self._fill(step)
+        found = self.queue.get(step)
+        self.versions.end_step(step, has_batch=found is not None)
+        self.partial_rollouts.begin_step(*self.versions.of_step(step + 1))
+        return None if found is None else (found[0], found[1] * self.settings.samples_per_prompt)
+
+    def _fill(self, step: int):
+        """Generates for a step, and queues its batch if the buffer then holds enough groups."""
+        s, statistics = self.settings, SamplingStatistics()
+        generates, trains = self.versions.of_step(step)
+        self._run_rounds(step, statistics)
         is_full = len(self.group_buffer) == s.prompts_per_step
         is_enough = is_full or (len(self.group_buffer) > 0 and not s.dynamic_sampling)
         self._set_metrics(statistics, waiting_groups=0 if is_enough else len(self.group_buffer))
-        if not was_generated_ahead:
-            self._keep_rollout(self.metrics)
-        if s.one_step_off:
-            self.metrics["rollout/staleness"] = int(was_generated_ahead)
-        return is_enough
-
-    def take(self, step: int) -> tuple[Batch, int]:
-        """(this rank's share of the buffered responses, their number on all replicas); empties the buffer."""
-        responses, count = self.group_buffer.batch, len(self.group_buffer) * self.settings.samples_per_prompt
-        if self.settings.partial_rollouts:
-            self.metrics |= self.partial_rollouts.staleness_metrics(responses)
-            self.partial_rollouts.advance_version(step)
-        self.group_buffer.clear()
-        return responses, count
-
-    def collect_ahead(self, step: int):
-        """Generates the whole batch of the next step, which `collect` then finds in the buffer."""
-        statistics, requests = SamplingStatistics(), self._draw_prompts(self.settings.prompts_per_step, Counter())
-        if self._writer is not None:
-            self._writer.begin(step, waiting=0)
-        self._accept(self._generate_groups(requests, step, statistics, len(requests)), step, statistics)
-        tokens = self._add_generated_tokens(statistics)
-        self._metrics_ahead = self.rollout.generation_metrics()
-        self._keep_rollout({"rollout/tokens": tokens, **self._metrics_ahead})
+        self._keep_rollout(self.metrics)
+        if is_enough and s.partial_rollouts:
+            self.metrics |= self.partial_rollouts.staleness_metrics(self.group_buffer.batch)
+        elif is_enough and s.generation_lag:
+            self.metrics["rollout/staleness"] = trains - generates
+        self.queue.put(step, self.group_buffer.take() if is_enough else None)
 
     def _run_rounds(self, step: int, statistics: SamplingStatistics):
         """Runs rounds until the batch is full, or as many as are allowed."""
@@ -207,9 +198,9 @@ class GroupCollector:
         return requests, batch
 
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
-        ahead, self._metrics_ahead = self._metrics_ahead, None
-        self.metrics = self.rollout.generation_metrics() if ahead is None else ahead
-        self._add_generated_tokens(statistics)
+        self.metrics = self.rollout.generation_metrics()
+        counted = torch.tensor([statistics.tokens], device=device.device())
+        self.metrics["rollout/tokens"] = int(self.role_groups.dp_all_reduce(counted))
         if self.settings.partial_rollouts:
             self.metrics |= self.partial_rollouts.metrics()
         if self.settings.group_filter != "none":
@@ -220,10 +211,3 @@ class GroupCollector:
                 "sampling/reward_mean": statistics.reward_sum / max(statistics.responses, 1),
                 "sampling/waiting_groups": waiting_groups,
             }
-
-    def _add_generated_tokens(self, statistics: SamplingStatistics) -> int:
-        """Counts the tokens generated during a step, no matter which step trains on them; returns those added."""
-        counted = torch.tensor([statistics.tokens], device=device.device())
-        tokens = int(self.role_groups.dp_all_reduce(counted))
-        self.metrics["rollout/tokens"] = tokens + self.metrics.get("rollout/tokens", 0)
-        return tokens

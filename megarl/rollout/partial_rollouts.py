@@ -46,7 +46,8 @@ class PartialRolloutBuffer:
     def __init__(self, mesh: RoleMesh, settings: Settings):
         self.mesh, self.settings = mesh, settings
         self.samples = settings.samples_per_prompt
-        self.version = 0  # policy version: updates so far
+        self.version = 0  # of the policy that generates: updates so far
+        self.trained_version = 0  # of the policy that trains on what the step generates, before its update
         self.dropped = 0  # groups dropped for `--max-staleness` since the last `metrics`
         self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank of the rollout
         self._responses: Batch | None = None  # this replica's, on the host; ids number the responses of `_groups`
@@ -59,6 +60,10 @@ class PartialRolloutBuffer:
     def clear(self):
         """Removes all groups; the policy version stays."""
         self._groups, self._responses = [], None
+
+    def begin_step(self, version: int, trained_version: int):
+        """Sets the policy versions of a step: of the policy that generates, and of the one that trains."""
+        self.version, self.trained_version = version, trained_version
 
     def pop_oldest(self, count: int) -> list[PromptRequest]:
         """Removes and returns at most `count` groups, oldest first. `keep_unfinished` puts back those not taken."""
@@ -85,7 +90,7 @@ class PartialRolloutBuffer:
         limit = self.settings.max_staleness
         if not limit or not len(self):
             return
-        is_fresh = torch.tensor([self.version - group.oldest <= limit for group in self._groups])
+        is_fresh = torch.tensor([self.trained_version - group.oldest <= limit for group in self._groups])
         self.dropped += int((~is_fresh).sum())
         self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
         self._responses = _select(self._responses, is_fresh.repeat_interleave(self.samples))
@@ -146,7 +151,7 @@ class PartialRolloutBuffer:
         `batch`: this rank's share. A collective of the rollout.
         """
         role_groups = self.mesh[ROLLOUT]
-        ages = (self.version - batch.versions[batch.response_mask]).double()
+        ages = (self.trained_version - batch.versions[batch.response_mask]).double()
         sums = torch.stack([ages.sum(), (ages > 0).sum().double(), ages.new_tensor(len(ages))])
         largest = torch.cat([ages, ages.new_zeros(1)]).max()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
@@ -156,10 +161,6 @@ class PartialRolloutBuffer:
             "rollout/staleness_max": int(largest),
             "rollout/carried_fraction": old / max(count, 1.0),
         }
-
-    def advance_version(self, step: int):
-        """Counts the policy update of a step; during critic warm-up a step has none."""
-        self.version += step > self.settings.critic_warmup_steps
 
     def metrics(self) -> dict[str, int]:
         """Groups carried to the next step, and groups dropped as too old in this one."""

@@ -21,7 +21,7 @@ class RemoteRollout:
         self._generator, self._end_ids = generator, end_ids
         self.timers = timers
 
-    def sync_weights(self):
+    def load_weights(self):
         """Does nothing: the server has the weights."""
 
     def generate(

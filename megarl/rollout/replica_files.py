@@ -5,6 +5,7 @@ from pathlib import Path
 
 GROUP_BUFFER_FILE = "group_buffer.pt"  # groups of an incomplete batch
 PARTIAL_ROLLOUTS_FILE = "partial_rollouts.pt"  # groups with unfinished responses
+QUEUED_FILE = "queued-{step:08d}.pt"  # the batch of a later step, generated ahead
 _OLD_NAMES = {GROUP_BUFFER_FILE: "waiting.pt", PARTIAL_ROLLOUTS_FILE: "parts.pt"}  # in older checkpoints
 
 
@@ -15,7 +16,7 @@ def of_replica(name: str, dp_rank: int) -> str:
 
 def find(folder: Path, name: str) -> list[Path]:
     """Each replica's file in a checkpoint; [] if it has none. `name`: of the first one."""
-    for present in (name, _OLD_NAMES[name]):
+    for present in filter(None, (name, _OLD_NAMES.get(name))):
         if (folder / present).exists():
             return [folder / present, *sorted(folder.glob(f"{present.removesuffix('.pt')}-*.pt"))]
     return []

@@ -55,6 +55,9 @@ class Rollout:
         self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
         self.engine = self._weight_sync = self.model = self.bank = None
         self._fingerprint: tuple | None = None
+        self._has_trained: dict[
+            int, bool
+        ] = {}  # whether a step changed the weights; of steps whose weights are to come
         self._has_factors = has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
         vocab_size = role.model_vocab_size(tokenizer.vocab_size)
         if role.model_role == "actor":
@@ -64,7 +67,10 @@ class Rollout:
             if has_factors:
                 adapter.add_frozen_factors(self.model, role.lora, role.megatron, self.role_groups.pg_collection)
         if role.model_role == self.name and (trained is not None or self.model is not None):
-            self._weight_sync = WeightSync(mesh, trained, self.model, has_factors, settings.verify_weights, timers)
+            s = settings
+            self._weight_sync = WeightSync(
+                mesh, trained, self.model, has_factors, s.verify_weights, s.generation_lag, timers
+            )
         if self.role_groups.is_member:
             self.engine = RolloutEngine(
                 self.model[0], self.role_groups.pg_collection, vocab_size,
@@ -89,13 +95,30 @@ class Rollout:
         """Whether requests are assigned before generation; else replicas draw them from a shared queue."""
         return self.settings.rollout_dispatch == "static" or len(self.role_groups.replicas) == 1
 
-    def sync_weights(self):
+    def load_weights(self):
         """Copies the actor's weights to the engine; does nothing if the engine runs on the actor's module.
 
         A collective of the ranks of actor and rollout.
         """
         self._fingerprint = None
         self.metrics = dict(UNCHANGED) if self._weight_sync is None else self._weight_sync.run()
+
+    def sync_weights(self, step: int, has_trained: bool):
+        """Brings the weights to the engine: on the actor's ranks those of this step, if it `has_trained`, on the
+        rollout's those of step − `--generation-lag`. Other ranks return at once."""
+        lag, self.metrics = self.settings.generation_lag, {}
+        self._has_trained[step] = has_trained
+        if not self._has_trained.pop(step - lag if self.role_groups.is_member else step, False):
+            return
+        if lag and self._weight_sync is not None and not self.role_groups.is_member:
+            self.metrics = self._weight_sync.send_copy()
+        else:
+            self.load_weights()
+
+    def wait_sends(self):
+        """Waits until the rollout has received all weights that this rank has sent."""
+        if self._weight_sync is not None:
+            self._weight_sync.wait_sends()
 
     def generate(
         self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,

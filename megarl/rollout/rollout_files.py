@@ -128,14 +128,13 @@ def _commit(folder: Path, name: str, entries: dict):
 class SavedRollouts:
     """The rollouts in a folder, checked against the flags of the run that trains on them."""
 
-    def __init__(self, path: str, steps: range, facts: dict, longest: int, ahead: bool):
+    def __init__(self, path: str, steps: range, facts: dict, longest: int):
         """
         Args:
             path: value of `--load-rollouts`: a run's folder, or its folder `rollouts`.
             steps: that the run takes.
             facts: of the run, as for `RolloutWriter`.
             longest: tokens that a sequence of the run may have.
-            ahead: also the step after the last is taken, if the folder has it.
 
         Raises:
             UsageError: missing, incomplete or damaged rollouts, or rollouts of other prompts or settings.
@@ -152,8 +151,7 @@ class SavedRollouts:
                 f"has no step {missing[0]}, but steps {ranges_text(there)}; the run takes {ranges_text(steps)}, those"
                 " after the checkpoint of --load up to --train-iters"
             )
-        wanted = [*steps, *([steps.stop] if ahead and steps.stop in there else [])]
-        self.records = {step: self._record(step) for step in wanted}
+        self.records = {step: self._record(step) for step in steps}
 
     @property
     def folders(self) -> list[Path]:

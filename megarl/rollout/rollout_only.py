@@ -9,10 +9,7 @@ class ScoringBatcher(RolloutBatcher):
 
     def generate(self, step: int) -> None:
         """Generates a step's batch and sets its metrics `rollout/…` and `reward/…`. Collective."""
-        version = 0 if self.collector is None else self.collector.partial_rollouts.version
         batch = super().generate(step)
-        if self.collector is not None:
-            self.collector.partial_rollouts.version = version  # the policy stays the same
         if batch is not None:
             batch.dispatch(self.reward.name)
             self.reward.score(batch)

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 from megarl.arguments import RoleSettings, Settings
+from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
@@ -38,8 +39,14 @@ class SavedRollout:
         is_first = self.role_groups.is_member and dist.get_rank(self.role_groups.pg_collection.pp) == 0
         return tuple(moe_layers(self.role)) if is_first else ()
 
-    def sync_weights(self):
+    def load_weights(self):
         """There are no weights to copy."""
+
+    def sync_weights(self, step: int, has_trained: bool):
+        """As `load_weights`."""
+
+    def wait_sends(self):
+        """There is nothing on its way."""
 
     def generation_metrics(self) -> dict[str, float]:
         """Nothing is generated; the metrics of the generation are in the record of the step."""
@@ -65,17 +72,10 @@ class SavedGroupCollector(GroupCollector):
             )
         self.partial_rollouts.clear()  # what continues them is in the files
 
-    def collect(self, step: int) -> bool:
-        """Fills the buffer with the groups of a step; whether its batch was full. Collective."""
+    def collect(self, step: int) -> tuple[Batch, int] | None:
+        """The saved batch of a step, if it was full. Collective."""
         self._step = step
         return super().collect(step)
-
-    def collect_ahead(self, step: int):
-        """Fills the buffer with the batch of the next step, if it was saved."""
-        if step in self._saved.records:
-            statistics = SamplingStatistics()
-            self._run_rounds(step, statistics)
-            self._add_generated_tokens(statistics)
 
     def _run_rounds(self, step: int, statistics: SamplingStatistics):
         record = self._saved.records[step]

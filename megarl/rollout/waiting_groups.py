@@ -3,8 +3,10 @@
 from megarl.arguments import Settings
 from megarl.batch import GENERATED_FIELDS
 from megarl.errors import UsageError
+from megarl.rollout.replica_files import GROUP_BUFFER_FILE, QUEUED_FILE
 
 ENTRY = "waiting_groups"
+QUEUE = "generated_ahead"
 VERSIONS = "versions"  # the field of a batch that partial rollouts add
 
 
@@ -30,7 +32,28 @@ def manifest_entry(settings: Settings, complete: int, unfinished: int) -> dict:
         unfinished: groups among the partial rollouts.
     """
     facts = {"complete": complete, "unfinished": unfinished, "samples_per_prompt": settings.samples_per_prompt}
-    return {ENTRY: facts | {"fields": sorted(_fields_of(settings)), "is_ahead": settings.one_step_off}}
+    return {ENTRY: facts | {"fields": sorted(_fields_of(settings))}}
+
+
+def queue_entry(lag: int, through: int, steps: list[int]) -> dict:
+    """The entry of a checkpoint's manifest about the batches that were generated ahead.
+
+    Args:
+        lag: `--generation-lag`.
+        through: the last step for which the rollout has generated.
+        steps: those after the checkpoint's that have a batch.
+    """
+    return {QUEUE: {"lag": lag, "through": through, "steps": steps}}
+
+
+def queued(manifest: dict) -> dict:
+    """What a checkpoint says of the batches that were generated ahead, as `queue_entry`; `files`: of the first replica,
+    by step."""
+    step = manifest["step"]
+    if manifest.get(ENTRY, {}).get("is_ahead") and manifest[ENTRY]["complete"]:  # of a version with --one-step-off
+        return {"lag": 1, "through": step + 1, "files": {step + 1: GROUP_BUFFER_FILE}}
+    found = manifest.get(QUEUE, {"lag": 0, "through": step, "steps": []})
+    return {**found, "files": {number: QUEUED_FILE.format(step=number) for number in found["steps"]}}
 
 
 def check(manifest: dict, settings: Settings, has_new_prompts: bool):
@@ -40,16 +63,26 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
     """
     if ENTRY not in manifest:
         return
-    found, s = manifest[ENTRY], settings
+    found, s, queue = manifest[ENTRY], settings, queued(manifest)
+    is_batch = GROUP_BUFFER_FILE in queue["files"].values()
     complete, unfinished, samples = found["complete"], found["unfinished"], found["samples_per_prompt"]
-    if has_new_prompts and (complete or unfinished):
+    if queue["through"] > manifest["step"] and queue["lag"] != s.generation_lag:
+        raise UsageError(
+            f"--generation-lag {s.generation_lag}: the checkpoint of --load {s.load} holds batches that were generated "
+            f"ahead; allowed is --generation-lag {queue['lag']}"
+        )
+    if has_new_prompts and (complete or unfinished or queue["files"]):
         raise UsageError(
             f"--load-changed-data: the checkpoint of --load {s.load} holds responses to the old "
             "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
         )
-    if complete:
+    if complete or queue["files"]:
         check_complete((samples, set(found["fields"])), (s.samples_per_prompt, _fields_of(s)))
-        _check_batch_size(complete, found["is_ahead"], s)
+    if complete >= s.prompts_per_step and not is_batch:
+        raise UsageError(
+            f"--prompts-per-step {s.prompts_per_step}: the checkpoint of --load {s.load} holds {complete} groups that "
+            f"wait for their batch to be full; allowed is more than {complete}"
+        )
     check_unfinished(unfinished, samples, s)
 
 
@@ -69,17 +102,4 @@ def check_unfinished(groups: int, samples: int, settings: Settings):
         raise UsageError(
             f"--load: the checkpoint holds {groups} unfinished groups of {samples} responses; add "
             f"--partial-rollouts --samples-per-prompt {samples}"
-        )
-
-
-def _check_batch_size(complete: int, is_ahead: bool, s: Settings):
-    if is_ahead and (not s.one_step_off or complete != s.prompts_per_step):
-        raise UsageError(
-            f"--load: a batch of {complete} groups was generated ahead; allowed are --one-step-off and "
-            f"--prompts-per-step {complete}"
-        )
-    if not is_ahead and complete >= s.prompts_per_step:
-        raise UsageError(
-            f"--prompts-per-step {s.prompts_per_step}: the checkpoint of --load {s.load} holds {complete} groups that "
-            f"wait for their batch to be full; allowed is more than {complete}"
         )

@@ -1,10 +1,16 @@
-"""The weight sync: brings the actor's weights to a rollout that has a model of its own."""
+"""The weight sync: brings the actor's weights to a rollout that has a model of its own.
+
+A rollout that generates ahead takes the weights of a step later than the actor sends them. The actor then sends a copy
+and trains on.
+"""
 
 import time
+from collections import deque
 
 import torch.distributed as dist
 
 from megarl.comm.announcements import Announcements
+from megarl.comm.exchange import PendingSends
 from megarl.comm.role_mesh import RoleMesh
 from megarl.mcore.lora.transfer import PolicyTransfer
 from megarl.mcore.model import gpt
@@ -22,7 +28,7 @@ class WeightSync:
 
     def __init__(
         self, mesh: RoleMesh, trained: gpt.ModelChunks | None, model: gpt.ModelChunks | None, has_factors: bool,
-        verifies: bool, timers: Timers,
+        verifies: bool, copies: int, timers: Timers,
     ):  # fmt: skip
         """Plans the transfer. A collective of the ranks of actor and rollout.
 
@@ -30,15 +36,37 @@ class WeightSync:
             trained, model: the actor's and the rollout's on this rank; None outside the role.
             has_factors: both have low-rank factors apart from their weights.
             verifies: compares checksums of all weights after each transfer.
+            copies: of the weights that may be on their way at once; 0: the actor sends them from its module, and waits.
         """
         self._actor, self._rollout = mesh["actor"], mesh["rollout"]
         self._roles = [role for role in (self._actor, self._rollout) if role.is_member]
         self._group, self._verifies, self._timers = mesh.channel("weights"), verifies, timers
         models = (trained, self._actor.pg_collection), (model, self._rollout.pg_collection)
         self._transfer = PolicyTransfer(*models, self._group, has_factors)
+        self._copies, self._sent = copies, deque[PendingSends]()  # the oldest first
         self._announcements = None
         if set(self._actor.ranks).isdisjoint(self._rollout.ranks):
             self._announcements = Announcements("weights", self._actor.ranks.start, self._rollout.ranks)
+
+    def send_copy(self) -> dict[str, float]:
+        """Sends a copy of the weights, on a rank of the actor; returns metrics. Their receivers call `run`."""
+        with self._timers.phase(self._actor.role, "wait"):
+            self.wait_sends(self._copies - 1)
+        self._meet()
+        start = time.perf_counter()
+        with self._timers.phase(self._actor.role, "sync"):
+            if self._verifies:
+                self._verify()
+            sends = PendingSends()
+            for work, memory in self._transfer.send_copy():
+                sends.hold(work, memory)
+            self._sent.append(sends)
+        return {"weights/sync_bytes": self._transfer.total_bytes, "weights/sync_s": time.perf_counter() - start}
+
+    def wait_sends(self, most: int = 0):
+        """Waits until at most that many copies are on their way."""
+        while len(self._sent) > most:
+            self._sent.popleft().wait()
 
     def run(self) -> dict[str, float]:
         """Transfers the weights; returns metrics.

@@ -110,7 +110,9 @@ class Evaluator:
         dp_assignment = load_balance.round_robin_assignment(self.mesh, count, n)
         dp_assignment |= {ROLLOUT: dp_assignment_of(responses, count, self.mesh[ROLLOUT])}
         fields = s.environment_fields
-        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, fields)
+        step_batch = StepBatch(
+            self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, fields, in_evaluation=True
+        )
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
         step_batch.wait_sends()

@@ -16,6 +16,7 @@ from megarl.rollout import waiting_groups
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import read_server_flags
+from megarl.trainers import lead
 from megarl.trainers.environment_inputs import check_environments
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
@@ -77,7 +78,7 @@ class RLInputs:
     def _saved_rollouts(self, s: Settings) -> SavedRollouts:
         first = 1 + (folders.read_manifest(self.resume, "--load")["step"] if self.resume else 0)
         longest, steps = s.max_prompt_length + s.max_response_length, range(first, s.train_iters + 1)
-        return SavedRollouts(s.load_rollouts, steps, self.rollout_facts, longest, s.one_step_off)
+        return SavedRollouts(s.load_rollouts, steps, self.rollout_facts, longest)
 
     def _frozen_policy(self, config: RunConfig) -> PretrainedWeights:
         """The weights of `--debug-rollout-only`."""
@@ -113,7 +114,7 @@ def _check_debug_folders(s: Settings, resumed: Path | None):
 
 
 def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
-    rollout, ranks = roles["rollout"], set(roles["rollout"].ranks)
+    rollout = roles["rollout"]
     if s.verify_weights and rollout.model_role != "rollout":
         raise UsageError(
             "--verify-weights: the rollout shares the actor's weights, so there is no weight sync to verify"
@@ -123,8 +124,7 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
             f"--rollout-bank {s.rollout_bank}: not allowed with --router-replay rollout if the rollout has several "
             "pipeline stages, since each records other routes"
         )
-    if s.one_step_off and not s.debug_train_only and not ranks.isdisjoint(roles["actor"].ranks):
-        raise UsageError("--one-step-off: needs a rollout in --role-map on other ranks than the actor")
+    lead.check(s, roles)
 
 
 def _check_replay(config: RunConfig):

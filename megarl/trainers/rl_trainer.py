@@ -1,5 +1,6 @@
 """RLTrainer: inputs and checks of an RL run, its roles, and dispatch, evaluation, logging and saving of a step."""
 
+from collections import deque
 from collections.abc import Iterator
 
 from megarl.arguments import RunConfig
@@ -25,9 +26,11 @@ from megarl.router_replay.replay import RoutingReplay
 from megarl.serving.policy_service import PolicyService
 from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.evaluator import Evaluator
+from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
 from megarl.trainers.setup import read_inputs
+from megarl.trainers.step_records import StepRecord, StepRecords
 from megarl.trainers.token_samples import TokenSamples
 from megarl.trainers.trainer import Trainer
 
@@ -48,8 +51,12 @@ class RLTrainer(Trainer):
                 raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
         self._build_roles(config, timers)
-        self._metrics: dict[str, float] = {}  # of the step, this rank's
+        if self.settings.generation_lag and not self.settings.debug_train_only:
+            self.lead = self.settings.generation_lag if mesh.rank in leading_ranks(config.roles) else 0
+        self._records = StepRecords()
+        self._metrics: dict[str, float] = {}  # of the step that the iteration ends
         self._samples: list[dict] = []
+        self._sent = deque[StepBatch]()  # batches that may still be on their way to other ranks
         self._token_samples = TokenSamples(self.settings.token_samples, self.tokenizer) if self.folder else None
         self._batch: StepBatch | None = None
         if self.folder:
@@ -62,7 +69,7 @@ class RLTrainer(Trainer):
             self._resume()
         if inputs.saved_rollouts:
             self.batcher.check_start(self.step + 1)
-        self.rollout.sync_weights()
+        self.rollout.load_weights()
         self.open(inputs.resume, used)
         self.policy_service = None
         if self.settings.serve_policy:
@@ -158,44 +165,55 @@ class RLTrainer(Trainer):
             yield step
 
     def _metric_sources(self) -> list:
-        return [self.batcher, self.actor, self.critic, self.reference, self.advantages, self.rollout]
+        return [self.batcher, self.actor, self.critic, self.reference, self.advantages]
 
     def dispatch(self, batch: StepBatch):
         """Sends the responses to all roles, and the rollout's routes for router replay. Collective."""
         self._batch = batch
+        self._sent.append(batch)
         self.flush(wait=False)  # prints earlier steps that all ranks have ended by now
         batch.dispatch("actor", "reward", "reference", "critic")
         self.routing_replay.send_routes(batch)
 
     def serve(self, step: int):
         """Answers requests that have come from outside, with `--serve-policy`. Collective."""
-        if self.policy_service is not None:
-            self.policy_service.answer(step)
+        if self.policy_service is not None and self.ends_step:
+            self.policy_service.answer(self.step)
 
     def evaluate(self, step: int):
         """Evaluates on held-out prompts every `--eval-interval` steps. Collective.
 
-        It first saves the step's metrics and samples, since the evaluation overwrites those of the roles.
+        It first saves the metrics and samples of the iteration, since the evaluation overwrites those of the roles.
         """
-        if self._batch is not None:
-            self._batch.wait_sends()
-        self._metrics, self._is_best = self._step_metrics(), False
-        rows = self.reward.rows if self.mesh["reward"].is_leader else []
-        self._samples = [row for row in rows if row["sequence"] < SAMPLES_PER_FILE]
-        if self._token_samples and self._batch is not None and self.mesh["actor"].is_leader:
-            self._samples += self._token_samples.rows(self._batch)
+        self._wait_sends(self.lead)
+        self._records.add(step, self._record())
+        if not self.ends_step:
+            return
+        self._records.forget_before(self.step)
+        record = self._records[self.step]
+        self._metrics, self._samples, self._is_best = record.metrics | self.rollout.metrics, record.samples, False
         if not self.evaluator or not self.is_due(self.settings.eval_interval):
             return
         metrics = self.evaluator.evaluate()
-        self._is_best = bool(self.settings.keep_best and self.folder) and self.best.update(metrics, step)
+        self._is_best = bool(self.settings.keep_best and self.folder) and self.best.update(metrics, self.step)
         if metrics is not None:
             self._metrics |= metrics
             self._accuracy_after = metrics["eval/accuracy"]
 
-    def _step_metrics(self) -> dict[str, float]:
-        """Metrics of all roles on this rank. A collective of the reward role's leaders."""
+    def _wait_sends(self, most: int):
+        """Waits until the batches of at most that many iterations are on their way."""
+        while len(self._sent) > most:
+            self._sent.popleft().wait_sends()
+
+    def _record(self) -> StepRecord:
+        """What this rank knows of the iteration's batch. A collective of the reward role's leaders."""
         sources = (*self._metric_sources(), self.reward)
-        return {name: value for source in sources for name, value in source.metrics.items()}
+        metrics = {name: value for source in sources for name, value in source.metrics.items()}
+        rows = self.reward.rows if self.mesh["reward"].is_leader else []
+        samples = [row for row in rows if row["sequence"] < SAMPLES_PER_FILE]
+        if self._token_samples and self._batch is not None and self.mesh["actor"].is_leader:
+            samples += self._token_samples.rows(self._batch)
+        return StepRecord(metrics, samples, self.reward.moments.state_dict())
 
     def _samples_so_far(self) -> list[dict]:
         """Rows of the running step's responses that this rank holds, with what is known of them."""
@@ -215,31 +233,39 @@ class RLTrainer(Trainer):
 
     def log(self, step: int):
         """Publishes the step's metrics and samples; rank 0 writes them once all ranks have ended the step."""
-        self.publish(self._metrics, self._samples)
+        if self.ends_step:
+            self.publish(self._metrics, self._samples)
+        else:
+            self._end_timers(step)
 
     def save(self, step: int):
         """Saves a checkpoint every `--save-interval` steps, and after the best evaluation so far. Collective."""
+        if not self.ends_step:
+            return
         is_due = self.is_due(self.settings.save_interval)
+        self.batcher.forget(self.step)
         if not self.checkpoints or not (is_due or self._is_best):
             return
         manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size) | self._entries_of_other_ranks()
         manifest |= {"best": self.best.state_dict(), "kept_for": "interval" if is_due else "best"}
         with self.timers.phase("actor", "save"):
-            files = {
-                replica_files.of_replica(name, self.mesh["rollout"].dp_rank): data
-                for name, data in self.batcher.files().items()
-                if data is not None
-            }
-            self.checkpoints.save(step, self._states(loading=False), manifest, files, self._frozen_states())
+            dp_rank = self.mesh["rollout"].dp_rank
+            files = {replica_files.of_replica(name, dp_rank): data for name, data in self.batcher.files() if data}
+            files |= self._records.files(self.mesh, self.step)
+            self.checkpoints.save(self.step, self._states(loading=False), manifest, files, self._frozen_states())
             if self.rollout.bank:
                 self.rollout.bank.discard(self.folder)
             if self.rollout.episodes:
                 self.rollout.episodes.discard_journal(self.folder)
             if self.actor.trainable_model:
-                self.export(self.actor.trainable_model, step)
+                self.export(self.actor.trainable_model, self.step)
 
     def close(self):
         """Ends the run: writes timeline and report, prints the final accuracy. Collective."""
+        for batch in self._sent:
+            if batch.step <= self.step:  # nobody receives later ones if a signal has stopped the run
+                batch.wait_sends()
+        self.rollout.wait_sends()
         if self.policy_service is not None:
             self.policy_service.close()
         super().close()
@@ -272,7 +298,7 @@ class RLTrainer(Trainer):
         """Manifest entries of the rollout and of the reward role, on rank 0; {} elsewhere. Collective."""
         own = self.batcher.manifest_entries()
         if self.mesh["reward"].is_leader:
-            own["reward"] = self.reward.moments.state_dict()
+            own["reward"] = self._records[self.step].moments
         gathered = self.mesh.gather(own) or []
         return {name: entry for of_rank in reversed(gathered) for name, entry in of_rank.items()}
 
@@ -284,7 +310,9 @@ class RLTrainer(Trainer):
             self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
-        self.batcher.load_groups(folder)
+        self.batcher.resume(folder, manifest)
+        if self.lead:
+            self._records.restore(folder, self.mesh.rank == self.mesh["rollout"].ranks.start)
         if "critic" in loaded:
             self.critic.trainable_model.restore(loaded["critic"])
         if "reference" in loaded:

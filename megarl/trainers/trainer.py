@@ -47,7 +47,9 @@ class Trainer(abc.ABC):
         self.mesh, self.timers = mesh, timers
         self.inputs = inputs
         self.checkpoints = CheckpointWriter(self.folder, mesh, save_policy(self.settings)) if self.folder else None
-        self.step = 0
+        self.step = 0  # the last one that this rank has begun to end
+        self.lead = 0  # iterations by which this rank is ahead of the step that it ends
+        self.ends_step = True  # whether the running iteration ends a step
         self.skipped = 0
         self._skipped_in_a_row, self._alarms = 0, Alarms(config.settings.alarms)
         self.last_step = config.settings.train_iters
@@ -55,6 +57,7 @@ class Trainer(abc.ABC):
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._started = time.perf_counter()
+        self._times: dict[int, tuple[dict, float]] = {}  # by iteration: of each phase, of all
         self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
         self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
         self._profiler = step_profiler(config, mesh, timers)
@@ -115,21 +118,26 @@ class Trainer(abc.ABC):
         return found | {"data": notes} if notes else found
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the remaining steps, up to `--train-iters`, and counts them.
+        """Yields the numbers of the remaining iterations. Iteration i ends step i − `lead`, and counts it in `step`.
 
-        After a signal the steps end early, and the last one is saved.
+        Without a lead iterations are the steps up to `--train-iters`. After a signal they end early, and the last step
+        is saved.
         """
-        self._started, first = time.perf_counter(), self.step + 1
+        self._started, first, iteration = time.perf_counter(), self.step + 1, self.step
+        self._run_stop.listen(self.step)
         while self.step < self.last_step:
-            if not self._run_stop.may_begin(self.step + 1):
+            ending = iteration + 1 - self.lead
+            self.ends_step = ending > self.step
+            if self.ends_step and not self._run_stop.may_begin(ending):
                 self._stop(first)
                 return
             run_lock.check()
-            self.step = self.timers.step = self.step + 1
+            iteration = self.timers.step = iteration + 1
+            self.step = max(self.step, ending)
             for model in self.trained_models():
                 model.begin_step(self.step)
-            with self._profiler.step(self.step) if self._profiler else contextlib.nullcontext():
-                yield self.step
+            with self._profiler.step(iteration) if self._profiler else contextlib.nullcontext():
+                yield iteration
 
     @abc.abstractmethod
     def trained_models(self) -> list[TrainableModel]:
@@ -205,13 +213,18 @@ class Trainer(abc.ABC):
         """
         if (peak := device.peak_bytes()) is not None:
             metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.mesh.roles_of(self.mesh.rank)}
-        seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
-        times = self.timers.end_step(self.step)
+        self._end_timers(self.step + self.lead)
+        times, seconds = self._times.pop(self.step)
         report = StepReport(metrics=metrics, times=times, seconds=seconds, samples=list(samples))
         self._async_metrics.publish(self.step, report)
         self.flush(wait=self.step == self.last_step)
         if self.checkpoints:
             self.checkpoints.poll(self.step)
+
+    def _end_timers(self, iteration: int):
+        """Keeps the times of an iteration for the report of the step with its number."""
+        seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
+        self._times[iteration] = self.timers.end_step(iteration), seconds
 
     def flush(self, wait: bool = True):
         """Writes and prints steps that all ranks have ended, on rank 0; `wait`: all steps that rank 0 has ended."""

@@ -113,7 +113,7 @@ ROLE_MAPS = [
 ]  # fmt: skip
 TOGETHER = [  # flags that contradict each other
     "--advantage grpo --samples-per-prompt 1 --minibatch-size 6", "--minibatch-size 99", "--eval-interval 2",
-    "--max-tokens-per-microbatch 3", "--kl-controller adaptive", "--dynamic-sampling", "--one-step-off",
+    "--max-tokens-per-microbatch 3", "--kl-controller adaptive", "--dynamic-sampling", "--generation-lag 1",
     "--partial-rollouts", "--router-replay rollout", "--verify-weights", "--reward regex", "--reward model",
     "--reward remote", "--bf16 --fp16", "--keep-best maybe", "--lora-rank 4 --lora-targets attention",
     "--advantage no.such:function", "--advantage os:getcwd:x", "--policy-loss json:no_such", "--reward os:no_such",

@@ -216,8 +216,8 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturb
     (1, ("actor", "update"), 1), (0, ("rollout", "rollout"), 2), (0, ("critic", "update"), 2),
 ])  # fmt: skip
 def test_a_batch_that_was_generated_ahead_survives_a_signal(rank, phase, step, tmp_path):
-    """With --one-step-off the ranks are in different steps. Long: pytest -m long tests/programs/test_faults.py"""
-    flags = "--one-step-off --rollout-correction tis --train-iters 3 --save-interval 0"
+    """With --generation-lag 1 the ranks are in different steps. Long: pytest -m long tests/programs/test_faults.py"""
+    flags = "--generation-lag 1 --rollout-correction tis --train-iters 3 --save-interval 0"
     whole, save = tmp_path / "whole", tmp_path / "stopped"
     assert faults.run(argv(whole, flags), 2) == 0
     assert faults.run(argv(save, flags), 2, lambda: faults.rank() == rank and faults.in_phase(

@@ -45,9 +45,9 @@ AHEAD += " --lr-decay-iters 3"
 def test_a_batch_generated_ahead_survives_an_interruption(model, tmp_path):
     whole, resumed, plain = (tmp_path / name for name in ("whole", "resumed", "plain"))
     ahead, warm_start = f"{AHEAD} {model}", not model
-    train("rl", rl_argv(whole, f"--train-iters 3 --save-interval 2 {ahead} --one-step-off", warm_start), 2)
+    train("rl", rl_argv(whole, f"--train-iters 3 --save-interval 2 {ahead} --generation-lag 1", warm_start), 2)
     start = whole / "checkpoints" / "step_00000002"
-    train("rl", rl_argv(resumed, f"--train-iters 3 {ahead} --one-step-off --load {start}", warm_start), 2)
+    train("rl", rl_argv(resumed, f"--train-iters 3 {ahead} --generation-lag 1 --load {start}", warm_start), 2)
     assert_same_step(whole, resumed, 3)
     rows = metrics(whole)
     assert [rows[step]["rollout/staleness"] for step in (1, 2, 3)] == [0, 1, 1]
@@ -57,7 +57,7 @@ def test_a_batch_generated_ahead_survives_an_interruption(model, tmp_path):
     assert samples(plain, 1) == samples(whole, 1) and samples(whole, 2) != samples(whole, 3)
     for name in ("actor/loss", "critic/loss", "actor/grad_norm", "kl/reference"):
         assert metrics(plain)[1][name] == rows[1][name]
-    with pytest.raises(RankFailed, match="--load: a batch of 6 groups was generated ahead; allowed are --one-step-off"):
+    with pytest.raises(RankFailed, match="--load .* holds batches that were generated ahead; allowed is --g"):
         train("rl", rl_argv(tmp_path / "refused", f"--train-iters 3 {ahead} --load {start}", warm_start), 2)
 
 
@@ -122,7 +122,7 @@ def test_ranks_that_generate_and_ranks_that_train_meet_where_the_list_says(tmp_p
 
 
 @pytest.mark.parametrize("flags, needle", [
-    ("--one-step-off --rollout-correction tis", "--one-step-off: needs a rollout in --role-map on other ranks"),
+    ("--generation-lag 1 --rollout-correction tis", "--generation-lag 1: needs a rollout in --role-map on other ranks"),
 ])  # fmt: skip
 def test_overlap_needs_disjoint_ranks(flags, needle, tmp_path):
     with pytest.raises(UsageError) as caught:

@@ -9,6 +9,7 @@ import torch
 
 from tests.helpers.engines import NEVER, make_requests, settings_of
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.policy_versions import gaps_of, rows_of
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
@@ -26,35 +27,6 @@ ROUNDS = "--reward tests.helpers.programs:coarse_reward --group-filter reward --
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("partial")
-
-
-def rows_of(batch) -> list[dict]:
-    """Each sequence of a batch in plain numbers."""
-    names = ("tokens", "response_mask", "rollout_logprobs", "versions")
-    columns = [getattr(batch, name).split(batch.lengths.tolist()) for name in names]
-    rows = zip(batch.sequence_ids.tolist(), batch.prompt_ids.tolist(), batch.finished.tolist(), *columns, strict=True)
-    return [
-        {
-            "id": i, "line": line, "finished": finished, "prompt": tokens[~mask].tolist(),
-            "response": tokens[mask].tolist(), "logprobs": logprobs[mask].tolist(), "versions": versions[mask].tolist(),
-        }
-        for i, line, finished, tokens, mask, logprobs, versions in rows
-    ]  # fmt: skip
-
-
-def gap_of(run, version: int, rows: list[dict]) -> float:
-    """Largest difference of the log-probs of a version's tokens from those of the training forward."""
-    from megarl.mcore.model.forward_pass import inference_mode, token_scores
-
-    model, lengths = run.actor.trainable_model.model[0], torch.tensor([len(r["prompt"] + r["response"]) for r in rows])
-    tokens = torch.tensor([token for row in rows for token in row["prompt"] + row["response"]])
-    with inference_mode(model):
-        scores = token_scores(model, tokens, lengths, 1.0, run.tokenizer.vocab_size).logprobs
-    gaps = [0.0]
-    for row, found in zip(rows, scores.split(lengths.tolist()), strict=True):
-        mine = torch.tensor(row["versions"]) == version
-        gaps += (found[len(row["prompt"]) :] - torch.tensor(row["logprobs"])).abs()[mine].tolist()
-    return max(gaps)
 
 
 def filled(rank: int, parsed, moves: bool):
@@ -86,7 +58,7 @@ def filled(rank: int, parsed, moves: bool):
     gap = 0.0
     for version, state in enumerate(weights if run.mesh.size == 1 else ()):
         model.load_state_dict(state, strict=False)
-        gap = max(gap, *(gap_of(run, version, rows) for rows in found))
+        gap = max(gap, *(number for rows in found for number in gaps_of(run, version, rows)))
     waiting = batcher.collector.partial_rollouts._responses
     return found, measured, drawn, gap, int(waiting.response_mask.sum()) if waiting else 0
 

@@ -154,7 +154,7 @@ def test_responses_of_another_policy_are_not_used(folder, tmp_path):
 
 @pytest.mark.long
 def test_a_batch_that_was_generated_ahead(folder, tmp_path):
-    flags = "--one-step-off --rollout-correction tis --role-map actor=0;reward=0;rollout=1 --train-iters 3"
+    flags = "--generation-lag 1 --rollout-correction tis --role-map actor=0;reward=0;rollout=1 --train-iters 3"
     (expected, counts), save = whole(folder, flags, 2), tmp_path / "run"
     kill(save, flags, 2, (1, 3, 5))  # while the actor may still be training on step 2
     generated = resume(save, flags, 2)

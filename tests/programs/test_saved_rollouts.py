@@ -33,7 +33,7 @@ from tests.helpers.worlds import run_world
 
 STEPS = "--train-iters 3 --save-interval 1 --lr-decay-iters 9"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
-AHEAD = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis --one-step-off"
+AHEAD = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis --generation-lag 1"
 COARSE = "--reward tests.helpers.programs:coarse_reward"
 TURNS = (
     "--advantage rloo --kl-coefficient 0 --environment tests.helpers.sum_environments:Sums --max-turns 3"

@@ -161,9 +161,10 @@ SOURCES = {  # config file, further flags -> end of the line, with the {file}
     "a recipe's switch": ("over-sampling: 1.5", "--environment guess-number",
                           "not allowed with --over-sampling (--over-sampling 1.5 " + SET
                           + "the default is --over-sampling 1.0)"),
-    "two flags": ("one-step-off: true\ngreedy-baseline: true", "--rollout-correction tis --advantage remax",
-                  "is not scored yet (--one-step-off true " + SET + "the default is --one-step-off false; "
-                  "--greedy-baseline true " + SET + "the default is --greedy-baseline false)"),
+    "two flags": ("generation-lag: 3\nmax-staleness: 2",
+                  "--rollout-correction tis --over-sampling 2 --partial-rollouts",
+                  "many updates old (--max-staleness 2 " + SET + "the default is --max-staleness 0; "
+                  "--generation-lag 3 " + SET + "the default is --generation-lag 0)"),
     "the flag of the error": ("environment: guess-number", "--over-sampling 1.5",
                               "not allowed with --over-sampling (--environment guess-number " + SET
                               + "null in a later file unsets it)"),

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 RANKS, WARM_UP, BEFORE = 4, 2, "before"
 SPLIT = "--role-map actor=0-1;critic=2;reward=3;reference=3{} --actor-tensor-model-parallel-size 2"
 REPLICAS = "--role-map actor=0-1;critic=2-3;reward=2-3;reference=2-3"
-AHEAD = " --rollout-tensor-model-parallel-size 1 --one-step-off --rollout-correction tis"
+AHEAD = " --rollout-tensor-model-parallel-size 1 --generation-lag 1 --rollout-correction tis"
 SIDES = {
     BEFORE: SPLIT.format(""), "replicas": REPLICAS, "ahead": SPLIT.format(";rollout=3") + AHEAD,
 }  # fmt: skip

@@ -37,7 +37,7 @@ def flags_of_all() -> tuple[list[str], list[str]]:
     """The flags of each program on one rank: of the algorithm; of the model, its kernels and memory."""
     from tests.helpers import combinations
 
-    apart = {"--kernels blas", "--exact-rollout", "--verify-weights", "--one-step-off --rollout-correction tis"}
+    apart = {"--kernels blas", "--exact-rollout", "--verify-weights", "--generation-lag 1 --rollout-correction tis"}
     of_model = ("experts", "attention", "model", "optimizer", "recompute", "factors", "memory", "sampling")
     found: tuple[list[str], list[str]] = [], [*combinations.NEUTRAL, *MORE]
     for axis, values in combinations.AXES.items():

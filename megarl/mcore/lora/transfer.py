@@ -1,5 +1,8 @@
 """The transfer of a policy to a rollout's own model, with low-rank factors that its weights do not contain."""
 
+import torch.distributed as dist
+from torch import Tensor
+
 from megarl.mcore.lora.adapter import trained_state
 from megarl.mcore.weights import reshard
 from megarl.mcore.weights.reshard import WeightTransfer
@@ -38,14 +41,20 @@ class PolicyTransfer:
 
     def run(self) -> int:
         """Transfers what the destination lacks; returns the bytes that this rank sent to others."""
-        whole, *trained = self._transfers
-        due = trained if trained and self._has_run else self._transfers
-        sent = sum(transfer.run() for transfer in due)
-        self.total_bytes = sum(transfer.total_bytes for transfer in due)
-        if trained:
-            whole.free_staging()
-        self._has_run = True
+        sent = sum(transfer.run() for transfer in self._take_due())
+        if len(self._transfers) > 1:
+            self._transfers[0].free_staging()
         return sent
+
+    def send_copy(self) -> list[tuple[dist.Work | None, Tensor]]:
+        """As of `WeightTransfer`, what the destination lacks."""
+        return [send for transfer in self._take_due() for send in transfer.send_copy()]
+
+    def _take_due(self) -> list[WeightTransfer]:
+        """The transfers that bring what the destination lacks, which it has from then on."""
+        due = self._transfers[1:] if len(self._transfers) > 1 and self._has_run else self._transfers
+        self.total_bytes, self._has_run = sum(transfer.total_bytes for transfer in due), True
+        return due
 
     def verify(self):
         """Compares every weight and factor, as `WeightTransfer.verify`."""

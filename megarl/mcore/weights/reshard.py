@@ -5,6 +5,7 @@ model's tensor into the other's. Other boxes go through a staging buffer in the 
 the same rank share a message. Boxes that stay on a rank are copied locally.
 """
 
+import itertools
 import math
 from collections import defaultdict
 from typing import Any, NamedTuple
@@ -86,6 +87,24 @@ class WeightTransfer:
         for round_ in self.rounds:
             self._exchange(round_)
         return self.bytes_sent
+
+    def send_copy(self) -> list[tuple[dist.Work | None, Tensor]]:
+        """Begins to send a copy of what this rank sends in `run`, and returns at once: the source may then change.
+
+        For ranks that only send. Their receivers call `run`, in the same order of transfers.
+
+        Returns:
+            The sends, and the memory of each, which has to live until the send is done.
+        """
+        operations: list[dist.P2POp] = []
+        for round_ in self.rounds:
+            for message in round_.sends:
+                memory = torch.empty(message.size, dtype=round_.dtype, device=device.device())
+                for copy, box in zip(message.copies, _split(memory, message.copies), strict=True):
+                    box.copy_(self._source_view(copy))
+                operations.append(dist.P2POp(dist.isend, memory, group=self.group, group_peer=message.peer))
+        works = dist.batch_isend_irecv(operations) if operations else []  # NCCL: one for all of them
+        return [(work, operation.tensor) for work, operation in itertools.zip_longest(works, operations)]
 
     def free_staging(self):
         """Frees the staging buffers; the next transfer allocates them again."""

@@ -45,6 +45,7 @@ def test_entries_of_earlier_steps_are_deleted():
 def run_until_stopped(rank: int, signalled: list[int]) -> int:
     """Ranks that get up to seven steps apart; those in `signalled` get a signal, in different steps."""
     run_stop, done = RunStop(rank, SAFETY_SECONDS), 100  # the steps before are those of a run that it continues
+    run_stop.listen(done)
     while run_stop.may_begin(done + 1):
         if rank in signalled and done == 103 + rank:
             os.kill(os.getpid(), signal.SIGTERM)

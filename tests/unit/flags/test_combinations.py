@@ -111,8 +111,20 @@ def test_all_flags_without_effect_are_listed_in_one_line_with_reasons(tmp_path):
 def test_a_dropped_flag_breaks_no_rule():
     """A switch of another algorithm has no effect and is not rejected."""
     assert parsed("--advantage rloo --greedy-baseline --reward-normalize").settings.greedy_baseline is False
-    assert parsed("--one-step-off --rollout-correction tis --advantage grpo --critic-warmup-steps 1").warnings
-    assert refused("--one-step-off --rollout-correction tis --critic-warmup-steps 1").startswith("--one-step-off True")
+    partial = "--over-sampling 2 --partial-rollouts --rollout-correction tis"
+    assert parsed("--generation-lag 2 --max-staleness 1 --rollout-correction tis").warnings
+    assert refused(f"--generation-lag 2 --max-staleness 1 {partial}").startswith("--max-staleness 1")
+
+
+def test_stale_responses_without_a_correction_are_warned_of():
+    assert not parsed("--generation-lag 2 --rollout-correction tis").warnings
+    (warning,) = parsed("--generation-lag 2").warnings
+    assert warning.startswith("--generation-lag 2 without --rollout-correction: responses are up to 2 updates old")
+
+
+def test_the_lag_is_limited_and_replaces_an_older_flag():
+    assert refused("--generation-lag 33") == "--generation-lag 33: allowed is 0 to 32"
+    assert refused("--one-step-off") == "--one-step-off: was replaced; use --generation-lag 1"
 
 
 def test_wrong_values_and_unknown_flags_are_rejected_even_without_effect():
@@ -179,17 +191,12 @@ WRONG = {
     "filter of single responses": ("--group-filter reward --samples-per-prompt 1", "--group-filter reward: needs --s"),
     "nothing to fill up": ("--dynamic-sampling", "--dynamic-sampling True: needs --group-filter"),
     "a bank without checkpoints": ("--rollout-bank x", "--rollout-bank x: needs --save"),
-    "a race ahead": ("--over-sampling 2 --one-step-off --rollout-correction tis",
-                     "--over-sampling 2.0: not allowed with"),
     "parts of nothing": ("--partial-rollouts", "--partial-rollouts True: needs --over-sampling above 1"),
     "parts without correction": ("--partial-rollouts --over-sampling 2", "--partial-rollouts True: needs a --rollout"),
     "penalty longer than a response": ("--overlong-buffer 9 --max-response-length 8", "--overlong-buffer 9: allowed is "
                                        "at most --max-response-length 8"),
-    "stale without correction": ("--one-step-off", "--one-step-off True: needs a --rollout-correction"),
-    "verdicts ahead": ("--one-step-off --rollout-correction tis --group-filter correct",
-                       "--one-step-off True: not allowed with --group-filter"),
-    "warm-up ahead": ("--one-step-off --rollout-correction tis --critic-warmup-steps 1",
-                      "--one-step-off True: not allowed with --critic-warmup-steps"),
+    "older than the lag allows": ("--generation-lag 3 --over-sampling 2 --partial-rollouts --rollout-correction tis"
+                                  " --max-staleness 2", "--max-staleness 2: allowed is 0, or at least --generation-l"),
     "group of one": ("--advantage grpo --samples-per-prompt 1", "--samples-per-prompt 1: --advantage grpo compares"),
     "no baseline": ("--advantage remax", "--advantage remax: needs --greedy-baseline"),
     "gradient of a reward": ("--kl-estimator k3+", "--kl-estimator k3+: needs --kl-in loss"),
@@ -234,7 +241,7 @@ RIGHT = [
     "--advantage remax --greedy-baseline --samples-per-prompt 1",
     "--environment x:y --advantage rloo --credit turns --max-turns 3 --reward environment+0.1*format",
     "--policy-loss gspo --clip-range 3e-4 --clip-range-high 4e-4", "--policy-loss gmpo",
-    "--one-step-off --rollout-correction tis",
+    "--generation-lag 1 --rollout-correction tis",
     "--over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction icepop"
     " --rollout-correction-floor 0.5 --group-filter reward --dynamic-sampling --router-replay rollout",
     "--rollout-correction-level sequence", "--rollout-correction tis --rollout-correction-level sequence",
@@ -242,7 +249,7 @@ RIGHT = [
     "--rollout-correction icepop --rollout-correction-floor 0.5 --rollout-correction-cap 5",
     "--kl-controller adaptive --kl-target 1 --kl-horizon 12.9",
     "--router-replay rollout --router-replay-reference --router-probe-interval 5", "--router-replay old-logprob",
-    "--debug-train-only --load-rollouts x --one-step-off --rollout-correction tis", "--debug-rollout-only",
+    "--debug-train-only --load-rollouts x --generation-lag 1 --rollout-correction tis", "--debug-rollout-only",
     "--router-replay rollout --router-replay-reference --debug-rollout-only", "--save y --save-rollouts",
     "--eval-prompts x --eval-interval 2 --save y --keep-best false --eval-responses 8 --eval-temperature 1 --eval-k 8",
 ]  # fmt: skip

@@ -103,7 +103,7 @@ def test_groups_that_leave_a_node_use_the_network():
 
 
 def test_a_rollout_of_its_own_receives_weights_and_may_work_ahead():
-    flags = "--role-map actor=0;reward=1;reference=1;rollout=1 --one-step-off --rollout-correction tis"
+    flags = "--role-map actor=0;reward=1;reference=1;rollout=1 --generation-lag 1 --rollout-correction tis"
     found = estimate(flags.replace("role-map ", "role-map="), 2)
     assert found.weights == pytest.approx(2 * WEIGHTS / (BANDWIDTH_SHARE * 1e9))
     assert found.ahead

@@ -92,6 +92,7 @@ def stale(rank: int) -> tuple[list[int], list[int]]:
         batch = responses([group + lines[0] for group in mine])
         batch.sequence_ids = batch.sequence_ids - lines[0] * SAMPLES
         buffer.keep_unfinished(batch, [PromptRequest(line, ()) for line in lines], 1, torch.tensor([], dtype=int), 9)
+    buffer.begin_step(1, 2)  # as with --generation-lag 1: what trains on the groups is newer than what continues them
     buffer._drop_stale()
     return [group.line for group in buffer._groups], sorted(set(buffer._responses.prompt_ids.tolist()))
 

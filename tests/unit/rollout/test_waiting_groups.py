@@ -1,6 +1,7 @@
 """Groups that wait in a checkpoint: which runs can continue them, by the manifest alone."""
 
 import json
+import re
 
 import pytest
 
@@ -11,7 +12,7 @@ from tests.helpers.programs import program, rl_argv
 SIX = "--advantage grpo --prompts-per-step 6 --samples-per-prompt 2"
 FILTER = "--group-filter reward --dynamic-sampling"
 PARTIAL = "--partial-rollouts --over-sampling 1.5 --rollout-correction tis"
-AHEAD, APART = "--one-step-off --rollout-correction tis", "--role-map actor=0;reward=0;reference=0;rollout=1"
+APART = "--role-map actor=0;reward=0;reference=0;rollout=1"
 OTHER = "groups of 2 responses that wait for their batch to be full; --samples-per-prompt"
 
 
@@ -31,15 +32,12 @@ RESUMES = [
     (f"{SIX} {FILTER}", 3, 0, f"{SIX} {FILTER} {PARTIAL}", OTHER),
     (f"{SIX} {PARTIAL}", 0, 4, f"{SIX} {PARTIAL}", None),
     (f"{SIX} {PARTIAL}", 0, 4, SIX, "4 unfinished groups of 2 responses; add --partial-rollouts"),
-    (f"{SIX} {AHEAD}", 6, 0, f"{SIX} {AHEAD}", None),
-    (f"{SIX} {AHEAD}", 6, 0, SIX, "a batch of 6 groups was generated ahead; allowed are --one-step-off and"),
-    (f"{SIX} {AHEAD}", 6, 0, f"{SIX} {AHEAD} --prompts-per-step 3", "a batch of 6 groups was generated ahead"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("before, complete, unfinished, after, says", RESUMES)
 def test_which_runs_continue_the_groups_of_a_checkpoint(before, complete, unfinished, after, says, tmp_path):
-    entry = waiting_groups.manifest_entry(settings(tmp_path, before), complete, unfinished)
+    entry = {"step": 4, **waiting_groups.manifest_entry(settings(tmp_path, before), complete, unfinished)}
     manifest, present = json.loads(json.dumps(entry)), settings(tmp_path, after)
     if says is None:
         waiting_groups.check(manifest, present, has_new_prompts=False)
@@ -50,6 +48,42 @@ def test_which_runs_continue_the_groups_of_a_checkpoint(before, complete, unfini
     if complete or unfinished:
         with pytest.raises(UsageError, match="--load-changed-data: .* responses to the old prompts"):
             waiting_groups.check(manifest, settings(tmp_path, before), has_new_prompts=True)
+
+
+LAG = "--rollout-correction tis --generation-lag"
+QUEUES = {  # the queue of a checkpoint of step 4, flags of the resume, what the message says; None: accepted
+    "the same lag": ({"lag": 2, "through": 6, "steps": [5, 6]}, f"{SIX} {LAG} 2", None),
+    "another batch size": ({"lag": 2, "through": 6, "steps": [5, 6]}, f"{SIX} {LAG} 2 --prompts-per-step 4", None),
+    "another lag": ({"lag": 2, "through": 6, "steps": [5]}, f"{SIX} {LAG} 1", "--generation-lag 1: the checkpoint of "),
+    "a lag without batches": ({"lag": 2, "through": 6, "steps": []}, SIX, "--generation-lag 0: the checkpoint of "),
+    "an empty queue": ({"lag": 2, "through": 4, "steps": []}, SIX, None),
+    "another group size": ({"lag": 1, "through": 5, "steps": [5]}, f"{SIX} {LAG} 1 --samples-per-prompt 4", OTHER),
+}
+
+
+@pytest.mark.parametrize("case", QUEUES)
+def test_which_runs_continue_with_batches_that_were_generated_ahead(case, tmp_path):
+    queue, flags, says = QUEUES[case]
+    entry = waiting_groups.manifest_entry(settings(tmp_path, SIX), 0, 0)
+    manifest, present = {"step": 4, "generated_ahead": queue, **entry}, settings(tmp_path, flags)
+    if says is None:
+        waiting_groups.check(manifest, present, has_new_prompts=False)
+    else:
+        with pytest.raises(UsageError, match=re.escape(says)):
+            waiting_groups.check(manifest, present, has_new_prompts=False)
+    if queue["steps"]:
+        with pytest.raises(UsageError, match="--load-changed-data|--generation-lag"):
+            waiting_groups.check(manifest, present, has_new_prompts=True)
+
+
+def test_an_older_checkpoint_with_a_batch_that_was_generated_ahead_goes_on_with_a_lag_of_1(tmp_path):
+    entry = waiting_groups.manifest_entry(settings(tmp_path, SIX), 6, 0)
+    entry[waiting_groups.ENTRY]["is_ahead"] = True
+    manifest = {"step": 4, **entry}
+    assert waiting_groups.queued(manifest) == {"lag": 1, "through": 5, "files": {5: "group_buffer.pt"}}
+    waiting_groups.check(manifest, settings(tmp_path, f"{SIX} {LAG} 1"), has_new_prompts=False)
+    with pytest.raises(UsageError, match="--generation-lag 0: .*; allowed is --generation-lag 1"):
+        waiting_groups.check(manifest, settings(tmp_path, SIX), has_new_prompts=False)
 
 
 def test_a_checkpoint_that_says_nothing_of_groups_is_not_compared(tmp_path):

@@ -1,0 +1,74 @@
+"""What a rank reports of a step: kept from the iteration that works on its batch to the one that ends the step.
+
+With `--generation-lag` these are different iterations on ranks that generate, and a checkpoint holds the records of
+batches that wait for training.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl import plain_files
+from megarl.comm.role_mesh import RoleMesh
+from megarl.errors import UsageError
+
+FILE = "queued_records.json"  # in a checkpoint: metrics and samples of the steps whose batches it holds
+
+
+class StepRecord(NamedTuple):
+    """What a rank knows of the batch of a step when it has done its part of it."""
+
+    metrics: dict[str, float]
+    samples: list[dict]  # rows of the samples file
+    moments: dict[str, float]  # of the reward role, after the step's scores
+
+
+class StepRecords:
+    """This rank's records of the step that it ends and of later ones."""
+
+    def __init__(self):
+        self._records: dict[int, StepRecord] = {}
+        self._restored: dict[int, tuple[dict, list]] = {}  # metrics and samples of a checkpoint, by step
+
+    def __getitem__(self, step: int) -> StepRecord:
+        return self._records[step]
+
+    def add(self, step: int, record: StepRecord):
+        """Keeps a record; metrics and samples of a batch that a checkpoint held are those of its generation."""
+        if step in self._restored:
+            metrics, samples = self._restored.pop(step)
+            record = record._replace(metrics=metrics, samples=samples)
+        self._records[step] = record
+
+    def forget_before(self, step: int):
+        """Removes the records of earlier steps."""
+        self._records = {number: record for number, record in self._records.items() if number >= step}
+
+    def files(self, mesh: RoleMesh, step: int) -> dict[str, bytes]:
+        """The file of all ranks' records of later steps, on rank 0; {} elsewhere, and if there are none. Collective."""
+        own = {number: record[:2] for number, record in self._records.items() if number > step}
+        merged: dict[int, tuple[dict, list]] = {}
+        for of_rank in mesh.gather(own) or []:
+            for number, (metrics, rows) in of_rank.items():
+                before = merged.get(number, ({}, []))
+                merged[number] = metrics | before[0], before[1] + rows  # the first rank wins, as in a report
+        return {FILE: json.dumps(merged).encode()} if merged else {}
+
+    def restore(self, folder: Path, reports: bool):
+        """Reads the records of a checkpoint; `reports`: this rank reports them, all others report nothing.
+
+        Raises:
+            UsageError: the file is damaged.
+        """
+        records = _read(folder / FILE)
+        self._restored = {step: record if reports else ({}, []) for step, record in records.items()}
+
+
+def _read(path: Path) -> dict[int, tuple[dict, list]]:
+    if not path.exists():
+        return {}
+    try:
+        records = json.loads(plain_files.read_bytes(path))
+        return {int(step): (dict(metrics), list(samples)) for step, (metrics, samples) in records.items()}
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"--load {path}: is damaged ({type(error).__name__}: {error})") from None

@@ -1,0 +1,301 @@
+"""Generation ahead of training: which weights draw each token, what meets, and that no speed changes a byte."""
+
+import functools
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl.errors import UsageError
+from megarl.trainers import step_records
+from megarl.trainers.rl_trainer import RLInputs
+from tests.helpers.programs import GRADED, in_world, inputs, metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.tiers import by_default, long
+from tests.helpers.worlds import run_world
+
+STEPS = 5
+LAG = f"--rollout-correction tis --generation-lag 2 --train-iters {STEPS} --lr-decay-iters 9"
+APART = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=1"
+GRPO = "--advantage grpo --kl-coefficient 0 --lr 1e-4 --reward tests.helpers.programs:coarse_reward"
+FILTER = "--group-filter reward --dynamic-sampling"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+TURNS = (
+    "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-response-length 18"
+    " --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
+)
+RUNS = {  # ranks, flags
+    "ppo": (2, f"{GRADED} {APART}"),
+    "reward of the trained ranks": (2, f"{GRADED} --role-map actor=0;critic=0;reward=0;reference=1;rollout=1"),
+    "waiting groups": (3, f"{GRPO} {FILTER} --max-sampling-rounds 1 --role-map actor=0;reward=1;rollout=2"),
+    "partial rollouts of two replicas": (3, f"{GRPO} {FILTER} --over-sampling 1.5 --partial-rollouts"
+                                         " --role-map actor=0;reward=1-2;rollout=1-2"),
+    "critic warm-up": (2, f"{GRADED} {APART} --critic-warmup-steps 2"),
+    "factors": (2, f"{GRADED} {APART} --lora-rank 4 --verify-weights"),
+    "experts": (2, f"{GRADED} {APART} {EXPERTS}"),
+    "greedy baselines": (2, f"--advantage remax --kl-coefficient 0 {GRADED} --greedy-baseline"
+                         " --role-map actor=0;reward=1;rollout=1"),
+    "turns": (3, f"--advantage grpo --kl-coefficient 0 {TURNS} --group-filter reward"
+              " --role-map actor=0;reward=1;rollout=1-2"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("lag")
+
+
+def argv(save: Path, flags: str) -> list[str]:
+    evaluation = f"--eval-prompts {inputs() / 'heldout.jsonl'} --eval-interval 2 --eval-samples 4"
+    return rl_argv(save, f"{LAG} --save-interval 3 {evaluation} {flags}", warm_start=EXPERTS not in flags)
+
+
+@functools.cache
+def run_of(folder: Path, name: str) -> Path:
+    size, flags = RUNS[name]
+    save = folder / name.replace(" ", "-")
+    train("rl", argv(save, flags), size)
+    return save
+
+
+def assert_same_steps(found: Path, expected: Path, steps):
+    rows, wanted = metrics(found), metrics(expected)
+    for step in steps:
+        one, other = (
+            {name: value for name, value in timeless(row[step]).items() if "waiting_share" not in name}
+            for row in (rows, wanted)
+        )
+        assert one == other and samples(found, step) == samples(expected, step)
+
+
+# -- what is generated ---------------------------------------------------------------------------------------------
+
+
+def test_every_response_is_as_old_as_the_lag(folder):
+    rows = metrics(run_of(folder, "ppo"))
+    assert [rows[step]["rollout/staleness"] for step in range(1, STEPS + 1)] == [0, 1, 2, 2, 2]
+    assert all(rows[step]["actor/ppo_kl_first"] == 0 for step in range(1, STEPS + 1))
+    warm_up = metrics(run_of(folder, "critic warm-up"))
+    assert [warm_up[step]["rollout/staleness"] for step in range(1, STEPS + 1)] == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("name", by_default(RUNS, ("reward of the trained ranks", "partial rollouts of two replicas")))
+def test_a_resumed_run_trains_on_the_batches_that_were_generated(name, folder, tmp_path):
+    whole, (size, flags) = run_of(folder, name), RUNS[name]
+    start = whole / "checkpoints" / "step_00000003"
+    assert sorted(path.name for path in start.glob("queued*")) or name == "waiting groups"
+    train("rl", argv(tmp_path / "resumed", f"{flags} --load {start}"), size)
+    assert_same_steps(tmp_path / "resumed", whole, range(4, STEPS + 1))
+    with pytest.raises(UsageError, match=r"--generation-lag 1: the checkpoint of --load .*; allowed is --generation-l"):
+        RLInputs(program("rl", argv(tmp_path / "other", f"{flags} --generation-lag 1 --load {start}"), size))
+
+
+def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict]]:
+    """(the actor's weights after each step, rows of the batches that this rank generated); `fault`: what goes wrong."""
+    from megarl.rollout.batch_queue import PolicyVersions
+    from megarl.rollout.group_collector import GroupCollector
+    from megarl.rollout.rollout import Rollout
+    from megarl.trainers.rl_trainer import RLTrainer
+    from tests.helpers.policy_versions import rows_of
+
+    weights, rows = [], []
+    evaluate, collect, load, of_step = (
+        RLTrainer.evaluate, GroupCollector.collect, Rollout.load_weights, PolicyVersions.of_step
+    )  # fmt: skip
+
+    def noted(run, step):
+        if run.actor.trainable_model:
+            model = run.actor.trainable_model.model[0]
+            weights.append({name: value.clone() for name, value in model.state_dict().items() if value is not None})
+        evaluate(run, step)
+
+    def collected(collector, step):
+        found = collect(collector, step)
+        if found is not None:
+            rows.extend(rows_of(found[0]))
+        return found
+
+    loads = [0]
+
+    def skipped(rollout):
+        loads[0] += 1
+        before = [] if rollout.model is None else [parameter.clone() for parameter in rollout.model[0].parameters()]
+        load(rollout)
+        if loads[0] == 3:  # the weights of step 2
+            for parameter, value in zip(rollout.model[0].parameters() if before else [], before, strict=True):
+                parameter.data.copy_(value)
+
+    RLTrainer.evaluate, GroupCollector.collect = noted, collected
+    if fault == "weights of a step are lost":
+        Rollout.load_weights = skipped
+    if fault == "a wrong version":
+        PolicyVersions.of_step = lambda versions, step: tuple(v + (step > 4) for v in of_step(versions, step))
+    in_world(rank, "rl", parsed)
+    return weights, rows
+
+
+@pytest.mark.parametrize("fault", ["", long("weights of a step are lost"), "a wrong version"])
+def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(fault, tmp_path):
+    from tests.helpers.policy_versions import largest_gaps
+
+    flags = (
+        f"{GRPO} --temperature 1 --over-sampling 1.5 --partial-rollouts --max-response-length 30"
+        " --role-map actor=0;reward=1;rollout=1"
+    )
+    (weights, _), (_, rows) = run_world(stamped, 2, program("rl", argv(tmp_path, flags), 2), fault)
+    assert len(weights) == STEPS and len({version for row in rows for version in row["versions"]}) == 3
+    parsed = program("rl", rl_argv(tmp_path / "alone", "--advantage grpo --kl-coefficient 0"), 1)
+    (gaps,) = run_world(largest_gaps, 1, parsed, weights, rows)
+    if fault:
+        assert max(gaps["own"]) > 1e-3
+    else:
+        assert max(gaps["own"]) == 0 < 1e-4 < min(gaps["other"])
+
+
+# -- what meets ----------------------------------------------------------------------------------------------------
+
+
+def held_up(rank: int, parsed, side: str) -> int:
+    """Runs a program whose trained ranks wait until the rollout is as far ahead as it may be, or whose rollout waits
+    for them; how often it has waited."""
+    from megarl.roles.actor import Actor
+    from megarl.rollout.group_collector import GroupCollector
+
+    store, collect, update, waits = dist.distributed_c10d._get_default_store(), GroupCollector.collect, Actor.update, []
+
+    def wait_for(key: str):
+        store.wait([key], timedelta(seconds=60))
+        waits.append(key)
+
+    def collected(collector, step):
+        if side == "rollout" and step > 1:
+            wait_for(f"trained {step - 1}")
+        found = collect(collector, step)
+        store.set(f"generated {step}", "1")
+        return found
+
+    def updated(actor, batch, kl_coefficient):
+        if rank == 0 and side == "training" and batch.step + 2 <= STEPS:
+            wait_for(f"generated {batch.step + 2}")
+        update(actor, batch, kl_coefficient)
+        if rank == 0:
+            store.set(f"trained {batch.step}", "1")
+
+    GroupCollector.collect, Actor.update = collected, updated
+    in_world(rank, "rl", parsed)
+    return len(waits)
+
+
+@pytest.mark.parametrize("side, waits", [("training", [STEPS - 2, 0]), ("rollout", [0, STEPS - 1])])
+def test_no_side_waits_for_more_than_it_needs(side, waits, folder, tmp_path):
+    """Any meeting of all ranks within a step would end in a time-out."""
+    flags = f"{RUNS['ppo'][1]} --save {tmp_path} --eval-interval 9 --save-interval 9"
+    assert run_world(held_up, 2, program("rl", argv(tmp_path, flags), 2), side) == waits
+    for step in (1, 2, 3, 4):
+        assert samples(tmp_path, step) == samples(run_of(folder, "ppo"), step)
+
+
+def slowed(rank: int, parsed, place: str):
+    """Runs a program in which one kind of work takes longer."""
+    from megarl.roles.actor import Actor
+    from megarl.roles.reward import Reward
+    from megarl.rollout.rollout import Rollout
+    from megarl.rollout.weight_sync import WeightSync
+
+    owner, name = {"update": (Actor, "update"), "reward": (Reward, "score"), "rollout": (Rollout, "generate"),
+                   "weights": (WeightSync, "_meet")}[place]  # fmt: skip
+    method = getattr(owner, name)
+
+    def slow(*args, **kwargs):
+        time.sleep(0.1)
+        return method(*args, **kwargs)
+
+    setattr(owner, name, slow)
+    in_world(rank, "rl", parsed)
+
+
+@pytest.mark.parametrize("place", ["update", long("reward"), long("rollout"), long("weights")])
+def test_no_speed_changes_a_byte(place, folder, tmp_path):
+    name = "partial rollouts of two replicas"
+    size, flags = RUNS[name]
+    run_world(slowed, size, program("rl", argv(tmp_path, flags), size), place)
+    assert_same_steps(tmp_path, run_of(folder, name), range(1, STEPS + 1))
+
+
+def stopped(rank: int, parsed):
+    """Runs a program that a signal stops while step 2 is trained on."""
+    from megarl.faults.stop import refuse_next_step
+    from megarl.roles.actor import Actor
+
+    update = Actor.update
+
+    def updated(actor, batch, kl_coefficient):
+        if rank == 0 and batch.step == 2:
+            refuse_next_step(dist.distributed_c10d._get_default_store(), 2)
+        update(actor, batch, kl_coefficient)
+
+    Actor.update = updated
+    in_world(rank, "rl", parsed)
+
+
+def test_a_stopped_run_keeps_the_batches_that_were_generated(folder, tmp_path):
+    size, flags = RUNS["ppo"]
+    run_world(stopped, size, program("rl", argv(tmp_path, flags), size))
+    start = tmp_path / "checkpoints" / "step_00000002"
+    assert sorted(path.name for path in start.glob("queued*.pt")) == ["queued-00000003.pt", "queued-00000004.pt"]
+    train("rl", argv(tmp_path / "resumed", f"{flags} --load {start}"), size)
+    assert_same_steps(tmp_path / "resumed", run_of(folder, "ppo"), range(3, STEPS + 1))
+
+
+@pytest.mark.long
+def test_fewer_copies_of_the_weights_than_steps_of_lag_change_nothing(folder, tmp_path):
+    def one_copy(rank: int, parsed):
+        from megarl.rollout.weight_sync import WeightSync
+
+        send = WeightSync.send_copy
+
+        def sent(sync):
+            sync._copies = 1
+            return send(sync)
+
+        WeightSync.send_copy = sent
+        in_world(rank, "rl", parsed)
+
+    size, flags = RUNS["ppo"]
+    run_world(one_copy, size, program("rl", argv(tmp_path, flags), size))
+    assert_same_steps(tmp_path, run_of(folder, "ppo"), range(1, STEPS + 1))
+
+
+# -- flags ---------------------------------------------------------------------------------------------------------
+
+
+OF_THE_ACTOR = "--generation-lag 2: needs a rollout in --role-map on other ranks than the actor"
+LEADS = [  # role map, start of the message; None: accepted
+    ("", OF_THE_ACTOR),
+    ("actor=0;critic=1;reward=2;reference=2;rollout=1-3", OF_THE_ACTOR.replace("actor", "critic")),
+    ("actor=0;critic=1;reward=1-2;reference=0;rollout=2-3", "--generation-lag 2: the reward shares ranks with"),
+    ("actor=0;critic=0;reward=1;reference=1;rollout=2-3 --group-filter reward", None),
+    ("actor=0;critic=0;reward=0;reference=1;rollout=2-3 --group-filter reward",
+     "--generation-lag 2: --group-filter needs the scores of a batch before it is trained on"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("roles, needle", LEADS)
+def test_ranks_that_lead(roles, needle, tmp_path):
+    parsed = program("rl", argv(tmp_path, roles and f"--role-map {roles}"), 4)
+    if needle is None:
+        RLInputs(parsed)
+    else:
+        with pytest.raises(UsageError) as caught:
+            RLInputs(parsed)
+        assert str(caught.value).startswith(needle) and "\n" not in str(caught.value)
+
+
+def test_damaged_records_are_wrong_input(folder, tmp_path):
+    start = run_of(folder, "ppo") / "checkpoints" / "step_00000003"
+    assert list(json.loads((start / step_records.FILE).read_text())) == ["4", "5"]
+    (tmp_path / step_records.FILE).write_text('{"4": 1}')
+    with pytest.raises(UsageError, match="queued_records.json: is damaged"):
+        step_records.StepRecords().restore(tmp_path, reports=True)
