@@ -66,8 +66,8 @@ class PendingSends:
         self._held.clear()
 
 
-def _all_to_all(buffers: list[Tensor], group, pending: PendingSends | None) -> list[Tensor]:
-    """Sends buffers[i] to the i-th rank of the group; returns the buffers received from each rank.
+def all_to_all(buffers: list[Tensor], group, pending: PendingSends | None) -> list[Tensor]:
+    """Sends buffers[i] (bytes) to the i-th rank of the group; returns the buffers received from each rank.
 
     With `pending` this rank only sends: it receives nothing, returns at once, and `pending` waits later.
     """
@@ -85,6 +85,17 @@ def _all_to_all(buffers: list[Tensor], group, pending: PendingSends | None) -> l
     received = torch.empty(sum(arriving), dtype=torch.uint8, device=sizes.device)
     dist.all_to_all_single(received, payload, arriving, counts, group=group)
     return list(received.split(arriving))
+
+
+def all_gather(local: Tensor, group) -> Tensor:
+    """Concatenates the equally large tensors of all ranks of a group. Sent as bytes, because gloo has no int16."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return local
+    gathered = local.new_empty(ranks * len(local), *local.shape[1:])
+    if gathered.numel():
+        dist.all_gather_into_tensor(gathered.view(torch.uint8), local.contiguous().view(torch.uint8), group=group)
+    return gathered
 
 
 def broadcast_in_replica(batch: Batch | None, names: list[str], role_groups: RoleGroups) -> Batch:
@@ -150,5 +161,5 @@ def _exchange(
             index = (dp_ranks == dp_rank).nonzero().flatten()
             places = device.to_device([index.numpy(), host.token_positions(index).numpy()])
             buffers[receiver.leaders[dp_rank]] = to_bytes(batch.take(*places), names)
-    arrived = filter(len, _all_to_all([buffers[rank] for rank in ranks], group, pending))
+    arrived = filter(len, all_to_all([buffers[rank] for rank in ranks], group, pending))
     return concatenate([from_bytes(buffer, names) for buffer in arrived] or [empty_batch(names, device.device())])

@@ -68,7 +68,7 @@ class StepBatch:
         for role in roles:
             if self._has(role) and role not in self._batches:
                 fields = [*(ACTOR_FIELDS if role == ACTOR else RESPONSE_FIELDS), *self._extra_fields]
-                self._batches[role] = self._send(self._closest_copy(role), role, fields, self._pending)
+                self._batches[role] = self._send(self._closest_copy(role), role, fields)
 
     def gather(self, *producers: Producer):
         """Collects on the actor the fields that other roles have computed, their `outputs`."""
@@ -85,6 +85,11 @@ class StepBatch:
         """Waits until everything that this rank has sent is received; the transfers themselves do not wait for it."""
         self._pending.wait()
 
+    def pending_sends(self, source: str, destination: str) -> exchange.PendingSends | None:
+        """Collects sends between two roles for `wait_sends`; None if a rank works for both, which must receive."""
+        is_disjoint = set(self._mesh[source].ranks).isdisjoint(self._mesh[destination].ranks)
+        return self._pending if is_disjoint else None
+
     def exchange_phase(self, source: str, destination: str):
         """Context that times a transfer for the role of this rank that takes part in it."""
         role = source if self._mesh[source].is_member else destination
@@ -100,15 +105,12 @@ class StepBatch:
         return next((n for n in served if exchange.is_already_there(self._mesh, n, role, self.dp_assignment)), ROLLOUT)
 
     def _transfer(self, source: str, destination: str, fields: tuple[str, ...]):
-        received = self._send(source, destination, list(fields), self._pending)
+        received = self._send(source, destination, list(fields))
         if received is not None:
             self._batches[destination].update(received, list(fields))
 
-    def _send(
-        self, source: str, destination: str, fields: list[str], pending: exchange.PendingSends | None
-    ) -> Batch | None:
-        if not set(self._mesh[source].ranks).isdisjoint(self._mesh[destination].ranks):
-            pending = None
+    def _send(self, source: str, destination: str, fields: list[str]) -> Batch | None:
+        pending = self.pending_sends(source, destination)
         with self.exchange_phase(source, destination):
             roles = source, destination
             return exchange.send(

@@ -125,8 +125,8 @@ def exchanges(role_groups: dict, settings) -> list[dict]:
 def routes(roles: dict, role_groups: dict, settings) -> list[dict]:
     """Moves of `--router-replay rollout`, in the form of `exchanges`: two bytes per token, MoE layer and expert.
 
-    A route goes to each rank whose router sees the token: one tensor-parallel rank with sequence parallelism, else
-    all. Tokens that a rank generates itself also count as moved, unless the rollout has one replica.
+    A route goes to one of the ranks with its layer, which gather the others from each other: that is not counted.
+    Tokens that a rank generates itself also count as moved, unless the rollout has one replica.
     """
     if settings.router_replay != "rollout":
         return []
@@ -134,14 +134,13 @@ def routes(roles: dict, role_groups: dict, settings) -> list[dict]:
     held = _moe_layers_of_ranks(roles["rollout"].megatron, source) if len(source) == 1 else {}
     for name in ("actor", "reference") if settings.router_replay_reference else ("actor",):
         args, replicas = roles[name].megatron, role_groups[name].replicas
-        share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+        holders = len(replicas) * args.context_parallel_size * args.tensor_model_parallel_size  # of a layer
         route = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # bytes of one token in one layer
         needed = _moe_layers_of_ranks(args, replicas)
         received = sum(len(layers - held.get(rank, set())) for rank, layers in needed.items())
-        sent = route * step.tokens_of_replica(len(replicas)) * received // share
-        payload = min(sent, route * step.tokens * sum(moe_layer_pattern(args)))
+        sent = route * step.tokens * received // holders
         names = {"source": "rollout", "destination": name, "fields": ["routes"]}
-        result.append(names | {"payload": payload, "sent": sent})
+        result.append(names | {"payload": sent, "sent": sent})
     return result
 
 

@@ -45,7 +45,8 @@ class RoutingReplay:
             state.begin_step()
 
     def send_routes(self, step_batch: StepBatch):
-        """Sends each rank the routes that it replays in the step, for its own tokens and layers only. Collective."""
+        """Sends each rank the routes that it replays in the step, for its own tokens and layers only. Ranks that only
+        generate do not wait (`StepBatch.wait_sends`). Collective."""
         for role in self._roles if self._exchange else ():
             self._send_routes(step_batch, role)
 
@@ -56,6 +57,9 @@ class RoutingReplay:
             if state is not None:
                 passes = self._actor_passes(step_batch) if role == ACTOR else [torch.arange(len(batch))]
                 wanted = state.wanted(batch, passes)
-            table = self._exchange.send(step_batch[ROLLOUT], role, batch, wanted, step_batch.dp_assignment)
+            table = self._exchange.send(
+                step_batch[ROLLOUT], role, batch, wanted, step_batch.dp_assignment,
+                step_batch.pending_sends(ROLLOUT, role),
+            )  # fmt: skip
             if state is not None:
                 state.replayed_routes = table

@@ -1,11 +1,12 @@
 """Sends routes from the rollout to the ranks that replay them, directly between ranks, with two bytes per expert.
 
-A rank requests the tokens and the MoE layers that its own routers see, from ranks of the replica that generated the
-sequence. One all-to-all exchanges the number of requested token runs, one the runs, and one the routes. Routes that a
-rank holds itself take the same path without network traffic.
+Routes flow one way, and nobody asks for them. The rows that a replica of the rollout sends to a replica of another role
+are those of the sequences that both hold, all tokens but each sequence's last; each side computes which. The ranks of a
+replica that hold the same layers get an equal share of the rows each, and gather the others from each other. Routes
+that a rank holds itself take the same path without network traffic.
 """
 
-from itertools import accumulate
+import math
 
 import torch
 import torch.distributed as dist
@@ -13,35 +14,45 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.batch import Batch, expand_ranges
+from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleMesh
 from megarl.mcore import device
-from megarl.router_replay.route_table import RouteRequest, RouteTable, TokenRuns, check_rows
+from megarl.router_replay.route_table import RouteTable, check_rows
 
 ROLLOUT = "rollout"
 
 
 class LayerHolders:
-    """Which rank holds which MoE layers of which role, and which rank sends which layers to which."""
+    """Which rank holds which MoE layers of which role, and which rank sends which layers and rows to which."""
 
     def __init__(self, mesh: RoleMesh, layers: dict[str, tuple[int, ...]]):
         """Gathers `layers` (by role, of this rank) from all ranks. A collective of the world."""
         self.mesh = mesh
-        self._layers = [{} for _ in range(mesh.size)]
-        dist.all_gather_object(self._layers, {role: tuple(held) for role, held in layers.items()})
+        self._held: list[dict[str, tuple[tuple[int, ...], slice]]] = [{} for _ in range(mesh.size)]
+        held = {role: (tuple(layers[role]), self._share(role)) for role in layers if mesh[role].is_member}
+        dist.all_gather_object(self._held, held)
         self._by_layer: list[dict[int, list[int]]] = [{} for _ in mesh[ROLLOUT].replicas]
         for by_layer, ranks in zip(self._by_layer, mesh[ROLLOUT].replicas, strict=True):
             for rank in ranks:
                 for layer in self.layers(ROLLOUT, rank):
                     by_layer.setdefault(layer, []).append(rank)
 
+    def _share(self, role: str) -> slice:
+        group = self.mesh[role].pg_collection.tp_cp
+        return slice(dist.get_rank(group), None, dist.get_world_size(group))
+
     @property
     def roles(self) -> list[str]:
         """Roles that replay routes."""
-        return sorted({role for held in self._layers for role in held} - {ROLLOUT})
+        return sorted({role for held in self._held for role in held} - {ROLLOUT})
 
     def layers(self, role: str, rank: int) -> tuple[int, ...]:
         """MoE layers of a role on a rank."""
-        return self._layers[rank].get(role, ())
+        return self._held[rank][role][0] if role in self._held[rank] else ()
+
+    def share(self, role: str, rank: int) -> slice:
+        """Rows of its replica that a rank gets: every n-th, since n ranks of the replica hold the same layers."""
+        return self._held[rank][role][1]
 
     def check(self, role: str):
         """RuntimeError if a replica of the rollout lacks a layer that the role has."""
@@ -66,23 +77,16 @@ class LayerHolders:
             senders.setdefault(sender, []).append(layer)
         return senders
 
-    def receivers(self, role: str) -> dict[int, list[int]]:
-        """Rank of a role -> layers that this rank sends to it."""
-        this_rank, dp_rank = self.mesh.rank, self.mesh[ROLLOUT].dp_rank
-        if dp_rank is None:
-            return {}
-        return {rank: self.senders(role, rank, dp_rank).get(this_rank, []) for rank in self.mesh[role].ranks}
-
 
 class RouteExchange:
     """Transfers routes from the rollout to the roles that replay them."""
 
     def __init__(self, mesh: RoleMesh, layers: dict[str, tuple[int, ...]], topk: int, experts: int):
-        """Plans senders and receivers. A collective of the world.
+        """Gathers which rank holds which layers. A collective of the world.
 
         Args:
-            layers: role -> numbers of the MoE layers that this rank holds; those of the rollout in the order in which
-                its batch has the routes.
+            layers: role of this rank -> numbers of the MoE layers that this rank holds; those of the rollout in the
+                order in which its batch has the routes.
             topk: experts per token.
             experts: experts per layer.
 
@@ -91,18 +95,13 @@ class RouteExchange:
         """
         self.mesh = mesh
         self.topk, self.experts = topk, experts
-        self.bytes_received = 0  # of routes from other ranks, in all calls
-        self._holders = holders = LayerHolders(mesh, layers)
-        self._receivers, self._senders = {}, {}
-        for role in holders.roles:
-            holders.check(role)
-            dp_ranks = range(len(mesh[ROLLOUT].replicas)) if mesh[role].is_member else ()
-            self._senders[role] = [holders.senders(role, mesh.rank, dp_rank) for dp_rank in dp_ranks]
-            self._receivers[role] = holders.receivers(role)
+        self._holders = LayerHolders(mesh, layers)
+        for role in self._holders.roles:
+            self._holders.check(role)
 
     def send(
         self, source: Batch | None, destination: str, batch: Batch | None, wanted: Tensor | None,
-        dp_assignment: dict[str, Tensor],
+        dp_assignment: dict[str, Tensor], pending: exchange.PendingSends | None = None,
     ) -> RouteTable | None:  # fmt: skip
         """The routes of the wanted tokens in this rank's layers; None outside the destination.
 
@@ -111,25 +110,27 @@ class RouteExchange:
         Args:
             source: this rank's batch in the rollout with `routes`; ignored elsewhere.
             batch: this rank's batch in the destination; ignored elsewhere.
-            wanted: [T] bool, tokens of `batch` whose routes this rank needs; never the last of a sequence.
-            dp_assignment: as in `exchange.send`.
+            wanted: [T] bool, tokens of `batch` whose routes this rank needs; a sequence's last token has none.
+            dp_assignment, pending: as in `exchange.send`.
 
         Raises:
-            RuntimeError: routes were not recorded for every token and layer; a requested sequence is not held, or has
-                another length; a route is not k ascending experts. Raised only on the rank that detects it.
+            RuntimeError: routes were not recorded for every token and layer; the two sides disagree about the rows; a
+                route is not k ascending experts. Raised only on the rank that detects it.
         """
         sender, receiver = self.mesh[ROLLOUT], self.mesh[destination]
         if not sender.is_member and not receiver.is_member:
             return None
+        group = self.mesh.channel(f"routes/{destination}")
+        ranks = dist.get_process_group_ranks(group)
+        routes = dict.fromkeys(ranks, torch.empty(0, dtype=torch.uint8, device=device.device()))
         if sender.is_member:
             self._check_source(source)
-        group, request = self.mesh.channel(f"routes/{destination}"), None
-        if receiver.is_member:
-            layers = self._holders.layers(destination, self.mesh.rank)
-            request = RouteRequest.of(destination, layers, batch, wanted, dp_assignment[ROLLOUT], len(sender.replicas))
-        runs, counts = self._exchange_requests(destination, request, group)
-        received = self._exchange_routes(source, destination, request, runs, counts, group)
-        return self._table(destination, request, received) if receiver.is_member else None
+            routes |= self._routes_by_rank(source, destination, dp_assignment[destination])
+        received = exchange.all_to_all([routes[rank] for rank in ranks], group, pending if sender.is_member else None)
+        if not receiver.is_member:
+            return None
+        by_rank = dict(zip(ranks, received, strict=True))
+        return self._table(destination, batch, wanted, dp_assignment[ROLLOUT], by_rank)
 
     def _check_source(self, source: Batch | None):
         layers = list(self._holders.layers(ROLLOUT, self.mesh.rank))
@@ -144,87 +145,67 @@ class RouteExchange:
                 f"{shape[0]} tokens, {shape[1]} layers and {shape[2]} experts per token"
             )
 
-    def _exchange_requests(
-        self, destination: str, request: RouteRequest | None, group
-    ) -> tuple[Tensor, list[int]]:  # fmt: skip
-        """Sends this rank's requests. Returns those received: [n, 4] runs, and how many come from each rank."""
-        ranks = dist.get_process_group_ranks(group)
-        none = torch.empty(0, len(TokenRuns._fields), dtype=torch.int64, device=device.device())
-        by_rank = dict.fromkeys(ranks, none)
-        if request is not None:
-            for runs, senders in zip(request.runs, self._senders[destination], strict=True):
-                by_rank |= dict.fromkeys(senders, runs)
-        sent_counts = torch.tensor([len(by_rank[rank]) for rank in ranks], device=device.device())
-        counts = torch.empty_like(sent_counts)
-        dist.all_to_all_single(counts, sent_counts, group=group)
-        counts, runs = counts.tolist(), torch.cat([by_rank[rank] for rank in ranks])
-        received = runs.new_empty(sum(counts), runs.shape[1])
-        dist.all_to_all_single(received, runs, counts, sent_counts.tolist(), group=group)
-        return received, counts
-
-    def _exchange_routes(
-        self, source: Batch | None, destination: str, request: RouteRequest | None, runs: Tensor, counts: list[int],
-        group,
-    ) -> dict[int, Tensor]:  # fmt: skip
-        """Sends the requested routes as bytes. Returns those received by rank, [tokens · layers · k] int16."""
-        ranks, expected = dist.get_process_group_ranks(group), {}
-        if request is not None:
-            for rows, senders in zip(request.rows, self._senders[destination], strict=True):
-                expected |= {rank: 2 * rows * len(layers) * self.topk for rank, layers in senders.items()}
-        routes = self._requested_routes(source, destination, runs, counts, ranks)
-        payload, sent_sizes = torch.cat(routes).view(torch.uint8), [of_rank.nbytes for of_rank in routes]
-        sizes = [expected.get(rank, 0) for rank in ranks]
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=runs.device)
-        dist.all_to_all_single(received, payload, sizes, sent_sizes, group=group)
-        self.bytes_received += sum(sizes) - expected.get(self.mesh.rank, 0)
-        return dict(zip(ranks, received.view(torch.int16).split([size // 2 for size in sizes]), strict=True))
-
-    def _requested_routes(
-        self, source: Batch | None, destination: str, runs: Tensor, counts: list[int], ranks: list[int]
-    ) -> list[Tensor]:
-        """For each rank the routes of the tokens that it requested, in the layers that this rank sends to it."""
-        empty = torch.empty(0, dtype=torch.int16, device=runs.device)
-        if not len(runs):
-            return [empty] * len(ranks)
-        wanted = TokenRuns(*runs.t().contiguous())
-        sequence = self._positions(source, destination, wanted)
-        tokens = expand_ranges(source.cu_seqlens[sequence] + wanted.starts, wanted.counts)
-        bounds = torch.tensor([0, *accumulate(counts)], device=runs.device)
-        token_counts = pad(wanted.counts.cumsum(0), (1, 0))[bounds].diff().tolist()
-        held, routes = self._holders.layers(ROLLOUT, self.mesh.rank), []
-        for rank, rows in zip(ranks, tokens.split(token_counts), strict=True):
-            columns = [held.index(layer) for layer in self._receivers[destination].get(rank, ())]
-            routes.append(source.routes[rows[:, None], columns].flatten() if len(rows) else empty)
+    def _routes_by_rank(self, source: Batch, destination: str, dp_assignment: Tensor) -> dict[int, Tensor]:
+        """Receiving rank -> its share of the rows, in the layers that this rank sends to it: [rows · layers · k] int16
+        as bytes."""
+        rank, dp_rank, routes = self.mesh.rank, self.mesh[ROLLOUT].dp_rank, {}
+        held = self._holders.layers(ROLLOUT, rank)
+        for receiving, tokens in _routed_tokens(source, dp_assignment).items():
+            tokens = tokens.to(device.device())
+            for receiver in self.mesh[destination].replicas[receiving]:
+                if layers := self._holders.senders(destination, receiver, dp_rank).get(rank):
+                    rows = tokens[self._holders.share(destination, receiver)]
+                    columns = [held.index(layer) for layer in layers]
+                    routes[receiver] = source.routes[rows[:, None], columns].flatten().view(torch.uint8)
         return routes
 
-    def _positions(self, source: Batch, destination: str, wanted: TokenRuns) -> Tensor:
-        """[n] positions of the runs' sequences in the rollout's batch."""
-        layers = list(self._holders.layers(ROLLOUT, self.mesh.rank))
-        is_bad = ~torch.isin(wanted.sequence_ids, source.sequence_ids)
-        if is_bad.any():
-            raise RuntimeError(
-                f"rollout: {destination} requests routes of MoE layers {layers} for sequence "
-                f"{int(wanted.sequence_ids[is_bad][0])}, which is not among the {len(source)} of this replica "
-                f"({int(is_bad.sum())} of {len(is_bad)} token runs)"
-            )
-        positions = torch.searchsorted(source.sequence_ids, wanted.sequence_ids)
-        is_bad = source.lengths[positions] != wanted.lengths
-        if is_bad.any():
-            held, expected = int(source.lengths[positions][is_bad][0]), int(wanted.lengths[is_bad][0])
-            raise RuntimeError(
-                f"rollout: routes of MoE layers {layers} for {destination}: sequence "
-                f"{int(wanted.sequence_ids[is_bad][0])} has {held} tokens in the rollout and {expected} in "
-                f"{destination} ({int(is_bad.sum())} of {len(is_bad)} token runs)"
-            )
-        return positions
+    def _table(
+        self, destination: str, batch: Batch, wanted: Tensor, dp_assignment: Tensor, received: dict[int, Tensor]
+    ) -> RouteTable:
+        """`received`: bytes of `_routes_by_rank` by sending rank."""
+        tokens, ranks = _routed_tokens(batch, dp_assignment), self._holders.share(destination, self.mesh.rank).step
+        rows = self._rows_of_share(destination, tokens, received)
+        rows = exchange.all_gather(rows, self.mesh[destination].pg_collection.tp_cp)
+        # Column i: the tokens of the i-th rank's rows; T is padding.
+        columns = [pad(t, (0, -len(t) % ranks), value=len(wanted)).view(-1, ranks) for t in tokens.values()]
+        of_rows = torch.cat([torch.empty(0, ranks, dtype=torch.int64), *columns]).t().flatten().to(wanted.device)
+        is_kept = pad(wanted, (0, 1))[of_rows]
+        rows = rows[is_kept]
+        check_rows(destination, rows, self._holders.layers(destination, self.mesh.rank), self.experts)
+        return RouteTable.of_rows(of_rows[is_kept], rows, len(wanted))
 
-    def _table(self, destination: str, request: RouteRequest, received: dict[int, Tensor]) -> RouteTable:
-        layers = self._holders.layers(destination, self.mesh.rank)
-        shape = (sum(request.rows), len(layers), self.topk)
-        rows = torch.empty(shape, dtype=torch.int16, device=request.index.device)
-        for of_replica, senders in zip(rows.split(request.rows), self._senders[destination], strict=True):
-            for rank, sent in senders.items():
-                columns = [layers.index(layer) for layer in sent]
-                of_replica[:, columns] = received[rank].view(len(of_replica), len(sent), self.topk)
-        check_rows(destination, rows, layers, self.experts)
-        return RouteTable(rows, request.index)
+    def _rows_of_share(self, destination: str, tokens: dict[int, Tensor], received: dict[int, Tensor]) -> Tensor:
+        """[R, L, k] int16 received rows, those of each replica padded to the largest share of them."""
+        rank = self.mesh.rank
+        layers, share = self._holders.layers(destination, rank), self._holders.share(destination, rank)
+        sizes, expected, start = {dp_rank: -(-len(t) // share.step) for dp_rank, t in tokens.items()}, {}, 0
+        rows = torch.zeros(sum(sizes.values()), len(layers), self.topk, dtype=torch.int16, device=device.device())
+        for dp_rank, size in sizes.items():
+            of_replica = rows[start : start + len(tokens[dp_rank][share])]
+            for sender, sent in self._holders.senders(destination, rank, dp_rank).items():
+                expected[sender] = of_replica, [layers.index(layer) for layer in sent]
+            start += size
+        for sender, routes in received.items():
+            of_replica, columns = expected.get(sender, (rows[:0], []))
+            shape = len(of_replica), len(columns), self.topk
+            if len(routes) != 2 * math.prod(shape):
+                raise RuntimeError(
+                    f"{destination}: rank {sender} of the rollout sent {len(routes)} bytes of routes, but "
+                    f"{2 * math.prod(shape)} are expected: {self.topk} experts of {shape[0]} tokens in MoE layers "
+                    f"{[layers[i] for i in columns]}; the two disagree about sequences, their lengths or replicas"
+                )
+            of_replica[:, columns] = routes.view(torch.int16).view(shape)
+        return rows
+
+
+def _routed_tokens(batch: Batch, dp_assignment: Tensor) -> dict[int, Tensor]:
+    """Replica of the other side -> positions in `batch`, on the host, of all tokens but the last of the sequences that
+    it holds, too. Without replicas that hold none: their number grows with the world.
+
+    `dp_assignment`: [N] of the other side."""
+    host = Batch(sequence_ids=batch.sequence_ids.cpu(), lengths=batch.lengths.cpu())
+    dp_ranks, starts = dp_assignment[host.sequence_ids], host.cu_seqlens[:-1]
+    return {
+        dp_rank: expand_ranges(starts[dp_ranks == dp_rank], host.lengths[dp_ranks == dp_rank] - 1)
+        for dp_rank in dp_ranks.unique().tolist()
+    }

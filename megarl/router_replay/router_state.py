@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.arguments import RoleSettings
 from megarl.batch import Batch
+from megarl.comm import exchange
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
@@ -107,30 +108,23 @@ class RouterState:
         """
         tokens = torch.cat([_tokens_of(batch, positions, m.routing.rows) for m, positions in microbatches])
         routes = torch.cat([m.routing.recorded(self.topk) for m, _ in microbatches])
-        ranks = dist.get_world_size(self._token_group)
-        if ranks > 1:
-            tokens, routes = _gathered(tokens, self._token_group, ranks), _gathered(routes, self._token_group, ranks)
+        tokens, routes = (exchange.all_gather(local, self._token_group) for local in (tokens, routes))
         is_token = tokens < len(batch.tokens)  # others are padding
-        index = torch.full((len(batch.tokens),), NO_ROUTE, dtype=torch.int64, device=tokens.device)
-        index[tokens[is_token]] = torch.arange(int(is_token.sum()), device=tokens.device)
+        table = RouteTable.of_rows(tokens[is_token], routes[is_token], len(batch.tokens))
         for microbatch, positions in microbatches:
             if (shared := mb.shared_tokens(microbatch.host_metadata)) is not None:
                 own, held = (batch.token_positions(positions)[of] for of in shared)
-                index[own] = index[held]
-        return RouteTable(routes[is_token], index)
+                table.index[own] = table.index[held]
+        return table
 
     def wanted(self, batch: Batch, passes: Iterable[Tensor]) -> Tensor:
         """[T] bool: tokens that this rank routes in `passes`, each the positions of its sequences. Collective."""
-        if dist.get_world_size(self._token_group) == 1:  # all tokens but each sequence's last
-            wanted = torch.ones(len(batch.tokens), dtype=torch.bool, device=batch.tokens.device)
-            wanted[batch.cu_seqlens[1:] - 1] = False
-            return wanted
+        if dist.get_world_size(self._token_group) == 1:
+            return torch.ones_like(batch.tokens, dtype=torch.bool)
         wanted = torch.zeros(len(batch.tokens) + 1, dtype=torch.bool, device=batch.tokens.device)
         for of_pass in passes:
             for microbatch, positions in mb.role_microbatches(batch, of_pass, self.role, self.role_groups):
-                rows = self._rows(microbatch)
-                tokens = _tokens_of(batch, positions, rows)
-                wanted[tokens] = wanted[tokens] | rows.counted
+                wanted[_tokens_of(batch, positions, self._rows(microbatch))] = True
         return wanted[:-1]
 
     def metrics(self, prefix: str, replays: bool = False) -> dict[str, float]:
@@ -145,11 +139,3 @@ def _tokens_of(batch: Batch, positions: Tensor, rows: RoutedTokens) -> Tensor:
     """[R] int64 position in the batch of each row that this rank routes of a micro-batch; T for padding."""
     tokens = torch.cat([batch.token_positions(positions), rows.token_indices.new_tensor([len(batch.tokens)])])
     return tokens[rows.token_indices.clamp(max=len(tokens) - 1)]
-
-
-def _gathered(local: Tensor, group, ranks: int) -> Tensor:
-    """Concatenates the equally large tensors of all ranks of a group. Sent as bytes, because gloo has no int16."""
-    gathered = local.new_empty(ranks * len(local), *local.shape[1:])
-    if gathered.numel():
-        dist.all_gather_into_tensor(gathered.view(torch.uint8), local.contiguous().view(torch.uint8), group=group)
-    return gathered

@@ -66,8 +66,7 @@ def test_a_batch_generated_ahead_survives_an_interruption(model, tmp_path):
 # What ranks that generate and ranks that train do together in a step. Everything else they do apart, so a collective
 # that is not in this list would make the one side wait for the other.
 MEETINGS = {
-    ("all_to_all_single", "comm/exchange.py"),  # responses and scores
-    ("all_to_all_single", "router_replay/route_exchange.py"),
+    ("all_to_all_single", "comm/exchange.py"),  # responses, scores and routes
 }
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single",
                "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "scatter")  # fmt: skip

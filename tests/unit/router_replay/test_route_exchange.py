@@ -1,13 +1,15 @@
-"""Routes between ranks: all requested routes arrive as recorded, from the ranks that hold them; no others are sent."""
+"""Routes between ranks: they flow one way, each once, and arrive as recorded."""
 
 import contextlib
 import random
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megarl.batch import Batch, concatenate
+from megarl.comm.exchange import PendingSends
 from megarl.router_replay.route_exchange import RouteExchange
 from megarl.router_replay.route_table import RouteTable, check_rows
 from tests.helpers.batches import create_mesh, random_batch, share_of
@@ -25,9 +27,12 @@ LAYOUTS = [
     f"--role-map actor=1-2;{ONE};rollout=0-3 --actor-pipeline-model-parallel-size 2"
     " --rollout-tensor-model-parallel-size 2 --rollout-pipeline-model-parallel-size 1",
     "--role-map actor=0-2;critic=0;reward=0;reference=2-3;rollout=1-3 --reference-tensor-model-parallel-size 2",
+    f"--role-map actor=2-3;{ONE};rollout=0-1 --actor-context-parallel-size 2",
+    f"--role-map actor=0-3;{ONE};rollout=0-3 --actor-tensor-model-parallel-size 2 --actor-sequence-parallel"
+    " --actor-pipeline-model-parallel-size 2 --rollout-pipeline-model-parallel-size 2",
     f"--role-map actor=2-3;{ONE};rollout=0-1 --rollout-tensor-model-parallel-size 2",
 ]
-OTHERS = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "broadcast", "gather", "send")
+OTHERS = ("all_gather", "all_gather_object", "all_reduce", "broadcast", "gather", "send")
 
 
 def truth_of(seed: int, count: int) -> tuple[Batch, torch.Tensor]:
@@ -56,12 +61,15 @@ def columns(layers) -> list[int]:
 
 @contextlib.contextmanager
 def watched():
-    """The splits of every all-to-all that runs inside; any other way to talk fails."""
+    """Bytes (received from, sent to) each rank of every all-to-all that runs inside.
+
+    Ranks with the same layers of a replica may gather; any other way to talk fails.
+    """
     calls, originals = [], {name: getattr(dist, name) for name in (*OTHERS, "all_to_all_single")}
 
-    def counted(output, source, sizes=None, *args, **kwargs):
-        calls.append(sizes)
-        return originals["all_to_all_single"](output, source, sizes, *args, **kwargs)
+    def counted(output, source, received=None, sent=None, **kwargs):
+        calls.append((received, sent))
+        return originals["all_to_all_single"](output, source, received, sent, **kwargs)
 
     for name in OTHERS:
         setattr(dist, name, None)
@@ -88,7 +96,6 @@ def send_at_random(mesh, destination: str, seed: int) -> dict:
     if batch is not None:
         generator.manual_seed(100 * seed + mesh.rank)
         wanted = torch.rand(len(batch.tokens), generator=generator) < random.Random(seed).choice([0.0, 0.3, 0.8, 1.0])
-        wanted[batch.cu_seqlens[1:] - 1] = False
     everyone = [None] * mesh.size
     dist.all_gather_object(everyone, layers)
     with watched() as calls:
@@ -96,13 +103,18 @@ def send_at_random(mesh, destination: str, seed: int) -> dict:
     if source is None and batch is None:
         assert table is None and not calls
         return {"bystander": True}
-    assert len(calls) == 3
+    (sizes_of_sizes, (received, sent)) = calls
+    assert sizes_of_sizes == (None, None)
+    if source is None:
+        assert not sum(sent)
     if batch is None:
-        assert table is None and not sum(calls[-1]) and not exchange.bytes_received
+        assert table is None and not sum(received)
         return {"gives": True}
-    check_table(table, truth[batch.tokens][:, columns(layers[destination])], wanted)
-    replicas = dp_assignment["rollout"][batch.sequence_ids].repeat_interleave(batch.lengths)[wanted]
-    return check_bytes(mesh, destination, everyone, replicas, calls[-1], exchange.bytes_received)
+    has_route = torch.ones_like(batch.tokens, dtype=torch.bool)
+    has_route[batch.cu_seqlens[1:] - 1] = False
+    check_table(table, truth[batch.tokens][:, columns(layers[destination])], wanted & has_route)
+    replicas = dp_assignment["rollout"][batch.sequence_ids].repeat_interleave(batch.lengths)[has_route]
+    return check_bytes(mesh, destination, everyone, replicas, received)
 
 
 def check_table(table: RouteTable, truth: torch.Tensor, wanted: torch.Tensor):
@@ -114,19 +126,31 @@ def check_table(table: RouteTable, truth: torch.Tensor, wanted: torch.Tensor):
     assert torch.equal(table.of(places), padded[places])
 
 
-def check_bytes(mesh, destination: str, held: list[dict], replicas, sizes: list[int], received: int) -> dict:
+def check_bytes(mesh, destination: str, held: list[dict], replicas, received: list[int]) -> dict:
     """Each replica's ranks send its rows of the layers once; this rank's own layers come from itself."""
     ranks, me = dist.get_process_group_ranks(mesh.channel(f"routes/{destination}")), mesh.rank
-    sent, mine = dict(zip(ranks, sizes, strict=True)), set(held[me][destination])
+    came, mine = dict(zip(ranks, received, strict=True)), set(held[me][destination])
+    group = mesh[destination].pg_collection.tp_cp
+    sharing, route = dist.get_world_size(group), 2 * TOPK
     for dp_rank, members in enumerate(mesh["rollout"].replicas):
-        unit = 2 * TOPK * int((replicas == dp_rank).sum())  # bytes of a layer
-        assert sum(sent[rank] for rank in members) == unit * len(mine)
+        rows, of_replica = int((replicas == dp_rank).sum()), sum(came[rank] for rank in members)
+        everything = torch.tensor(of_replica)
+        dist.all_reduce(everything, group=group)
+        assert everything == route * rows * len(mine)
+        share = of_replica // (route * len(mine)) if mine else 0
+        assert of_replica == route * share * len(mine) and (not mine or rows // sharing <= share <= -(-rows // sharing))
         for rank in members:
-            assert sent[rank] % max(unit, 1) == 0 and sent[rank] <= unit * len(mine & set(held[rank]["rollout"]))
-            if rank == me:
-                assert sent[rank] == unit * len(mine & set(held[me]["rollout"]))
-    assert received == sum(sizes) - sent[me]
-    return {"wire": received, "self": sent[me], "layers": len(mine), "rows": len(replicas), "from": sent}
+            of_both = route * share * len(mine & set(held[rank]["rollout"]))
+            assert came[rank] <= of_both and (rank != me or came[rank] == of_both)
+    wire = sum(received) - came[me]
+    return {
+        "wire": wire,
+        "self": came[me],
+        "layers": len(mine),
+        "rows": len(replicas),
+        "sharing": sharing,
+        "from": came,
+    }
 
 
 def all_layouts(rank):
@@ -141,13 +165,14 @@ def all_layouts(rank):
     return found
 
 
-def test_every_rank_gets_what_it_asks_for():
+def test_every_rank_gets_the_routes_of_its_tokens_and_layers():
     results = run_world(all_layouts, 4)
     flat = [case for result in results for cases in result for case in cases]
     for kind in ("bystander", "gives", "wire", "self"):
         assert any(case.get(kind) for case in flat), kind
     takes = [case for case in flat if "layers" in case]
     assert any(not case["rows"] for case in takes) and any(case["rows"] and not case["layers"] for case in takes)
+    assert any(case["wire"] and case["sharing"] == 2 for case in takes)
     # Two tensor-parallel ranks of the rollout hold the same: each serves one rank of the actor.
     served = [{giver for case in result[-1] for giver, size in case["from"].items() if size} for result in results[2:]]
     assert served == [{0}, {1}]
@@ -178,6 +203,10 @@ def without(batch: Batch, number: int) -> Batch:
     return found
 
 
+def assigned_to_one() -> dict:
+    return dict.fromkeys(("rollout", "actor"), torch.zeros(4, dtype=torch.int64))
+
+
 def rejections(rank):
     """Everything that one rank alone can see, on a world of one."""
     mesh, layers = create_mesh(""), {"rollout": (2, 4), "actor": (2, 4)}
@@ -186,7 +215,7 @@ def rejections(rank):
     whole.tokens = torch.arange(10)
     wanted = torch.tensor([1, 1, 0, 1, 0, 0, 1, 1, 1, 0]).bool()
     routes = torch.tensor([0, 5, 9], dtype=torch.int16).repeat(10, 2, 1)
-    exchange, dp_assignment = RouteExchange(mesh, layers, TOPK, 10), {"rollout": torch.zeros(4, dtype=torch.int64)}
+    exchange, dp_assignment = RouteExchange(mesh, layers, TOPK, 10), assigned_to_one()
 
     def is_rejected(text, routes=routes, wanted=wanted, source=whole, **changes):
         source.routes = routes
@@ -201,19 +230,11 @@ def rejections(rank):
     for shape in ((9, 2, TOPK), (10, 1, TOPK), (10, 2, TOPK + 1)):
         text = rf"layers \[2, 4\] have shape \[{', '.join(map(str, shape))}\], .* 10 tokens, 2 layers and 3 experts"
         is_rejected(text, torch.zeros(shape, dtype=torch.int16))
-    other = wanted.clone()
-    other[9] = True
-    is_rejected(
-        r"actor: routes of MoE layers \[2, 4\] .* up to a sequence's last token, .* in 1 of 3 token", wanted=other
-    )
-    is_rejected(r"actor: routes of MoE layers \[2, 4\] are requested for sequence 4, .* hold 0 to 3 .1 of 3 token",
-            sequence_ids=torch.tensor([0, 1, 2, 4]))  # fmt: skip
-    is_rejected(r"rollout: actor requests routes of MoE layers \[2, 4\] for sequence 1, .* the 3 of this .* .1 of 3 to",
-            routes[:8], source=without(whole, 1))  # fmt: skip
-    is_rejected(r"MoE layers \[2, 4\] for actor: sequence 3 has 4 tokens in the rollout and 5 in actor .1 of 3 token",
-            lengths=torch.tensor([3, 2, 1, 5]))  # fmt: skip
+    is_rejected(r"actor: rank 0 of the rollout sent 60 bytes of routes, but 72 are expected: 3 experts of 6 tokens in "
+                r"MoE layers \[2, 4\]; the two disagree", routes[:8], source=without(whole, 1))  # fmt: skip
+    is_rejected("but 84 are expected: 3 experts of 7 tokens", lengths=torch.tensor([3, 2, 1, 5]))
     late = routes.clone()
-    late[[4, 7], 1] = -1  # of a last token that is not requested, and of one that is
+    late[[4, 7], 1] = -1  # of a last token, and of one that has a route
     is_rejected(
         r"actor: of 6 routes of the rollout .* 0 to 9 .layer 4: 1.; the first, of layer 4, is \[-1, -1, -1\]", late
     )
@@ -229,19 +250,39 @@ def test_wrong_routes_are_reported_at_once():
     run_world(rejections, 1)
 
 
-def ask_for_what_is_not_there(rank):
+def send_too_little(rank):
     mesh = create_mesh("--role-map actor=1;critic=1;reward=1;reference=1;rollout=0")
     whole, _ = truth_of(7, 4)
     whole.lengths, whole.tokens = torch.tensor([3, 2, 1, 4]), torch.arange(10)
     exchange = RouteExchange(mesh, {"rollout" if rank == 0 else "actor": (2, 4)}, TOPK, EXPERTS)
     wanted = torch.tensor([1, 1, 0, 1, 0, 0, 1, 1, 1, 0]).bool()
-    dp_assignment = {"rollout": torch.zeros(4, dtype=torch.int64)}
+    dp_assignment = assigned_to_one()
     exchange.send(without(whole, 1) if rank == 0 else None, "actor", whole if rank else None, wanted, dp_assignment)
 
 
-def test_missing_moe_layers_are_reported():
-    with pytest.raises(RankFailed, match=r"rank 0 of 2 raised:[\s\S]*rollout: actor requests routes of MoE layers"):
-        run_world(ask_for_what_is_not_there, 2)
+def test_missing_sequences_are_reported():
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 raised:[\s\S]*actor: rank 0 of the rollout sent 60 bytes"):
+        run_world(send_too_little, 2)
+
+
+def send_and_go_on(rank):
+    """Two steps of routes from a rank that generates, to one that receives them only after both are sent."""
+    mesh = create_mesh("--role-map actor=1;critic=1;reward=1;reference=1;rollout=0")
+    routes, pending = RouteExchange(mesh, {"rollout" if rank == 0 else "actor": LAYERS}, TOPK, EXPERTS), PendingSends()
+    steps, store = [truth_of(seed, 4) for seed in (3, 4)], dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["sent"], timedelta(seconds=20))
+    for whole, truth in steps:
+        whole.routes, wanted = truth, torch.ones_like(whole.tokens, dtype=torch.bool)
+        table = routes.send(whole, "actor", whole, wanted, assigned_to_one(), pending)
+        assert table is None if rank == 0 else torch.equal(table.of(whole.tokens), truth)
+    if rank == 0:
+        store.set("sent", "1")
+    pending.wait()
+
+
+def test_the_rollout_does_not_wait_until_its_routes_are_received():
+    run_world(send_and_go_on, 2)
 
 
 def test_routes_stay_with_their_sequences_in_a_batch():
