@@ -29,8 +29,8 @@ LAYOUTS = {  # name -> (flags, ranks, a call of NCCL on the first rank)
     "sharded parameters": ("--use-torch-fsdp2", 2, "nccl reduce_scatter_single"),
     "tensor, rollout apart": (f"{ROLLOUT_APART} --tensor-model-parallel-size 2 --rollout-tensor-model-parallel-size 1",
                               3, "nccl send"),
-    "pipeline, rollout apart": (f"{ROLLOUT_APART} --pipeline-model-parallel-size 2"
-                                " --rollout-pipeline-model-parallel-size 1", 3, "nccl send"),
+    "pipeline, rollout of experts apart": (f"{ROLLOUT_APART} {EXPERTS} --pipeline-model-parallel-size 2"
+                                           " --rollout-pipeline-model-parallel-size 1", 3, "nccl send"),
 }  # fmt: skip
 
 
@@ -75,13 +75,15 @@ def test_products_of_grouped_experts_copy_no_weights(emulator, tmp_path):
     assert plain["aten::cat"] == distributed["aten::cat"]
 
 
-@pytest.mark.parametrize("name", by_default(LAYOUTS, ["pipeline, rollout apart"]))
+@pytest.mark.parametrize("name", by_default(LAYOUTS, ["pipeline, rollout of experts apart"]))
 def test_layouts_pass_the_checks(name, emulator, tmp_path):
     flags, ranks, call = LAYOUTS[name]
     counts = emulator.run("rl", argv(tmp_path, f"--bf16 {flags}"), ranks)
     assert counts[call] >= 4
     rows = metrics(tmp_path)
     assert all(rows[step]["rollout/logprob_gap_max"] < 0.01 and rows[step]["actor/grad_norm"] > 0 for step in (1, 2, 3))
+    if EXPERTS in flags:
+        assert all(rows[step]["router/replayed_fraction"] == 1.0 for step in (1, 2, 3))
 
 
 def test_the_device_computes_what_a_cpu_does_in_fp32(emulator, tmp_path):
