@@ -34,7 +34,7 @@ RUNS = {  # ranks, flags
                                          " --role-map actor=0;reward=1-2;rollout=1-2"),
     "critic warm-up": (2, f"{GRADED} {APART} --critic-warmup-steps 2"),
     "factors": (2, f"{GRADED} {APART} --lora-rank 4 --verify-weights"),
-    "experts": (2, f"{GRADED} {APART} {EXPERTS}"),
+    "experts": (2, f"{GRADED} {APART} {EXPERTS} --router-replay rollout"),
     "greedy baselines": (2, f"--advantage remax --kl-coefficient 0 {GRADED} --greedy-baseline"
                          " --role-map actor=0;reward=1;rollout=1"),
     "turns": (3, f"--advantage grpo --kl-coefficient 0 {TURNS} --group-filter reward"

@@ -35,7 +35,7 @@ def assert_same_step(one, other, step: int):
     assert samples(one, step) == samples(other, step)
 
 
-# -- one step off ------------------------------------------------------------------------------------------------
+# -- a batch generated ahead -------------------------------------------------------------------------------------
 
 AHEAD = f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis"
 AHEAD += " --lr-decay-iters 3"
