@@ -71,6 +71,19 @@ def pretend():
     torch.Tensor.record_stream = lambda self, *_: None
 
 
+def stand_alone():
+    """Lets megarl run as a rank of a fake world: others say what it says itself; weights have no numbers."""
+    from megarl.mcore import device as place
+    from megarl.mcore.model import gpt
+
+    def gather(objects: list, item, group=None):
+        objects[:] = [item] * len(objects)
+
+    assert place.has_cuda()
+    place.backend, gpt.initialize = lambda: "fake", lambda *_, **__: None
+    torch.distributed.all_gather_object = gather
+
+
 def _made_on_host(factory):
     """`torch.tensor` sends its numbers to the device where no dispatch mode sees it."""
 
@@ -125,15 +138,17 @@ def site() -> str:
 class Crossings(Counter):
     """Counts what crosses between host and device, by the line that caused it; a graph can hold none of it."""
 
-    def __init__(self, walk: "Walk"):
+    def __init__(self, walk: "Walk", to_host: bool):
         super().__init__()
-        self._walk = walk
+        self._walk, self._to_host = walk, to_host
 
     def add(self, place: str):
         """Counts one."""
         if self._walk.is_capturing:
             raise RuntimeError(f"a CUDA graph cannot hold what crosses between host and device at {place}")
         self[place] += 1
+        if self._walk.log is not None:
+            self._walk.log.crossing(self._to_host)
 
 
 def _pretend_graphs(walk: "Walk"):
@@ -145,15 +160,21 @@ def _pretend_graphs(walk: "Walk"):
 
         def replay(self):
             walk.replays += 1
+            if walk.log is not None:
+                walk.log.replay(self)
 
     @contextlib.contextmanager
     def capture(graph, pool=None, capture_error_mode="global"):
         walk.is_capturing = True
         walk.captures += 1
+        if walk.log is not None:
+            walk.log.begin_capture()
         try:
             yield
         finally:
             walk.is_capturing = False
+        if walk.log is not None:
+            walk.log.end_capture(graph)
 
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
 
@@ -166,6 +187,11 @@ def _all_of(index: Tensor | None) -> Tensor | None:
     return torch.empty(len(index), dtype=torch.int64, device=CUDA)
 
 
+def is_group(value) -> bool:
+    """Whether an argument of a collective is its process group."""
+    return isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup"
+
+
 class Walk(TorchDispatchMode):
     """Counts, by the line that caused them: `sends` to the device, `reads` by the host; `launches` by operator; and
     collects the different `shapes` of the tensors that attention reads."""
@@ -175,11 +201,12 @@ class Walk(TorchDispatchMode):
         self.captures = self.replays = 0  # of CUDA graphs
         self.is_capturing = False
         self.all_true = False  # whether all truth values are True that the host reads or that choose rows
+        self.log = None  # a `cost.log.Log` of all that the device does; None: counts suffice
         self.clear()
 
     def clear(self):
         """Begins to count anew."""
-        self.sends, self.reads, self.launches = Crossings(self), Crossings(self), Counter()
+        self.sends, self.reads, self.launches = Crossings(self, False), Crossings(self, True), Counter()
         self.shapes: set[str] = set()
 
     def counts(self) -> dict:
@@ -228,20 +255,29 @@ class Walk(TorchDispatchMode):
         if "decode" in str(kind) or "attention" in str(kind) or "attn" in str(kind):
             self.shapes.add(f"{kind} {[tuple(x.shape) for x in of_device]}")
         if func is aten.addmm.dtype_out:  # torch 2.11 takes its arguments in a wrong order here
+            if self.log is not None:
+                self.log.kernel(func, args, kwargs, kwargs["out"])
             return kwargs["out"]
         try:
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             self.reads.add(f"shape {site()}")
             raise
 
+    def _run(self, func, args, kwargs):
+        """An operator of the device alone."""
+        with self.log or contextlib.nullcontext():
+            return func(*args, **kwargs)
+
     def _communicate(self, func, args, kwargs):
         """A collective of one rank: nothing moves."""
         self.launches[str(func.overloadpacket)] += 1
-        with unset_fake_temporarily():
-            stand_ins = pytree.tree_map_only(FakeTensor, lambda x: torch.empty(x.shape, dtype=x.dtype), (args, kwargs))
-            result = func(*stand_ins[0], **stand_ins[1])
-        return (args[0], *result[1:]) if isinstance(result, tuple) else result
+        if self.log is not None:
+            self.log.collective(func, args)
+        (group,) = [x for x in pytree.tree_leaves((args, kwargs)) if is_group(x)]
+        with unset_fake_temporarily():  # without memory for stand-ins: those of a large model have no room
+            work = torch.ops.c10d.barrier(torch.empty(1), group, [], True, -1)
+        return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _to(self, args, kwargs):
         for value in args[1:]:
@@ -260,7 +296,7 @@ class Walk(TorchDispatchMode):
         if func.overloadpacket is aten._to_copy:
             source, target = args[0], wants_device or (isinstance(args[0], FakeTensor) and "device" not in kwargs)
             if isinstance(source, FakeTensor) and target:
-                return func(*args, **kwargs)
+                return self._run(func, args, kwargs)
             dtype = kwargs.get("dtype") or source.dtype
             if target:
                 self.sends.add(site())
@@ -275,7 +311,7 @@ class Walk(TorchDispatchMode):
         if isinstance(source, FakeTensor) and not isinstance(target, FakeTensor):
             self.reads.add(site())
             return target
-        return func(*args, **kwargs)
+        return self._run(func, args, kwargs)
 
 
 @contextlib.contextmanager

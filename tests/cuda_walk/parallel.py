@@ -2,6 +2,8 @@
 
 import functools
 
+import torch.distributed as dist
+
 from tests.cuda_walk import rollout, training
 from tests.cuda_walk.device import Walk
 
@@ -9,20 +11,21 @@ TENSORS = "--tensor-model-parallel-size 2 --sequence-parallel"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --expert-model-parallel-size 2"
 
 
-def _send_half():
-    """Sends half of the rows to the other rank, and gets as many: the host reads their number, and nothing has one."""
+def send_evenly():
+    """Sends each rank as many rows, and gets as many: the host reads their number, and nothing has one."""
     from megarl.mcore.moe import layer
 
     real = layer.tensor_parallel.all_to_all
 
     def exchange(group, rows, *_):
-        halves = [len(rows) // 2, len(rows) - len(rows) // 2]
-        return real(group, rows, halves, halves)
+        ranks = dist.get_world_size(group)
+        shares = [(len(rows) + rank) // ranks for rank in range(ranks)]
+        return real(group, rows, shares, shares)
 
     layer.tensor_parallel.all_to_all = exchange
 
 
-def _agree():
+def agree():
     """Makes the other rank want what this one does, after the collective that would tell."""
     from megarl.mcore.inference.session import GenerationSession
 
@@ -36,13 +39,13 @@ def _agree():
 
 
 def _generate(flags: str, walk: Walk, **settings) -> list:
-    _send_half()
-    _agree()
+    send_evenly()
+    agree()
     return rollout.generate(walk, flags, **settings)
 
 
 def _update(flags: str, walk: Walk) -> dict:
-    _send_half()
+    send_evenly()
     return training.update(walk, f"--bf16 {flags}")
 
 

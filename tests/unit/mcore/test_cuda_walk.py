@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_walk import algorithms, checks, moves, parallel, rollout, training
+from tests.cuda_walk.cost import small
 from tests.cuda_walk.start import check_graphs, needs_compiler, walks
 from tests.helpers.tiers import by_default
 
@@ -17,8 +18,8 @@ PLANNED_THERE = ["dense", "greedy", "experts", "window", "prefix caching", "evic
 pytestmark = needs_compiler
 
 
-MODULES = (rollout, training, moves, parallel, algorithms, checks)
-BY_DEFAULT = ("dense", "graphs, tensor parallel", "update bf16", "update expert parallel", "exchange")
+MODULES = (rollout, training, moves, parallel, algorithms, checks, small)
+BY_DEFAULT = ("dense", "graphs, tensor parallel", "update bf16", "update expert parallel", "exchange", "cost")
 
 
 class Walked(dict):
@@ -157,6 +158,26 @@ def test_stages_of_the_gpu_check_run_to_their_end(walked):
     ]
     assert all(row["launches"] == 0 for row in walked["check decode"])
     assert [row["update"] for row in walked["check update"]] == ["64 tokens"]
+
+
+def test_work_is_that_of_the_shapes(walked):
+    """Bytes of a decode step: the weights, keys and values, and little more; FLOPs of an update: 6 a parameter and
+    token, 8 of the head, which computes the logits of response tokens twice; five products in attention's backward."""
+    found = walked["cost"]
+    decode, update = found[f"decode step of {small.SEQUENCES}"], found["the last of an update of 512"]
+    attention = small.HIDDEN * small.CHANNELS * (2 * small.HEADS + 2 * small.GROUPS)
+    layers = small.LAYERS * (attention + 3 * small.HIDDEN * small.FFN)
+    head, tokens = small.HIDDEN * small.VOCAB, 512
+    keys = small.SEQUENCES * (small.PROMPT + small.RESPONSE // 2) * 2 * small.GROUPS * small.CHANNELS * small.LAYERS
+    assert 1 <= decode["bytes"] / (2 * (layers + head + keys)) < 1.1
+    assert decode["eager"] == 0 and decode["calls"] == small.RESPONSE
+    assert 12 * small.LAYERS < decode["in_graph"] <= 12 * small.LAYERS + 45
+    assert (decode["waits"], decode["sends"]) == (2, 2)  # the tokens, and the end of requests
+    length = small.PROMPT + small.RESPONSE
+    attended = 3.5 * 4 * tokens * small.HIDDEN * (length + 1) / 2 * small.LAYERS
+    flops = 6 * layers * tokens + 8 * head * tokens * small.RESPONSE / length + attended
+    assert update["flops"] == pytest.approx(flops, rel=0.02) and update["waits"] == 0
+    assert found["optimizer"]["waits"] == 1
 
 
 @pytest.mark.long

@@ -1,0 +1,40 @@
+"""Walks a run and prints its table, in the process that `tests.cuda_walk.cost` starts."""
+
+import os
+import sys
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+torch.set_num_threads(1)
+
+from tests.cuda_walk import device
+
+device.pretend()
+
+from megarl import plan
+from megarl.errors import UsageError
+from tests.cuda_walk.cost import phases, table
+from tests.cuda_walk.cost.__main__ import build_parser
+
+
+def main(argv: list[str]):
+    """Prints what each phase does and takes; UsageError for wrong flags, and for those that cannot be predicted."""
+    chosen, flags = build_parser().parse_known_args(argv)
+    if chosen.world_size < 1:
+        raise UsageError(f"--world-size {chosen.world_size}: allowed is 1 or more")
+    question, _ = plan.question_of(chosen, flags)
+    price = question.price()
+    phases.check(price.program)
+    device.stand_alone()
+    with device.on_device() as walk:
+        found = list(phases.walk_all(walk, price, chosen.world_size))
+    print(table.text(found, chosen.operators))
+
+
+try:
+    main(sys.argv[1:])
+except UsageError as error:
+    print(f"tests.cuda_walk.cost: error: {error}", file=sys.stderr)
+    sys.exit(2)
