@@ -102,11 +102,6 @@ def _grouped(args, result) -> float:
     return size((left, result)) + size(right) * (1 - (1 - 1 / experts) ** rows)
 
 
-def _grouped_product(args, result) -> float:
-    left, right = args[:2]
-    return 2.0 * left.numel() * right.shape[-1]
-
-
 def _attention(args, result) -> float:
     """4·T·H·D·k of causal segments: k keys on average, fewer with a window."""
     query, (max_queries, max_keys) = args[0], args[5:7]
@@ -133,6 +128,6 @@ def _paged_decode(args, requests: int, keys: int) -> tuple[float, float]:
 
 PRODUCTS = {
     "mm": _product, "bmm": _product, "addmm": _product, "baddbmm": _product, "addmm_": _product,
-    "fixed_tile_product": lambda args, _: 2.0 * args[0].numel() * args[1].shape[0], "_grouped_mm": _grouped_product,
+    "fixed_tile_product": lambda args, _: 2.0 * args[0].numel() * args[1].shape[0], "_grouped_mm": _product,
     "_varlen_attn": _attention, "_varlen_attn_backward": _attention_backward,
 }  # fmt: skip
