@@ -98,7 +98,10 @@ def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -
     """The plan of each role, without process groups; arguments as of `make_plan`."""
     step = traffic.step_sizes(program.settings)
     sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
-    return {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
+    plans = {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
+    copies, actor = traffic.weights_to_rollout(program.roles, vocab_size), plans["actor"]
+    sent = program.settings.generation_lag * copies // len(actor.ranks)
+    return plans | {"actor": replace(actor, stages=[replace(memory, sent_weights=sent) for memory in actor.stages])}
 
 
 def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:

@@ -47,6 +47,8 @@ def _layout(roles: list[RolePlan]) -> list[str]:
 
 def _memory(roles: list[RolePlan]) -> list[str]:
     shown = (*MEMORY, "host") if any(role.largest.offloaded for role in roles) else MEMORY
+    if any(role.largest.sent_weights for role in roles):
+        shown = (*shown[: MEMORY.index("total")], "sent_weights", *shown[MEMORY.index("total") :])
     rows = [["role", "stage", *(name.replace("_", " ") for name in shown), "micro-batches of an update"]]
     for role in roles:
         if role.parameters is None:

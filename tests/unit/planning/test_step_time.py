@@ -110,6 +110,14 @@ def test_a_rollout_of_its_own_receives_weights_and_may_work_ahead():
     assert found.total == pytest.approx(max(found.generation, found.scoring + found.updates) + found.weights)
 
 
+def test_copies_of_the_weights_on_their_way_are_memory_of_the_actor():
+    flags = f"{GRPO} --role-map=actor=0-1;reward=2;reference=2;rollout=2 --rollout-correction tis".split()
+    plain, ahead = (Question([*flags, "--generation-lag", lag], 3, None, vocab_size=20).price() for lag in "03")
+    one, other = (price.roles["actor"].largest for price in (plain, ahead))
+    assert (one.sent_weights, other.sent_weights) == (0, 3 * 2 * WEIGHTS // 2) and WEIGHTS > 0
+    assert other.resident - one.resident == other.total - one.total == other.sent_weights
+
+
 def test_models_of_32_bits_have_no_estimate():
     price = Question(GRPO.replace("--bf16", "").split(), 1, None, vocab_size=20).price()
     assert step_time.estimate(price, cluster_of()) is None
