@@ -40,6 +40,8 @@ PAGES = {64: dict(PAGE=64, TABLE_ROW=40), 1: dict(PAGE=1, TABLE_ROW=0)}  # of a 
 ROW = {
     "logits": "*bf16",
     "numbers": "*fp64",
+    "temperatures": "*fp32",
+    "greedy": "*i32",
     "tokens": "*i64",
     "logprobs": "*fp32",
     "row_stride": "i64",
@@ -67,8 +69,9 @@ cases = [
 ]
 JOIN = dict(CHANNELS=128, CHANNEL_TILE=128, SPLIT=512, SPLITS=4)
 cases += [(segment_attention._join_parts, PARTS | {"out": "*bf16", "lengths": "*i32"}, JOIN)]
-cases += [(row_sampling._sample_row, ROW, dict(TILE=row_sampling.TILE, GREEDY=greedy)) for greedy in (False, True)]
-cases += [(row_sampling._logprob_row, ROW, dict(TILE=row_sampling.TILE))]
+cases += [
+    (kernel, ROW, dict(TILE=row_sampling.TILE)) for kernel in (row_sampling._sample_row, row_sampling._logprob_row)
+]
 cases += [(row_norm._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
 cases += [(rotate_and_store._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
 HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i32"}
@@ -127,7 +130,7 @@ def sizes() -> list:
 
 
 def sums() -> list:
-    """`orders` of attention by pages of a cache and by rows, and of drawn, greedy and known tokens, aligned or not."""
+    """`orders` of attention by pages of a cache and by rows, and of sampled and known tokens, aligned or not."""
     whole = [name for name, kind in READS.items() if kind != "fp32" and name != "segments"]
     attention = [
         orders(
@@ -143,12 +146,8 @@ def sums() -> list:
     ]
     rows = [
         [
-            orders(compiled(function, ROW, dict(TILE=row_sampling.TILE) | more, aligned))
-            for function, more in (
-                (row_sampling._sample_row, {"GREEDY": False}),
-                (row_sampling._sample_row, {"GREEDY": True}),
-                (row_sampling._logprob_row, {}),
-            )
+            orders(compiled(function, ROW, dict(TILE=row_sampling.TILE), aligned))
+            for function in (row_sampling._sample_row, row_sampling._logprob_row)
         ]
         for aligned in (["logits", "row_stride"], [])
     ]

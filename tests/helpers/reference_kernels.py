@@ -28,10 +28,12 @@ def paged_decode(query, cache, table, lengths, scale, window=None, in_parts=True
     return out.to(query.dtype)
 
 
-def sample_rows(logits, numbers, temperature, columns, greedy=False):
+def sample_rows(logits, numbers, temperatures, greedy, columns):
     """As `kernels.cuda.row_sampling.sample_rows`: (tokens, log-probs)."""
-    logprobs = torch.log_softmax(logits[:, :columns].double() / temperature, -1)
-    tokens = sample_tokens(logits[:, :columns], logprobs.exp(), numbers, SamplingSettings(greedy=greedy))
+    logprobs = torch.log_softmax(logits[:, :columns].double() / temperatures.unsqueeze(1), -1)
+    drawn, largest = (sample_tokens(logits[:, :columns], logprobs.exp(), numbers, SamplingSettings(greedy=is_greedy))
+                      for is_greedy in (False, True))  # fmt: skip
+    tokens = largest.where(greedy.bool(), drawn)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
 
 

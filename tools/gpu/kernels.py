@@ -73,13 +73,14 @@ def sampling() -> bool:
     from megarl.mcore.kernels.cuda.row_sampling import sample_rows
 
     logits, numbers = 3 * drawn(ROWS, PADDED), torch.rand(ROWS, dtype=torch.float64, device=DEVICE)
-    tokens, found = sample_rows(logits, numbers, 0.8, VOCAB)
+    temperatures, greedy = numbers.new_full((ROWS,), 0.8).float(), numbers.new_zeros(ROWS).int()
+    tokens, found = sample_rows(logits, numbers, temperatures, greedy, VOCAB)
     exact = torch.log_softmax(logits[:, :VOCAB].double() / 0.8, -1)
     above = exact.exp().cumsum(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
     below = above - exact.exp().gather(1, tokens.unsqueeze(1)).squeeze(1)
     outside = ((numbers < below - 1e-6) | (numbers > above + 1e-6)).sum()
     logprobs = exact.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    _, alone = sample_rows(logits[5:6], numbers[5:6], 0.8, VOCAB)
+    _, alone = sample_rows(*(x[5:6] for x in (logits, numbers, temperatures, greedy)), VOCAB)
     error, is_same = float((found - logprobs).abs().max()), torch.equal(alone, found[5:6])
     report(kernel="sample_rows", outside=int(outside), error=error, same_alone=is_same)
     return not outside and is_same and error < BOUNDS[torch.float32]

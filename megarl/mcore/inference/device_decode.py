@@ -17,7 +17,7 @@ from megarl.mcore import device
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
 
-_NUMBERS = 4  # int32 numbers of a row before its blocks: token, position, and two halves of its random key
+_NUMBERS = 6  # of 32 bits, of a row before its blocks: token, position, temperature, greedy, two of its random key
 
 
 class StepOutputs(NamedTuple):
@@ -37,26 +37,25 @@ class DeviceStep:
         if device.has_cuda():
             self._staged = self._staged.pin_memory()
         self._sent = torch.zeros_like(self._staged, device=device.device())
-        # Views of what was sent: [B] int64 random keys, [B] tokens, [B] positions (−1: padding), [B, P] cache blocks.
-        self.keys, self._tokens, self._positions, self.blocks = self._fields(self._sent)
+        # Views of what was sent.
+        self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self.blocks = self._fields(self._sent)
 
     def _fields(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """(keys [B] int64, tokens [B], positions [B], blocks [B, P]) of a buffer."""
+        """(keys [B] int64, temperatures [B] fp32, greedy [B], tokens [B], positions [B] (−1: padding), blocks [B, P])
+        of a buffer; int32 unless they say otherwise."""
         rows = self.rows
-        keys, tokens, positions, blocks = memory.split([2 * rows, rows, rows, len(memory) - _NUMBERS * rows])
-        return keys.view(torch.int64), tokens, positions, blocks.view(rows, -1)
+        keys, temperatures, *others, blocks = memory.split([2 * rows, *[rows] * 4, len(memory) - _NUMBERS * rows])
+        return keys.view(torch.int64), temperatures.view(torch.float32), *others, blocks.view(rows, -1)
 
-    def send(self, tokens: Tensor, positions: Tensor, keys: Tensor, blocks: Tensor):
-        """Sends the inputs of n requests, host tensors [n] and [n, P], to the device; a missing block is −1.
+    def send(self, *inputs: Tensor):
+        """Sends the inputs of n requests, host tensors [n] and [n, P] in the order of `_fields`; a missing block is −1.
 
         The host may not send again before it has read the step's results.
         """
-        count, fields = len(tokens), self._fields(self._staged)
-        for field, values in zip(fields, (keys, tokens, positions, blocks), strict=True):
-            field[:count] = values
-        for field, padding in zip(fields, (0, 0, -1, self._spare_block), strict=True):
-            field[count:] = padding
-        fields[3].masked_fill_(fields[3] < 0, self._spare_block)
+        count, fields = len(inputs[0]), self._fields(self._staged)
+        for field, values, padding in zip(fields, inputs, (0, 1, 0, 0, -1, self._spare_block), strict=True):
+            field[:count], field[count:] = values, padding
+        fields[-1].masked_fill_(fields[-1] < 0, self._spare_block)
         self._sent.copy_(self._staged, non_blocking=True)
 
     @property
@@ -106,10 +105,10 @@ class DeviceDecode:
         """Returns the tokens [n] on the host that a step draws, and their log-probs."""
         c, sampling = self.context, self.engine.controller.sampling
         count = c.total_request_count
-        step, own = self._step(count), slice(count)
+        step, own, ids = self._step(count), slice(count), c.request_ids[:count].long()
         step.send(
-            c.token_to_input_ids[own], c.token_to_pos_ids[own], sampling.keys[c.request_ids[own].long()],
-            c.request_to_kv_block_ids[own],
+            sampling.keys[ids], sampling.temperatures[ids], sampling.greedy[ids], c.token_to_input_ids[own],
+            c.token_to_pos_ids[own], c.request_to_kv_block_ids[own],
         )  # fmt: skip
         with c.use_device_plan(step):
             outputs = self._outputs(step)
@@ -121,7 +120,7 @@ class DeviceDecode:
     def _outputs(self, step: DeviceStep) -> StepOutputs:
         if not self._is_captured:
             return self._compute(step)
-        key = step.rows, self.engine.controller.sampling.settings, self._model.config.moe_enable_routing_replay
+        key = step.rows, self._model.config.moe_enable_routing_replay
         return self._graphs.run(key, lambda: self._compute(step))
 
     def _step(self, requests: int) -> DeviceStep:
@@ -137,6 +136,7 @@ class DeviceDecode:
         tokens, positions = step.tokens.unsqueeze(0), step.positions.unsqueeze(0)
         logits = self.engine.forward({"tokens": tokens, "position_ids": positions, "attention_mask": None})
         numbers = uniforms(step.keys, step.positions + 1)
-        drawn, logprobs = self.engine.controller.sampling.sample_on_device(logits.squeeze(0), numbers)
+        sampling = self.engine.controller.sampling
+        drawn, logprobs = sampling.sample_on_device(logits.squeeze(0), numbers, step.temperatures, step.greedy)
         samples = torch.stack([drawn.double(), logprobs.double()])
         return StepOutputs(samples, self.context.recorded_routes())

@@ -23,23 +23,33 @@ class KeyedSampling(Sampling):
         """`softcap`, `is_exact`: as in `head_scores`."""
         self.vocab_size, self.tensor_ranks = vocab_size, tensor_ranks
         self.softcap, self._is_exact = softcap, is_exact
-        self.settings = SamplingSettings()  # of requests without own ones
-        self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
         self._top_logprobs: dict[int, dict[int, TopLogprobs]] = {}  # request id -> position -> of the token there
         self._own: dict[int, SamplingSettings] = {}  # by request id
         self._top_counts: dict[int, int] = {}  # by request id, of requests that want top log-probs
+        self._restricted: set[int] = set()  # ids of requests with top-k or top-p
         self._policy: GatheredPolicy | None = None
         self._log_probs: Tensor | None = None  # of the tokens just sampled, if they are known already
+        self.reset(SamplingSettings(), 0)
 
     def reset(self, settings: SamplingSettings, max_requests: int):
-        """Begins a call of the engine without requests, whose ids will be below `max_requests`."""
-        self.settings, self.keys = settings, torch.zeros(max_requests, dtype=torch.int64)
-        for by_id in (self._own, self._top_counts, self._top_logprobs):
+        """Begins a call of the engine without requests, whose ids will be below `max_requests`.
+
+        `settings`: of requests without own ones.
+        """
+        self.settings = settings
+        # By request id: random keys, temperatures in fp32, and 1 for a greedy request, else 0.
+        self.keys = torch.zeros(max_requests, dtype=torch.int64)
+        self.temperatures, self.greedy = torch.ones(max_requests), torch.zeros(max_requests, dtype=torch.int32)
+        for by_id in (self._own, self._top_counts, self._top_logprobs, self._restricted):
             by_id.clear()
 
     def begin(self, request_id: int, request: GenerationRequest):
         """Adds a request."""
+        settings = request.sampling or self.settings
         self.keys[request_id] = request.key
+        self.temperatures[request_id], self.greedy[request_id] = settings.temperature, settings.greedy
+        if settings.is_restricted:
+            self._restricted.add(request_id)
         if request.sampling is not None and request.sampling != self.settings:
             self._own[request_id] = request.sampling
         if request.top_logprobs:
@@ -49,6 +59,7 @@ class KeyedSampling(Sampling):
         """Removes a request."""
         for by_id in (self._own, self._top_counts, self._top_logprobs):
             by_id.pop(request_id, None)
+        self._restricted.discard(request_id)
 
     def top_logprobs_of(self, request_id: int, start: int, count: int) -> list[TopLogprobs] | None:
         """Most likely tokens at `count` positions of a request from `start` on; None if it did not want them."""
@@ -71,26 +82,38 @@ class KeyedSampling(Sampling):
     @property
     def needs_host(self) -> bool:
         """Whether `sample_on_device` does not compute what some request wants."""
-        return bool(self._own or self._top_counts) or self.settings.is_restricted
+        return bool(self._restricted or self._top_counts)
 
-    def sample_on_device(self, logits: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it."""
-        return self._sample_rows(self._softcapped(logits), numbers, self.settings)
+    def sample_on_device(
+        self, logits: Tensor, numbers: Tensor, temperatures: Tensor, greedy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it.
+
+        `temperatures`, `greedy`: [n], as those of request ids.
+        """
+        return self._sample_rows(self._softcapped(logits), numbers, temperatures, greedy)
 
     def _softcapped(self, logits: Tensor) -> Tensor:
         if self.softcap is None:
             return logits
         return softcap_(logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True), self.softcap)
 
-    def _sample_rows(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+    def _sample_rows(self, *rows: Tensor) -> tuple[Tensor, Tensor]:
+        """As `sample_on_device`, of logits with the softcap."""
         from megarl.mcore.kernels.cuda.row_sampling import sample_rows  # needs Triton
 
-        return sample_rows(logits, numbers, settings.temperature, self.vocab_size, settings.greedy)
+        return sample_rows(*rows, self.vocab_size)
+
+    def _has_row_kernels(self, logits: Tensor) -> bool:
+        """Whether log-probs are those of `sample_on_device`, so that a token has the same ones in every step."""
+        return self._is_exact or logits.is_cuda
 
     def _sample(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
-        """Returns tokens [n] of logits [n, V] under the same settings."""
-        if self._is_exact and not settings.is_restricted:
-            tokens, self._log_probs = self._sample_rows(logits, numbers.to(logits.device), settings)
+        """Returns tokens [n] of logits [n, V], with the softcap applied, under the same settings."""
+        if self._has_row_kernels(logits) and not settings.is_restricted:
+            temperatures = logits.new_full((len(logits),), settings.temperature, dtype=torch.float32)
+            greedy = logits.new_full((len(logits),), settings.greedy, dtype=torch.int32)
+            tokens, self._log_probs = self._sample_rows(logits, numbers.to(logits.device), temperatures, greedy)
             return tokens
         if native.supports(logits) and not settings.is_restricted:
             # One pass, whose log-probs are those of training, which uses the same kernel for the sums of the softmax.
@@ -105,7 +128,7 @@ class KeyedSampling(Sampling):
         sample = sample_tokens_by_integers if logits.device.type == "cuda" else sample_tokens
         columns, numbers = logits[:, : self.vocab_size], numbers.to(logits.device)
         tokens = sample(columns, self._policy.weights, numbers, settings)
-        if self._is_exact:
+        if self._has_row_kernels(logits):
             from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
 
             self._log_probs = row_logprobs(logits, tokens, settings.temperature, self.vocab_size)

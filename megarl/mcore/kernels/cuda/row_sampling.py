@@ -50,21 +50,20 @@ def _logprob_row(logits, tokens, logprobs, row_stride, temperature, columns, TIL
 
 
 @triton.jit
-def _sample_row(
-    logits, numbers, tokens, logprobs, row_stride, temperature, columns, TILE: tl.constexpr, GREEDY: tl.constexpr
-):
+def _sample_row(logits, numbers, temperatures, greedy, tokens, logprobs, row_stride, columns, TILE: tl.constexpr):
     row = tl.program_id(0)
     place = logits + row.to(tl.int64) * row_stride
+    temperature, is_greedy = tl.load(temperatures + row), tl.load(greedy + row)
     top = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
     for start in range(0, columns, TILE):
         value = _scaled(place, start, temperature, columns, TILE)
         highest = tl.max(value, 0)
-        if GREEDY:
+        if is_greedy:
             token = tl.where(highest > top, start + tl.argmax(value, 0), token)
         top = tl.maximum(top, highest)
     total = _row_total(place, top, temperature, columns, TILE)
-    if not GREEDY:
+    if is_greedy == 0:
         target = tl.load(numbers + row) * total
         before = tl.full([], 0.0, tl.float64)
         tile, mass_before_tile = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float64)
@@ -86,26 +85,26 @@ def _sample_row(
 
 @torch.library.custom_op("megarl::sample_rows", mutates_args=())
 def sample_rows(
-    logits: Tensor, numbers: Tensor, temperature: float, columns: int, greedy: bool = False
+    logits: Tensor, numbers: Tensor, temperatures: Tensor, greedy: Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:
     """Returns a token of each row [n] int64, and its log-probability [n] fp32 over the whole vocabulary.
 
     Args:
-        logits: [n, ≥ V], each row contiguous.
-        numbers: [n] float64 uniform numbers on the same device; not read if `greedy`.
-        temperature: divides the logits.
+        logits: [n, ≥ V], each row contiguous; all tensors are on one device.
+        numbers: [n] float64 uniform numbers.
+        temperatures: [n] fp32; they divide the logits.
+        greedy: [n] int32; 1: take the row's largest logit, of equal ones the first, whatever its number.
         columns: V; later columns are padding.
-        greedy: take the largest logit, of equal ones the first.
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    sizes = {"TILE": TILE, "GREEDY": greedy}
-    _sample_row[len(logits),](logits, numbers, tokens, logprobs, logits.stride(0), temperature, columns, **sizes)
+    inputs = logits, numbers, temperatures, greedy
+    _sample_row[len(logits),](*inputs, tokens, logprobs, logits.stride(0), columns, TILE=TILE)
     return tokens, logprobs
 
 
 @sample_rows.register_fake
-def _(logits, numbers, temperature, columns, greedy=False):
+def _(logits, numbers, temperatures, greedy, columns):
     return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
 
 
@@ -113,7 +112,7 @@ def _(logits, numbers, temperature, columns, greedy=False):
 def row_logprobs(logits: Tensor, tokens: Tensor, temperature: float, columns: int) -> Tensor:
     """Returns [n] fp32 log-probabilities of tokens [n] int64, with the bits that `sample_rows` gives them.
 
-    Other arguments as of `sample_rows`. Not differentiable.
+    `temperature`: of all rows. Other arguments as of `sample_rows`. Not differentiable.
     """
     logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):

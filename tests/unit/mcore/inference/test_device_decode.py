@@ -1,21 +1,34 @@
 """Decode steps planned on the device: on a CPU, with interpreted kernels, they give what those of the host give."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.helpers import reference_kernels
-from tests.helpers.engines import LIMIT, generate_standard, largest_gap, make_engine, make_requests, settings_of, texts
+from tests.helpers.engines import LIMIT, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.worlds import run_world
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+SETTINGS = [{}, {"temperature": 0.7}, {"greedy": True}]  # of requests, in turn
 
 
-def on_device(rank, flags="", sampling=None, routes=False, end=(), **engine_settings):
-    """(completions, gap, decode steps that the device planned, that the host planned) of the standard requests."""
+def generated(rank, flags=""):
+    """Completions of requests with settings of their own, and their gap to the training forward."""
+    engine, model, _ = make_engine(flags)
+    kinds = [settings_of(**kind) for kind in SETTINGS]
+    requests = [replace(r, sampling=kinds[i % len(kinds)]) for i, r in enumerate(make_requests())]
+    completions, step = engine.generate(requests, (), settings_of()), len(kinds)
+    gaps = [largest_gap(model, requests[i::step], completions[i::step], kinds[i].temperature) for i in range(step)]
+    return completions, float(torch.tensor(gaps).max())  # NaN when one is
+
+
+def on_device(rank, flags):
+    """As `generated`, and the decode steps that the device planned, that the host planned."""
     from megarl.mcore.inference.decode_loop import DecodeLoopEngine
     from megarl.mcore.inference.device_decode import DeviceDecode
 
     reference_kernels.use_them()
-    engine, model, _ = make_engine(f"--attention-backend varlen {flags}", **engine_settings)
     counts = {}
     for owner, name in ((DeviceDecode, "run"), (DecodeLoopEngine, "_decode")):
         counts[name] = 0
@@ -25,9 +38,7 @@ def on_device(rank, flags="", sampling=None, routes=False, end=(), **engine_sett
             return real(self)
 
         setattr(owner, name, counted)
-    requests, settings = make_requests(), settings_of(**(sampling or {}))
-    completions = engine.generate(requests, end, settings, routes)
-    return completions, largest_gap(model, requests, completions, settings.temperature), *counts.values()
+    return *generated(rank, f"--attention-backend varlen {flags}"), *counts.values()
 
 
 @pytest.mark.parametrize("ranks, flags", [
@@ -35,7 +46,7 @@ def on_device(rank, flags="", sampling=None, routes=False, end=(), **engine_sett
     (2, "--tensor-model-parallel-size 2"), (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
 ], ids=str)  # fmt: skip
 def test_the_device_plans_what_the_host_plans(ranks, flags):
-    expected = run_world(generate_standard, ranks, flags)
+    expected = run_world(generated, ranks, flags)
     found = run_world(on_device, ranks, flags)
     for (completions, gap, device_steps, host_steps), (others, _) in zip(found, expected, strict=True):
         assert texts(completions) == texts(others)

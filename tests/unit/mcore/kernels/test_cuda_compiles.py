@@ -34,11 +34,11 @@ def test_every_kernel_compiles_for_an_h100(tmp_path):
 
 @pytest.mark.long
 def test_kernels_of_rollout_and_training_add_in_the_same_order(tmp_path):
-    """Attention by pages of a cache and by rows, whatever is aligned; log-probs of drawn and of known tokens."""
+    """Attention by pages of a cache and by rows, whatever is aligned; log-probs of sampled and of known tokens."""
     attention, rows = printed("orders", tmp_path)
     assert all(found == attention[0] for found in attention) and len(attention[0]) == 4
-    for drawn, greedy, known in rows:
-        layouts = {*drawn, *greedy, *known}
+    for sampled, known in rows:
+        layouts = {*sampled, *known}
         assert len(layouts) == 1 and "xf32" in layouts.pop() and len(known) == 2
 
 

@@ -25,7 +25,8 @@ def scores(rank, temperature, softcap):
     logits = exact_product()(hidden, weight)
     capped = logits if softcap is None else softcap_(logits, softcap)
     numbers = torch.rand(ROWS, dtype=torch.float64, generator=generator)
-    tokens, logprobs = sample_rows(capped, numbers, temperature, VOCAB)
+    temperatures, drawn = torch.full((ROWS,), temperature), torch.zeros(ROWS, dtype=torch.int32)
+    tokens, logprobs = sample_rows(capped, numbers, temperatures, drawn, VOCAB)
     found = []
     for is_exact in (True, False):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]

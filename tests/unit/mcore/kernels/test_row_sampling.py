@@ -22,24 +22,31 @@ def inputs(columns: int, padded: int):
     return logits, numbers
 
 
-@pytest.mark.parametrize("greedy", [False, True])
+def settings(temperature: float, odd: int):
+    """(temperatures [n], greedy [n]): every other row is greedy, from row `odd` on, and has another temperature."""
+    is_greedy = torch.arange(ROWS) % 2 == odd
+    return torch.tensor([temperature, 1.1 * temperature])[is_greedy.long()], is_greedy.int()
+
+
+@pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("columns, padded, temperature", [(50, 64, 1.0), (3 * TILE - 7, 3 * TILE, 0.7), (1, 4, 1.3)])
-def test_it_draws_by_inverse_cdf_whatever_other_rows_are(columns, padded, temperature, greedy):
-    logits, numbers = inputs(columns, padded)
-    tokens, logprobs = sample_rows(logits, numbers, temperature, columns, greedy)
-    exact = torch.log_softmax(logits[:, :columns].double() / temperature, -1)
-    if greedy:
-        assert torch.equal(tokens, logits[:, :columns].argmax(-1))
-    else:
-        shares = exact.exp()
-        above = shares.cumsum(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
-        below = above - shares.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        assert ((below - ROUNDING < numbers) & (numbers < above + ROUNDING)).all()
-        assert (shares.gather(1, tokens.unsqueeze(1)) > 0).all()
+def test_it_draws_by_inverse_cdf_whatever_other_rows_are(columns, padded, temperature, odd):
+    (logits, numbers), (temperatures, greedy) = inputs(columns, padded), settings(temperature, odd)
+    tokens, logprobs = sample_rows(logits, numbers, temperatures, greedy, columns)
+    exact = torch.log_softmax(logits[:, :columns].double() / temperatures.unsqueeze(1), -1)
+    largest, drawn = greedy.bool(), ~greedy.bool()
+    assert torch.equal(tokens[largest], logits[largest, :columns].argmax(-1))
+    shares = exact.exp()
+    above = shares.cumsum(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    below = above - shares.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert ((below - ROUNDING < numbers) & (numbers < above + ROUNDING))[drawn].all()
+    assert (shares.gather(1, tokens.unsqueeze(1)) > 0).all()
     chosen = exact.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
     torch.testing.assert_close(logprobs, chosen, rtol=1e-6, atol=1e-5)
-    alone = sample_rows(logits[-1:], numbers[-1:], temperature, columns, greedy)
-    assert torch.equal(alone[0], tokens[-1:]) and torch.equal(alone[1], logprobs[-1:])
+    for row in (ROWS - 2, ROWS - 1):
+        own = slice(row, row + 1)
+        alone = sample_rows(logits[own], numbers[own], temperatures[own], greedy[own], columns)
+        assert torch.equal(alone[0], tokens[own]) and torch.equal(alone[1], logprobs[own])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -48,7 +55,8 @@ def test_a_known_token_has_the_log_probability_that_it_was_drawn_with(temperatur
     """To the last bit, among other rows and with other columns of padding."""
     logits, numbers = inputs(TILE + 9, TILE + 16)
     logits = logits.clamp(-6e4, 6e4).to(dtype)
-    tokens, logprobs = sample_rows(logits, numbers, temperature, TILE + 9, greedy)
+    same = torch.full((ROWS,), temperature), torch.full((ROWS,), greedy, dtype=torch.int32)
+    tokens, logprobs = sample_rows(logits, numbers, *same, TILE + 9)
     some = torch.tensor([7, 2, 3, 7])
     found = row_logprobs(logits[some], tokens[some], temperature, TILE + 9)
     assert torch.equal(found, logprobs[some]) and found.dtype is torch.float32
