@@ -36,6 +36,7 @@ def run(name: str, argv: list[str], ranks: int, folder: str) -> list[int]:
         (own / "err").touch()  # which a rank that is killed at once would not make
         processes.append(get_context("fork").Process(target=_rank, args=(name, argv, rank, ranks, port, own)))
         processes[-1].start()
+        (own / "pid").write_text(str(processes[-1].pid))
     waiting = {process.sentinel: process for process in processes}
     while waiting:
         ready = connection.wait(list(waiting), timeout=worlds.SAFETY_SECONDS)
