@@ -218,11 +218,9 @@ def _patch_torch():
 
 def _patch_megatron():
     """Patches the few calls that test for a GPU kernel instead of a device."""
-    import megatron.core.inference.communication_utils as communication
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    communication._is_cuda = _no_op()
     # Megatron leaves split sizes that are on the CPU as tensors, which all_to_all_single does not accept.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
     # Both use CUDA's lazy calls, which never run on a machine without CUDA.

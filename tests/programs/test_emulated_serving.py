@@ -26,7 +26,10 @@ STEPS = ["step_00000001", "step_00000002"]  # the second is what a server begins
 ALL_KINDS = requests(15)
 # Sampled, with temperatures, and greedy ones: what the device samples.
 PLANNED_THERE = [replace(each, top_logprobs=0) for each in ALL_KINDS if not each.sampling.is_restricted]
-LAYOUTS = {"one rank": ("", 1), "two replicas": ("", 2), "TP 2": ("--tensor-model-parallel-size 2", 2)}
+LAYOUTS = {
+    "one rank": ("", 1), "two replicas": ("", 2), "TP 2": ("--tensor-model-parallel-size 2", 2),
+    "PP 2": ("--pipeline-model-parallel-size 2", 2),
+}  # fmt: skip
 
 
 def answers_of(emulator, asked: list, flags: str, ranks: int) -> tuple[list, dict[str, int]]:

@@ -65,7 +65,8 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         return self._decoding_requests
 
     def forward(self, inputs: dict) -> Tensor:
-        """Returns logits [1, N, V]; the routers keep the step's routes if they are recorded."""
+        """Returns logits [1, N, V], or the hidden states of a pipeline stage before the last one; the routers keep the
+        step's routes if they are recorded."""
         wrapper = self.controller.inference_wrapped_model
         if wrapper.config.moe_enable_routing_replay:
             RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
@@ -101,10 +102,10 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     @property
     def _only_decodes(self) -> bool:
-        """Whether the next step decodes one more token of each request of the last one, in a one-stage model that
-        shares no experts with other replicas."""
-        is_staged = self.controller.inference_wrapped_model.model_is_pipeline_parallel
-        return self.context.only_decodes and not is_staged and not admission.may_add(self)
+        """Whether the next step decodes one more token of each request of the last one, in a model that shares no
+        experts with other replicas. Steps of pipeline stages are Megatron's unless the device plans them."""
+        is_ours = self.controller.stages.count == 1 or self.device_decode.supports_step()
+        return self.context.only_decodes and is_ours and not admission.may_add(self)
 
     def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
         """Adds the last new token [n] of each request, and its log-prob; advances to the next step."""

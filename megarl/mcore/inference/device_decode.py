@@ -3,7 +3,8 @@
 A step of n requests runs with as many rows as the next batch bucket has; rows after the n-th are padding, which reads
 no keys and writes to the spare block. The host sends each row's last token, position, random key and cache blocks in
 one copy. Cache slots, rotations, uniform numbers and the sampled token are computed on the device, so the whole step
-can be a CUDA graph, one per bucket. The host then reads tokens and log-probs together.
+can be a CUDA graph, one per bucket. The host then reads tokens and log-probs together. Of a model in pipeline stages,
+each stage runs its part so; hidden states and samples are sent between the graphs (`pipeline_stages.py`).
 Shapes: B rows of a bucket, P blocks of a request.
 """
 
@@ -23,16 +24,21 @@ _NUMBERS = 6  # of 32 bits, of a row before its blocks: token, position, tempera
 class StepOutputs(NamedTuple):
     """What a step computes."""
 
-    samples: Tensor  # [2, B] float64: tokens and their log-probs
+    computed: Tensor  # [2, B] float64: tokens and their log-probs; of stages before the last one hidden states
     routes: Tensor | None  # [B, L, k] int32 of this rank's tokens; None: not recorded, or no MoE layer on this rank
 
 
 class DeviceStep:
     """Inputs of the steps of one bucket, in device memory that stays where it is."""
 
-    def __init__(self, rows: int, blocks: int, spare_block: int):
-        """`blocks`: P, of the longest request; `spare_block`: of the cache, for rows of padding."""
-        self.rows, self._spare_block = rows, spare_block
+    def __init__(self, rows: int, blocks: int, spare_block: int, hidden: Tensor | None = None):
+        """
+        Args:
+            blocks: P, of the longest request.
+            spare_block: of the cache, for rows of padding.
+            hidden: memory for the hidden states of the pipeline stage before this one.
+        """
+        self.rows, self._spare_block, self.hidden = rows, spare_block, hidden
         self._staged = torch.zeros(rows * (_NUMBERS + blocks), dtype=torch.int32)
         if device.has_cuda():
             self._staged = self._staged.pin_memory()
@@ -87,7 +93,7 @@ class DeviceDecode:
         self.has_graphs = True  # where a step can be a CUDA graph, it is one
         self.engine, self.context = engine, engine.context
         self._model = engine.controller.inference_wrapped_model.model
-        self._steps: dict[int, DeviceStep] = {}
+        self.stages, self._steps = engine.controller.stages, dict[int, DeviceStep]()
         self._graphs, self._is_captured = StepGraphs(), False
 
     def begin(self):
@@ -111,8 +117,10 @@ class DeviceDecode:
             c.token_to_pos_ids[own], c.request_to_kv_block_ids[own],
         )  # fmt: skip
         with c.use_device_plan(step):
+            self.stages.receive(step.hidden)
             outputs = self._outputs(step)
-        tokens, logprobs = outputs.samples[:, :count].cpu()
+            samples = self.stages.of_last(outputs.computed, (2, step.rows), torch.float64)
+        tokens, logprobs = samples[:, :count].cpu()
         if outputs.routes is not None:
             c.kv_block_allocator.store_routing_per_block(outputs.routes[:count].cpu().short().numpy())
         return tokens.long(), logprobs.tolist()
@@ -128,13 +136,15 @@ class DeviceDecode:
         rows = bucket_of(requests, c.tensor_ranks)
         if rows not in self._steps:
             blocks, spare = c.request_to_kv_block_ids.shape[1], c.kv_block_allocator.dummy_block_idx
-            self._steps[rows] = DeviceStep(rows, blocks, spare)
+            self._steps[rows] = DeviceStep(rows, blocks, spare, self.stages.input_memory(rows))
         return self._steps[rows]
 
     def _compute(self, step: DeviceStep) -> StepOutputs:
-        """One forward pass and a sampled token of each row; neither waits for the device."""
+        """One forward pass and a sampled token of each row, of the last stage; neither waits for the device."""
         tokens, positions = step.tokens.unsqueeze(0), step.positions.unsqueeze(0)
         logits = self.engine.forward({"tokens": tokens, "position_ids": positions, "attention_mask": None})
+        if not self.stages.is_last:
+            return StepOutputs(logits, self.context.recorded_routes())
         numbers = uniforms(step.keys, step.positions + 1)
         sampling = self.engine.controller.sampling
         drawn, logprobs = sampling.sample_on_device(logits.squeeze(0), numbers, step.temperatures, step.greedy)

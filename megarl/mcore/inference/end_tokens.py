@@ -5,6 +5,9 @@ from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from torch import Tensor
 
+from megarl.mcore.inference.pipeline_stages import PipelineStages
+from megarl.mcore.kernels.linear import logits_dtype
+
 NO_TOKEN = -1  # an id that is never sampled
 
 
@@ -47,11 +50,24 @@ class EndTokensController(TextGenerationController):
         """`wrapper`: Megatron's, of the model; `sampling`: takes the place of Megatron's own."""
         super().__init__(wrapper, tokenizer=None)
         self.sampling = self._sampling = sampling
+        self.stages = PipelineStages(wrapper)
 
     @staticmethod
     def detokenize(*_, **__) -> str:
         """Returns no text; Megatron's engine asks for that of each finished request."""
         return ""
+
+    def _dynamic_step_forward_logits(self, input_ids: Tensor, position_ids: Tensor):
+        """Same as Megatron's, by `PipelineStages`."""
+        wrapper, stages = self.inference_wrapped_model, self.stages
+        if stages.count == 1:
+            return super()._dynamic_step_forward_logits(input_ids, position_ids)
+        stages.receive(stages.input_memory(input_ids.shape[1]))
+        inputs = {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
+        computed = wrapper.forward_pass_without_pipeline_parallel(inputs)
+        shape = 1, wrapper.inference_context.num_last_token_logits, self.vocab_size
+        self._all_logits_cuda = stages.of_last(computed, shape, logits_dtype(self.model_config))
+        return None
 
     def _transfer_samples_to_cpu(self, active_request_count: int):
         """Same as Megatron's; then sets each request's own end token, which is compared next."""

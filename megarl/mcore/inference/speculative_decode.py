@@ -54,7 +54,7 @@ class SpeculativeEngine(DecodeLoopEngine):
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
         c, groups = self.context, self._update_groups()
         count = c.total_request_count
-        if not self._only_decodes:
+        if not self._only_decodes or self.controller.stages.count > 1:
             decoding = count - c.paused_request_count
             if decoding and not c.num_prefill_requests and not admission.may_add(self):
                 self.counts = self.counts.plus(DecodeCounts(steps=1, requests=decoding, tokens=decoding))

@@ -144,6 +144,12 @@ def logits_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Te
     return product_with(weight, is_exact)
 
 
+def logits_dtype(config) -> torch.dtype:
+    """The dtype of a model's logits in a rollout, on ranks without its head, too."""
+    is_wide = HAS_WIDER_SUM and device.has_cuda() and config.params_dtype in HALF and not is_exact(config)
+    return torch.float32 if is_wide else config.params_dtype
+
+
 def _has_wide_product(x: Tensor) -> bool:
     """Whether torch has a product of such matrices with a result of 32 bits: on CUDA, in 16 bits."""
     return HAS_WIDER_SUM and x.is_cuda and x.dtype in HALF

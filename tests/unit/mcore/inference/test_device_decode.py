@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from tests.helpers import reference_kernels
+from tests.helpers.engine_layouts import generate_in_layout
 from tests.helpers.engines import LIMIT, largest_gap, make_engine, make_requests, settings_of, texts
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
+PP2 = "--pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 SETTINGS = [{}, {"temperature": 0.7}, {"greedy": True}]  # of requests, in turn
 
@@ -23,8 +26,8 @@ def generated(rank, flags=""):
     return completions, float(torch.tensor(gaps).max())  # NaN when one is
 
 
-def on_device(rank, flags):
-    """As `generated`, and the decode steps that the device planned, that the host planned."""
+def on_device(rank, generate, flags, *args):
+    """What `generate` returns with steps that the device plans; how many it planned, and how many the host did."""
     from megarl.mcore.inference.decode_loop import DecodeLoopEngine
     from megarl.mcore.inference.device_decode import DeviceDecode
 
@@ -38,7 +41,7 @@ def on_device(rank, flags):
             return real(self)
 
         setattr(owner, name, counted)
-    return *generated(rank, f"--attention-backend varlen {flags}"), *counts.values()
+    return *generate(rank, f"--attention-backend varlen {flags}", *args), *counts.values()
 
 
 @pytest.mark.parametrize("ranks, flags", [
@@ -47,7 +50,20 @@ def on_device(rank, flags):
 ], ids=str)  # fmt: skip
 def test_the_device_plans_what_the_host_plans(ranks, flags):
     expected = run_world(generated, ranks, flags)
-    found = run_world(on_device, ranks, flags)
+    found = run_world(on_device, ranks, generated, flags)
     for (completions, gap, device_steps, host_steps), (others, _) in zip(found, expected, strict=True):
         assert texts(completions) == texts(others)
         assert gap < 1e-5 and device_steps >= LIMIT - 2 and host_steps == 0
+
+
+@pytest.mark.parametrize("ranks, flags", [
+    (2, PP2), long((2, f"{PP2} --untie-embeddings-and-output-weights")),
+    long((4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel")), long((2, f"{PP2} {EXPERTS}")),
+], ids=str)  # fmt: skip
+def test_pipeline_stages_plan_what_megatron_plans(ranks, flags):
+    how = flags, {"temperature": 1.2}, (3,)
+    expected = run_world(generate_in_layout, ranks, *how)
+    found = run_world(on_device, ranks, generate_in_layout, *how)
+    for (completions, gap, device_steps, _), (others, _) in zip(found, expected, strict=True):
+        assert {i: c.tokens for i, c in completions.items()} == {i: c.tokens for i, c in others.items()}
+        assert gap < 1e-5 and device_steps >= LIMIT - 2
