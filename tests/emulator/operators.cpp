@@ -217,9 +217,14 @@ void launch(uint64_t graph, uint64_t stream) {
   if (graphs.count(graph)) replay(*graphs[graph], stream);
 }
 
-template <void (*wait)(uint64_t)>
-void host_waits(uint64_t number) {
-  wait(number);
+void host_waits_for_stream(uint64_t stream) {
+  order::host_waits_for_stream(stream);
+  after_host_wait();
+}
+
+void host_waits_for_event(uint64_t event) {
+  count("host waits for an event");
+  order::host_waits_for_event(event);
   after_host_wait();
 }
 
@@ -229,8 +234,8 @@ void host_waits_for_device() {
 }
 
 const EmulatorHooks HOOKS = {
-    end_capture, launch, order::record_event, order::wait_for_event, host_waits<order::host_waits_for_stream>,
-    host_waits<order::host_waits_for_event>, host_waits_for_device, order::stream_has_passed, order::event_has_passed,
+    end_capture, launch, order::record_event, order::wait_for_event, host_waits_for_stream,
+    host_waits_for_event, host_waits_for_device, order::stream_has_passed, order::event_has_passed,
     order::access, order::new_memory, order::unpinned};
 
 void install(const std::vector<std::string>& names) {

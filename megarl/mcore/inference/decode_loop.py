@@ -43,14 +43,20 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
         activity.tick()
         if not self._only_decodes:
-            self._decoding_requests = None
+            self._forget_requests()
             return super().step_modern()
         tokens, logprobs = self.device_decode.run() if self.device_decode.supports_step() else self._decode()
         return self._end_step(tokens, logprobs)
 
+    def _forget_requests(self):
+        """The next step has other requests than the last one, or is of another kind."""
+        self._decoding_requests = None
+        self.device_decode.drop_ahead()
+
     def _decode(self) -> tuple[Tensor, list[float]]:
         """Returns the tokens [n] on the host that a step draws, and their log-probs. The host plans the step."""
         c, sampling = self.context, self.controller.sampling
+        self.device_decode.drop_ahead()
         c.initialize_attention_state()
         ids, positions = c.current_input_and_position_ids()
         logits = self._forward({"tokens": ids, "position_ids": positions, "attention_mask": None})
@@ -119,7 +125,8 @@ class DecodeLoopEngine(DynamicInferenceEngine):
     def _finish_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
         """Runs Megatron's bookkeeping after sampling, because a request ends or the free blocks do not suffice."""
         self.controller._sampled_tokens_cuda[: len(tokens)] = tokens
-        self._decoding_requests, context_state = None, {"chunked_prefill_request_id": -1, "kv_stats": None}
+        self._forget_requests()
+        context_state = {"chunked_prefill_request_id": -1, "kv_stats": None}
         result = self.controller._dynamic_step_context_bookkeeping()
         result |= {"log_probs": [[x] for x in logprobs], "accepted_tokens": None, "cuda_graph_request_count": None}
         return self._run_coroutine_sync(self.async_bookkeep(result, context_state, 0.0))

@@ -5,6 +5,11 @@ no keys and writes to the spare block. The host sends each row's last token, pos
 one copy. Cache slots, rotations, uniform numbers and the sampled token are computed on the device, so the whole step
 can be a CUDA graph, one per bucket. The host then reads tokens and log-probs together. Of a model in pipeline stages,
 each stage runs its part so; hidden states and samples are sent between the graphs (`pipeline_stages.py`).
+
+The next step's inputs are this one's tokens, and positions one further. A few requests rarely end, so the graph of the
+next step is launched before the host reads this one's tokens, and the device need not wait for the host's work between
+two steps. If a request ends, or another kind of step comes, the step that was launched is dropped. It has written keys
+and values that the next step writes again, or that nobody reads, before all that comes after it.
 Shapes: B rows of a bucket, P blocks of a request.
 """
 
@@ -18,6 +23,7 @@ from megarl.mcore import device
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
 
+MAX_AHEAD = 8  # requests; with more, steps are dropped so often that they take more time than the host's work
 _NUMBERS = 6  # of 32 bits, of a row before its blocks: token, position, temperature, greedy, two of its random key
 
 
@@ -43,6 +49,7 @@ class DeviceStep:
         if device.has_cuda():
             self._staged = self._staged.pin_memory()
         self._sent = torch.zeros_like(self._staged, device=device.device())
+        self.read = torch.zeros(2, rows, dtype=torch.float64, pin_memory=device.has_cuda())  # samples, on the host
         # Views of what was sent.
         self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self.blocks = self._fields(self._sent)
 
@@ -63,6 +70,11 @@ class DeviceStep:
             field[:count], field[count:] = values, padding
         fields[-1].masked_fill_(fields[-1] < 0, self._spare_block)
         self._sent.copy_(self._staged, non_blocking=True)
+
+    def advance(self, drawn: Tensor):
+        """Makes the tokens drawn [B] the inputs of the next step."""
+        self._tokens.copy_(drawn)
+        self._positions.add_(self._positions >= 0)
 
     @property
     def tokens(self) -> Tensor:
@@ -95,9 +107,16 @@ class DeviceDecode:
         self._model = engine.controller.inference_wrapped_model.model
         self.stages, self._steps = engine.controller.stages, dict[int, DeviceStep]()
         self._graphs, self._is_captured = StepGraphs(), False
+        self.may_go_ahead = True  # the next step is known to be a decode step if no request ends
+        self._ahead: StepOutputs | None = None  # of the next step, which was launched
+
+    def drop_ahead(self):
+        """Drops a step that was launched ahead: another one comes."""
+        self._ahead = None
 
     def begin(self):
         """Begins a session, in which the model and the cache stay where they are."""
+        self.drop_ahead()
         self._is_captured = self.has_graphs and can_capture(self._model)
         if self._is_captured:
             own = *self._model.parameters(), *self._model.buffers()
@@ -109,9 +128,29 @@ class DeviceDecode:
 
     def run(self) -> tuple[Tensor, list[float]]:
         """Returns the tokens [n] on the host that a step draws, and their log-probs."""
+        c, count = self.context, self.context.total_request_count
+        step, outputs = self._step(count), self._ahead
+        if outputs is None:
+            outputs = self._launch(step)
+        samples, self._ahead = outputs.computed, None
+        if self._goes_ahead(step):
+            step.read.copy_(samples, non_blocking=True)
+            is_read = torch.cuda.Event()
+            is_read.record()
+            step.advance(samples[0])
+            self._ahead = self._outputs(step)
+            is_read.synchronize()
+            samples = step.read
+        tokens, logprobs = samples[:, :count].cpu()
+        if outputs.routes is not None:
+            c.kv_block_allocator.store_routing_per_block(outputs.routes[:count].cpu().short().numpy())
+        return tokens.long(), logprobs.tolist()
+
+    def _launch(self, step: DeviceStep) -> StepOutputs:
+        """Sends the inputs of a step and launches it; of several stages, `computed` is what the last one has."""
         c, sampling = self.context, self.engine.controller.sampling
-        count = c.total_request_count
-        step, own, ids = self._step(count), slice(count), c.request_ids[:count].long()
+        own = slice(c.total_request_count)
+        ids = c.request_ids[own].long()
         step.send(
             sampling.keys[ids], sampling.temperatures[ids], sampling.greedy[ids], c.token_to_input_ids[own],
             c.token_to_pos_ids[own], c.request_to_kv_block_ids[own],
@@ -119,17 +158,25 @@ class DeviceDecode:
         with c.use_device_plan(step):
             self.stages.receive(step.hidden)
             outputs = self._outputs(step)
-            samples = self.stages.of_last(outputs.computed, (2, step.rows), torch.float64)
-        tokens, logprobs = samples[:, :count].cpu()
-        if outputs.routes is not None:
-            c.kv_block_allocator.store_routing_per_block(outputs.routes[:count].cpu().short().numpy())
-        return tokens.long(), logprobs.tolist()
+            return outputs._replace(computed=self.stages.of_last(outputs.computed, (2, step.rows), torch.float64))
+
+    def _goes_ahead(self, step: DeviceStep) -> bool:
+        """Whether to launch the next step before this one's tokens are read: both are the same graph.
+
+        Routes would have to be read, too. Ranks of one replica would have to agree.
+        """
+        c = self.context
+        is_small = self.may_go_ahead and c.total_request_count <= MAX_AHEAD and self.stages.count == 1
+        is_same = is_small and self._is_captured and self._graphs.is_captured(self._key(step))
+        return is_same and not self._model.config.moe_enable_routing_replay and c.goes_on_in_place()
 
     def _outputs(self, step: DeviceStep) -> StepOutputs:
         if not self._is_captured:
             return self._compute(step)
-        key = step.rows, self._model.config.moe_enable_routing_replay
-        return self._graphs.run(key, lambda: self._compute(step))
+        return self._graphs.run(self._key(step), lambda: self._compute(step))
+
+    def _key(self, step: DeviceStep) -> tuple:
+        return step.rows, self._model.config.moe_enable_routing_replay
 
     def _step(self, requests: int) -> DeviceStep:
         c = self.context

@@ -271,6 +271,15 @@ class PagedContext(DynamicInferenceContext):
         self.only_decodes = not ends.any() and self._advance(new_tokens)
         return self.only_decodes
 
+    def goes_on_in_place(self) -> bool:
+        """Whether all requests of a decode step go on within their last blocks unless one draws an end token, and no
+        other rank takes part in steps."""
+        active = slice(self.total_request_count)
+        lengths = self.request_kv_length_offsets[active] + self.request_query_lengths[active] + 1
+        goes_on = lengths < self.request_output_lengths[active]
+        goes_on &= self.request_last_kv_block_offset[active] < self.block_size_tokens - 1
+        return dist.get_world_size(self._tensor_group) == 1 and not self._is_coupled and bool(goes_on.all())
+
     @property
     def is_prepared(self) -> bool:
         """Whether the next step decodes one more token of each request of the last step."""

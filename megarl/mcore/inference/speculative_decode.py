@@ -45,7 +45,7 @@ class SpeculativeEngine(DecodeLoopEngine):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        c = self.context
+        c, self.device_decode.may_go_ahead = self.context, False
         costs = costs_of(self.controller.inference_wrapped_model.model)
         self.drafter, self.counts = Drafter(costs, c.max_requests, c.max_sequence_length), DecodeCounts()
         self.max_rows = min(2 * c.max_requests, c.max_tokens)  # bounds the memory of a step's logits

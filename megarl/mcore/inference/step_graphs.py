@@ -69,6 +69,10 @@ class StepGraphs:
             self._graphs.clear()
             self._addresses, self._pool = addresses, None
 
+    def is_captured(self, key: Hashable) -> bool:
+        """Whether the next call of a key replays a graph."""
+        return self._graphs.get(key) is not None
+
     def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
         """Returns the outputs of `function`, which the next call of any key may overwrite.
 
