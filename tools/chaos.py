@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kills random ranks of a PPO run again and again, and checks that the run's results are those of an undisturbed one.
 
-    python tools/chaos.py --kills 50 --out /tmp/chaos
+    python tools/chaos.py --kills 50 --out /tmp/chaos [-- FLAGS …]
 
 Runs PPO (actor on two ranks, critic on one, reward and reference on one; a tiny model, a checkpoint each step) once
 undisturbed and once with restarts, in which each start of the ranks but the last ends with a SIGKILL. Whom it hits and
@@ -174,9 +174,9 @@ def table(kills: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def compare(out: Path, seed: int, kills: int, steps: int) -> tuple[list[dict], list[str]]:
-    """Both runs: the kills that were done, and what differs, a line each."""
-    flags = [*FLAGS.split(), *make_inputs(out / "data"), "--train-iters", str(steps)]
+def compare(out: Path, seed: int, kills: int, steps: int, more: list[str]) -> tuple[list[dict], list[str]]:
+    """Both runs: the kills that were done, and what differs, a line each. `more`: further flags of the run."""
+    flags = [*FLAGS.split(), *make_inputs(out / "data"), "--train-iters", str(steps), *more]
     if run([*flags, "--save", str(out / "undisturbed")], lambda: count_changes(out)):
         raise RuntimeError("the undisturbed run failed")
     changes = [json.loads((out / f"changes-{rank}").read_text()) for rank in range(RANKS)]
@@ -201,9 +201,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, help="of the run; default: as many as kills, at least 4")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("flags", nargs="*", help="further flags of the run, after --")
     options = parser.parse_args(argv)
     steps = options.steps or max(4, options.kills)
-    done, problems = compare(options.out, options.seed, options.kills, steps)
+    done, problems = compare(options.out, options.seed, options.kills, steps, options.flags)
     print(table(done))
     print(f"{steps} steps on {RANKS} ranks; processor: {processor()}")
     print("\n".join(problems) if problems else "no difference: metrics, samples and checkpoints are byte-identical")

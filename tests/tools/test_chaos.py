@@ -45,8 +45,12 @@ def test_a_run_that_differs_or_ends_early_is_a_failure(tmp_path, monkeypatch, ca
     assert lines[-2:] == ["1 of 2 kills before the run ended: give more --steps", "run: metrics: step 1"]
 
 
+AHEAD = ["--role-map", "actor=0-1;critic=2;reward=3;reference=3;rollout=3", "--rollout-correction", "tis"]
+
+
 @pytest.mark.nightly
-def test_fifty_kills_change_nothing(tmp_path, capfd):
-    """pytest -m long tests/tools/test_chaos.py"""
-    assert chaos.main(["--out", str(tmp_path), "--kills", "50"]) == 0
+@pytest.mark.parametrize("flags", [[], [*AHEAD, "--generation-lag", "2"]], ids=["in step", "ahead"])
+def test_fifty_kills_change_nothing(flags, tmp_path, capfd):
+    """pytest -m nightly tests/tools/test_chaos.py"""
+    assert chaos.main(["--out", str(tmp_path), "--kills", "50", "--", *flags]) == 0
     assert capfd.readouterr().out.splitlines()[-1].startswith("no difference")
