@@ -71,7 +71,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " their response was truncated", "with --mask-truncated-responses"),
         Metric("rollout/entropy", "nats", "mean entropy of the policy over the response tokens, before the updates"),
         Metric("rollout/logprob_gap_max", "nats", "largest |rollout − recomputed log-prob| of a response token before"
-               " any update; exactly 0 on a CPU"),
+               " any update; exactly 0 on a CPU, unless older policies generated the token (rollout/staleness)"),
         Metric("rollout/logprob_gap_mean", "nats", "mean of the same"),
         Metric("rollout/staleness", "updates", "actor updates since a trained token was generated, mean over tokens",
                "with --generation-lag or --partial-rollouts"),

@@ -30,6 +30,9 @@ OF_UPDATE = {
     "actor": ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction", "actor/kl_loss", "actor/grad_norm"),
     "critic": ("critic/loss", "critic/clip_fraction", "critic/grad_norm"),
 }
+# The default alarm on it looks for differences between engine and training, so it holds for steps without older tokens:
+# between policies of different age there is a gap, too.
+OF_ENGINE = "rollout/logprob_gap_mean"
 HISTORY, MIN_HISTORY = 20, 5  # steps that the median is taken of
 _ALARM = re.compile(r"\s*(\S+?)\s*([<>])\s*([^\s:]+?)(x?)(?:\s+for\s+([1-9]\d{0,5}))?\s*:\s*(\w+)\s*")
 _OPERATORS = {"<": operator.lt, ">": operator.gt}
@@ -106,7 +109,8 @@ class Alarms:
     def __init__(self, text: str):
         """`text`: value of `--alarms`."""
         self._alarms = [alarm for alarm in parse_alarms(text) if alarm.action != "skip"]
-        self._unseen = {alarm.metric for alarm in self._alarms if text != DEFAULT_ALARMS}
+        self._is_default = text == DEFAULT_ALARMS
+        self._unseen = set() if self._is_default else {alarm.metric for alarm in self._alarms}
         self._history = defaultdict(lambda: deque(maxlen=HISTORY))
         self._holding: set[Alarm] = set()
         self._held = Counter[Alarm]()  # steps up to the present one
@@ -138,5 +142,7 @@ class Alarms:
         return f"step {step}: {alarm.metric} is {metrics[alarm.metric]:.4g}{usual}{steps} (--alarms {str(alarm)!r})"
 
     def _holds(self, alarm: Alarm, metrics: Mapping[str, float]) -> bool:
+        if self._is_default and alarm.metric == OF_ENGINE and metrics.get("rollout/staleness", 0) > 0:
+            return False
         value = metrics.get(alarm.metric)
         return value is not None and alarm.holds(value, self._history[alarm.metric])

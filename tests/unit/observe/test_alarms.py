@@ -100,3 +100,12 @@ def test_updates_are_skipped_by_what_is_known_before_them(capsys):
     assert UpdateCheck("actor/ppo_kl > 0.3: skip", "critic").accepts(5.0, {"critic/loss": 5.0})
     watch("actor/ppo_kl > 0.3: skip", [1.0], "actor/ppo_kl")
     assert not capsys.readouterr().err
+
+
+def test_a_gap_between_policies_is_no_gap_between_engine_and_training(capsys):
+    row = {"rollout/logprob_gap_mean": 0.2, "rollout/staleness": 1.5}
+    Alarms(DEFAULT_ALARMS).watch(1, row)
+    assert capsys.readouterr().err == ""
+    Alarms(DEFAULT_ALARMS).watch(1, row | {"rollout/staleness": 0.0})
+    Alarms("rollout/logprob_gap_mean > 0.05: warn").watch(1, row)
+    assert capsys.readouterr().err.count("rollout/logprob_gap_mean is 0.2") == 2
