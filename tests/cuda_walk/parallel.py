@@ -52,7 +52,8 @@ def _update(flags: str, walk: Walk) -> dict:
 SCENARIOS = {  # name -> (what walks, ranks)
     "tensor parallel": (functools.partial(_generate, TENSORS), 2),
     "graphs, tensor parallel": (functools.partial(_generate, TENSORS, **rollout.GRAPHS), 2),
-    "expert parallel": (functools.partial(_generate, EXPERTS, routes=True, has_graphs=False), 2),
+    "expert parallel": (functools.partial(_generate, EXPERTS, routes=True), 2),
+    "graphs, expert parallel": (functools.partial(_generate, EXPERTS, routes=True, **rollout.GRAPHS), 2),
     "update tensor parallel": (functools.partial(_update, TENSORS), 2),
     "update expert parallel": (functools.partial(_update, EXPERTS), 2),
 }

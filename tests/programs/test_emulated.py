@@ -1,9 +1,13 @@
 """Whole programs on emulated CUDA devices, with numbers: `tests/emulator`."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from tests.emulator.programs import needs_emulator
-from tests.helpers.programs import GRADED, inputs, metrics, rl_argv, timeless, train
+from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, timeless, train
 from tests.helpers.tiers import by_default
 from tools.gpu.programs import texts_of
 
@@ -12,22 +16,29 @@ pytestmark = needs_emulator
 LENGTHS = "--max-response-length 12 --max-tokens-per-microbatch 60 --train-iters 3"
 EVALUATION = "--eval-interval 1 --eval-samples 4"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm --router-replay rollout"
+TP2, EP2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--expert-model-parallel-size 2"
 RUNS = {  # name -> (flags, ranks)
     "dense": ("", 1),
-    "tensor and sequence parallel": ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+    "tensor and sequence parallel": (TP2, 2),
     "experts": (EXPERTS, 1),
     "experts, distributed optimizer": (f"{EXPERTS} --use-distributed-optimizer", 1),
+    "experts on several ranks": (f"{EXPERTS} {EP2}", 2),
+    "experts on several ranks, tensor parallel": (f"{EXPERTS} {EP2} {TP2}", 2),
+    "experts and tensors on several ranks": (f"{EXPERTS} --expert-model-parallel-size 4 {TP2}", 4),
     "offload": ("--offload --use-distributed-optimizer", 1),
     "LoRA": ("--lora-rank 4", 1),
     "roles on ranks of their own": ("--role-map actor=0;critic=1;reward=1;reference=1", 2),
     "pipeline": ("--pipeline-model-parallel-size 2", 2),
     "pipeline, experts": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2),
 }
+BY_DEFAULT = ["dense", "tensor and sequence parallel", "experts on several ranks"]
 ROLLOUT_APART = "--role-map actor=0-1;critic=0-1;reward=0-1;reference=0-1;rollout=2 --verify-weights"
-LAYOUTS = {  # name -> (flags, ranks, a call of NCCL on the first rank)
+LAYOUTS = {  # name -> (flags, ranks, a call of NCCL on the first rank, or a graph's launch)
     "pipeline": ("--pipeline-model-parallel-size 2", 2, "nccl recv"),
     "context": ("--context-parallel-size 2", 2, "nccl all_gather_single"),
-    "experts on several ranks": (f"{EXPERTS} --expert-model-parallel-size 2", 2, "nccl all_to_all_single"),
+    "experts on several ranks of the rollout": (
+        f"{EXPERTS} --role-map rollout=0-1;actor=2;critic=2;reward=2;reference=2 --rollout{EP2[1:]} --verify-weights",
+        3, "graph launch"),
     "sharded parameters": ("--use-torch-fsdp2", 2, "nccl reduce_scatter_single"),
     "tensor, rollout apart": (f"{ROLLOUT_APART} --tensor-model-parallel-size 2 --rollout-tensor-model-parallel-size 1",
                               3, "nccl send"),
@@ -41,7 +52,7 @@ def argv(save, flags: str) -> list[str]:
     return rl_argv(save, f"{LENGTHS} {held_out} {flags}", warm_start=False)
 
 
-@pytest.mark.parametrize("name", by_default(RUNS, ["dense", "tensor and sequence parallel"]))
+@pytest.mark.parametrize("name", by_default(RUNS, BY_DEFAULT))
 def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
     """Nor do they read memory that was freed since they were captured: it holds NaN."""
     flags, ranks = RUNS[name]
@@ -141,3 +152,20 @@ def test_memory_that_no_tensor_uses_is_counted(emulator):
     counts = emulator.run("planted", ["fragmented"])
     lost = counts["bytes reserved at the peak"] - counts["bytes allocated at the peak"]
     assert 32 << 20 <= lost < 40 << 20
+
+
+@pytest.mark.long
+def test_a_decode_step_of_experts_on_two_ranks_waits_for_nothing_in_its_layers():
+    """The figures of docs/moe.md."""
+    command = [sys.executable, "-m", "tests.emulator", "--ranks", "2", "tests.emulator.decode_steps"]
+    done = subprocess.run(
+        [*command, "--num-experts", "4", "--moe-router-topk", "2"], cwd=ROOT, capture_output=True, text=True
+    )
+    forms = {row["decode steps"]: row for row in map(json.loads, done.stdout.splitlines())}
+    graphs, kernels, by_numbers = (
+        forms[name]["a layer"] for name in ("graphs", "kernel by kernel", "by numbers of rows")
+    )
+    assert graphs == {"launches": 0, "collectives": 0, "host waits": 0}
+    assert (kernels["collectives"], kernels["host waits"]) == (2, 0)
+    assert (by_numbers["collectives"], by_numbers["host waits"]) == (3, 1)
+    assert 20 < kernels["launches"] < by_numbers["launches"]

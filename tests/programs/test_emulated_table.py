@@ -19,6 +19,7 @@ LAYOUTS = {  # flags -> ranks
     f"{APART} --verify-weights": 2, f"{APART} --generation-lag 1 --rollout-correction tis": 2,
     f"--actor{TP2[1:]} --rollout{TP2[1:-1]}1 --role-map actor=0-1;critic=2;reference=2;reward=2;rollout=2": 3,
     f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 2": 2,
+    f"{programs.ROUTED} --expert-model-parallel-size 2": 2,
 }  # fmt: skip
 OF_16_BITS = {  # flags -> ranks
     f"{EXPERTS} --expert-model-parallel-size 2": 2, f"{EXPERTS} {TP2} --sequence-parallel": 2,

@@ -5,6 +5,7 @@ an event loop, per-request metadata and tensors of changes. With small layers, t
 """
 
 import torch
+import torch.distributed as dist
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -24,6 +25,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.is_coupled = dist.get_world_size(self.pg_collection.ep) > 1  # with replicas that share experts
         self.device_decode = DeviceDecode(self)
 
     def add_request(self, request_id: int, prompt: list[int], sampling_params=None):
@@ -38,6 +40,8 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     # Requests of the previous step, in the context's order, while steps only decode.
     _decoding_requests: list | None = None
+    # Rows of the next step on each replica that shares experts with this one; None: they have different numbers.
+    agreed_rows: int | None = None
 
     def step_modern(self) -> dict:
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
@@ -45,8 +49,13 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         if not self._only_decodes:
             self._forget_requests()
             return super().step_modern()
-        tokens, logprobs = self.device_decode.run() if self.device_decode.supports_step() else self._decode()
-        return self._end_step(tokens, logprobs)
+        rows = self.agreed_rows if self.is_coupled else self.device_rows
+        return self._end_step(*(self._decode() if rows is None else self.device_decode.run(rows)))
+
+    @property
+    def device_rows(self) -> int | None:
+        """Rows that the next step of this replica has at least if the device plans it; None: the host does."""
+        return self.device_decode.rows() if self._only_decodes else None
 
     def _forget_requests(self):
         """The next step has other requests than the last one, or is of another kind."""
@@ -108,9 +117,9 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     @property
     def _only_decodes(self) -> bool:
-        """Whether the next step decodes one more token of each request of the last one, in a model that shares no
-        experts with other replicas. Steps of pipeline stages are Megatron's unless the device plans them."""
-        is_ours = self.controller.stages.count == 1 or self.device_decode.supports_step()
+        """Whether the next step decodes one more token of each request of the last one. Steps of pipeline stages are
+        Megatron's unless the device plans them."""
+        is_ours = self.controller.stages.count == 1 or self.device_decode.rows() is not None
         return self.context.only_decodes and is_ours and not admission.may_add(self)
 
     def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:

@@ -13,15 +13,18 @@ and values that the next step writes again, or that nobody reads, before all tha
 Shapes: B rows of a bucket, P blocks of a request.
 """
 
+import sys
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.counter_rng import uniforms
 from megarl.mcore import device
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
+from megarl.mcore.moe.layer import max_equal_rows
 
 MAX_AHEAD = 8  # requests; with more, steps are dropped so often that they take more time than the host's work
 _NUMBERS = 6  # of 32 bits, of a row before its blocks: token, position, temperature, greedy, two of its random key
@@ -106,7 +109,7 @@ class DeviceDecode:
         self.engine, self.context = engine, engine.context
         self._model = engine.controller.inference_wrapped_model.model
         self.stages, self._steps = engine.controller.stages, dict[int, DeviceStep]()
-        self._graphs, self._is_captured = StepGraphs(), False
+        self._graphs, self._is_captured, self._max_rows = StepGraphs(), False, 0
         self.may_go_ahead = True  # the next step is known to be a decode step if no request ends
         self._ahead: StepOutputs | None = None  # of the next step, which was launched
 
@@ -117,19 +120,41 @@ class DeviceDecode:
     def begin(self):
         """Begins a session, in which the model and the cache stay where they are."""
         self.drop_ahead()
+        is_coupled = self.engine.is_coupled
+        self._max_rows = self.context.tensor_ranks * max_equal_rows(self._model) if is_coupled else sys.maxsize
         self._is_captured = self.has_graphs and can_capture(self._model)
         if self._is_captured:
             own = *self._model.parameters(), *self._model.buffers()
-            self._graphs.begin((*own, self.context.memory_buffer))
+            self._graphs.begin((*own, self.context.memory_buffer), self._is_so_on_any_rank)
 
-    def supports_step(self) -> bool:
-        """Whether the next step, which decodes one token of each request, can run here."""
-        return self.context.reads_tables and not self.engine.controller.sampling.needs_host
+    def _is_so_on_any_rank(self, is_so: bool) -> bool:
+        """Whether it is so on a rank that takes part in this one's steps. Collective over these ranks."""
+        groups = self.engine.pg_collection
+        for group in (groups.tp, groups.ep):
+            if dist.get_world_size(group) > 1:
+                found = torch.tensor([is_so], dtype=torch.int32, device=device.device())
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+                is_so = bool(found.item())
+        return is_so
 
-    def run(self) -> tuple[Tensor, list[float]]:
-        """Returns the tokens [n] on the host that a step draws, and their log-probs."""
+    def rows(self) -> int | None:
+        """Rows B of the next step, which decodes one token of each request, if it can run here; else None.
+
+        Not here: pipeline stages of replicas that share experts.
+        """
+        is_apart = self.engine.is_coupled and self.stages.count > 1
+        if is_apart or not self.context.reads_tables or self.engine.controller.sampling.needs_host:
+            return None
+        rows = bucket_of(self.context.total_request_count, self.context.tensor_ranks)
+        return rows if rows <= self._max_rows else None
+
+    def run(self, rows: int) -> tuple[Tensor, list[float]]:
+        """Returns the tokens [n] on the host that a step of as many rows or fewer draws, and their log-probs.
+
+        `rows`: of a bucket; the same on all replicas that share experts, also on one without requests.
+        """
         c, count = self.context, self.context.total_request_count
-        step, outputs = self._step(count), self._ahead
+        step, outputs = self._step(rows), self._ahead
         if outputs is None:
             outputs = self._launch(step)
         samples, self._ahead = outputs.computed, None
@@ -166,7 +191,8 @@ class DeviceDecode:
         Routes would have to be read, too. Ranks of one replica would have to agree.
         """
         c = self.context
-        is_small = self.may_go_ahead and c.total_request_count <= MAX_AHEAD and self.stages.count == 1
+        is_alone = self.stages.count == 1 and not self.engine.is_coupled
+        is_small = self.may_go_ahead and is_alone and c.total_request_count <= MAX_AHEAD
         is_same = is_small and self._is_captured and self._graphs.is_captured(self._key(step))
         return is_same and not self._model.config.moe_enable_routing_replay and c.goes_on_in_place()
 
@@ -178,9 +204,8 @@ class DeviceDecode:
     def _key(self, step: DeviceStep) -> tuple:
         return step.rows, self._model.config.moe_enable_routing_replay
 
-    def _step(self, requests: int) -> DeviceStep:
+    def _step(self, rows: int) -> DeviceStep:
         c = self.context
-        rows = bucket_of(requests, c.tensor_ranks)
         if rows not in self._steps:
             blocks, spare = c.request_to_kv_block_ids.shape[1], c.kv_block_allocator.dummy_block_idx
             self._steps[rows] = DeviceStep(rows, blocks, spare, self.stages.input_memory(rows))

@@ -13,14 +13,13 @@ from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.end_tokens import EndTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.session import GenerationSession
+from megarl.mcore.inference.session import ANY_STEP, NONE, WAIT, GenerationSession
 from megarl.mcore.kernels.linear import prepacked_weights
 
 # On CUDA a step in which requests join is not a graph and takes several times as long as others. Therefore requests
 # wait until a sixteenth of the places is free, and join together.
 JOIN_SHARE = 16
 POLL_STEPS = 16  # engine steps between two calls of `response_limit`
-_NONE, _WAITING, _RUNNING = 0, 1, 2  # what a replica has left: nothing, requests that will come, or that run
 
 
 class RequestSource(Protocol):
@@ -126,20 +125,28 @@ class RolloutEngine(BuiltEngine):
                     self._max_response = response_limit()
                 session.limit_responses(self._max_response)
                 self._admit(session, source, max_requests)
-                own = _RUNNING if session.has_requests else _NONE if source.is_empty() else _WAITING
-                work = session.highest_of_replicas(own)
-                if work == _NONE:
+                own = session.wanted_step if session.has_requests else NONE if source.is_empty() else WAIT
+                agreed = session.highest_of_replicas(own)
+                if agreed == NONE:
                     return []
-                if work == _WAITING:
+                if agreed == WAIT:
                     source.wait()
-                elif finished := session.step():
+                    continue
+                if agreed == ANY_STEP and self.is_coupled:  # no graph on any replica, probably since requests join
+                    self._admit(session, source, max_requests, join_others=True)
+                if finished := session.step(agreed):
                     return finished
 
-    def _admit(self, session: GenerationSession, source: RequestSource, max_requests: int):
-        """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them."""
+    def _admit(
+        self, session: GenerationSession, source: RequestSource, max_requests: int, join_others: bool = False
+    ):  # fmt: skip
+        """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them.
+
+        `join_others`: also few, because the next step is not a graph in any case.
+        """
         room = 0 if self.engine.waiting_request_ids else max_requests - len(session)
         if room <= 0 or source.is_empty():
             return
-        if room >= max_requests // JOIN_SHARE or not len(session) or not device.has_cuda():
+        if join_others or room >= max_requests // JOIN_SHARE or not len(session) or not device.has_cuda():
             for number, request in source.take(room):
                 session.add(number, request)

@@ -46,7 +46,6 @@ class PagedContext(DynamicInferenceContext):
         self._attend, self._window = self._backend.PagedAttention(), window_of(model_config)
         self._token_bytes: int | None = None  # of a token's keys and values when they are read; None: as in the cache
         super().__init__(self._cache_config(model_config), inference_config)
-        self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
         self._tensor_group = inference_config.pg_collection.tp
         self._device_step: DeviceStep | None = None  # the step, if the device plans it
         # Sequence parallelism needs the step's full number of rows, so duplicate prompts are not skipped.
@@ -273,12 +272,12 @@ class PagedContext(DynamicInferenceContext):
 
     def goes_on_in_place(self) -> bool:
         """Whether all requests of a decode step go on within their last blocks unless one draws an end token, and no
-        other rank takes part in steps."""
+        tensor-parallel rank takes part in steps."""
         active = slice(self.total_request_count)
         lengths = self.request_kv_length_offsets[active] + self.request_query_lengths[active] + 1
         goes_on = lengths < self.request_output_lengths[active]
         goes_on &= self.request_last_kv_block_offset[active] < self.block_size_tokens - 1
-        return dist.get_world_size(self._tensor_group) == 1 and not self._is_coupled and bool(goes_on.all())
+        return dist.get_world_size(self._tensor_group) == 1 and bool(goes_on.all())
 
     @property
     def is_prepared(self) -> bool:
@@ -287,10 +286,9 @@ class PagedContext(DynamicInferenceContext):
 
     @property
     def _is_simple(self) -> bool:
-        """Whether the step decoded one token of each request, and no request waits or shares experts with other
-        replicas."""
+        """Whether the step decoded one token of each request, and no request waits."""
         waits = self.paused_request_count or self.chunked_prefill_request_id != -1
-        return self.num_prefill_requests == 0 and not waits and not self._is_coupled
+        return self.num_prefill_requests == 0 and not waits
 
     def _advance(self, new_tokens: Tensor) -> bool:
         """Adds each request's new token, and a new block where its last one is full; returns False, changing nothing,

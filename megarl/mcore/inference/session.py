@@ -17,6 +17,10 @@ from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.moe.router import recording_routes
 
+# What a replica wants of those that share experts with it, or all of them agreed to do: nothing, a wait for requests,
+# or a step; a step in which each decodes as many rows, which is `WAIT` plus their number; or another one.
+NONE, WAIT, ANY_STEP = 0, 1, 2**30
+
 
 class _OwnParams(SamplingParams):
     """Parameters of one request alone, so that Megatron's deep copies of them are not needed."""
@@ -105,14 +109,19 @@ class GenerationSession:
                 # Training cannot write to scratch memory of sequence parallelism allocated in inference mode.
                 parallel_state.get_global_memory_buffer().buffer.clear()
 
-    def step(self) -> list[tuple[int, Completion]]:
+    def step(self, agreed: int = ANY_STEP) -> list[tuple[int, Completion]]:
         """Runs one step of all requests; returns those that ended, aborted ones excepted.
 
         Replicas that share experts step together: this one computes tokens of others if it has no requests.
+
+        Args:
+            agreed: the `highest_of_replicas` of what they wanted, which is a step.
         """
+        is_coupled = self.owner.is_coupled
+        self.engine.agreed_rows = agreed - WAIT if is_coupled and agreed < ANY_STEP else None
         if not self.engine.has_unfinished_requests():
-            if self.owner.is_coupled:
-                self.owner.controller.dummy_forward()
+            if is_coupled:
+                self._compute_for_others()
             return []
         if self._aborted:
             self._end_aborted()
@@ -173,8 +182,20 @@ class GenerationSession:
         self._free_ids.append(request_id)
         return self._numbers.pop(request_id)
 
+    def _compute_for_others(self):
+        if self.engine.agreed_rows is None:
+            self.owner.controller.dummy_forward()
+        else:
+            self.engine.device_decode.run(self.engine.agreed_rows)
+
+    @property
+    def wanted_step(self) -> int:
+        """The step that this replica wants of those that share experts with it."""
+        rows = self.engine.device_rows if self.owner.is_coupled else None
+        return ANY_STEP if rows is None else WAIT + rows
+
     def highest_of_replicas(self, level: int) -> int:
-        """The highest level of the replicas that share experts with this one. A collective of these replicas."""
+        """The highest of what the replicas that share experts with this one want. A collective of these replicas."""
         if not self.owner.is_coupled:
             return level
         highest = torch.tensor([level], dtype=torch.int32, device=device.device())

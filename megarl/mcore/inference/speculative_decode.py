@@ -60,6 +60,8 @@ class SpeculativeEngine(DecodeLoopEngine):
                 self.counts = self.counts.plus(DecodeCounts(steps=1, requests=decoding, tokens=decoding))
             return super().step_modern()
         self.counts = self.counts.plus(DecodeCounts(steps=1, requests=count, tokens=count))
+        if self.is_coupled:  # replicas that share experts have as many rows as they agreed on
+            return super().step_modern()
         drafts = self._drafts(groups) if self.drafter.should_look(count) else None
         if drafts is None and self.drafter.costs.shares(len(groups.first), count):
             drafts = Drafts(np.zeros(0, np.int64), np.zeros(len(groups.first), np.int64))

@@ -59,13 +59,16 @@ class StepGraphs:
         self._addresses: tuple[int, ...] = ()  # of the memory that the graphs read
         self._pool = None  # memory that all graphs share, since one runs at a time
 
-    def begin(self, memory: Iterable[Tensor]):
+    def begin(self, memory: Iterable[Tensor], is_so_on_any_rank: Callable[[bool], bool] = bool):
         """Begins a time in which all of `memory`, what functions read and others write, stays where it is.
 
-        Graphs of earlier times are kept if it is where it was then. What else they read must never change.
+        Graphs of earlier times are kept if it is where it was then, on all ranks with which functions communicate:
+        NCCL wants a collective to be part of a graph on all of its ranks or on none. What else graphs read must never
+        change.
         """
         addresses = tuple(tensor.data_ptr() for tensor in memory)
-        if addresses != self._addresses:  # for example, weights came back from the host to another place
+        # For example, weights came back from the host to another place.
+        if is_so_on_any_rank(addresses != self._addresses):
             self._graphs.clear()
             self._addresses, self._pool = addresses, None
 

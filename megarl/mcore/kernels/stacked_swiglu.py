@@ -40,15 +40,21 @@ def stack_(weights: Sequence[torch.nn.Parameter]):
         weight.data = part
 
 
-def stacked_swiglu(
-    x: Tensor, gates: Tensor, counts: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]
-) -> Tensor:
-    """As `grouped_swiglu`, with the rows of each expert `counts` [E] on the device; reads nothing on the host."""
-    x, ends = x.contiguous(), counts.cumsum(0).int()  # the kernel wants rows to begin at multiples of 16 bytes
+def stacked_swiglu(x: Tensor, gates: Tensor, ends: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+    """As `grouped_swiglu`, with the end [E] int32 of each expert's rows on the device; reads nothing on the host.
+
+    Without gradients there may be more rows than the last expert's; what is returned for them is not defined.
+    """
     if torch.is_grad_enabled():
         return _StackedSwiGLU.apply(x, gates, ends, *first, *second)
-    gated = swiglu(_forward(x, first, ends)).mul_(gates.unsqueeze(1))
+    gated = swiglu(_forward(_packed(x), first, ends)).mul_(gates.unsqueeze(1))
     return _forward(gated, second, ends)
+
+
+def _packed(rows: Tensor) -> Tensor:
+    """Contiguous rows, of which even a single one has the stride of several: the kernel wants rows to begin at
+    multiples of 16 bytes."""
+    return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1))
 
 
 def _forward(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
@@ -81,7 +87,7 @@ class _StackedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gates, ends, *weights):
-        experts = len(ends)
+        experts, x = len(ends), _packed(x)
         both = _forward(x, weights[:experts], ends)
         ctx.save_for_backward(x, gates, ends, both, *weights)
         return _forward(swiglu(both).mul_(gates.unsqueeze(1)), weights[experts:], ends)
@@ -90,7 +96,7 @@ class _StackedSwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, gates, ends, both, *weights = ctx.saved_tensors
-        experts, grad = len(ends), grad.contiguous()
+        experts, grad = len(ends), _packed(grad)
         first, second = weights[:experts], weights[experts:]
         grad_both, grad_gates, gated = activation_gradients(
             _input_gradient(grad, second, ends), both, gates.unsqueeze(1)

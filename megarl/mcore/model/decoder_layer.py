@@ -21,6 +21,7 @@ from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.model import rotary
+from megarl.mcore.moe.layer import MixtureLayer
 
 
 class Rotation(NamedTuple):
@@ -155,7 +156,11 @@ class DecoderLayer(TransformerLayer):
     def step(self, hidden: Tensor, plan: StepPlan) -> Tensor:
         """Applies attention and the MLP or experts to [T, 1, H]; under sequence parallelism, to this rank's tokens."""
         hidden = self._add(hidden, *self.self_attention.step(self.input_layernorm(hidden), plan))
-        return self._add(hidden, *self.mlp(self.pre_mlp_layernorm(hidden)))
+        return self._add(hidden, *self._feed_forward(hidden, plan))
+
+    def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Output of the MLP or experts, and a bias to add."""
+        return self.mlp(self.pre_mlp_layernorm(hidden))
 
     def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
         """Returns residual + (output + bias), rounded as in training."""
@@ -170,3 +175,9 @@ class MoEDecoderLayer(DecoderLayer):
         routing = None if packed_seq_params is None else packed_seq_params.routing
         with self.mlp.router.routed(routing):
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Same as that of `DecoderLayer`; a step that the device plans has equally many rows on all ranks that share
+        experts."""
+        apply = self.mlp.step if plan.is_on_device and isinstance(self.mlp, MixtureLayer) else self.mlp
+        return apply(self.pre_mlp_layernorm(hidden))

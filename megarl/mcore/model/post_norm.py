@@ -26,7 +26,7 @@ class PostNormLayer(DecoderLayer):
         """Same as that of `DecoderLayer`, with the norms."""
         attended = self.self_attention.step(self.input_layernorm(hidden), plan)
         hidden = self._add_normed(self.post_self_attn_layernorm, attended, hidden)
-        return self._add_normed(self.post_mlp_layernorm, self.mlp(self.pre_mlp_layernorm(hidden)), hidden)
+        return self._add_normed(self.post_mlp_layernorm, self._feed_forward(hidden, plan), hidden)
 
     def _add_normed(self, norm: Norm, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, *_) -> Tensor:
         """Returns residual + norm(output + bias), in rollout and training."""

@@ -5,10 +5,13 @@ the products with weights, more than a decode step's products take. It groups a 
 once, runs the experts' products, and sums the k results of a token in ascending order of the experts: on a CPU with the
 bits of Megatron's path, in rollout and training. Megatron adds them by atomics on CUDA, in no fixed order.
 On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.stacked_swiglu`); else
-each has a product of its own. With expert parallelism, rows travel with their gates in one message.
+each has a product of its own. With expert parallelism, rows travel with their gates in one message; in decode steps in
+which the ranks have equally many rows, the host need not know how many (`moe.equal_rows`).
 """
 
 import functools
+import itertools
+import sys
 from collections.abc import Callable
 
 import torch
@@ -23,6 +26,7 @@ from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
 from megarl.mcore.kernels.linear import forward_product
 from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
 from megarl.mcore.kernels.swiglu_mlp import is_plain_swiglu
+from megarl.mcore.moe import equal_rows
 
 
 class MixtureLayer(MoELayer):
@@ -49,6 +53,19 @@ class MixtureLayer(MoELayer):
             return tensor_parallel.checkpoint(self._mix, False, hidden_states), None
         return self._mix(hidden_states), None
 
+    def step(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        """As `forward` without gradients, with the same bits, in an engine's step in which all ranks that share the
+        experts have the same number of rows, at most `max_equal_rows`."""
+        return self(hidden_states) if self._ep_size == 1 else (self._mix(hidden_states, has_equal_rows=True), None)
+
+    @property
+    def max_equal_rows(self) -> int:
+        """The most rows of a rank in `step`; 0: only `forward` computes this layer. For several ranks."""
+        if not self._is_direct or self._has_factors:
+            return 0
+        c = self.config
+        return equal_rows.max_rows(self.ep_group, c.moe_router_topk, c.hidden_size * c.params_dtype.itemsize)
+
     @property
     def _has_factors(self) -> bool:
         """Whether low-rank factors replace the products of the experts; all experts have them or none."""
@@ -57,13 +74,24 @@ class MixtureLayer(MoELayer):
 
     @property
     def reads_host(self) -> bool:
-        """Whether the host must know how many rows each expert has."""
-        return not (self._is_direct and self.is_grouped and self._ep_size == 1) or self._has_factors
+        """Whether the host must know how many rows each expert has, also in `step`."""
+        return not (self._is_direct and self.is_grouped) or self._has_factors
 
-    def _mix(self, hidden_states: Tensor) -> Tensor:
+    def _mix(self, hidden_states: Tensor, has_equal_rows: bool = False) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
         probs, routing_map = self.router(hidden_states)
-        hidden = hidden_states.view(-1, hidden_states.shape[-1])
+        mix = self._mix_equal_rows if has_equal_rows else self._mix_rows
+        output = mix(hidden_states.view(-1, hidden_states.shape[-1]), probs, routing_map).view_as(hidden_states)
+        return output if shared is None else output + shared
+
+    def _mix_equal_rows(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
+        topk = self.config.moe_router_topk
+        values, order = equal_rows.exchange_and_compute(
+            hidden, probs, routing_map, topk, self.ep_group, self._compute_first
+        )
+        return _sum_pairs(values, order, len(hidden))
+
+    def _mix_rows(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
         # [E, T] flattened: pairs by expert, those of an expert by token. Their number need not be read from a device.
         size = len(hidden) * self.config.moe_router_topk
         pairs = torch.nonzero_static(routing_map.t().reshape(-1), size=size).squeeze(1)
@@ -72,15 +100,28 @@ class MixtureLayer(MoELayer):
         gates, rows = probs.t().reshape(-1).index_select(0, pairs), _rows_of_pairs(hidden, tokens, order)
         counts = routing_map.sum(0)
         compute = self._compute if self._ep_size == 1 else self._exchange_and_compute
-        output = _combine(compute(rows, gates, counts), tokens, order, len(hidden)).view_as(hidden_states)
-        return output if shared is None else output + shared
+        return _combine(compute(rows, gates, counts), tokens, order, len(hidden))
+
+    @property
+    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The first and the second weights of this rank's experts."""
+        experts = self.experts.local_experts
+        return [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
 
     def _compute(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
-        experts = self.experts.local_experts
-        weights = [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
         if self.is_grouped:
-            return stacked_swiglu(rows, gates, counts, *weights)
-        return grouped_swiglu(rows, gates, counts.tolist(), *weights, forward_product(self.config))
+            return stacked_swiglu(rows, gates, counts.cumsum(0).int(), *self._weights)
+        return grouped_swiglu(rows, gates, counts.tolist(), *self._weights, forward_product(self.config))
+
+    def _compute_first(self, rows: Tensor, gates: Tensor, ends: Tensor) -> Tensor:
+        """`_compute` of the experts' rows [P, H], which end at `ends`; results of later ones are not defined."""
+        if self.is_grouped:
+            return stacked_swiglu(rows, gates, ends, *self._weights)
+        starts, output = [0, *ends.tolist()], torch.empty_like(rows)
+        counts, total = [end - start for start, end in itertools.pairwise(starts)], starts[-1]
+        product = forward_product(self.config)
+        output[:total] = grouped_swiglu(rows[:total], gates[:total], counts, *self._weights, product)
+        return output
 
     def _exchange_and_compute(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
         """`_compute` of rows [P, H] of experts on all expert-parallel ranks; `counts` [E]: of this rank's rows."""
@@ -99,6 +140,12 @@ class MixtureLayer(MoELayer):
         gated = _permute(gated, by_expert, by_rank)
         output = self._compute(gated[:, :-1].to(rows.dtype), gated[:, -1].to(gates.dtype), received.sum(0))
         return tensor_parallel.all_to_all(self.ep_group, _permute(output, by_rank, by_expert), *reversed(splits))
+
+
+def max_equal_rows(model) -> int:
+    """The most rows of a rank in `MixtureLayer.step` of all MoE layers of a model; 0: some have none."""
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    return min((getattr(layer, "max_equal_rows", 0) for layer in layers), default=sys.maxsize)
 
 
 def _sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:

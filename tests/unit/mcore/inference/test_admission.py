@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers import reference_kernels
 from tests.helpers.engines import make_engine, make_requests
 from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
@@ -80,7 +81,7 @@ def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, st
             assert torch.equal(ours[0][name], value), name
 
 
-def steps(rank, only_long: bool, join_together: bool = False, **sizes):
+def steps(rank, only_long: bool, join_together: bool = False, requests: list | None = None, **sizes):
     """(completions, [(waiting, prefilling, decoding, whether it was a short one) of each step])."""
     from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.mcore.inference import engine as engine_module
@@ -109,7 +110,7 @@ def steps(rank, only_long: bool, join_together: bool = False, **sizes):
 
     wrapper.forward_pass_without_pipeline_parallel, context.advance_decode = counted, short
     inner.__class__ = LongSteps if only_long else DecodeLoopEngine
-    return engine.generate(make_requests(9, COUNT), (3,), SamplingSettings()), found
+    return engine.generate(requests or make_requests(9, COUNT), (3,), SamplingSettings()), found
 
 
 def test_steps_are_short_while_requests_wait_for_cache():
@@ -130,3 +131,24 @@ def test_every_step_without_a_prompt_is_short_and_requests_may_join_together():
     assert min(joins[1][:-1]) >= 2 and len(joins[1]) < len(joins[0])
     for found in (one_by_one, together):
         assert all(is_short == (prefilling == 0) for _, prefilling, _, is_short in found)
+
+
+def ragged_steps(rank):
+    """Steps of a replica that shares experts in which it has prompts."""
+    reference_kernels.use_them()
+    flags = "--attention-backend varlen --num-experts 4 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2"
+    limits = torch.randint(1, 10, (COUNT,), generator=torch.Generator().manual_seed(rank)).tolist()
+    requests = [replace(one, max_new_tokens=n) for one, n in zip(make_requests(9, COUNT), limits, strict=True)]
+    done, found = steps(rank, False, True, requests, flags=flags, max_requests=8)
+    assert [len(one.tokens) for one in done if not one.finished] == [
+        n for n, one in zip(limits, done, strict=True) if not one.finished
+    ]
+    return {number for number, (_, prefilling, _, _) in enumerate(found) if prefilling}
+
+
+def test_replicas_that_share_experts_join_together():
+    """A step in which requests join on one of them is a graph on none."""
+    joins, others = run_world(ragged_steps, 2)
+    last = min(max(joins), max(others))  # then one of them has no more requests
+    assert {step for step in joins if step <= last} == {step for step in others if step <= last}
+    assert min(len(joins), len(others)) >= 4

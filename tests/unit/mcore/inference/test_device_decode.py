@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers import reference_kernels
 from tests.helpers.engine_layouts import generate_in_layout
-from tests.helpers.engines import LIMIT, largest_gap, make_engine, make_requests, settings_of, texts
+from tests.helpers.engines import LIMIT, generate_standard, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -36,9 +36,9 @@ def on_device(rank, generate, flags, *args):
     for owner, name in ((DeviceDecode, "run"), (DecodeLoopEngine, "_decode")):
         counts[name] = 0
 
-        def counted(self, name=name, real=getattr(owner, name)):
+        def counted(self, *args, name=name, real=getattr(owner, name)):
             counts[name] += 1
-            return real(self)
+            return real(self, *args)
 
         setattr(owner, name, counted)
     return *generate(rank, f"--attention-backend varlen {flags}", *args), *counts.values()
@@ -47,6 +47,8 @@ def on_device(rank, generate, flags, *args):
 @pytest.mark.parametrize("ranks, flags", [
     (1, ""), (1, "--window-size 5,0"), (1, EXPERTS), (1, "--qk-layernorm --num-query-groups 4"),
     (2, "--tensor-model-parallel-size 2"), (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    (2, f"{EXPERTS} --expert-model-parallel-size 2"),
+    (2, f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
 ], ids=str)  # fmt: skip
 def test_the_device_plans_what_the_host_plans(ranks, flags):
     expected = run_world(generated, ranks, flags)
@@ -67,3 +69,45 @@ def test_pipeline_stages_plan_what_megatron_plans(ranks, flags):
     for (completions, gap, device_steps, _), (others, _) in zip(found, expected, strict=True):
         assert {i: c.tokens for i, c in completions.items()} == {i: c.tokens for i, c in others.items()}
         assert gap < 1e-5 and device_steps >= LIMIT - 2
+
+
+def above_the_bound(rank):
+    from megarl.mcore.moe import equal_rows
+
+    equal_rows.MAX_BYTES = 16 * 2 * 2 * 64 * 4  # 16 rows of two ranks, two experts a row
+    return on_device(rank, generated, f"{EXPERTS} --expert-model-parallel-size 2")
+
+
+def test_steps_of_more_rows_than_messages_hold_are_planned_by_the_host():
+    ((expected, _),) = run_world(generated, 1, EXPERTS)
+    for completions, gap, device_steps, host_steps in run_world(above_the_bound, 2):
+        assert texts(completions) == texts(expected)
+        assert gap < 1e-5 and device_steps == 0 and host_steps >= LIMIT - 2
+
+
+def unequal_replicas(rank):
+    """(this replica's completions, rows of each step that the device planned, how many requests it had in each)."""
+    from megarl.mcore.inference.device_decode import DeviceDecode
+
+    reference_kernels.use_them()
+    engine, _, _ = make_engine(f"--attention-backend varlen {EXPERTS} --expert-model-parallel-size 2")
+    steps, real = [], DeviceDecode.run
+
+    def run(self, rows):
+        steps.append((rows, self.context.total_request_count))
+        return real(self, rows)
+
+    DeviceDecode.run = run  # type: ignore[method-assign]
+    requests = make_requests(LIMIT if rank == 0 else 4, 20)[: 20 if rank == 0 else 3]
+    return engine.generate(requests, (), settings_of(), True), *zip(*steps, strict=True)
+
+
+def test_replicas_that_share_experts_have_the_most_rows_of_any_in_each_step():
+    """One of them has few requests, which end early: then it computes experts of the other's rows."""
+    ((expected, _),) = run_world(generate_standard, 1, EXPERTS)
+    (first, rows, _), (second, same_rows, counts) = run_world(unequal_replicas, 2)
+    assert rows == same_rows == (32,) * (LIMIT - 1) and counts == (3,) * 3 + (0,) * (LIMIT - 4)
+    assert texts(first) == texts(expected)
+    assert texts(second) == [tokens[:4] for tokens in texts(expected)[:3]]
+    assert all(len(one.routes) == len(p.prompt) + len(one.tokens) for one, p in zip(first, make_requests()))
+    assert all((one.routes[:-1] >= 0).all() for one in [*first, *second])

@@ -15,6 +15,9 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-sh
 CASES = {  # flags, shape of the model, sampling
     "16 bits": (f"--fp16 --qk-layernorm {ONE_LAYER}", "llama", {"temperature": 0.7}),
     "experts": (f"{EXPERTS} --moe-router-dtype fp32 {ONE_LAYER}", "llama", {"top_k": 5}),
+    "experts of two ranks": (
+        f"{EXPERTS} --moe-router-dtype fp32 {ONE_LAYER} --expert-model-parallel-size 2", "llama", {}
+    ),
     "norms after, softcap, window": (
         "--layernorm-position sandwich --qk-layernorm-all-heads --final-logit-softcapping 3 --window-size 4,0 "
         + ONE_LAYER,
@@ -61,7 +64,7 @@ def generate(rank, flags, shape, sampling):
 
 @pytest.mark.parametrize("case", by_default(CASES, ("16 bits",)))
 def test_the_gap_is_zero_and_no_other_product_runs(case):
-    ((gap, logprobs, of_rollout, of_training),) = run_world(generate, 1, *CASES[case])
+    gap, logprobs, of_rollout, of_training = run_world(generate, 2 if "two ranks" in case else 1, *CASES[case])[0]
     assert gap == 0.0 and all(len(set(row)) > 1 for row in logprobs)
     assert {*OF_ROWS, "megarl.packed_attention", "megarl.row_logprobs"} <= of_training and not BLAS & of_training
     assert {*OF_ROWS, "megarl.packed_attention", "megarl.paged_decode"} <= of_rollout and not BLAS & of_rollout
