@@ -24,7 +24,10 @@ RUNS = {  # name -> (flags, ranks)
     "experts, distributed optimizer": (f"{EXPERTS} --use-distributed-optimizer", 1),
     "experts on several ranks": (f"{EXPERTS} {EP2}", 2),
     "experts on several ranks, tensor parallel": (f"{EXPERTS} {EP2} {TP2}", 2),
-    "experts and tensors on several ranks": (f"{EXPERTS} --expert-model-parallel-size 4 {TP2}", 4),
+    "experts and tensors on several ranks, offload": (
+        f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --expert-model-parallel-size 4 {TP2} --offload",
+        4,
+    ),
     "offload": ("--offload --use-distributed-optimizer", 1),
     "LoRA": ("--lora-rank 4", 1),
     "roles on ranks of their own": ("--role-map actor=0;critic=1;reward=1;reference=1", 2),

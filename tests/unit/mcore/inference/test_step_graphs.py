@@ -62,6 +62,17 @@ def test_graphs_are_kept_until_their_memory_moves(graphs):
     assert not graphs._graphs
 
 
+def test_graphs_are_dropped_where_memory_moved_on_another_rank(graphs):
+    """Their collectives would be part of a graph on some ranks only."""
+    memory, asked = torch.ones(2), []
+    for _ in range(2):
+        graphs.begin([memory], lambda has_moved: asked.append(has_moved) or True)
+        for _ in range(2):
+            graphs.run("a", lambda: memory + 1)
+        assert graphs._graphs["a"][0].replays == 1
+    assert asked == [True, False]
+
+
 def test_a_graph_holds_what_it_reads_and_has_not_made():
     table, weight = torch.arange(8.0), torch.ones(4, 4)
     with step_graphs._MemoryRead() as read:
