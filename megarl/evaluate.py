@@ -20,7 +20,7 @@ from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.rollout import Rollout
-from megarl.trainers.environment_inputs import check_environments
+from megarl.trainers.environment_inputs import check_environment_flags, check_environments
 from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.launch import launch
 from megarl.trainers.policy import PolicyInputs
@@ -42,12 +42,14 @@ class EvaluationInputs(PolicyInputs):
         s = config.settings
         check_required({"--eval-prompts": s.eval_prompts})
         check_save(s)
+        check_environment_flags(s)
+        self.reward_factory = RewardFactory(config)
+        self._server = RemoteGenerator.of_settings(s) if s.rollout_server else None
         super().__init__(config)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, self.encoder)
         self.prompts, self.tokens = self.prompt_sets[EVAL_PROMPTS], tokens_of[EVAL_PROMPTS]
         check_environments(s, self.encoder, self.prompt_sets)
-        self.reward_factory = RewardFactory(config, self.prompts)
-        self._server = RemoteGenerator.of_settings(s) if s.rollout_server else None
+        self.reward_factory.check(self.prompts)
 
     def rollout(self, mesh: RoleMesh, timers: Timers) -> Rollout | RemoteRollout:
         """What generates the responses: this program with its policy, or a server. Collective of the world."""

@@ -22,7 +22,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.weights.hf.hf_model import read_model
 from megarl.observe.timers import Timers
 from megarl.rollout.rollout import Rollout
-from megarl.serving.configuration import read_server_flags
+from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.serving.frontend_process import start_frontend
 from megarl.serving.replica_service import ReplicaService
 from megarl.serving.served_engine import ServedEngine
@@ -35,8 +35,9 @@ class ServerInputs(PolicyInputs):
     """Options and policy of a server, checked before any work starts. UsageError for wrong ones."""
 
     def __init__(self, config: RunConfig):
+        keys = check_server_flags(config)
         super().__init__(config)
-        self.frontend_config = read_server_flags(config, self.encoder)
+        self.frontend_config = frontend_config(config, keys, self.encoder)
         path = self.checkpoint or Path(self.source()["hf_model"])
         self.label = path.name  # of the weights, in answers
         self.model_name = config.settings.served_model_name or _model_name(path)

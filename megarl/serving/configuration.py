@@ -5,7 +5,7 @@ import importlib.util
 import ipaddress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.data.conversations import Encoder
 from megarl.errors import UsageError
@@ -46,10 +46,18 @@ class FrontendConfig:
     ranks_address: str | tuple[str, int] = ""
 
 
-def read_server_flags(config: "RunConfig", encoder: Encoder) -> FrontendConfig:
-    """Keys, address and limits of a server, checked before any work starts. UsageError for wrong ones.
+class Keys(NamedTuple):
+    """The keys of `--api-key-file` and `--admin-key-file`."""
 
-    `encoder`: of the policy.
+    api: list[str]
+    admin: list[str]
+
+
+def check_server_flags(config: "RunConfig") -> Keys:
+    """Checks address, folder and routes of a server before any tokenizer or model is read. UsageError for wrong ones.
+
+    Returns:
+        The keys, whose files are read for this.
     """
     s, rollout = config.settings, config.roles["rollout"].megatron
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -65,13 +73,19 @@ def read_server_flags(config: "RunConfig", encoder: Encoder) -> FrontendConfig:
         raise UsageError(f"--weights-folder {s.weights_folder}: needs --admin-key-file, whose keys /admin asks for")
     if s.serve_routes and (not rollout.num_experts or rollout.pipeline_model_parallel_size > 1):
         raise UsageError("--serve-routes: needs a model with experts (--num-experts) on one pipeline stage")
+    return Keys(api_keys, admin_keys)
+
+
+def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> FrontendConfig:
+    """The configuration of a server with these flags. `encoder`: of the policy."""
+    s = config.settings
     return FrontendConfig(
         encoder=encoder,
         max_model_length=s.max_prompt_length + s.max_response_length,
         max_response_length=s.max_response_length,
         settings=ServerSettings(**{each.name: getattr(s, each.name) for each in fields(ServerSettings)}),
-        api_keys=api_keys,
-        admin_keys=admin_keys,
+        api_keys=keys.api,
+        admin_keys=keys.admin,
     )
 
 

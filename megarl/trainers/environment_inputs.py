@@ -11,21 +11,32 @@ from megarl.environments.check import check_factories
 from megarl.environments.turn_parsing import load_parser
 
 
+def check_environment_flags(settings: Settings):
+    """UsageError for an environment of the flags that cannot be made, or a parser of tool calls that does not exist."""
+    if settings.environment:
+        load_parser(settings.tool_call_parser)
+        _have_tools([settings.environment])
+
+
 def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[str, PromptSet]):
-    """UsageError for an environment that cannot be made, a parser of tool calls that does not exist, or a chat template
-    with which a conversation cannot continue."""
+    """UsageError for an environment of a line that cannot be made, or a chat template with which a conversation cannot
+    continue."""
     if not settings.environment:
         return
-    load_parser(settings.tool_call_parser)
     named = {name for prompts in prompt_sets.values() for name in named_in(prompts, encoder)}
-    names = sorted({settings.environment} | named)
+    others = sorted(named - {settings.environment})
+    have_tools = _have_tools([settings.environment]) + (_have_tools(others) if others else [])
+    check_template(encoder, tuple(sorted({"tool" if has_tools else "user" for has_tools in have_tools})))
+
+
+def _have_tools(names: list[str]) -> list[bool]:
+    """For each environment, whether it has tools; a process of the node makes each of them once."""
 
     def checked() -> dict[str, np.ndarray]:
-        return {"has_tools": np.array([check_factories(names)[name] for name in names], dtype=bool)}
+        found = check_factories(names)
+        return {"have_tools": np.array([found[name] for name in names], dtype=bool)}
 
-    has_tools = node_files.arrays(lambda: ("environments", *names), checked)["has_tools"]
-    roles = {"tool" if of_environment else "user" for of_environment in has_tools.tolist()}
-    check_template(encoder, tuple(sorted(roles)))
+    return node_files.arrays(lambda: ("environments", *names), checked)["have_tools"].tolist()
 
 
 def named_in(prompts: PromptSet, encoder: Encoder) -> list[str]:

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from megarl.arguments import RoleSettings, RunConfig
+from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.mcore.config.megatron_flags import parallel_sizes
@@ -24,7 +25,7 @@ def summary(config: RunConfig, inputs: Any) -> list[str]:
     """
     world = max(role.ranks.stop for role in config.roles.values())
     tokenizer = inputs.encoder.tokenizer
-    rows = [*_roles(config, tokenizer.vocab_size), ("tokenizer", _tokenizer(config, tokenizer))]
+    rows = [*_roles(config, tokenizer.vocab_size), ("tokenizer", _tokenizer(config, inputs.encoder))]
     sets: dict[str, PromptSet] = getattr(inputs, "prompt_sets", {})
     rows += [(found.flag.removeprefix("--"), f"{len(found):,} from {found.path}") for found in sets.values()]
     rows += [("", note) for note in notes_of(sets)]
@@ -70,12 +71,14 @@ def _model(role: RoleSettings, tokens: int) -> str:
     return f"{shape} from {source}" if source else shape
 
 
-def _tokenizer(config: RunConfig, tokenizer: Tokenizer) -> str:
-    s, ends = config.settings, ", ".join(map(repr, tokenizer.end_tokens))
-    template = {None: "no chat template", "none": "no chat template", "tokenizer": "its chat template"}
-    chosen = template.get(s.chat_template, f"chat template {s.chat_template}")
-    source = next(iter(config.roles.values())).tokenizer_model
-    return f"{tokenizer.vocab_size:,} tokens from {source}, end {ends}; {chosen}"
+def _tokenizer(config: RunConfig, encoder: Encoder) -> str:
+    role, tokenizer = next(iter(config.roles.values())), encoder.tokenizer
+    ends = ", ".join(map(repr, tokenizer.end_tokens))
+    is_file = role.chat_template not in (None, "none", "tokenizer")
+    template = f"chat template {role.chat_template}" if is_file else "its chat template"
+    if encoder.template is None:
+        template = "no chat template"
+    return f"{tokenizer.vocab_size:,} tokens from {role.tokenizer_model}, end {ends}; {template}"
 
 
 def _first(inputs: Any, sets: dict[str, PromptSet], tokenizer: Tokenizer) -> list[tuple[str, str]]:

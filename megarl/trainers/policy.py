@@ -23,6 +23,9 @@ class PolicyInputs:
         elif s.load:
             raise UsageError(f"--load {s.load}: the server of --rollout-server has the weights; leave it out")
         check_required({"--tokenizer-model": actor.tokenizer_model})
+        other = actor.megatron.pretrained_checkpoint
+        if other and not s.load:
+            raise self._no_place(other)
         self.config, self.encoder = config, build_role_encoder(actor, s)
         self.tokenizer = self.encoder.tokenizer
         check_vocabulary(actor, self.tokenizer.vocab_size)
@@ -34,10 +37,12 @@ class PolicyInputs:
             self.checkpoint = self.weights.folder
         elif s.rollout_server is None:
             self.weights = pretrained.folder_weights(actor)
-        other = actor.megatron.pretrained_checkpoint
-        has_no_factors = not s.load or isinstance(self.weights, pretrained.CheckpointWeights)
-        if other and has_no_factors:  # else it may be under low-rank factors
-            raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
+        if other and isinstance(self.weights, pretrained.CheckpointWeights):  # else it may be under low-rank factors
+            raise self._no_place(other)
+
+    @staticmethod
+    def _no_place(path: str) -> UsageError:
+        return UsageError(f"--pretrained-checkpoint {path}: weights come from --load; leave it out")
 
     def source(self) -> dict:
         """Where the weights come from, for results."""

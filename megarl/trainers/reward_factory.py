@@ -20,22 +20,28 @@ FLAG = "--reward-model"
 class RewardFactory:
     """The verifiers and reward models of `--reward`."""
 
-    def __init__(self, config: RunConfig, *prompts: PromptSet):
-        """Checks that all prompts can be scored; rank 0 and the scoring ranks check every prompt.
-
-        Raises:
-            UsageError: an unknown verifier, a prompt without a field that one needs, a wrong reward model or tokenizer.
-        """
-        self.config, role = config, config.roles["reward"]
-        rank = int(os.environ.get("RANK", "0"))
-        checks_prompts = rank == 0 or rank in role.ranks  # rank 0 prints the error
+    def __init__(self, config: RunConfig):
+        """Builds the verifiers. UsageError for an unknown one, or a wrong option."""
+        self.config = config
         self.verifiers = build_verifiers(config.settings)
-        for prompt_set in prompts:
-            check_prompts(config.settings, prompt_set, checks_prompts)
         self.encoder: Encoder | None = None
         self.weights: list[PretrainedWeights] = []
+
+    def check(self, *prompts: PromptSet):
+        """Reads the reward models and checks that all prompts can be scored.
+
+        Rank 0 and the scoring ranks check every prompt.
+
+        Raises:
+            UsageError: a prompt without a field that a verifier needs, a wrong reward model or tokenizer.
+        """
+        settings, role = self.config.settings, self.config.roles["reward"]
+        rank = int(os.environ.get("RANK", "0"))
+        checks_prompts = rank == 0 or rank in role.ranks  # rank 0 prints the error
+        for prompt_set in prompts:
+            check_prompts(settings, prompt_set, checks_prompts)
         if role.has_model:
-            self.encoder = build_role_encoder(role, config.settings)
+            self.encoder = build_role_encoder(role, settings)
             self.encoder.check_turns()
             for prompt_set in prompts if checks_prompts else ():
                 prompt_set.encode(self.encoder)

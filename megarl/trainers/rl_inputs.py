@@ -15,9 +15,9 @@ from megarl.mcore.model import pipeline_layout
 from megarl.rollout import waiting_groups
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
-from megarl.serving.configuration import read_server_flags
+from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers import lead
-from megarl.trainers.environment_inputs import check_environments
+from megarl.trainers.environment_inputs import check_environment_flags, check_environments
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
@@ -33,20 +33,24 @@ class RLInputs:
         check_training_flags(config)
         _check_rollout(s, config.roles)
         _check_replay(config)
+        _check_debug_flags(s, config.roles["actor"])
+        check_environment_flags(s)
+        self.reward_factory = RewardFactory(config)
+        keys = check_server_flags(config) if s.serve_policy else None
         self.encoder = encoder = build_role_encoder(config.roles["actor"], s)
         self.tokenizer = encoder.tokenizer
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = self.prompt_sets.get(EVAL_PROMPTS), tokens_of.get(EVAL_PROMPTS)
         check_environments(s, encoder, self.prompt_sets)
-        self.reward_factory = RewardFactory(config, *self.prompt_sets.values())
+        self.reward_factory.check(*self.prompt_sets.values())
         tokens = self.tokenizer.vocab_size
+        self.frontend_config = None if keys is None else frontend_config(config, keys, encoder)
         check_vocabulary(config.roles["actor"], tokens)
         for role in filter(None, map(config.roles.get, ("critic", "reference"))):  # a policy may sample any of its rows
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
-        self.frontend_config = read_server_flags(config, encoder) if s.serve_policy else None
         self.resume = None
         is_compared = s.load or s.save or s.load_rollouts
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
@@ -57,7 +61,7 @@ class RLInputs:
             manifest = folders.read_manifest(self.resume, "--load")
             waiting_groups.check(manifest, s, "prompts" in resume.changed_data(manifest, self.data))
         if s.debug_train_only or s.debug_rollout_only:
-            _check_debug_folders(s, self.resume)
+            _check_debug_folder(s, self.resume)
         self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}
         self.saved_rollouts = self._saved_rollouts(s) if s.load_rollouts else None
         self.frozen_policy = self._frozen_policy(config) if s.debug_rollout_only else None
@@ -83,17 +87,8 @@ class RLInputs:
     def _frozen_policy(self, config: RunConfig) -> PretrainedWeights:
         """The weights of `--debug-rollout-only`."""
         s, actor = config.settings, config.roles["actor"]
-        if actor.lora_adapter and not s.load:
-            raise UsageError(
-                f"--lora-adapter {actor.lora_adapter}: not allowed with --debug-rollout-only; give a checkpoint with "
-                "the factors in --load or --pretrained-checkpoint"
-            )
         if s.load:
             return checkpoint_weights(s.load, "--load", actor, actor.model_vocab_size(self.tokenizer.vocab_size))
-        if "actor" not in self.pretrained:
-            raise UsageError(
-                "--debug-rollout-only: needs weights to generate with, in --load, --pretrained-checkpoint or --hf-model"
-            )
         return self.pretrained["actor"]
 
     def rollout_role(self, config: RunConfig) -> RoleSettings:
@@ -102,15 +97,27 @@ class RLInputs:
         return role if self.frozen_policy is None else with_stored_factors(role, self.frozen_policy)
 
 
-def _check_debug_folders(s: Settings, resumed: Path | None):
-    """UsageError if a run for debugging would set aside what it reads: the files of another run."""
-    if s.save is None:
-        return
-    save = Path(s.save).resolve()
-    if resumed is not None and resumed.resolve().parent.parent == save:
-        raise UsageError(f"--save {s.save}: is the run of --load; give a debug run another folder")
-    if s.load_rollouts and save in (Path(s.load_rollouts).resolve(), (Path(s.load_rollouts) / "..").resolve()):
+def _check_debug_flags(s: Settings, actor: RoleSettings):
+    """UsageError if a run for debugging has no weights, or would set aside the saved rollouts that it reads."""
+    if s.debug_rollout_only and not s.load:
+        if actor.lora_adapter:
+            raise UsageError(
+                f"--lora-adapter {actor.lora_adapter}: not allowed with --debug-rollout-only; give a checkpoint with "
+                "the factors in --load or --pretrained-checkpoint"
+            )
+        if not (actor.megatron.pretrained_checkpoint or actor.hf_model):
+            raise UsageError(
+                "--debug-rollout-only: needs weights to generate with, in --load, --pretrained-checkpoint or --hf-model"
+            )
+    rollouts = Path(s.load_rollouts).resolve() if s.debug_train_only and s.load_rollouts else None
+    if s.save and rollouts and Path(s.save).resolve() in (rollouts, rollouts.parent):
         raise UsageError(f"--save {s.save}: is the run of --load-rollouts; give a debug run another folder")
+
+
+def _check_debug_folder(s: Settings, resumed: Path | None):
+    """UsageError if a run for debugging would set aside the run that it starts from."""
+    if s.save and resumed is not None and resumed.resolve().parent.parent == Path(s.save).resolve():
+        raise UsageError(f"--save {s.save}: is the run of --load; give a debug run another folder")
 
 
 def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):

@@ -18,17 +18,22 @@ from tests.helpers.worlds import run_world
 PROGRAMS = {"rl": rl_argv, "sft": sft_argv, "reward": reward_argv}
 NOT_UTF8, BINARY = b'{"prompt": "1+1=\xff\xfe", "answer": "2"}\n', bytes(range(256)) * 8
 GOOD = {"prompt": "1+1=", "answer": "2"}
+MISSING = ("--prompts", "not/there", "--tokenizer-model", "not/there")  # errors of flags come before those of files
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A command line that must be refused with a message that has `needle`; `size`: ranks it is meant for."""
+    """A command line that must be refused with a message that has `needle`; `size`: ranks it is meant for.
+
+    `is_flags`: the flags alone are wrong, so that no file is read.
+    """
 
     kind: str
     program: str
     tokens: tuple[str, ...]
     needle: str
     size: int = 1
+    is_flags: bool = False
 
 
 def case(kind: str, flags: str, needle: str = "", program: str = "rl", size: int = 1) -> Case:
@@ -119,7 +124,10 @@ TOGETHER = [  # flags that contradict each other
     "--advantage no.such:function", "--advantage os:getcwd:x", "--policy-loss json:no_such", "--reward os:no_such",
     "--reward exact-match+", "--reward 2*", "--reward nan*length", "--reward exact-match*length", "--reward",
     "--config", "--reward regex --reward-pattern (", "--reward format --reward-format [", "--export-hf --save none",
-    "--eval-k 0 --eval-prompts x", "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1", "--chat-template {{",
+    "--eval-k 0 --eval-prompts x", "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1",
+    "--environment no.such:thing", "--environment guess-number --tool-call-parser no.such:parser",
+    "--lora-rank 4 --lora-adapter x --hf-model x --debug-rollout-only",
+    "--serve-policy --host 0.0.0.0", "--serve-policy --api-key-file x",
     "--reward remote --reward-url ftp://x", "--policy-loss cispo --cispo-clip-high -1",
     "--group-filter reward --group-filter", "--rollout-correction icepop", "--debug-train-only", "--load-rollouts x",
     "--debug-train-only --debug-rollout-only", "--debug-train-only --load-rollouts x --serve-policy",
@@ -248,15 +256,15 @@ def files(folder: Path, draw: random.Random) -> list[Case]:
 def cases(folder: Path) -> list[Case]:
     """All cases, the same each time."""
     draw = random.Random(1)
-    found = [
+    flags = [
         *wrong_values(draw),
         *unknown_flags(draw),
-        *(case("megatron", flags, re.findall("--([a-z0-9-]+)", flags)[-1]) for flags in MEGATRON),
+        *(case("megatron", tokens, re.findall("--([a-z0-9-]+)", tokens)[-1]) for tokens in MEGATRON),
     ]
-    found += [case("layout", flags, "--", size=size) for flags, size in LAYOUTS]
-    found += [Case("role map", "rl", ("--role-map", text), "--role-map", 4) for text in ROLE_MAPS]
-    found += [case("together", flags, "--") for flags in TOGETHER]
-    return found + files(folder, draw)
+    flags += [case("layout", tokens, "--", size=size) for tokens, size in LAYOUTS]
+    flags += [Case("role map", "rl", ("--role-map", text), "--role-map", 4) for text in ROLE_MAPS]
+    flags += [case("together", tokens, "--") for tokens in TOGETHER]
+    return [dataclasses.replace(one, is_flags=True) for one in flags] + files(folder, draw)
 
 
 def check(rank: int, folder: Path, todo: list[Case]) -> list[str]:
@@ -267,7 +275,7 @@ def check(rank: int, folder: Path, todo: list[Case]) -> list[str]:
     mains = {"rl": train_rl.train, "sft": train_sft.train, "reward": train_reward.train}
     found = []
     for one in todo:
-        argv = [*PROGRAMS[one.program](folder / "run"), *one.tokens, "--check"]
+        argv = [*PROGRAMS[one.program](folder / "run"), *(MISSING if one.is_flags else ()), *one.tokens, "--check"]
         try:
             mains[one.program](arguments.parse(argv, one.size, one.program), Timers())
         except BaseException as error:  # also SystemExit, which ends the check of right input
@@ -286,6 +294,7 @@ def test_bad_input_is_refused_in_one_line_that_names_it(tmp_path):
         (one.program, " ".join(one.tokens), message)
         for one, message in zip(todo, said, strict=True)
         if not message.startswith(UsageError.__name__)
+        or MISSING[1] in message
         or one.needle not in message + message.replace("_", "-")
         or "\n" in message
     ]

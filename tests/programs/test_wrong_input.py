@@ -1,6 +1,7 @@
 """Wrong input to the programs: exit status 2 and one line that says what is wrong, before any process group exists."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -209,6 +210,33 @@ def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
 def test_wrong_input_to_supervised_training(flags, needles, tmp_path):
     line = refusal(sft_argv(tmp_path / "run", flags), "sft")
     assert all(needle in line for needle in needles), line
+
+
+SHAPE = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --max-prompt-length 6 --max-response-length 4"
+MISSING = f"{SHAPE} --tokenizer-model no/such --prompts no/such"
+MISSING_POLICY = f"{SHAPE} --tokenizer-model no/such --load no/such"
+FLAGS_FIRST = {
+    "rl": (MISSING, ["--critic-max-position-embeddings 9", "--reward os:no_such", "--reward regex --reward-pattern (",
+                     "--reward format --reward-format [", "--environment no.such:thing",
+                     "--position-embedding-type learned_absolute --max-position-embeddings 9"]),
+    "sft": (MISSING, ["--max-position-embeddings 9", "--target-eval-loss 1", "--export-hf --save x"]),
+    "reward": (MISSING, ["--reward-max-position-embeddings 9", "--eval-interval 2", "--max-tokens-per-microbatch 19"]),
+    "evaluate": (f"{MISSING_POLICY} --eval-prompts no/such",
+                 ["--max-position-embeddings 9", "--reward os:no_such", "--environment no.such:thing", "--eval-k 0",
+                  "--rollout-server nowhere"]),
+    "serve": (MISSING_POLICY, ["--max-position-embeddings 9", "--host 0.0.0.0", "--serve-routes",
+                               "--weights-folder no/where"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLAGS_FIRST)
+def test_wrong_flags_come_before_wrong_files(name):
+    files, wrong = FLAGS_FIRST[name]
+    assert "no/such" in refusal(files.split(), name)
+    for flags in wrong:
+        line = refusal([*files.split(), *flags.split()], name)
+        names = re.findall("--(?:critic-|reward-)?([a-z-]+)", flags)  # a role's name comes before the flag's
+        assert any(each in line for each in names) and "no/such" not in line, line
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from megarl.mcore.config.model_flags import ROTARY, is_gated
 # Megatron's; others are None.
 DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0, "kv-lora-rank": 32, "qk-head-dim": 128,
             "qk-pos-emb-head-dim": 64, "v-head-dim": 128, "rope-scaling-factor": 8.0,
-            "num-query-groups": 1}  # fmt: skip
+            "num-query-groups": 1, "rotary-base": 10000, "rotary-percent": 1.0}  # fmt: skip
 LATENT = "--multi-latent-attention"
 LATENT_SIZES = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 # Flags of other kinds of attention, and their defaults.
@@ -90,6 +90,7 @@ def _rotary(args) -> list[LayoutRule]:
     kind, base, window_base = args.position_embedding_type, args.rotary_base, args.window_rotary_base
     linear, factor = args.rotary_seq_len_interpolation_factor, args.rotary_scaling_factor
     llama3 = ("rope-low-freq-factor", "rope-high-freq-factor", "rope-original-max-position-embeddings")
+    rotary = ("rotary-base", "rotary-percent", "rotary-seq-len-interpolation-factor", "no-rope-freq")
     yarn = ("yarn-original-max-position-embeddings", "yarn-beta-fast", "yarn-beta-slow",
             "yarn-correction-range-round-to-int", "rotary-scaling-factor", "mscale", "mscale-all-dim")  # fmt: skip
     low, high = _or(args.rope_low_freq_factor, 1.0), _or(args.rope_high_freq_factor, 4.0)
@@ -109,11 +110,15 @@ def _rotary(args) -> list[LayoutRule]:
              f"above --rope-low-freq-factor {low}, which is above 0"),
         min_value("--rope-original-max-position-embeddings", args.rope_original_max_position_embeddings),
         *(_only_with(args, name, kind == "yarn", "--position-embedding-type yarn") for name in yarn),
+        *(LayoutRule(f"--{name}", value_of(args, name), kind in ROTARY or value_of(args, name) == DEFAULTS.get(name),
+               f"none with --position-embedding-type {kind}: it is for rotary embeddings") for name in rotary),
         LayoutRule("--rotary-scaling-factor", factor, factor >= 1, "1 or more"),
         LayoutRule("--yarn-beta-fast", fast, fast > slow > 0, f"above --yarn-beta-slow {slow}, which is above 0"),
         min_value("--yarn-original-max-position-embeddings", args.yarn_original_max_position_embeddings),
-        LayoutRule("--use-rope-scaling", True, not args.use_rope_scaling or kind != "yarn" and linear is None,
-             "none with --position-embedding-type yarn or --rotary-seq-len-interpolation-factor"),
+        LayoutRule("--use-rope-scaling", True, not args.use_rope_scaling or kind == "rope",
+             f"none with --position-embedding-type {kind}"),
+        LayoutRule("--use-rope-scaling", True, not args.use_rope_scaling or linear is None,
+             "none with --rotary-seq-len-interpolation-factor"),
         LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or kind != "yarn",
              "none with --position-embedding-type yarn"),
     ]  # fmt: skip

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
+from tests.helpers import hf_folders
 from tests.helpers.forked_programs import accepted
+from tests.helpers.hf_damage import argv as folder_argv
 from tests.helpers.programs import reward_argv, rl_argv, sft_argv
 
 # Program, command line, lines that it must have, without the columns' spaces.
@@ -29,3 +31,16 @@ def test_a_check_says_what_it_understood(name, tmp_path):
     for line in wanted:
         assert any(re.fullmatch(line, row) for row in found), (line, found)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_check_says_which_chat_template_is_used(tmp_path):
+    folder, file = hf_folders.write_folder("qwen2", tmp_path / "model"), tmp_path / "my.jinja"
+    (folder / "chat_template.jinja").rename(file)
+
+    def said(flags: str = "") -> str:
+        (row,) = (row for row in accepted(folder_argv(tmp_path, folder, flags=flags), "sft") if "tokenizer  " in row)
+        return row.split("; ")[-1]
+
+    assert (said(), said(f"--chat-template {file}")) == ("no chat template", f"chat template {file}")
+    file.rename(folder / "chat_template.jinja")
+    assert (said(), said("--chat-template none")) == ("its chat template", "no chat template")

@@ -55,6 +55,13 @@ WRONG = {
     "order of betas": (f"{YARN} --yarn-beta-fast 0.5", "--yarn-beta-fast 0.5: allowed is above --yarn-beta-slow 1.0"),
     "YaRN length": (f"{YARN} --yarn-original-max-position-embeddings 0", "embeddings 0: allowed is 1 or more"),
     "two scalings": (f"{YARN} --use-rope-scaling", "--use-rope-scaling True: allowed is none with --position-emb"),
+    "two kinds of scaling": ("--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
+                             "--use-rope-scaling True: allowed is none with --rotary-seq-len-interpolation-factor"),
+    **{f"{flag} without rotation": (f"{flag} {value} --position-embedding-type {kind}",
+                                    f"{flag} {value or 'True'}: allowed is none with --position-embedding-type {kind}")
+       for flag, value, kind in [
+           ("--rotary-base", 7, "learned_absolute"), ("--rotary-percent", 0.5, "none"), ("--no-rope-freq", 2, "none"),
+           ("--rotary-seq-len-interpolation-factor", 2, "none"), ("--use-rope-scaling", "", "learned_absolute")]},
     "YaRN and linear": (f"{YARN} --rotary-seq-len-interpolation-factor 2",
                         "-factor 2: allowed is none with --position-embedding-type yarn"),
     **{f"{name} alone": (f"--{name} {value}", f"--{name} {value}: allowed is none without --{flag}") for flag, name,
