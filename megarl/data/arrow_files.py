@@ -9,12 +9,14 @@ import datetime
 import decimal
 import functools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl.data import probe
 from megarl.data.content_limit import ContentLimit, compressed_buffers, decoded_bytes, parquet_columns
 from megarl.data.sources import printable
 from megarl.errors import UsageError
@@ -22,6 +24,7 @@ from megarl.plain_files import check_regular
 
 Converter = Callable[[Any], Any]
 
+_PROBED_FILES = 100  # whose footers a child process reads
 ROWS = 1024  # that are Python objects at the same time
 _PIECE_BYTES = 2**28  # of the rows that are Python objects at the same time, unless a single row is longer
 _POINTER = b"version https://git-lfs"
@@ -44,13 +47,13 @@ class ArrowTable:
             raise UsageError(f"{self._where}: no such file") from None
         except OSError as error:
             raise UsageError(f"{self._where}: cannot be read: {error.strerror}") from None
-        with self._errors(), self._opened() as (schema, _):
+        with self._errors(), self._opened() as (schema, *_):
             self._set_columns(schema.names, [field.type for field in schema])
 
     def _set_columns(self, names: list[str], types: list):
-        for name in names:
-            if names.count(name) > 1:
-                raise UsageError(f"{self._where}: has {names.count(name)} columns named {printable(name)}")
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise UsageError(f"{self._where}: has {count} columns named {printable(name)}")
         holds_bytes = dict(zip(names, map(self._holds_bytes, types), strict=True))
         is_struct = self._arrow.types.is_struct
         self.left_out = tuple(name for name in names if holds_bytes[name])
@@ -63,7 +66,7 @@ class ArrowTable:
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with these columns; only they are read. UsageError if they expand without measure."""
         count, limit = 0, ContentLimit(self._path, self._where)
-        with self._errors(lambda: f" after row {count}"), self._opened() as (schema, batches):
+        with self._errors(lambda: f" after row {count}"), self._opened() as (schema, batches, expected):
             converters = {field.name: self._converter(field.type) for field in schema}
             for batch in batches(list(names)):
                 batch.validate(full=True)  # of a damaged file, offsets may lead out of memory
@@ -76,22 +79,25 @@ class ArrowTable:
                     for row in piece.to_pylist() if names else [{}] * piece.num_rows:
                         yield {name: converters[name](value) for name, value in row.items()}
                         count += 1
+            if expected not in (None, count):
+                raise ValueError(f"its footer says that it has {expected:,} rows")
 
     @contextlib.contextmanager
     def _opened(self):
-        """(schema, function of names of columns that returns record batches)."""
+        """(schema, function of names of columns that returns record batches, rows if the file says how many)."""
         arrow = self._arrow
         if self._path.endswith(".parquet"):
             from pyarrow import parquet
 
             with parquet.ParquetFile(self._path, pre_buffer=False) as file:
-                yield file.schema_arrow, functools.partial(self._parquet_batches, parquet, file.metadata)
+                batches = functools.partial(self._parquet_batches, parquet, file.metadata)
+                yield file.schema_arrow, batches, file.metadata.num_rows
             return
         with arrow.OSFile(self._path) as raw:
             _skip_file_header(raw)
             ContentLimit(self._path, self._where).add(compressed_buffers(raw))
             with arrow.ipc.open_stream(raw, options=arrow.ipc.IpcReadOptions(use_threads=False)) as reader:
-                yield reader.schema, lambda names: (batch.select(names) for batch in reader)
+                yield reader.schema, lambda names: (batch.select(names) for batch in reader), None
 
     def _parquet_batches(self, parquet, metadata, names: list[str]) -> Iterator[Any]:
         columns, limit = parquet_columns(metadata, names), ContentLimit(self._path, self._where)
@@ -146,6 +152,42 @@ class ArrowTable:
         is_nested = types.is_nested(kind) and not types.is_dictionary(kind)
         inner = [kind.field(i).type for i in range(kind.num_fields)] if is_nested else []
         return any(test(kind) for test in tests) or any(map(self._holds_bytes, inner))
+
+
+def check_footers(paths: Sequence[str], flag: str):
+    """UsageError for the first Parquet file whose footer takes too much to read, or would end the process.
+
+    What else is wrong with a file is found when it is read. A missing pyarrow is no error here.
+    """
+    paths = [path for path in paths if path.endswith(".parquet")]
+    if not paths:
+        return
+    with contextlib.suppress(UsageError):
+        arrow = _import_pyarrow(flag)
+        import pyarrow.parquet  # noqa: F401  # once, and not in each child
+
+        arrow.allocate_buffer(1)  # the allocator takes a GiB of addresses with the first one
+    for start in range(0, len(paths), _PROBED_FILES):
+        _check_footers(paths[start : start + _PROBED_FILES], flag)
+
+
+def _check_footers(paths: Sequence[str], flag: str):
+    if probe.ends(lambda: [_read_footer(path) for path in paths]):
+        return
+    for path in paths:
+        if not probe.ends(functools.partial(_read_footer, path)):
+            raise UsageError(
+                f"{flag} {path}: cannot be read: the footer is damaged, or takes more than {probe.limits()}, to read"
+            )
+
+
+def _read_footer(path: str):
+    from pyarrow import parquet
+
+    check_regular(path)
+    with parquet.ParquetFile(path, pre_buffer=False) as file:
+        list(file.schema_arrow)
+        parquet_columns(file.metadata)
 
 
 def _skip_file_header(raw):

@@ -10,7 +10,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from megarl.data import template_probe
+from megarl.data import probe
 from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -227,8 +227,8 @@ def probed(source: str, tokenizer: Tokenizer, flag: str, options: TemplateOption
             [{"role": "user", "content": "a"}], add_generation_prompt=True
         )
 
-    if problem := template_probe.problem_of(render):
-        raise UsageError(f"{flag}: the template {problem}")
+    if not probe.ends(render):
+        raise UsageError(f"{flag}: the template takes more than {probe.limits()}, for one message")
     return ChatTemplate(source, tokenizer, flag, options)
 
 

@@ -81,13 +81,13 @@ class ParquetColumn(NamedTuple):
     is_text: bool
 
 
-def parquet_columns(metadata: Any, names: Sequence[str]) -> list[ParquetColumn]:
-    """The leaves of these columns of a file."""
+def parquet_columns(metadata: Any, names: Sequence[str] | None = None) -> list[ParquetColumn]:
+    """The leaves of these columns of a file, by default of all."""
     found = []
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     for i in range(metadata.num_columns):
         column, chunks = metadata.schema.column(i), [group.column(i) for group in groups]
-        if any(column.path == name or column.path.startswith(f"{name}.") for name in names):
+        if names is None or any(column.path == name or column.path.startswith(f"{name}.") for name in names):
             size = sum(max(0, chunk.total_uncompressed_size) for chunk in chunks)
             encodings = frozenset(encoding for chunk in chunks for encoding in chunk.encodings)
             found.append(ParquetColumn(column.path, size, encodings, column.logical_type.type == "STRING"))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.data import node_files
-from megarl.data.arrow_files import ArrowTable, is_arrow
+from megarl.data.arrow_files import ArrowTable, check_footers, is_arrow
 from megarl.data.columns import ColumnMap, Columns
 from megarl.data.fields import check_line, present_fields
 from megarl.data.messages import text_of
@@ -235,6 +235,7 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
 
 def _read_files(files: Sequence[str], value: str, flag: str, columns: Columns) -> dict[str, np.ndarray]:
     """The lines of the files, and what is known `about` them, as JSON in bytes."""
+    check_footers(files, flag)
     found = [_read_safely(file, flag, columns) for file in files]
     counts = [len(lines) for lines, _ in found]
     if not sum(counts):

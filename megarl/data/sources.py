@@ -192,5 +192,5 @@ def _split_of(file: Path, folder: Path) -> str | None:
 
 def printable(text: str, max_length: int = 60) -> str:
     """Text from a file, fit for a line of an error or a note: without control characters, at most `max_length` long."""
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return text if len(text) <= max_length else text[: max_length - 1] + "…"
+    start = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:max_length])
+    return start if len(text) <= max_length else start[:-1] + "…"

@@ -210,6 +210,11 @@ def test_damaged_weights(name, tmp_path):
     assert f"--hf-model {tmp_path}" in refused(tmp_path, "llama2", 1, *FILES[name])
 
 
+def test_an_error_is_no_longer_than_a_screen(tmp_path):
+    damage = headed({"n" * 10**6: ([1], 0, 4)}, 4)
+    assert len(refused(tmp_path, "llama2", 1, damage, [])) < 3000
+
+
 @pytest.mark.parametrize("name", INDICES)
 def test_damaged_indices(name, tmp_path):
     assert f"--hf-model {tmp_path}" in refused(tmp_path, "llama2", 2, *INDICES[name])

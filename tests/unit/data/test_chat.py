@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megarl.data import template_probe
+from megarl.data import probe
 from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.conversations import build_encoder
 from megarl.data.tokenizers import build_tokenizer
@@ -76,7 +76,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_one_line(name, tokenizer, tmp_path, monkeypatch):
     source, said = HOSTILE[name]
-    monkeypatch.setattr(template_probe, "SECONDS", 1)
+    monkeypatch.setattr(probe, "SECONDS", 1)
     (tmp_path / "t.jinja").write_text(source)
     with pytest.raises(UsageError) as caught:
         build_encoder(tokenizer, str(tmp_path / "t.jinja"))

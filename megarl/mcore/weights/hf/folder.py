@@ -15,6 +15,7 @@ from megarl.plain_files import read_bytes
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_BYTES = 2**28  # of a JSON file
+MAX_PROBLEM = 2000  # characters of an error
 READABLE = ("F32", "BF16", "F16")
 
 
@@ -45,8 +46,9 @@ class HFFolder:
             raise self.error(f"{CONFIG} is missing; allowed is a folder of transformers' save_pretrained")
 
     def error(self, problem: str) -> UsageError:
-        """A UsageError about this folder. Names from its files cannot break the line."""
-        line = f"{self.flag} {self.path}: {problem}"
+        """A UsageError about this folder. Names from its files cannot break the line, nor make it endless."""
+        shown = problem if len(problem) <= MAX_PROBLEM else problem[: MAX_PROBLEM - 1] + "…"
+        line = f"{self.flag} {self.path}: {shown}"
         return UsageError("".join(each if each.isprintable() else repr(each)[1:-1] for each in line))
 
     @functools.cached_property

@@ -1,6 +1,7 @@
-"""A first rendering of a chat template in a child process with limits: templates come with folders of strangers.
+"""A first reading of files of strangers, in a child process with limits: chat templates, footers of Parquet files.
 
-One that loops for ever, or makes a text of gigabytes, ends the child and not the program.
+One that loops for ever, takes gigabytes, or ends the process (the libraries in C++ that read it do, for some damages),
+ends the child and not the program.
 """
 
 import os
@@ -10,31 +11,35 @@ import signal
 from collections.abc import Callable
 
 SECONDS = 10  # of the processor
-BYTES = 2**30  # of memory that rendering may add
+BYTES = 2**30  # of memory that it may add
 _PATIENCE = 60.0  # seconds by the clock, for a machine that is busy
 
 
-def problem_of(render: Callable[[], object]) -> str | None:
-    """What is wrong with a function that compiles and renders a template; None if it returns or raises in time.
+def limits() -> str:
+    """The limits in words."""
+    return f"{SECONDS} s, or {BYTES // 2**30} GiB of memory"
+
+
+def ends(work: Callable[[], object]) -> bool:
+    """Whether a function returns or raises within the limits, in a fork of this process.
 
     What it raises is for the caller to see, who then calls it without limits.
     """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _render(render, writing)
+        _try(work, writing)
     os.close(writing)
     try:
         ready, _, _ = select.select([reading], [], [], _PATIENCE)
-        is_done = bool(ready) and os.read(reading, 1) == b"."
+        return bool(ready) and os.read(reading, 1) == b"."
     finally:
         os.close(reading)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    return None if is_done else f"takes more than {SECONDS} s, or {BYTES // 2**30} GiB of memory, for one message"
 
 
-def _render(render: Callable[[], object], writing: int):
+def _try(work: Callable[[], object], writing: int):
     """The child; never returns."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -44,7 +49,7 @@ def _render(render: Callable[[], object], writing: int):
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (size + BYTES, size + BYTES))
         try:
-            render()
+            work()
         except BaseException as error:  # others than these the caller will see
             while error is not None:
                 if isinstance(error, MemoryError):
