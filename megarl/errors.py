@@ -8,6 +8,7 @@ from collections.abc import Iterable
 WARNED = "MEGARL_WARNED"  # environment variable: set if a launcher has printed the warnings already
 CHECKS_FIRST = "MEGARL_CHECKS_FIRST"  # set while a launcher checks a command line with --check before it starts ranks
 MAX_INTEGER = 2**63 - 1  # of a tensor
+MAX_LINE = 2000  # characters of an error about a file
 STOPPED = 3  # exit status of a run that one of its own limits ended; no launcher of megarl starts it again
 
 
@@ -51,6 +52,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message)
+
+
+def one_line(text: str) -> str:
+    """A text with names from files in it, fit for an error: control characters escaped, of bounded length."""
+    shown = text if len(text) <= MAX_LINE else text[: MAX_LINE - 1] + "…"
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in shown)
 
 
 def warn(warnings: Iterable[str]):

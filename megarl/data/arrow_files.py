@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data import probe
+from megarl import probe
 from megarl.data.content_limit import ContentLimit, compressed_buffers, decoded_bytes, parquet_columns
 from megarl.data.sources import printable
 from megarl.errors import UsageError

@@ -10,7 +10,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from megarl.data import probe
+from megarl import probe
 from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megarl import probe
 from megarl.errors import UsageError
 from tests.helpers import hf_folders
 from tests.helpers.hf_layouts import logprobs, role_of
@@ -276,7 +277,20 @@ DAMAGES = {
     "DoRA": ({"use_dora": True}, "use_dora is not supported"),
     "trained biases": ({"bias": "all"}, "trains more than low-rank factors"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "changes the weights under the factors"),
-    "no rank": ({"r": None}, "r and lora_alpha must be numbers"),
+    "no rank": ({"r": None}, "r and lora_alpha are missing"),
+    "a rank of text": ({"r": "8"}, "r is '8'; it must be a whole number above 0"),
+    "no scale": ({"lora_alpha": 0}, "lora_alpha is 0; it must be a number above 0"),
+    "scales of text": ({"alpha_pattern": {"q_proj": "x"}}, "it must be numbers above 0 by pattern"),
+    "no pattern": ({"alpha_pattern": {"(": 1}}, "alpha_pattern: '(' is no regular expression"),
+    "an endless pattern": (
+        {"alpha_pattern": {"([a-z_.0-9]+)+#": 1}},
+        "takes more than 1 s, or 1 GiB of memory, to match",
+    ),
+    "a number of modules": ({"modules_to_save": 5}, "modules_to_save is 5; it must be a list of names"),
+    "a long name": ({"init_lora_weights": "x" * 10**6}, "…"),
+    "a deep config": (("adapter_config.json", b"[" * 10**5), "adapter_config.json cannot be read"),
+    "a number for a matrix": (lambda t: t | {Q: torch.tensor(1.0)}, "q_proj.lora_A.weight is float32 []; factors are"),
+    "whole numbers": (lambda t: t | {Q: t[Q].int()}, "q_proj.lora_A.weight is int32 [4, 64]; factors are matrices of"),
     "an embedding's": (lambda t: t | {EMBEDDING: t[Q].clone()}, "model.embed_tokens.lora_embedding_A is no factor of"),
     "a wrong rank": (lambda t: t | {Q: t[Q][:2].clone()}, FIT),
     "wrong columns": (lambda t: t | {Q: t[Q][:, :3].clone()}, FIT),
@@ -298,14 +312,15 @@ def damage_adapter(folder: Path, change):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_adapters_are_refused_in_one_line(damage, adapter, folder_of, tmp_path):
+def test_damaged_adapters_are_refused_in_one_line(damage, adapter, folder_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "SECONDS", 1)
     shutil.copytree(adapter, tmp_path / "bad")
     change, says = DAMAGES[damage]
     damage_adapter(tmp_path / "bad", change)
     with pytest.raises(UsageError) as error:
         role_of(folder_of("llama3"), f"--lr 1e-3 --lora-adapter {tmp_path}/bad", 1, False)
     assert str(error.value).startswith(f"--lora-adapter {tmp_path}/bad: ") and says in str(error.value)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) <= 2000
 
 
 @pytest.mark.parametrize("flags, says", [

@@ -11,10 +11,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megarl.errors import UsageError
+from megarl import probe
+from megarl.errors import UsageError, one_line
 from megarl.mcore.lora.peft_modules import PeftModule, fuse, peft_modules, unfuse
 from megarl.mcore.lora.settings import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.weights.hf.family import Family
+from megarl.mcore.weights.hf.folder import MAX_BYTES
+from megarl.mcore.weights.hf.safetensors_file import DTYPES
+from megarl.plain_files import check_regular, read_bytes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, HEAD = "base_model.model.", "score.weight"
@@ -22,6 +26,27 @@ OFF = ("use_dora", "fan_in_fan_out", "lora_bias", "layer_replication", "trainabl
        "alora_invocation_tokens", "arrow_config", "megatron_config", "loftq_config", "corda_config",
        "eva_config")  # fmt: skip
 LINEAR_INIT = (True, False, "gaussian", "orthogonal")  # other initializations change the weights under the factors
+
+
+def _is_positive(value) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _are_names(value) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_pattern(value) -> bool:
+    return isinstance(value, dict) and all(map(_is_positive, value.values()))
+
+
+# Entries of the config that are read, and what they must be, if they are there.
+ALLOWED = {
+    "r": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+    "lora_alpha": (_is_positive, "a number above 0"), "alpha_pattern": (_is_pattern, "numbers above 0 by pattern"),
+    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
+    "modules_to_save": (_are_names, "a list of names"), "target_parameters": (_are_names, "a list of names"),
+}  # fmt: skip
 
 
 class PeftAdapter(NamedTuple):
@@ -46,7 +71,9 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
     config = _read_config(folder, error)
     tensors = _read_tensors(folder, error)
     head, factors = tensors.pop(HEAD, None), {}
-    for module in peft_modules(args, family):
+    modules = peft_modules(args, family)
+    _check_patterns(config, modules, error)
+    for module in modules:
         found = _take(module, tensors, config)
         if found is None:
             continue
@@ -71,18 +98,21 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
 
 
 def _error(path: str):
-    return lambda problem: UsageError(f"--lora-adapter {path}: {problem}")
+    return lambda problem: UsageError(one_line(f"--lora-adapter {path}: {problem}"))
 
 
 def _read_config(folder: Path, error) -> dict:
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_bytes(folder / CONFIG, MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise error(f"{CONFIG} is missing; allowed is a folder of PEFT's save_pretrained") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise error(f"{CONFIG} cannot be read ({' '.join(str(problem).split())})") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise error(f"{CONFIG} describes no LoRA adapter (peft_type)")
+    for name, (holds, allowed) in ALLOWED.items():
+        if not (config.get(name) is None or holds(config[name])):
+            raise error(f"{CONFIG}: {name} is {config[name]!r}; it must be {allowed}")
     for name in (name for name in OFF if config.get(name)):
         raise error(f"{CONFIG}: {name} is not supported")
     if config.get("bias", "none") != "none" or set(config.get("modules_to_save") or ()) - {"score", "classifier"}:
@@ -91,20 +121,39 @@ def _read_config(folder: Path, error) -> dict:
         raise error(
             f"{CONFIG}: init_lora_weights {config['init_lora_weights']!r} changes the weights under the factors"
         )
-    if type(config.get("r")) is not int or config["r"] < 1 or not isinstance(config.get("lora_alpha"), (int, float)):
-        raise error(f"{CONFIG}: r and lora_alpha must be numbers above 0")
+    if config.get("r") is None or config.get("lora_alpha") is None:
+        raise error(f"{CONFIG}: r and lora_alpha are missing; they must be numbers above 0")
     return config
 
 
 def _read_tensors(folder: Path, error) -> dict[str, Tensor]:
     """The tensors by name without PEFT's prefix."""
     try:
+        check_regular(folder / WEIGHTS)
         tensors = load_file(folder / WEIGHTS)
     except FileNotFoundError:
         raise error(f"{WEIGHTS} is missing") from None
     except (SafetensorError, OSError) as problem:
         raise error(f"{WEIGHTS} is no readable safetensors file ({' '.join(str(problem).split())})") from None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values() or tensor.dim() != 2 or not tensor.numel():
+            raise error(
+                f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; factors are matrices of "
+                f"{', '.join(DTYPES)}"
+            )
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _check_patterns(config: dict, modules: list[PeftModule], error):
+    """UsageError for a pattern that is no regular expression, or takes too long to match."""
+    patterns = config.get("alpha_pattern") or {}
+    if not probe.ends(lambda: [_matches(pattern, module.name) for pattern in patterns for module in modules]):
+        raise error(f"{CONFIG}: alpha_pattern takes more than {probe.limits()}, to match")
+    for pattern in patterns:
+        try:
+            _matches(pattern, "")
+        except re.error as problem:
+            raise error(f"{CONFIG}: alpha_pattern: {pattern!r} is no regular expression ({problem})") from None
 
 
 def _take(module: PeftModule, tensors: dict[str, Tensor], config: dict) -> tuple[Tensor, Tensor, int] | None:
@@ -152,10 +201,14 @@ def _single_experts(experts: str, module: PeftModule, tensors: dict[str, Tensor]
     return *fuse(module, stacked, rank), rank
 
 
+def _matches(pattern: str, name: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
 def _scale(config: dict, name: str | None, rank: int) -> float:
     """s of a module; None: of those that no pattern names."""
     patterns = (config.get("alpha_pattern") or {}).items() if name else ()
-    alphas = [alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", name)]
+    alphas = [alpha for pattern, alpha in patterns if _matches(pattern, name)]
     alpha = alphas[0] if alphas else config["lora_alpha"]
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 

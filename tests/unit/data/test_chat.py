@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megarl.data import probe
+from megarl import probe
 from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.conversations import build_encoder
 from megarl.data.tokenizers import build_tokenizer

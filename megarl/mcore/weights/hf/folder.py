@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megarl.errors import UsageError
+from megarl.errors import UsageError, one_line
 from megarl.plain_files import read_bytes
 
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_BYTES = 2**28  # of a JSON file
-MAX_PROBLEM = 2000  # characters of an error
 READABLE = ("F32", "BF16", "F16")
 
 
@@ -47,9 +46,7 @@ class HFFolder:
 
     def error(self, problem: str) -> UsageError:
         """A UsageError about this folder. Names from its files cannot break the line, nor make it endless."""
-        shown = problem if len(problem) <= MAX_PROBLEM else problem[: MAX_PROBLEM - 1] + "…"
-        line = f"{self.flag} {self.path}: {shown}"
-        return UsageError("".join(each if each.isprintable() else repr(each)[1:-1] for each in line))
+        return UsageError(one_line(f"{self.flag} {self.path}: {problem}"))
 
     @functools.cached_property
     def tensors(self) -> dict[str, StoredTensor]:

@@ -1,4 +1,4 @@
-"""A first reading of files of strangers, in a child process with limits: chat templates, footers of Parquet files.
+"""A first reading of files of strangers, in a child process with limits: templates, footers, patterns.
 
 One that loops for ever, takes gigabytes, or ends the process (the libraries in C++ that read it do, for some damages),
 ends the child and not the program.
