@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megarl.arguments import RunConfig
 from megarl.comm.role_mesh import RoleMesh
+from megarl.observe import samples
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
 from megarl.rollout.episodes.runner import EpisodeRunner
@@ -69,15 +70,17 @@ def evaluate(config: RunConfig, timers: Timers):
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
     rollout.load_weights()
     evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
+    if s.save:
+        samples.keep_for_failure(Path(s.save), evaluator.samples_so_far)
     metrics = evaluator.evaluate()
     reward.verifiers.close()
     if isinstance(rollout, Rollout) and rollout.episodes is not None:
         rollout.episodes.close()
     if metrics is not None:
         print(table(metrics), flush=True)
-    samples = evaluator.samples() if s.save else None
-    if samples is not None:
-        write_results(Path(s.save), inputs, evaluator, metrics, samples)
+    rows = evaluator.samples() if s.save else None
+    if rows is not None:
+        write_results(Path(s.save), inputs, evaluator, metrics, rows)
 
 
 def table(metrics: dict[str, float]) -> str:
@@ -94,16 +97,16 @@ def table(metrics: dict[str, float]) -> str:
     return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(lines, cells, strict=True))
 
 
-def write_results(folder: Path, inputs: EvaluationInputs, evaluator: Evaluator, metrics: dict, samples: list[dict]):
+def write_results(folder: Path, inputs: EvaluationInputs, evaluator: Evaluator, metrics: dict, rows: list[dict]):
     """Writes `DIR/evaluation.json` (checkpoint, settings, metrics) and `DIR/samples.jsonl` (all responses)."""
-    row = inputs.source() | {
+    found = inputs.source() | {
         "prompts": len(evaluator.requests),
         "settings": {name: getattr(evaluator.settings, name) for name in SETTINGS},
         "metrics": metrics,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "samples.jsonl", "".join(json_line(sample) + "\n" for sample in samples))
-    write_atomically(folder / "evaluation.json", json.dumps(row, indent=1) + "\n")
+    write_atomically(folder / "samples.jsonl", "".join(json_line(row) + "\n" for row in rows))
+    write_atomically(folder / "evaluation.json", json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

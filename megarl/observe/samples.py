@@ -33,13 +33,15 @@ def keep_for_failure(directory: Path, rows: Callable[[], list[dict]]) -> None:
 def write_failed(rank: int, step: int) -> Path | None:
     """Writes what this rank holds of a step that failed; each rank has a file of its own. No collective.
 
+    `step`: 0 for an evaluation of a program that does not train.
+
     Rows are those of samples/; what is not known yet is null. Returns the file; None if there is nothing to write.
     Raises whatever the rows or the file system raise.
     """
     rows = _running[1]() if _running else []
     if not rows:
         return None
-    path = _running[0] / "samples" / f"failed_{step_name(step)}_rank_{rank}.jsonl"
+    path = _running[0] / "samples" / f"failed_{step_name(step) if step else 'evaluation'}_rank_{rank}.jsonl"
     _write(path, rows)
     return path
 

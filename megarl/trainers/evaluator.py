@@ -21,6 +21,7 @@ from megarl.roles.reward import Reward
 from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.requests import PromptRequest, dp_assignment_of
 from megarl.rollout.rollout import Rollout
+from megarl.trainers.failed_samples import rows_so_far
 
 EVAL_STEP = 2**31  # step number of the random streams; no training step has it
 
@@ -83,6 +84,7 @@ class Evaluator:
         self.prompts = prompts
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
+        self._running: StepBatch | None = None  # what is being scored
         self.requests = [PromptRequest(line=line, tokens=tokens.view(line)) for line in lines]
 
     def evaluate(self) -> dict[str, float] | None:
@@ -113,8 +115,10 @@ class Evaluator:
         step_batch = StepBatch(
             self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, fields, in_evaluation=True
         )
+        self._running = step_batch
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
+        self._running = None
         step_batch.wait_sends()
         return itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
 
@@ -123,6 +127,10 @@ class Evaluator:
         n = self.settings.eval_responses
         rows = self._gather([(row["sequence"], row) for row in self._rows()])
         return None if rows is None else [row | {"task": self.prompts[number // n].task} for number, row in rows]
+
+    def samples_so_far(self) -> list[dict]:
+        """Rows of the responses that this rank holds, for an evaluation that a reward or an environment ends."""
+        return rows_so_far(self.reward, self._running, getattr(self.rollout, "episodes", None))
 
     def _rows(self) -> list[dict]:
         """This rank's rows of the last evaluation, sorted by sequence; a prompt's rows are on one rank."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import integrity, run_state
-from megarl.comm.step_batch import ACTOR, StepBatch
+from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
 from megarl.observe import samples
 from megarl.observe.timers import Timers
@@ -16,7 +16,6 @@ from megarl.roles.reference import Reference, shares_base
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import replica_files
 from megarl.rollout.batcher import RolloutBatcher
-from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
@@ -26,6 +25,7 @@ from megarl.router_replay.replay import RoutingReplay
 from megarl.serving.policy_service import PolicyService
 from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.evaluator import Evaluator
+from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
@@ -216,20 +216,7 @@ class RLTrainer(Trainer):
         return StepRecord(metrics, samples, self.reward.moments.state_dict())
 
     def _samples_so_far(self) -> list[dict]:
-        """Rows of the running step's responses that this rank holds, with what is known of them."""
-        episodes = self.rollout.episodes
-        if self.reward.rows:
-            return self.reward.rows
-        if self._batch is not None and (batch := self._batch[ACTOR] or self._batch[self.reward.name]):
-            rows = self.reward.unscored_rows(batch, self._batch.prompts)
-            if batch.scores is None:
-                return rows
-            scores = dict(zip(batch.sequence_ids.tolist(), batch.scores.tolist(), strict=True))
-            return [row | {"reward": scores[row["sequence"]]} for row in rows]
-        if episodes is not None and episodes.ended is not None:
-            ended, prompts = episodes.ended
-            return self.reward.unscored_rows(episodes_to_batch(ended), prompts)
-        return []
+        return rows_so_far(self.reward, self._batch, self.rollout.episodes)
 
     def log(self, step: int):
         """Publishes the step's metrics and samples; rank 0 writes them once all ranks have ended the step."""

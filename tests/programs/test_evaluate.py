@@ -10,6 +10,7 @@ import pytest
 from megarl.algorithms.pass_at_k import maj_at_k, pass_at_k
 from megarl.errors import UsageError
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
+from tests.helpers.forked_programs import launch
 from tests.helpers.programs import (
     inputs,
     metrics,
@@ -161,6 +162,15 @@ def test_through_torchrun(tmp_path):
     head, row = done.stdout.splitlines()
     assert head.split()[:3] == ["task", "accuracy", "pass@1"] and row.startswith("all ")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["evaluation.json", "samples.jsonl"]
+
+
+def test_a_reward_that_ends_an_evaluation_leaves_the_responses(tmp_path):
+    argv = evaluate_argv(tmp_path / "run", "--reward tests.helpers.programs:broken_reward --eval-samples 16")
+    status, _, err = launch(tmp_path, argv, "evaluate")
+    file = tmp_path / "run" / "samples" / "failed_evaluation_rank_0.jsonl"
+    assert status == 1 and f"; the samples of the step are in {file}" in err
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(rows) == 16 and all("broken_reward" in row["failure"] and row["response"] for row in rows)
 
 
 def test_without_save_nothing_is_written(tmp_path, monkeypatch):
