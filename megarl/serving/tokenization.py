@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.data.messages import template_message
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import (
@@ -66,26 +67,24 @@ def template_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
 
 def _message(number: int, message: Any) -> dict[str, Any]:
     content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    found: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.name is not None:
-        found["name"] = message.name
+    fields: dict[str, Any] = {
+        "role": message.role,
+        "content": [part.model_dump() for part in content] if isinstance(content, list) else content,
+        "name": message.name,
+    }
     if isinstance(message, ToolMessage):
-        found["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AssistantMessage) and (message.reasoning_content or message.reasoning):
-        found["reasoning_content"] = message.reasoning_content or message.reasoning
-    if isinstance(message, AssistantMessage) and message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(number, call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return found
+        fields["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage):
+        fields["reasoning_content"] = message.reasoning_content or message.reasoning or None
+        fields["tool_calls"] = [_call(number, call) for call in message.tool_calls or ()]
+    return template_message(fields)
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "function": {"name": call.function.name, "arguments": _arguments(number, call.function.arguments)},
+    }
 
 
 def _arguments(number: int, text: str) -> dict[str, Any]:
