@@ -4,6 +4,7 @@ Weights, gradients and optimizer states are exact (`buffers` follows megatron-co
 activations and logits are estimates (`activations`).
 """
 
+import functools
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -13,7 +14,16 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.planning import activations
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
-from megarl.planning.parameters import LAYERS, SCALAR_HEAD, Weight, is_half, stage_weights
+from megarl.planning.parameters import (
+    CACHED,
+    LAYERS,
+    SCALAR_HEAD,
+    ModelKey,
+    Weight,
+    is_half,
+    of_stages,
+    stage_weights,
+)
 
 GIB = 2**30
 ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements; the distributed optimizer's padding
@@ -201,23 +211,39 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
     """
     args, offloaded = role.megatron, _offloaded(role, kind)
     memories, stages = [], stage_weights(args, vocab_size, kind in SCALAR_HEAD)
+    model = (ModelKey.of_gradients(args), vocab_size, kind, role.lora)
+    is_own = role.model_role == role.name
+    held = _persistent_of_stages(*model) if is_own else [(0, 0, 0)] * len(stages)
+    largest = [0] * len(stages) if is_own else _largest_buffers(*model)
     for stage, chunks in enumerate(stages):
         activation = activations.of_stage(args, stage, kind, tokens, microbatches)
         logits = activations.of_logits(args, vocab_size, kind, tokens) if stage == len(stages) - 1 else 0
         if args.use_torch_fsdp2:
             activation += gathered(chunks)
             activation += sum(plain_bytes(all_factors(weights, args, role.lora)) for weights in chunks)
-        weights, gradients, states, shared = 0, 0, 0, 0
-        if role.model_role == role.name:
-            weights, gradients, states = _persistent(chunks, args, kind, stage, role.lora)
-        else:
-            shared = min(kv_cache, _largest_buffer(chunks, args, stage, role.lora))
+        weights, gradients, states = held[stage]
         memory = Memory(
             weights=weights, gradients=gradients, optimizer=states, kv_cache=kv_cache, activations=activation,
-            logits=logits, offloaded=offloaded, kv_cache_in_gradients=shared,
+            logits=logits, offloaded=offloaded, kv_cache_in_gradients=min(kv_cache, largest[stage]),
         )  # fmt: skip
         memories.append(memory)
     return memories
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _persistent_of_stages(
+    model: ModelKey, vocab_size: int, kind: str, lora: LoRASettings | None
+) -> list[tuple[int, int, int]]:
+    """`_persistent` of each stage."""
+    stages = stage_weights(model.args, vocab_size, kind in SCALAR_HEAD)
+    return of_stages(stages, lambda chunks, stage: _persistent(chunks, model.args, kind, stage, lora))
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _largest_buffers(model: ModelKey, vocab_size: int, kind: str, lora: LoRASettings | None) -> list[int]:
+    """`_largest_buffer` of each stage."""
+    stages = stage_weights(model.args, vocab_size, kind in SCALAR_HEAD)
+    return of_stages(stages, lambda chunks, stage: _largest_buffer(chunks, model.args, stage, lora))
 
 
 def _largest_buffer(chunks: list[list[Weight]], args, stage: int, lora: LoRASettings | None) -> int:

@@ -5,8 +5,9 @@ when gated), V the padded vocabulary, E experts; t, e and x the tensor-, expert-
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -17,6 +18,10 @@ from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
 LAYERS = "decoder.layers."  # prefix of the names of transformer layers
+CACHED = 8  # models: a plan asks for the weights of each of its roles several times
+RECOMPUTE = "recompute"  # prefix of attributes, which a search varies; weights depend on none of the next ones
+NO_WEIGHTS = (RECOMPUTE, "sequence_parallel", "use_distributed_optimizer")
+T = TypeVar("T")
 SCALAR_HEAD = ("value", "reward model")  # kinds (see `memory.stage_memory`) with one output per token
 
 
@@ -34,29 +39,55 @@ class Weight(NamedTuple):
 
 def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
     """Weights of every pipeline stage, chunk by chunk, as each rank of the stage holds them; not to be changed."""
-    return _stage_weights(_Namespace(args, repr(vars(args))), vocab_size, value_head)
+    return _stage_weights(ModelKey.of_weights(args), vocab_size, value_head)
 
 
 @dataclass(frozen=True)
-class _Namespace:
-    """Megatron's namespace as a key of a cache: equal if all values are."""
+class ModelKey:
+    """Megatron's namespace as a key of a cache: equal if all values are that a result depends on."""
 
     args: Any = field(compare=False)
     values: str
 
+    @classmethod
+    def of_weights(cls, args) -> "ModelKey":
+        """The key of what depends on weights alone, which a rollout has as the actor has them."""
+        return cls(args, repr({name: each for name, each in vars(args).items() if not name.startswith(NO_WEIGHTS)}))
 
-@functools.lru_cache(maxsize=8)  # a plan asks for the weights of each of its roles several times
-def _stage_weights(namespace: _Namespace, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
-    args = namespace.args
-    sizes, stages = parallel_sizes(args), stage_layers(args)
+    @classmethod
+    def of_gradients(cls, args) -> "ModelKey":
+        """The key of what depends on weights, gradients and optimizer states: not on what is recomputed."""
+        return cls(args, repr({name: each for name, each in vars(args).items() if not name.startswith(RECOMPUTE)}))
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _stage_weights(model: ModelKey, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
+    """Equal chunks are the same list."""
+    args = model.args
+    sizes, stages, kinds = parallel_sizes(args), stage_layers(args), moe_layer_pattern(args)
     last = (len(stages) - 1, len(stages[-1]) - 1)
+    made: dict[tuple, list[Weight]] = {}
+
+    def chunk(layers: range, is_first: bool, is_last: bool) -> list[Weight]:
+        key = (tuple(kinds[layer] for layer in layers), is_first, is_last)
+        if key not in made:
+            made[key] = _chunk(args, vocab_size, value_head, layers, is_first, is_last, sizes)
+        return made[key]
+
     return [
-        [
-            _chunk(args, vocab_size, value_head, layers, (s, c) == (0, 0), (s, c) == last, sizes)
-            for c, layers in enumerate(chunks)
-        ]
+        [chunk(layers, (s, c) == (0, 0), (s, c) == last) for c, layers in enumerate(chunks)]
         for s, chunks in enumerate(stages)
     ]
+
+
+def of_stages(stages: list[list[list[Weight]]], compute: Callable[[list[list[Weight]], int], T]) -> list[T]:
+    """`compute(chunks, stage)` of each stage, once for stages with equal chunks; only the first stage is told apart."""
+    found: dict[tuple, T] = {}
+    keys = [(stage == 0, *map(id, chunks)) for stage, chunks in enumerate(stages)]
+    for stage, key in enumerate(keys):
+        if key not in found:
+            found[key] = compute(stages[stage], stage)
+    return [found[key] for key in keys]
 
 
 class ParameterTotals(NamedTuple):
@@ -69,13 +100,20 @@ class ParameterTotals(NamedTuple):
 
 def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals:
     """Counts of a role's model: total = all weights; active = total − (1 − k/E) · routed experts."""
+    return _parameter_totals(ModelKey.of_weights(args), vocab_size, value_head)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _parameter_totals(model: ModelKey, vocab_size: int, value_head: bool) -> ParameterTotals:
+    args = model.args
     unsplit, kinds = ParallelSizes(), moe_layer_pattern(args)
     weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, unsplit))]
     weights += [(kinds.count(is_moe), _layer(args, unsplit, is_moe)) for is_moe in set(kinds)]
     total = sum(times * w.elements for times, module in weights for w in module)
     routed = sum(times * w.elements for times, module in weights for w in module if w.is_routed)
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
-    ranks = [sum(w.elements for c in chunks for w in c) for chunks in stage_weights(args, vocab_size, value_head)]
+    stages = _stage_weights(model, vocab_size, value_head)
+    ranks = of_stages(stages, lambda chunks, _: sum(w.elements for c in chunks for w in c))
     return ParameterTotals(total, total - idle, max(ranks))
 
 

@@ -98,7 +98,11 @@ def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -
     """The plan of each role, without process groups; arguments as of `make_plan`."""
     step = traffic.step_sizes(program.settings)
     sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
-    plans = {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
+    # First, because a cache that is too small refuses the run: a search then spends no more time on it.
+    caches = {name: _cache(role, program.settings, step) for name, role in program.roles.items()}
+    plans = {
+        name: _role(role, program.settings, sizes[name], step, caches[name]) for name, role in program.roles.items()
+    }
     copies, actor = traffic.weights_to_rollout(program.roles, vocab_size), plans["actor"]
     sent = program.settings.generation_lag * copies // len(actor.ranks)
     return plans | {"actor": replace(actor, stages=[replace(memory, sent_weights=sent) for memory in actor.stages])}
@@ -137,7 +141,12 @@ def _check_groups(role, role_groups, rank: int):
         raise RuntimeError(f"{role.name}: groups seen from rank {rank} do not have the sizes of the role's flags")
 
 
-def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
+def _cache(role, settings, step: traffic.StepSizes) -> CachePlan | None:
+    generates = _kind(role) == "generate" and not settings.debug_train_only
+    return cache_plan(role, settings, step) if generates else None
+
+
+def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: CachePlan | None) -> RolePlan:
     args, kind = role.megatron, _kind(role)
     sizes, ranks = parallel_sizes(args), len(role.ranks)
     layout = {
@@ -157,7 +166,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
     return RolePlan(
         name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
         stages=memory_of(role, settings, vocab_size), vocab_size=vocab_size, microbatches=count, traffic=sent,
-        cache=cache_plan(role, settings, step) if kind == "generate" and not settings.debug_train_only else None,
+        cache=cache,
     )  # fmt: skip
 
 

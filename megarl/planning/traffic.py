@@ -6,6 +6,8 @@ as in `activations`; k experts per token, e expert-parallel ranks, p stages of v
 """
 
 import dataclasses
+import functools
+import itertools
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
@@ -13,11 +15,12 @@ from typing import NamedTuple
 from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
 from megarl.comm.exchange import HEADER
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
-from megarl.planning.parameters import LAYERS, SCALAR_HEAD, Weight, is_half, stage_weights
+from megarl.planning.parameters import CACHED, LAYERS, SCALAR_HEAD, ModelKey, Weight, is_half, of_stages, stage_weights
 
 
 @dataclass(frozen=True)
@@ -251,22 +254,36 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
     stages, size = stage_weights(args, vocab_size, kind in SCALAR_HEAD), parallel_sizes(args)
     dense = size.data(len(role.ranks)) * size.context
     total = 0.0
-    for number, chunks in enumerate(stages):
+    if not args.use_torch_fsdp2:
+        for sent in itertools.chain(*_reduced_of_chunks(ModelKey.of_gradients(args), vocab_size, kind, role.lora)):
+            total += step.updates * sent
+        return total / len(stages)
+    for chunks in stages:
         for weights in chunks:
             trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
-            if args.use_torch_fsdp2:
-                factors = all_factors(weights, args, role.lora)
-                held, _ = sharded_bytes(weights + factors, args)
-                _, reduced = sharded_bytes(trained, args)
-                count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
-                microbatches = count * step.updates / step.epochs  # of one pass over the batch
-                total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
-                if factors and not is_half(args):  # they are gathered with the embeddings, to be merged
-                    outside = [w for w in weights if not w.name.startswith(LAYERS)]
-                    total += step.updates * (dense - 1) * sharded_bytes(outside + factors, args)[0]
-            else:
-                total += step.updates * _reduced(trained, args, size.tensor, number == 0)
+            factors = all_factors(weights, args, role.lora)
+            held, _ = sharded_bytes(weights + factors, args)
+            _, reduced = sharded_bytes(trained, args)
+            count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
+            microbatches = count * step.updates / step.epochs  # of one pass over the batch
+            total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
+            if factors and not is_half(args):  # they are gathered with the embeddings, to be merged
+                outside = [w for w in weights if not w.name.startswith(LAYERS)]
+                total += step.updates * (dense - 1) * sharded_bytes(outside + factors, args)[0]
     return total / len(stages)
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _reduced_of_chunks(model: ModelKey, vocab_size: int, kind: str, lora: LoRASettings | None) -> list[list[float]]:
+    """`_reduced` of the chunks of each stage."""
+    args, value_head = model.args, kind in SCALAR_HEAD
+    tensor_ranks = parallel_sizes(args).tensor
+
+    def of_chunks(chunks: list[list[Weight]], stage: int) -> list[float]:
+        trained = (trained_and_frozen(weights, args, lora, value_head)[0] for weights in chunks)
+        return [_reduced(weights, args, tensor_ranks, stage == 0) for weights in trained]
+
+    return of_stages(stage_weights(args, vocab_size, value_head), of_chunks)
 
 
 def _reduced(weights: list[Weight], args, tensor_ranks: int, first_stage: bool) -> float:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megarl.errors import UsageError
-from megarl.planning import hardware, layouts, step_time
+from megarl.planning import hardware, layouts, memory, parameters, step_time, traffic
 from megarl.planning.memory import GIB
 from megarl.planning.question import Question
 from tests.helpers.tiny_models import LENGTHS, SHAPES
@@ -60,6 +60,23 @@ def test_activations_are_recomputed_as_little_as_the_memory_allows():
         assert (found, price.fullest.bytes) == (more, bytes_)
     assert layouts.least_recompute(question, (), needs[-1] - 1, None)[0] == layouts.FULL_RECOMPUTE
     assert layouts.least_recompute(question, (), 0, "full")[0] == ()
+
+
+def test_what_is_recomputed_is_no_reason_to_count_weights_and_gradients_again():
+    question, full = question_of(), ("--recompute-granularity", "full", "--recompute-method", "uniform",
+                                     "--recompute-num-layers", "1")  # fmt: skip
+    caches = (parameters._stage_weights, memory._persistent_of_stages, memory._largest_buffers,
+              traffic._reduced_of_chunks)  # fmt: skip
+    for cache in caches:
+        cache.cache_clear()
+    counted = [1, 2, 1, 1]  # the weights of all roles are the same; the reference has no gradients
+    kept = question.price(SHARDED)
+    assert [cache.cache_info().misses for cache in caches] == counted
+    recomputed = question.price((*SHARDED, *full))
+    assert [cache.cache_info().misses for cache in caches] == counted
+    for cache in caches:
+        cache.cache_clear()
+    assert question.price((*SHARDED, *full)).roles == recomputed.roles != kept.roles
 
 
 def test_sizes_that_are_given_stay():
