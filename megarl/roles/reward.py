@@ -144,7 +144,7 @@ class Reward:
             count = int(self.role_groups.dp_all_reduce(batch.lengths.new_tensor(len(batch))))
         if any(term.name == ENVIRONMENT for term in self.terms):
             columns[ENVIRONMENT] = _environment_scores(batch)
-        self._warn(len(samples))
+        self._warn(len(samples), drops=self.drops and for_training)
         self._statistics.check_failures(self.verifiers.failures, self.verifiers.timeouts, count, self._failure_window)
         values = {name: [score.reward for score in column] for name, column in columns.items()}
         if model_scores is not None:
@@ -179,9 +179,9 @@ class Reward:
             for row, sample, (_, text) in zip(rows, samples, texts, strict=True)
         ]
 
-    def _warn(self, count: int):
+    def _warn(self, count: int, drops: bool):
         """Says once for each verifier that it failed, where, and what becomes of such responses."""
-        what = "such responses are dropped" if self.drops else f"they get {self.settings.reward_fallback:g}"
+        what = "such responses are dropped" if drops else f"they get {self.settings.reward_fallback:g}"
         for name, reasons in self.verifiers.failures.items():
             if reasons and name not in self._warned:
                 self._warned.add(name)

@@ -169,6 +169,7 @@ def test_a_reward_that_ends_an_evaluation_leaves_the_responses(tmp_path):
     status, _, err = launch(tmp_path, argv, "evaluate")
     file = tmp_path / "run" / "samples" / "failed_evaluation_rank_0.jsonl"
     assert status == 1 and f"; the samples of the step are in {file}" in err
+    assert "; it failed on 16 of 16 responses; they get 0 (--reward-failure)" in err  # none is dropped
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 16 and all("broken_reward" in row["failure"] and row["response"] for row in rows)
 
