@@ -22,21 +22,21 @@ def check(s: Settings, roles: dict[str, RoleSettings]):
     """UsageError if the ranks of some role cannot all have the same lead."""
     if not s.generation_lag or s.debug_train_only:
         return
-    flag, leading = f"--generation-lag {s.generation_lag}", leading_ranks(roles)
+    lag, leading = s.generation_lag, leading_ranks(roles)
     for name in _TRAINED:
         if name in roles and not leading.isdisjoint(roles[name].ranks):
-            raise UsageError(f"{flag}: needs a rollout in --role-map on other ranks than the {name}")
+            raise UsageError(f"--generation-lag {lag}: needs a rollout in --role-map on other ranks than the {name}")
     for name in _FROZEN:
         ranks = set(roles[name].ranks) if name in roles else set()
         if ranks & leading and ranks - leading:
             raise UsageError(
-                f"{flag}: the {name} shares ranks with the rollout and with a role that is trained; allowed in "
-                "--role-map is one of the two"
+                f"--generation-lag {lag}: the {name} shares ranks with the rollout and with a role that is trained; "
+                "allowed in --role-map is one of the two"
             )
     needs_scores = {"--group-filter": s.group_filter != "none", "--greedy-baseline": s.greedy_baseline}
     if any(needs_scores.values()) and not leading.issuperset(roles["reward"].ranks):
         names = " and ".join(name for name, is_set in needs_scores.items() if is_set)
         raise UsageError(
-            f"{flag}: {names} needs the scores of a batch before it is trained on; put the reward in --role-map on "
-            "other ranks than actor and critic"
+            f"--generation-lag {lag}: {names} needs the scores of a batch before it is trained on; put the reward in "
+            "--role-map on other ranks than actor and critic"
         )
