@@ -299,7 +299,7 @@ class RLTrainer(Trainer):
             self.reward.moments.load_state_dict(manifest["reward"])
         self.batcher.resume(folder, manifest)
         if self.lead:
-            self._records.restore(folder, self.mesh.rank == self.mesh["rollout"].ranks.start)
+            self._records.restore(folder, self.mesh["rollout"].ranks.start)
         if "critic" in loaded:
             self.critic.trainable_model.restore(loaded["critic"])
         if "reference" in loaded:

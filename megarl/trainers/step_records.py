@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from megarl import plain_files
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import UsageError
@@ -54,21 +56,21 @@ class StepRecords:
                 merged[number] = metrics | before[0], before[1] + rows  # the first rank wins, as in a report
         return {FILE: json.dumps(merged).encode()} if merged else {}
 
-    def restore(self, folder: Path, reports: bool):
-        """Reads the records of a checkpoint; `reports`: this rank reports them, all others report nothing.
+    def restore(self, folder: Path, reporting_rank: int):
+        """Reads the records of a checkpoint, which `reporting_rank` reports; the others then report nothing.
 
         Raises:
             UsageError: the file is damaged.
         """
-        records = _read(folder / FILE)
+        records, reports = _read(folder / FILE, reporting_rank), dist.get_rank() == reporting_rank
         self._restored = {step: record if reports else ({}, []) for step, record in records.items()}
 
 
-def _read(path: Path) -> dict[int, tuple[dict, list]]:
+def _read(path: Path, reporting_rank: int) -> dict[int, tuple[dict, list]]:
     if not path.exists():
         return {}
     try:
         records = json.loads(plain_files.read_bytes(path))
         return {int(step): (dict(metrics), list(samples)) for step, (metrics, samples) in records.items()}
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"--load {path}: is damaged ({type(error).__name__}: {error})") from None
+        raise UsageError(f"--load {path}: is damaged ({type(error).__name__}: {error})", reporting_rank) from None

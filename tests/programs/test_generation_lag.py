@@ -298,4 +298,4 @@ def test_damaged_records_are_wrong_input(folder, tmp_path):
     assert list(json.loads((start / step_records.FILE).read_text())) == ["4", "5"]
     (tmp_path / step_records.FILE).write_text('{"4": 1}')
     with pytest.raises(UsageError, match="queued_records.json: is damaged"):
-        step_records.StepRecords().restore(tmp_path, reports=True)
+        step_records.StepRecords().restore(tmp_path, reporting_rank=1)
