@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.data.order import PromptOrder
 from megarl.observe.timeline import TraceEvent, write_timeline
 from tests.helpers.programs import ROOT
 from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
 from tools.bench import (
     common,
+    generation_lag,
     logprob,
     memory,
     offload,
@@ -120,6 +122,36 @@ def test_overlap_compares_with_before(monkeypatch):
     assert saved == ["before0", "replicas0", "replicas1", "before1", "before2", "replicas2"]
     assert found["sides"]["before"]["idle"] == {"time/idle_fraction": 0.4, "time/critic/idle_fraction": 0.8}
     assert found["idle_ratio"] == {"replicas": 0.25} and found["step_ratio"] == {"replicas": 4}
+
+
+def test_generation_ahead_is_compared_with_its_model(monkeypatch):
+    """The longer of two constant times, and nothing that a lag could hide where the weights are awaited."""
+    assert generation_lag.predicted([1.0] * 4, [2.0] * 4, 0) == [3.0] * 4
+    assert generation_lag.predicted([1.0] * 4, [2.0] * 4, 1) == [3.0, 2.0, 2.0, 2.0]
+    assert generation_lag.predicted([1.0, 4.0, 1.0, 1.0], [2.0] * 4, 2) == [3.0, 4.0, 2.0, 2.0]
+    times = {"0": 3.0, "1": 2.2, "together": 2.5}
+
+    def run(flags, save):
+        assert "data" in flags and (generation_lag.TOGETHER in " ".join(flags)) == (save.name == "together")
+        return [{"time/rollout/rollout_s": 1.0, "time/step_s": times[save.name]} for _ in range(8)]
+
+    monkeypatch.setattr(generation_lag, "run", run)
+    monkeypatch.setattr(generation_lag, "write_prompts", lambda folder, steps, spread: ["data"])
+    found = generation_lag.measure(SimpleNamespace(steps=8, lags=[0, 1], spread=0.0))
+    lines = generation_lag.table(found, markdown=True).splitlines()
+    assert lines[1:] == [
+        "| lag 0 | 3.000 | 3.000 | 1.00 | 1.00 |", "| lag 1 | 2.200 | 2.000 | 1.10 | 1.36 |",
+        "| together | 2.500 |  |  | 1.20 |",
+    ]  # fmt: skip
+
+
+def test_prompts_of_a_step_have_the_same_tool(tmp_path, monkeypatch):
+    monkeypatch.setattr(generation_lag, "run_python", lambda arguments: None)
+    generation_lag.write_prompts(tmp_path, 5, 0.6)
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    order = PromptOrder(len(rows), 3)
+    steps = [{rows[line]["metadata"]["seconds"] for line in order.take(generation_lag.PROMPTS)} for _ in range(5)]
+    assert all(len(seconds) == 1 for seconds in steps) and len(set.union(*steps)) == 5
 
 
 def test_the_quickstart_is_placed_as_the_benchmarks_say():

@@ -5,8 +5,8 @@
 
 Whole runs of megarl.train_rl with a tiny model on two ranks: one generates, one trains. Both sleep most of the time, so
 that two cores are enough: episodes wait for a tool, and a reward on the trained rank takes as long on average. The
-tool's times depend on the prompt alone, so all runs wait equally long. `--spread` is the coefficient of variation of the
-tool's times of a step. together: both ranks generate, then both train.
+tool's times depend on the prompt alone, so all runs wait equally long; `--spread` is their coefficient of variation.
+together: both ranks generate, then both train.
 
 The model gets the generation time g and the training time t of each step of the run without lag: a batch is generated
 when the one before is done and the weights of `lag` + 1 steps before are there, and trained on when it is there and the
@@ -15,6 +15,7 @@ last one is done.
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -90,7 +91,7 @@ def predicted(g: list[float], t: list[float], lag: int) -> list[float]:
         weights = trained[i - 1 - lag] if i - 1 - lag > 0 else 0.0
         generated.append(max(generated[-1], weights) + generation)
         trained.append(max(trained[-1], generated[-1]) + training)
-    return [after - before for before, after in zip(trained, trained[1:])]
+    return [after - before for before, after in itertools.pairwise(trained)]
 
 
 def measure(args: argparse.Namespace) -> dict:
