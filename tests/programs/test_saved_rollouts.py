@@ -130,9 +130,9 @@ def test_the_files_have_all_fields_of_generation(folder):
     assert found["prompt_ids"].tolist() == [line for line in manifest["rounds"][0]["lines"] for _ in range(2)]
     assert found["routes"].shape == (int(found["lengths"].sum()), 2, 2) and manifest["layers"] == [1, 2]
     ahead = json.loads((step.parent / "step_00000003" / "manifest.json").read_text())
-    assert ahead["tokens"] == metrics(step.parents[1])[2]["rollout/tokens"]  # counted in the step that generated them
+    assert ahead["tokens"] == metrics(step.parents[1])[3]["rollout/tokens"]  # of the step that trains on them
     names = sorted(path.name for path in step.parent.iterdir())
-    assert names == [f"step_{number:08d}" for number in (1, 2, 3, 4)]  # the last was generated ahead
+    assert names == [f"step_{number:08d}" for number in (1, 2, 3)]  # nothing is generated ahead of the last step
     greedy = saved(folder, "baselines and filter") / "rollouts" / "step_00000001"
     found = load_file(greedy / "round_00_greedy_00000.safetensors")
     assert found["prompt_ids"].tolist() == json.loads((greedy / "manifest.json").read_text())["rounds"][0]["lines"]

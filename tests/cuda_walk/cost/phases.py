@@ -68,9 +68,11 @@ def walk_all(walk: Walk, price: Price, world_size: int) -> Iterator[Phase]:
 
 def _rollout(log: Log, settings, role, plan: summary.RolePlan, groups) -> Iterator[Phase]:
     """A decode step of as many requests as are decoded at a time, at half of their responses; and a prefill step."""
+    from megarl.mcore.inference import device_decode
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model import gpt
 
+    device_decode.MAX_AHEAD = 0  # a step launched before the last one was read has no beginning of its own to measure
     cache, step = plan.cache, traffic.step_sizes(settings)
     (model,) = gpt.build_frozen_model(role.megatron, plan.vocab_size, groups)
     engine = RolloutEngine(

@@ -162,6 +162,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     recorder = Recorder(roles, settings.sampled_fields)
 
     class Run(Anything):
+        _sent = []
         actor, critic, reward, reference = (Role(role, settings) for role in (Actor, Critic, Reward, Reference))
         rollout = batcher = advantages = Anything()
 

@@ -10,7 +10,7 @@ from megarl.observe.timers import Timers
 from megarl.rewards.base import Score
 from megarl.rewards.build import build_verifiers
 from megarl.roles.reward import Reward
-from megarl.rollout import batcher
+from megarl.rollout import round_scores
 from tests.helpers.programs import inputs, program, rl_argv
 from tests.helpers.role_stubs import LocalStepBatch
 from tests.helpers.worlds import SAFETY, run_world
@@ -132,5 +132,5 @@ def test_a_replica_may_have_only_failed_episodes(tmp_path):
 def test_the_group_filter_ignores_failed_episodes():
     values = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
     valid = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 1, 0], [0, 0, 0], [1, 1, 1]]).bool()
-    assert batcher._differ(values, valid).tolist() == [False, True, False, False, False]
-    assert batcher._differ(values, torch.ones_like(valid)).tolist() == [True, True, True, False, False]
+    assert round_scores._differ(values, valid).tolist() == [False, True, False, False, False]
+    assert round_scores._differ(values, torch.ones_like(valid)).tolist() == [True, True, True, False, False]
