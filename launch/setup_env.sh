@@ -234,18 +234,19 @@ make_environment() {
     say "ready after $SECONDS s"
 }
 
-# ---- compiled kernels: one library for each state of their sources, version of torch and kind of processor ----
+# ---- compiled kernels: one library for each state of their sources and flags, version of torch and processor ----
 
 KERNELS=$ROOT/megarl/mcore/kernels/native/src
+KERNELS_BUILD=$ROOT/megarl/mcore/kernels/native/build.py
 
 # Same name as `library_path` in megarl/mcore/kernels/native/__init__.py computes.
 kernels_library() {
     local key torch=$VENV/lib/python${S_python%.*}/site-packages/torch
     key=$({
-        (export LC_ALL=C && cat "$KERNELS"/* "$torch/version.py")
+        (export LC_ALL=C && cat "$KERNELS"/* "$KERNELS_BUILD" "$torch/version.py")
         grep -m1 -E '^(flags|Features)' /proc/cpuinfo
     } 2>/dev/null | sha256sum | cut -c1-16) || true
-    printf '%s\n' "$VENV/megarl/kernels-$key.so"
+    printf '%s\n' "$VENV/megarl/kernels-${MEGARL_KERNELS_MARCH:-native}-$key.so"
 }
 
 build_kernels() {
@@ -253,7 +254,7 @@ build_kernels() {
     [[ -d $KERNELS ]] || return 0
     library=$(kernels_library)
     [[ ! -e $library && ! -e ${library%.so}.failed ]] || return 0
-    if line=$("$PY" -I "$ROOT/megarl/mcore/kernels/native/build.py" "$KERNELS" "$library" 2>&1); then
+    if line=$("$PY" -I "$KERNELS_BUILD" "$KERNELS" "$library" 2>&1); then
         say "compiled kernels for this processor in $((SECONDS - started)) s"
     else
         say "${line##*$'\n'}"

@@ -25,7 +25,7 @@ PADDED_LOGIT = -1e30  # logit of a padded column; finite, because 0 · −∞ in
 CHUNKS = 16
 MIN_CHUNK, MAX_CHUNK = 2**20, 2**26
 MAX_TOGETHER = 2**28  # elements of gradients of logits that are multiplied together on CUDA: 512 MiB in 16 bits
-MAX_KEPT = 2**25  # elements of logits [n, V/tp] that a micro-batch keeps for backward: 128 MiB
+MAX_KEPT = 2**26  # elements of logits [n, V/tp] that a micro-batch keeps for backward: 256 MiB
 
 
 class HeadScores(NamedTuple):

@@ -34,17 +34,18 @@ def own_folder() -> Path:
 
 
 def library_path() -> Path:
-    """The compiled kernels of these sources, for this torch and processor: in the Python environment if they are there,
-    else in `own_folder`, whether or not they have been built."""
-    shared = Path(sys.prefix) / "megarl" / _library_name()
-    return shared if shared.exists() else own_folder() / _library_name()
+    """The compiled kernels of these sources and flags, for this torch and processor: in the Python environment if they
+    are there, else in `own_folder`, whether or not they have been built."""
+    name = _library_name(os.environ.get("MEGARL_KERNELS_MARCH") or "native")  # as in build.py, which runs alone
+    shared = Path(sys.prefix) / "megarl" / name
+    return shared if shared.exists() else own_folder() / name
 
 
 @functools.cache
-def _library_name() -> str:
-    files = [*sorted(SOURCES.iterdir()), Path(torch.__file__).with_name("version.py")]
+def _library_name(march: str) -> str:
+    files = [*sorted(SOURCES.iterdir()), SOURCES.with_name("build.py"), Path(torch.__file__).with_name("version.py")]
     content = b"".join(path.read_bytes() for path in files) + _processor()
-    return f"kernels-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    return f"kernels-{march}-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
 def _processor() -> bytes:

@@ -3,8 +3,9 @@
     python megarl/mcore/kernels/native/build.py [SOURCES LIBRARY]
 
 SOURCES: the folder of `operators.cpp`; LIBRARY: the file to make; default: those that megarl uses. launch/setup_env.sh
-names both and runs this file alone, without megarl on the path. Reads CXX, the compiler (default c++). Prints one line
-and exits with 1 if there is no compiler or it fails; megarl then uses PyTorch's operators.
+names both and runs this file alone, without megarl on the path. Reads CXX, the compiler (default c++), and
+MEGARL_KERNELS_MARCH, its `-march` (default native; `haswell` leaves AVX2 alone); each has a library of its own. Prints
+one line and exits with 1 if there is no compiler or it fails; megarl then uses PyTorch's operators.
 """
 
 import os
@@ -13,17 +14,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-FLAGS = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared"]
+FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared"]
 
 
 def command(compiler: str, sources: Path, library: Path) -> list[str]:
     """The compiler's command line."""
     from torch.utils import cpp_extension
 
+    flags = [*FLAGS, f"-march={os.environ.get('MEGARL_KERNELS_MARCH') or 'native'}"]
     includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
     # torch's own OpenMP is loaded first, so that both share one pool of threads.
-    return [compiler, *FLAGS, *includes, str(sources / "operators.cpp"), *libraries, "-ltorch_cpu", "-lc10", "-o",
+    return [compiler, *flags, *includes, str(sources / "operators.cpp"), *libraries, "-ltorch_cpu", "-lc10", "-o",
             str(library)]  # fmt: skip
 
 

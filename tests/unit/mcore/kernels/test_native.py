@@ -48,10 +48,12 @@ def test_products_equal_exact_ones_and_each_row_has_its_own_bits(inner, columns)
 
 
 def test_a_long_inner_size_is_summed_in_one_order():
-    x, weight = torch.randn(9, 3000), torch.randn(70, 3000)  # several blocks
-    found = native.ops.packed_linear(x, native.ops.pack_weight(weight), 70, None)
-    assert torch.equal(native.ops.linear(x, weight, None), found)
-    assert_fits(found, x.double() @ weight.double().t(), 3000)
+    x, weight, bias = torch.randn(9, 3000), torch.randn(70, 3000), torch.randn(70)  # several blocks
+    packed = native.ops.pack_weight(weight)
+    found = native.ops.packed_linear(x, packed, 70, bias)
+    assert torch.equal(native.ops.linear(x, weight, bias), found)
+    assert torch.equal(native.ops.packed_linear(x[4:5].clone(), packed, 70, bias), found[4:5])
+    assert_fits(found, functional.linear(x.double(), weight.double(), bias.double()), 3000)
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 2500])
@@ -203,7 +205,7 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[2:]]))
 @pytest.mark.long
 def test_the_kernels_for_avx2_pass_the_same_tests(tmp_path, monkeypatch):
     """Vectors, tiles and blocks have other sizes there."""
-    monkeypatch.setattr(build, "FLAGS", [flag.replace("-march=native", "-march=haswell") for flag in build.FLAGS])
+    monkeypatch.setenv("MEGARL_KERNELS_MARCH", "haswell")
     library = tmp_path / "avx2.so"
     assert build.build(native.SOURCES, library) is None
     folders = Path(__file__).parents[1]

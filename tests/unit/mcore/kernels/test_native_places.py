@@ -9,7 +9,7 @@ import pytest
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.native import build
 
-NAME = native.library_path().name
+NAME = native._library_name("native")
 
 
 @pytest.fixture
@@ -41,6 +41,13 @@ def test_an_environment_of_others_leaves_the_users_cache(prefix, monkeypatch, tm
     (prefix / "megarl" / NAME).touch()  # built by the owner
     assert native.library_path() == prefix / "megarl" / NAME
     assert native.own_folder() == tmp_path / "cache/megarl"
+
+
+def test_each_instruction_set_has_a_library_of_its_own(prefix, monkeypatch):
+    assert NAME.startswith("kernels-native-")
+    monkeypatch.setenv("MEGARL_KERNELS_MARCH", "haswell")
+    assert native.library_path().name == NAME.replace("native", "haswell")
+    assert build.command("c++", native.SOURCES, prefix / "x.so").count("-march=haswell") == 1
 
 
 def test_without_a_home_the_environment_remains(prefix, monkeypatch):

@@ -250,16 +250,26 @@ class GroupAttentionBackward {
             std::fill(d + rows[r].keys, d + width, 0.0f);
         }
         weighted_sums<N>(channels, slopes_.data(), width, keys, longest, factors, grad_queries);
-        for (int64_t i = 0; i < longest; ++i)
-            for (int c = 0; c < channels; c += W) {
-                Vec key = zero(), value = load(grad_values[i] + c);
-                for (int r = 0; r < N; ++r) {
-                    key = fma(all(slopes_[r * width + i]), load(queries[r] + c), key);
-                    value = fma(all(weights_[r * width + i]), load(grads[r] + c), value);
-                }
-                store(grad_keys[i] + c, fma(key, all(scale), load(grad_keys[i] + c)));
-                store(grad_values[i] + c, value);
+        for (int c = 0; c < channels; c += W)
+            add_gradients<N>(c, queries, grads, width, longest, scale, grad_keys, grad_values);
+    }
+
+    // W channels from `channel` on of the gradients of keys and values, whose loop leaves the rows in registers.
+    template <int N>
+    void add_gradients(int channel, const float* const* queries, const float* const* grads, int64_t width,
+                       int64_t count, float scale, float* const* grad_keys, float* const* grad_values) const {
+        Vec query[N], grad[N];
+        for (int r = 0; r < N; ++r) query[r] = load(queries[r] + channel), grad[r] = load(grads[r] + channel);
+        for (int64_t i = 0; i < count; ++i) {
+            float *to_key = grad_keys[i] + channel, *to_value = grad_values[i] + channel;
+            Vec key = zero(), value = load(to_value);
+            for (int r = 0; r < N; ++r) {
+                key = fma(all(slopes_[r * width + i]), query[r], key);
+                value = fma(all(weights_[r * width + i]), grad[r], value);
             }
+            store(to_key, fma(key, all(scale), load(to_key)));
+            store(to_value, value);
+        }
     }
 
     Transposed keys_, values_;

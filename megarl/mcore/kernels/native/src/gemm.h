@@ -17,8 +17,10 @@ constexpr int PANEL = 2 * W;
 constexpr int ROWS = W == 16 ? 12 : 6;  // of a tile; its 2 · ROWS accumulators fill the registers
 constexpr int64_t K_BLOCK = 256;        // a panel's rows that stay in the first-level cache
 constexpr int64_t M_BLOCK = 16 * ROWS;  // rows of x that stay in the second-level cache
-constexpr int64_t PACKED_K = 4 * K_BLOCK;  // a panel's rows that are packed at a time
+constexpr int64_t PACKED_K = 4 * K_BLOCK;  // a panel's rows that are packed, and multiplied by all rows, at a time
 constexpr int64_t PACKED = 1 << 18;  // floats of the panels that are packed at a time
+constexpr int LINE = 16;             // floats of a cache line
+constexpr int64_t AHEAD = 16;        // columns of a weight, far from each other, that are read ahead
 
 inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
 
@@ -30,9 +32,11 @@ struct Matrix {
 
 inline void pack_panel(Matrix from, int64_t columns, int64_t k, float* panel) {
     if (from.row_stride == 1 && columns == PANEL) {
-        for (int64_t i = 0; i < k; ++i)
+        for (int64_t i = 0; i < k; ++i) {
+            for (int j = 0; j < PANEL; j += LINE) __builtin_prefetch(from.data + (i + AHEAD) * from.column_stride + j);
             for (int j = 0; j < 2; ++j)
                 store(panel + i * PANEL + j * W, load(from.data + i * from.column_stride + j * W));
+        }
         return;
     }
     int64_t whole = from.column_stride == 1 && columns == PANEL ? k / W * W : 0;
@@ -56,8 +60,9 @@ inline void pack(Matrix weight, int64_t n, int64_t k, float* packed) {
     });
 }
 
+// `next`: k rows of a panel that are read ahead; `panel` itself for none.
 template <int M>
-void tile(Matrix x, const float* panel, int64_t k, float* out, int64_t out_stride, int columns,
+void tile(Matrix x, const float* panel, const float* next, int64_t k, float* out, int64_t out_stride, int columns,
           bool is_first) {
     Vec acc[M][2];
     bool is_whole = columns == PANEL;
@@ -75,6 +80,7 @@ void tile(Matrix x, const float* panel, int64_t k, float* out, int64_t out_strid
         }
     for (int64_t l = 0; l < k; ++l) {
         Vec left = load(panel + l * PANEL), right = load(panel + l * PANEL + W);
+        for (int j = 0; j < PANEL; j += LINE) __builtin_prefetch(next + l * PANEL + j);
         for (int i = 0; i < M; ++i) {
             Vec factor = all(x.data[i * x.row_stride + l * x.column_stride]);
             acc[i][0] = fma(factor, left, acc[i][0]);
@@ -94,14 +100,14 @@ void tile(Matrix x, const float* panel, int64_t k, float* out, int64_t out_strid
 }
 
 template <int M>
-void tile_of(int rows, Matrix x, const float* panel, int64_t k, float* out, int64_t out_stride, int columns,
-             bool is_first) {
+void tile_of(int rows, Matrix x, const float* panel, const float* next, int64_t k, float* out, int64_t out_stride,
+             int columns, bool is_first) {
     if constexpr (M == 1) {
-        tile<1>(x, panel, k, out, out_stride, columns, is_first);
+        tile<1>(x, panel, next, k, out, out_stride, columns, is_first);
     } else if (rows == M) {
-        tile<M>(x, panel, k, out, out_stride, columns, is_first);
+        tile<M>(x, panel, next, k, out, out_stride, columns, is_first);
     } else {
-        tile_of<M - 1>(rows, x, panel, k, out, out_stride, columns, is_first);
+        tile_of<M - 1>(rows, x, panel, next, k, out, out_stride, columns, is_first);
     }
 }
 
@@ -112,8 +118,20 @@ inline void pack_rows(const float* x, int64_t column_stride, int64_t count, int6
     for (int64_t l = 0; l < k; ++l) store(packed + l * count, load(x + l * column_stride, int(count)));
 }
 
+// Packed panels of a weight, of which a product may use some rows alone.
+struct Panels {
+    const float* data;
+    int64_t k;  // rows of a panel
+    const float* at(int64_t panel, int64_t row) const { return data + (panel * k + row) * PANEL; }
+};
+
+inline Matrix rows_from(Matrix x, int64_t row) { return {x.data + row * x.row_stride, x.row_stride, x.column_stride}; }
+inline Matrix columns_from(Matrix x, int64_t column) {
+    return {x.data + column * x.column_stride, x.row_stride, x.column_stride};
+}
+
 // Rows [0, m) of some panels of out; `adds`: to what out holds.
-inline void gemm_panels(Matrix x, int64_t m, int64_t k, const float* packed, int64_t n, int64_t first_panel,
+inline void gemm_panels(Matrix x, int64_t m, int64_t k, Panels packed, int64_t n, int64_t first_panel,
                         int64_t last_panel, float* out, int64_t out_stride, const float* bias, bool adds) {
     static thread_local std::vector<float> packed_rows;
     // Processors with AVX2 alone have 32 KB of first-level cache, in which columns of x push each other out; those with
@@ -131,15 +149,18 @@ inline void gemm_panels(Matrix x, int64_t m, int64_t k, const float* packed, int
         for (int64_t p = first_panel; p < last_panel; ++p) {
             int columns = int(std::min<int64_t>(PANEL, n - p * PANEL));
             float* block = out + m0 * out_stride + p * PANEL;
-            for (int64_t k0 = 0; k0 < k; k0 += K_BLOCK)
+            for (int64_t k0 = 0; k0 < k; k0 += K_BLOCK) {
+                const float *panel = packed.at(p, k0), *next = panel;
+                if (k0 + K_BLOCK < k) next = packed.at(p, k0 + K_BLOCK);
+                else if (p + 1 < last_panel) next = packed.at(p + 1, 0);
                 for (int64_t t = 0; t < tiles; ++t) {
                     int64_t start = start_of(t), count = start_of(t + 1) - start;
-                    Matrix left{x.data + (m0 + start) * x.row_stride + k0 * x.column_stride, x.row_stride,
-                                x.column_stride};
+                    Matrix left = columns_from(rows_from(x, m0 + start), k0);
                     if (is_copied) left = {packed_rows.data() + start * k + k0 * count, 1, count};
-                    tile_of<ROWS>(int(count), left, packed + (p * k + k0) * PANEL, std::min(K_BLOCK, k - k0),
+                    tile_of<ROWS>(int(count), left, panel, t + 1 < tiles ? panel : next, std::min(K_BLOCK, k - k0),
                                   block + start * out_stride, out_stride, columns, k0 == 0 && !adds);
                 }
+            }
             if (bias)
                 for (int64_t i = 0; i < rows; ++i)
                     for (int j = 0; j < columns; ++j) block[i * out_stride + j] += bias[p * PANEL + j];
@@ -158,16 +179,15 @@ void gemm_shares(int64_t m, int64_t k, int64_t n, const F& f) {
     }
 }
 
-inline Matrix rows_from(Matrix x, int64_t row) { return {x.data + row * x.row_stride, x.row_stride, x.column_stride}; }
-inline Matrix columns_from(Matrix x, int64_t column) {
-    return {x.data + column * x.column_stride, x.row_stride, x.column_stride};
-}
-
 inline void gemm(Matrix x, int64_t m, int64_t k, const float* packed, int64_t n, float* out, int64_t out_stride,
                  const float* bias = nullptr) {
     gemm_shares(m, k, n, [&](int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
-        gemm_panels(rows_from(x, first), last - first, k, packed, n, first_panel, last_panel,
-                    out + first * out_stride, out_stride, bias, false);
+        for (int64_t k0 = 0; k0 < std::max<int64_t>(k, 1); k0 += PACKED_K) {
+            int64_t depth = std::min(PACKED_K, k - k0);
+            gemm_panels(columns_from(rows_from(x, first), k0), last - first, depth, {packed + k0 * PANEL, k}, n,
+                        first_panel, last_panel, out + first * out_stride, out_stride, k0 + depth == k ? bias : nullptr,
+                        k0 > 0);
+        }
     });
 }
 
@@ -186,8 +206,8 @@ inline void gemm_unpacked(Matrix x, int64_t m, int64_t k, Matrix weight, int64_t
                 for (int64_t p = 0; p < panels; ++p)
                     pack_panel(rows_from(part, p * PANEL), std::min<int64_t>(PANEL, columns - p * PANEL), depth,
                                packed.data() + p * depth * PANEL);
-                gemm_panels(columns_from(rows_from(x, first), k0), last - first, depth, packed.data(), columns, 0,
-                            panels, out + first * out_stride + p0 * PANEL, out_stride,
+                gemm_panels(columns_from(rows_from(x, first), k0), last - first, depth, {packed.data(), depth},
+                            columns, 0, panels, out + first * out_stride + p0 * PANEL, out_stride,
                             bias && k0 + depth == k ? bias + p0 * PANEL : nullptr, adds || k0 > 0);
             }
         }
