@@ -15,6 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from megarl import stop_signals
+from megarl.cluster import numa
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,7 +32,7 @@ class Child:
             environment: its variables, without PYTHONPATH; None: those of this process.
         """
         self.connection, theirs = Pipe()
-        with theirs, stop_signals.blocked():
+        with theirs, stop_signals.blocked(), numa.unbound():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
                 stdout=2, pass_fds=[theirs.fileno()], start_new_session=True,

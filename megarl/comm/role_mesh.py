@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.cluster import interfaces, rendezvous
+from megarl.cluster import interfaces, numa, rendezvous
 from megarl.flags.role_flags import ROLES
 from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
@@ -148,7 +148,9 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
         return
     if device.has_cuda():
         # Slurm may show each task only its own device.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+        numa.bind_to_device(index)  # before the context and all host memory
+        torch.cuda.set_device(index)
     store = dist.HashStore()
     rank, size = 0, 1
     if "RANK" in os.environ:
