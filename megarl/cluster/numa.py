@@ -26,7 +26,7 @@ def bind_to_device(index: int):
     global _unbound
     import torch
 
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # also a torch whose devices have no address
         folder = SYS / "devices/system/node"
         nodes = {path.parent.name: _cores(path.read_text()) for path in folder.glob("node[0-9]*/cpulist")}
         node, before = _node(index), os.sched_getaffinity(0)
