@@ -24,7 +24,7 @@ AXES = {
                "--group-filter correct --dynamic-sampling --over-sampling 2"],
     "correction": ["--rollout-correction tis", "--rollout-correction mis --rollout-correction-level sequence",
                    "--rollout-correction icepop --rollout-correction-floor 0.5"],
-    "overlap": ["--generation-lag 1 --rollout-correction tis", "--generation-lag 3 --rollout-correction icepop",
+    "overlap": ["--generation-lag 1 --rollout-correction tis", "--generation-lag 3 --rollout-correction mis",
                 "--partial-rollouts --over-sampling 2 --rollout-correction tis"],
     "experts": [f"{EXPERTS} {flags}" for flags in (
         "", "--moe-z-loss-coeff 0.1", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
