@@ -43,13 +43,14 @@ def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
         head_rows,
         rotate_and_store,
+        rotate_heads,
         row_sampling,
         segment_attention,
         swiglu_rows,
     )
     from tests.helpers import reference_kernels
 
-    for name in ("paged_decode", "sample_rows", "head_sums"):
+    for name in ("paged_decode", "sample_rows", "head_sums", "rotate_heads"):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
     for name in ("rotate_and_store", "head_gradient"):
         _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")

@@ -1,7 +1,7 @@
 """`python -m tests.helpers.compiled_kernels sizes|orders|fused`: kernels compiled for an H100 without one; as JSON.
 
 sizes: bytes of code and of shared memory of each. orders: in which order kernels of rollout and training add.
-fused: products and sums of 16 bits without a rounding between them.
+fused: products and sums of 16 bits without a rounding between them, or of 32 where a kernel forbids it.
 """
 
 import json
@@ -17,6 +17,7 @@ from megarl.mcore.kernels.cuda import (
     fixed_tiles,
     head_rows,
     rotate_and_store,
+    rotate_heads,
     row_norm,
     row_sampling,
     segment_attention,
@@ -74,6 +75,16 @@ cases += [
 ]
 cases += [(row_norm._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
 cases += [(rotate_and_store._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
+TURNED = dict.fromkeys(("query", "key", "query_out", "key_out", "cosines", "sines"), "*bf16")
+TURNED |= dict.fromkeys(("query_heads", "key_heads", "query_token", "query_head", "key_token", "key_head"), "i32")
+cases += [
+    (
+        rotate_heads._rotate_heads,
+        {name: kind.replace("bf16", dtype) for name, kind in TURNED.items()},
+        dict(HEAD_TILE=rotate_heads.HEAD_TILE, CHANNELS=128, CHANNEL_TILE=128, ROTATED=64, IS_BACKWARD=flag),
+    )
+    for dtype, flag in (("bf16", False), ("bf16", True), ("fp32", True))
+]
 HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i32"}
 cases += [
     (kernel, HALVES, dict(TILE=swiglu_rows.TILE)) for kernel in (swiglu_rows._swiglu, swiglu_rows._swiglu_backward)
@@ -81,6 +92,7 @@ cases += [
 OPTIONS = {
     matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
     rotate_and_store._rotate_and_store: rotate_and_store.OPTIONS,
+    rotate_heads._rotate_heads: rotate_and_store.OPTIONS,
 }
 HEAD_ROWS = dict.fromkeys(("logits", "temperatures", "sums", "statistics", "grads"), "*fp32")
 HEAD_ROWS |= {"targets": "*i64", "out": "*bf16", "row_stride": "i64", "out_stride": "i64", "temperature": "fp32"}
@@ -155,8 +167,13 @@ def sums() -> list:
 
 
 def fused() -> list:
-    """[kernel, instructions that multiply and add numbers of 16 bits with one rounding] of each kernel."""
-    return [[case[0].__name__, re.findall(r"\bfma\.rn\.b?f16\S*", compiled(*case).asm["ptx"])] for case in cases]
+    """[kernel, instructions that multiply and add with one rounding] of each kernel: of numbers of 16 bits, and of 32
+    where a kernel forbids it."""
+    return [[case[0].__name__, re.findall(_fused(case[0]), compiled(*case).asm["ptx"])] for case in cases]
+
+
+def _fused(kernel) -> str:
+    return r"\bfma\.rn\.b?f16\S*" if OPTIONS.get(kernel, {}).get("enable_fp_fusion", True) else r"\bfma\.\S*"
 
 
 if __name__ == "__main__":

@@ -79,6 +79,16 @@ def rotate_and_store(heads, cosines, sines, cache, slots):
     cache.index_copy_(0, slots, heads[:, :, -2:])
 
 
+def rotate_heads(query, key, cosines, sines, is_backward):
+    """As that of `kernels.cuda.rotate_heads`, in single operators."""
+    from megarl.mcore.model.decoder_layer import Rotation
+
+    rotated = query.contiguous().clone(), key.contiguous().clone()
+    for heads in rotated:
+        Rotation(cosines, -sines if is_backward else sines).apply_(heads)
+    return list(rotated)
+
+
 def use_them():
     """Makes the backend, the sampler and the layers compute with them, in this process."""
     from megarl.mcore.config import megatron_flags

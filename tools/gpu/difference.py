@@ -21,6 +21,7 @@ DTYPE, SIZES = "bf16", (48, 20, 16)  # as in `gap`
 SAME_KERNEL = {"megarl::paged_decode": "attention", "megarl::packed_attention": "attention"}
 SKIPPED = {
     "megarl::rotate_and_store",
+    "megarl::rotate_heads",
     "megarl::sample_rows",
     "megarl::row_logprobs",
 }  # of the rollout or training alone

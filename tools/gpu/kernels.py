@@ -100,6 +100,22 @@ def swiglu() -> bool:
     return max(errors) < BOUNDS[torch.bfloat16]
 
 
+def rotation() -> bool:
+    """Rotation of training, forward and backward: the bits of single operators."""
+    from megarl.mcore.kernels.cuda.rotate_heads import rotate_heads
+
+    is_equal = True
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        query, key, angles = drawn(300, 16, 128, dtype=dtype), drawn(300, 8, 128, dtype=dtype), drawn(300, 1, 64)
+        tables = [torch.cat([x, x], -1).to(dtype) for x in (angles.cos(), angles.sin())]
+        for is_backward in (False, True):
+            found = rotate_heads(query, key, *tables, is_backward)
+            expected = reference_kernels.rotate_heads(query, key, *tables, is_backward)
+            is_equal &= all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    report(kernel="rotate_heads", is_equal=is_equal)
+    return is_equal
+
+
 def experts() -> bool:
     """Grouped products of experts against one after another."""
     from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
@@ -125,4 +141,4 @@ def experts() -> bool:
 
 
 if __name__ == "__main__":
-    run_all({check.__name__: check for check in (paged_decode, varlen, sampling, swiglu, experts)})
+    run_all({check.__name__: check for check in (paged_decode, varlen, sampling, swiglu, rotation, experts)})

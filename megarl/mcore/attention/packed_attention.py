@@ -28,11 +28,16 @@ class PackedAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.backend = backends.load(config)
         self.kind = kind_of_layer(config, layer_number)  # of plans for layers with or without a window
+        self.skips_rope = bool(config.no_rope_freq and config.no_rope_freq[layer_number - 1])
         self.tp_group = pg_collection.tp  # else checkpointing reads the group from Megatron's global state
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_):
         """query [T, H, D], key, value [T, G, D] of this rank -> [T, H·D]; `packed_seq_params` is a `PackedLayout`."""
         layout = packed_seq_params
+        if layout.rotations is not None and not self.skips_rope:
+            from megarl.mcore.kernels.cuda.rotate_heads import rotated_heads  # needs Triton
+
+            query, key = rotated_heads(query, key, *layout.rotations[self.kind])
         if layout.order is not None:
             key_value = gather_for_attention(torch.cat([key, value], dim=1), layout.order, layout.cp_group)
             key, value = key_value.chunk(2, dim=1)

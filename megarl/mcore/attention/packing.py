@@ -11,7 +11,7 @@ waits for the device.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,9 @@ class PackedLayout(PackedSeqParams):
     tokens: int = 0  # in the stream, without padding
     padding: int = 0  # tokens after them, one more sequence whose results are dropped
     routing: Routing | None = None  # of the micro-batch, if the model has experts
+    # Of this rank's tokens, by kind of layer: each `Rotation`'s cosines and sines [T/c, 1, r]. The model sets it if the
+    # core attention rotates queries and keys.
+    rotations: tuple | None = field(default=None, init=False)
 
 
 class ScoredTokens(NamedTuple):

@@ -18,7 +18,6 @@ from megarl.mcore.attention.prefill_dedup import PrefillDedup, deduplicate_prefi
 from megarl.mcore.attention.windows import window_of
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.model import rotary
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
 
 if TYPE_CHECKING:
@@ -153,12 +152,8 @@ class PagedContext(DynamicInferenceContext):
             return None
         # Computed once for all positions: Megatron makes frequencies of other lengths, and forgets the old ones.
         if self._frequencies is None or len(frequencies) > len(self._frequencies):
-            config, dtype = self._model_config, self.params_dtype
             self._frequencies = frequencies
-            self._rotations = [
-                Rotation.of(rotary.of_kind(frequencies, config, kind), dtype, rotary.concentration(config, kind))
-                for kind in rotary.kinds(config)
-            ]
+            self._rotations = Rotation.by_kind(frequencies, self._model_config, self.params_dtype)
         rotations = [rotation.at(positions) for rotation in self._rotations]
         return rotations[0], rotations[-1]
 

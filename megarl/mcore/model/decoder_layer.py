@@ -25,7 +25,8 @@ from megarl.mcore.moe.layer import MixtureLayer
 
 
 class Rotation(NamedTuple):
-    """Rotary cosines and sines by position, [P, 1, 1, r] for the first r channels of a head (2104.09864 §3.4.2)."""
+    """Rotary cosines and sines of the first r channels of a head (2104.09864 §3.4.2), by position [P, 1, 1, r], or by
+    token of a micro-batch [T, 1, r]."""
 
     cosines: Tensor
     sines: Tensor  # negated in the first half, which multiplies the second half's channels
@@ -36,6 +37,14 @@ class Rotation(NamedTuple):
         sines = frequencies.sin() * factor
         sines[..., : sines.shape[-1] // 2].neg_()
         return cls((frequencies.cos() * factor).to(dtype), sines.to(dtype))
+
+    @classmethod
+    def by_kind(cls, frequencies: Tensor, config, dtype: torch.dtype) -> "list[Rotation]":
+        """Builds one from the frequencies of all layers, or two if layers with a window have another."""
+        return [
+            cls.of(rotary.of_kind(frequencies, config, kind), dtype, rotary.concentration(config, kind))
+            for kind in rotary.kinds(config)
+        ]
 
     def at(self, positions: Tensor) -> "Rotation":
         """Returns the rotation of positions [T]."""

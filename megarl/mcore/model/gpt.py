@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import MLATransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import transformer_config
 from megarl.mcore.config.model_flags import ROTARY
+from megarl.mcore.model.decoder_layer import Rotation
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.native_decode import run_decode_layers
@@ -47,7 +49,13 @@ class ModelChunk(GPTModel):
         if packed_seq_params is None or frequencies is None:
             return outputs
         # [longest, 1, 1, D] by position -> [T, 1, D] by token, which broadcasts to queries [T, H, D].
-        return (embedded, frequencies[packed_seq_params.positions, 0], *rest)
+        frequencies = frequencies[packed_seq_params.positions, 0]
+        if frequencies.is_cuda and not isinstance(self.config, MLATransformerConfig):
+            # Megatron's attention then rotates nothing: the core attention does, by one kernel.
+            rotations = Rotation.by_kind(frequencies, self.config, self.config.params_dtype)
+            packed_seq_params.rotations = rotations[0], rotations[-1]
+            frequencies = None
+        return (embedded, frequencies, *rest)
 
     def tie_embeddings_and_output_weights_state_dict(self, state, output_key, embedding_key, metadata):
         """Adds the last stage's copy of the embedding to a checkpoint; Megatron's version needs process-wide groups."""

@@ -15,6 +15,24 @@ OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
+def rotate(
+    heads, cosines, sines, channel, is_read, is_rotated, ROTATED: tl.constexpr, IS_BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Values at `heads + channel`, of which `is_rotated` are turned by a token's tables, or back."""
+    own = tl.load(heads + channel, mask=is_read, other=0.0)
+    kind = own.dtype
+    other = tl.where(channel < ROTATED // 2, channel + ROTATED // 2, channel - ROTATED // 2)
+    partner = tl.load(heads + other, mask=is_rotated, other=0.0)
+    cosine = tl.load(cosines + channel, mask=channel < ROTATED, other=1.0)
+    sine = tl.load(sines + channel, mask=channel < ROTATED, other=0.0)
+    if IS_BACKWARD:
+        sine = -sine
+    first = (own.to(tl.float32) * cosine.to(tl.float32)).to(kind).to(tl.float32)
+    second = (partner.to(tl.float32) * sine.to(tl.float32)).to(kind).to(tl.float32)
+    return tl.where(is_rotated, (first + second).to(kind), own)
+
+
+@triton.jit
 def _rotate_and_store(
     heads, cosines, sines, cache, slots, token_stride, group_stride,
     QUERIES: tl.constexpr, HEAD_TILE: tl.constexpr, CHANNELS: tl.constexpr, CHANNEL_TILE: tl.constexpr,
@@ -25,17 +43,11 @@ def _rotate_and_store(
     head, channel = tl.arange(0, HEAD_TILE)[:, None], tl.arange(0, CHANNEL_TILE)[None, :]
     is_read = (head < QUERIES + 2) & (channel < CHANNELS)
     place = heads + token.to(tl.int64) * token_stride + group * group_stride + head * CHANNELS
-    own = tl.load(place + channel, mask=is_read, other=0.0)
-    kind = own.dtype
     if ROTATED > 0:
-        is_rotated = is_read & (head <= QUERIES) & (channel < ROTATED)
-        other = tl.where(channel < ROTATED // 2, channel + ROTATED // 2, channel - ROTATED // 2)
-        partner = tl.load(place + other, mask=is_rotated, other=0.0)
-        cosine = tl.load(cosines + token * ROTATED + channel, mask=channel < ROTATED, other=1.0)
-        sine = tl.load(sines + token * ROTATED + channel, mask=channel < ROTATED, other=0.0)
-        first = (own.to(tl.float32) * cosine.to(tl.float32)).to(kind).to(tl.float32)
-        second = (partner.to(tl.float32) * sine.to(tl.float32)).to(kind).to(tl.float32)
-        own = tl.where(is_rotated, (first + second).to(kind), own)
+        tables, is_rotated = token * ROTATED, is_read & (head <= QUERIES) & (channel < ROTATED)
+        own = rotate(place, cosines + tables, sines + tables, channel, is_read, is_rotated, ROTATED, False)
+    else:
+        own = tl.load(place + channel, mask=is_read, other=0.0)
     tl.store(place + channel, own, mask=is_read & (head < QUERIES))
     slot = tl.load(slots + token)
     target = cache + (slot * tl.num_programs(1) + group) * 2 * CHANNELS + (head - QUERIES) * CHANNELS
