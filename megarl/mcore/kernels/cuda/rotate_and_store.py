@@ -23,12 +23,12 @@ def rotate(
     kind = own.dtype
     other = tl.where(channel < ROTATED // 2, channel + ROTATED // 2, channel - ROTATED // 2)
     partner = tl.load(heads + other, mask=is_rotated, other=0.0)
-    cosine = tl.load(cosines + channel, mask=channel < ROTATED, other=1.0)
-    sine = tl.load(sines + channel, mask=channel < ROTATED, other=0.0)
+    cosine = tl.load(cosines + channel, mask=channel < ROTATED, other=1.0).to(tl.float32)
+    sine = tl.load(sines + channel, mask=channel < ROTATED, other=0.0).to(tl.float32)
     if IS_BACKWARD:
         sine = -sine
-    first = (own.to(tl.float32) * cosine.to(tl.float32)).to(kind).to(tl.float32)
-    second = (partner.to(tl.float32) * sine.to(tl.float32)).to(kind).to(tl.float32)
+    first = (own.to(tl.float32) * cosine).to(kind).to(tl.float32)
+    second = (partner.to(tl.float32) * sine).to(kind).to(tl.float32)
     return tl.where(is_rotated, (first + second).to(kind), own)
 
 
