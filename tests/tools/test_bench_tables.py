@@ -133,7 +133,8 @@ def test_generation_ahead_is_compared_with_its_model(monkeypatch):
 
     def run(flags, save):
         assert "data" in flags and (generation_lag.TOGETHER in " ".join(flags)) == (save.name == "together")
-        return [{"time/rollout/rollout_s": 1.0, "time/step_s": times[save.name]} for _ in range(8)]
+        row = {"time/rollout/rollout_s": 1.0, "perf/tokens": 30.0, "perf/tokens_per_s": 30 / times[save.name]}
+        return [row] * 8
 
     monkeypatch.setattr(generation_lag, "run", run)
     monkeypatch.setattr(generation_lag, "write_prompts", lambda folder, steps, spread: ["data"])

@@ -84,6 +84,11 @@ def run(flags: list[str], save: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
 
+def seconds_of(row: dict[str, float]) -> float:
+    """Seconds between the ends of a step and of the one before on the rank that trains."""
+    return row["perf/tokens"] / row["perf/tokens_per_s"]
+
+
 def predicted(g: list[float], t: list[float], lag: int) -> list[float]:
     """Seconds of each step by the model."""
     generated, trained = [0.0], [0.0]
@@ -103,11 +108,11 @@ def measure(args: argparse.Namespace) -> dict:
                 for lag in args.lags}  # fmt: skip
         rows["together"] = run([*flags, *TOGETHER.split()], folder / "together")
     g = [row["time/rollout/rollout_s"] for row in rows["lag 0"]]
-    t = [row["time/step_s"] - generation for row, generation in zip(rows["lag 0"], g, strict=True)]
+    t = [seconds_of(row) - generation for row, generation in zip(rows["lag 0"], g, strict=True)]
     for side, of_steps in rows.items():
         model = predicted(g, t, int(side.split()[1])) if side != "together" else None
         sides[side] = {
-            "step_s": statistics.fmean(row["time/step_s"] for row in of_steps[WARM_UP:]),
+            "step_s": statistics.fmean(map(seconds_of, of_steps[WARM_UP:])),
             "predicted_s": model and statistics.fmean(model[WARM_UP:]),
             "staleness": of_steps[-1].get("rollout/staleness", 0),
         }
