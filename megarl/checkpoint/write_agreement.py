@@ -6,7 +6,6 @@ A collective in each step would make ranks meet that otherwise work at different
 from torch.distributed import distributed_c10d
 
 KEY = "megarl/checkpoint"
-KEPT = 64  # entries of the last steps; no rank is that many steps after another
 _COMPLETE, _WAIT = "complete", "wait"
 
 
@@ -22,6 +21,7 @@ class WriteAgreement:
         self._store = distributed_c10d._get_default_store()
         self._rank, self._size = rank, size
         self._written, self._has_written = f"{KEY}/written/{saved}", False
+        self._entries = [self._written]  # in the store
 
     def completes(self, step: int, is_written: bool) -> bool:
         """Whether the ranks complete the checkpoint at the end of a step. Every rank asks after every step, in order.
@@ -31,12 +31,11 @@ class WriteAgreement:
         if is_written and not self._has_written:
             self._store.add(self._written, 1)
             self._has_written = True
-        if self._rank == 0 and step > KEPT:
-            self._store.delete_key(f"{KEY}/{step - KEPT}")
+        self._entries.append(f"{KEY}/{step}")
         answer = _COMPLETE if self._store.add(self._written, 0) == self._size else _WAIT
-        return self._store.compare_set(f"{KEY}/{step}", "", answer).decode() == _COMPLETE
+        return self._store.compare_set(self._entries[-1], "", answer).decode() == _COMPLETE
 
     def close(self):
-        """Deletes the count of ranks, when the checkpoint is complete on all of them."""
-        if self._rank == 0:
-            self._store.delete_key(self._written)
+        """Deletes the entries, when all ranks have completed the checkpoint and so have asked for the last time."""
+        for entry in self._entries if self._rank == 0 else ():
+            self._store.delete_key(entry)
