@@ -17,13 +17,13 @@ class Announcements:
     def __init__(self, name: str, sender: int, receivers: Collection[int]):
         """`name`: unique in the program; `sender`, `receivers`: world ranks."""
         self._name, self._receivers = name, len(receivers)
-        self._is_sender = dist.get_rank() == sender
+        self.sends = dist.get_rank() == sender and len(receivers) > 0  # whether `send` does anything on this rank
         self._store = dist.distributed_c10d._get_default_store()
         self._count = 0  # messages that this rank has sent or taken
 
     def send(self, message: dict[str, Any]):
-        """Sends a message; other ranks than the sender return at once."""
-        if self._is_sender and self._receivers:
+        """Sends a message; other ranks than the sender return at once, and so does a sender without receivers."""
+        if self.sends:
             self._store.set(self._next_key(), json.dumps(message))
 
     def take(self) -> dict[str, Any]:

@@ -155,7 +155,8 @@ class RolloutBatcher:
                 lengths = load_balance.gather_lengths(role_groups, responses, count)
                 header = BatchHeader(lengths, dp_assignment_of(responses, count, role_groups))
         self.metrics = collector.metrics
-        self._announcements.send({"batch": header and header.encode()})
+        if self._announcements.sends:  # in large steps the header is long
+            self._announcements.send({"batch": header and header.encode()})
         return responses, header
 
     def _follow(self, step: int) -> BatchHeader | None:

@@ -53,7 +53,8 @@ class GroupCollector:
         """
         Args:
             prompt_tokens: tokens of each prompt in the set.
-            announcements: tell the other ranks the lines that a round has "drawn", and a "round" that is to be scored.
+            announcements: tell the other ranks the lines that a round has "drawn", if there is a reward model, and a
+                "round" that is to be scored.
             writer: keeps the responses of each step; None without `--save-rollouts`.
         """
         self.settings, self.role_groups = settings, mesh[ROLLOUT]
@@ -160,7 +161,8 @@ class GroupCollector:
     ) -> GenerationRound:
         """The `wanted` groups taken of those requested, with this rank's share of their responses."""
         samples = self.settings.samples_per_prompt
-        self._announcements.send({"drawn": [request.line for request in requests]})
+        if self.settings.reward_model is not None:  # whose ranks encode the prompts meanwhile
+            self._announcements.send({"drawn": [request.line for request in requests]})
         batch = self.rollout.generate(requests, samples, step, wanted=wanted, prompt_set=self.prompts)
         requests, batch = self._take_earliest(requests, batch, step, statistics, wanted)
         greedy = None
