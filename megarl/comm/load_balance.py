@@ -9,10 +9,9 @@ import heapq
 import torch
 from torch import Tensor
 
-from megarl.batch import Batch, round_robin
+from megarl.batch import round_robin
 from megarl.comm.microbatches import sequence_flops
-from megarl.comm.role_mesh import RoleGroups, RoleMesh
-from megarl.mcore import device
+from megarl.comm.role_mesh import RoleMesh
 
 
 def round_robin_assignment(mesh: RoleMesh, count: int, samples_per_prompt: int) -> dict[str, Tensor]:
@@ -65,17 +64,10 @@ def balanced_assignment(
     """Assignment for every role: as generated for the rollout, balanced by FLOPs for the others.
 
     Args:
-        lengths: [N] tokens in each sequence, the same on every rank (`gather_lengths`).
+        lengths: [N] tokens in each sequence, the same on every rank.
         generated_on: [N] dp rank of the rollout that generated each sequence.
         group: as in `balance_by_flops`.
     """
     replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
     balanced = {n: balance_by_flops(lengths, minibatches, n, hidden, group) for n in set(replicas.values())}
     return {name: balanced[n] for name, n in replicas.items()} | {"rollout": generated_on}
-
-
-def gather_lengths(role_groups: RoleGroups, batch: Batch, count: int) -> Tensor:
-    """[N] int64 lengths of all `count` sequences; `batch`: this rank's share of them. A collective of the role."""
-    lengths = torch.zeros(count, dtype=torch.int64, device=device.device())
-    lengths[batch.sequence_ids] = batch.lengths
-    return role_groups.dp_all_reduce(lengths).cpu()

@@ -79,6 +79,15 @@ class RoleGroups:
         dist.all_reduce(values, group=self.pg_collection.dp)
         return values
 
+    def gather_rows(self, rows: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
+        """[count, …] int64 on the host: the `values` of all replicas, each at its own `rows`; 0 at others.
+
+        Called on all ranks of each replica, with the same values.
+        """
+        table = torch.zeros(count, *values.shape[1:], dtype=torch.int64, device=device.device())
+        table[rows.to(table.device)] = values.to(table)
+        return self.dp_all_reduce(table).cpu()
+
     def broadcast(self, values: torch.Tensor) -> torch.Tensor:
         """Copies the leader's tensor to all ranks of its replica, in place."""
         if len(self.replica) > 1:

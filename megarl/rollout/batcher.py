@@ -152,7 +152,7 @@ class RolloutBatcher:
         if found := collector.collect(step):
             responses, count = found
             with self.timers.phase(role_groups.model_role, "exchange"):
-                lengths = load_balance.gather_lengths(role_groups, responses, count)
+                lengths = role_groups.gather_rows(responses.sequence_ids, responses.lengths, count)
                 header = BatchHeader(lengths, dp_assignment_of(responses, count, role_groups))
         self.metrics = collector.metrics
         if self._announcements.sends:  # in large steps the header is long

@@ -18,7 +18,6 @@ from megarl.batch import GENERATED_FIELDS, Batch, concatenate, empty_batch, expa
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
-from megarl.mcore import device
 from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
 from megarl.rollout.requests import PartialResponse, PromptRequest
@@ -136,12 +135,11 @@ class PartialRolloutBuffer:
         role_groups, names = self.mesh[ROLLOUT], [*GENERATED_FIELDS, VERSIONS]
         kept = Batch(**{name: getattr(batch, name).cpu() for name in names})
         kept = _select(kept, is_kept.repeat_interleave(self.samples))
-        known = torch.zeros(len(requests) * self.samples, 4, dtype=torch.int64, device=device.device())
+        ids, own = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
         if kept is not None:
-            own = torch.cat([_known(kept), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
-            known[kept.sequence_ids.to(known.device)] = own.to(known.device)
-        role_groups.dp_all_reduce(known)
-        groups = _carried_groups(requests, known.cpu().view(len(requests), self.samples, 4), step)
+            ids, own = kept.sequence_ids, torch.cat([_known(kept), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
+        known = role_groups.gather_rows(ids, own, len(requests) * self.samples)
+        groups = _carried_groups(requests, known.view(len(requests), self.samples, 4), step)
         self._responses = _joined(kept, self._responses, len(known))
         self._groups = groups + self._groups
 

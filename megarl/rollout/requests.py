@@ -163,8 +163,7 @@ def completions_to_batch(
 def dp_assignment_of(batch: Batch | None, count: int, role_groups: RoleGroups) -> Tensor:
     """[count] int64: dp rank that generated each sequence, on the rollout's ranks; zeros elsewhere, where nothing
     depends on it. `batch`: this rank's share. A collective of the rollout."""
-    dp_assignment = torch.zeros(count, dtype=torch.int64, device=device.device())
-    if batch is not None and len(role_groups.replicas) > 1:
-        dp_assignment[batch.sequence_ids] = role_groups.dp_rank
-        role_groups.dp_all_reduce(dp_assignment)
-    return dp_assignment.cpu()
+    if batch is None or len(role_groups.replicas) == 1:
+        return torch.zeros(count, dtype=torch.int64)
+    dp_ranks = torch.full_like(batch.sequence_ids, role_groups.dp_rank)
+    return role_groups.gather_rows(batch.sequence_ids, dp_ranks, count)

@@ -294,12 +294,11 @@ class Rollout:
         Finished groups rank by the new tokens of their longest response, then by number. `batch`: this rank's share. A
         collective of the role.
         """
-        new_tokens = torch.zeros(len(prompts) * samples, dtype=torch.int64, device=device.device())
         remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
         lengths = batch.response_lengths
-        is_finished = batch.finished | (lengths == new_tokens.new_tensor(remaining)[batch.sequence_ids])
-        new_tokens[batch.sequence_ids] = lengths.masked_fill(~is_finished, UNFINISHED)
-        self.role_groups.dp_all_reduce(new_tokens)
-        longest = new_tokens.view(-1, samples).amax(1).cpu()
+        is_finished = batch.finished | (lengths == lengths.new_tensor(remaining)[batch.sequence_ids])
+        own = lengths.masked_fill(~is_finished, UNFINISHED)
+        new_tokens = self.role_groups.gather_rows(batch.sequence_ids, own, len(remaining))
+        longest = new_tokens.view(-1, samples).amax(1)
         groups = shortest_groups(longest, wanted)
         return groups, int(longest[groups].max())
