@@ -1,5 +1,6 @@
 """tools/curves.py: reading runs, table and picture from small run folders, what is run again, and one real run."""
 
+import argparse
 import json
 import os
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.observe.report_settings import read_settings
 from tests.helpers.programs import SHAPE, inputs
 from tests.helpers.tools import load_tool
 
@@ -24,33 +26,68 @@ def write_run(folder: Path, accuracies: dict[int, float], steps: int, tokens: in
     return folder
 
 
-def curve(recipe: str, seed: int, *accuracy: float):
+def curve(recipe: str, seed: int, *accuracy: float, **metrics: float):
     """A curve with an evaluation every ten steps."""
     steps = list(range(0, 10 * len(accuracy), 10))
-    return curves.Curve(recipe, seed, steps, list(accuracy), [100 * step for step in steps])
+    return curves.Curve(recipe, seed, steps, list(accuracy), [100 * step for step in steps], metrics)
 
 
 SOME = [curve("ppo", 2, 0.4, 0.5, 0.7), curve("grpo", 1, 0.4, 0.6, 0.56), curve("ppo", 1, 0.4, 0.55, 0.62)]
 
 
 def test_a_curve_is_read_from_a_run(tmp_path):
-    found = curves.read_curve(write_run(tmp_path / "run", {0: 0.25, 2: 0.5, 5: 0.75}, steps=5), "ppo", 3)
-    assert found == ("ppo", 3, [0, 2, 5], [0.25, 0.5, 0.75], [0, 20, 50])
-    assert found.gain == 50
+    found = curves.read_curve(
+        write_run(tmp_path / "run", {0: 0.25, 2: 0.5, 5: 0.75}, steps=5), "ppo", 3, ["rollout/tokens", "kl"]
+    )
+    assert found == ("ppo", 3, [0, 2, 5], [0.25, 0.5, 0.75], [0, 20, 50], {"rollout/tokens": 10})
+    assert (found.gain, found.mean) == (50, 62.5)
 
 
 def test_a_run_without_two_evaluations_is_rejected(tmp_path):
     with pytest.raises(curves.UsageError, match="has 1 evaluations"):
-        curves.read_curve(write_run(tmp_path / "run", {0: 0.25}, steps=5), "ppo", 3)
+        curves.read_curve(write_run(tmp_path / "run", {0: 0.25}, steps=5), "ppo", 3, [])
 
 
 def test_the_table_has_a_row_a_recipe_and_a_column_a_seed():
     assert curves.table(SOME).splitlines() == [
-        "| algorithm | seed 1 | seed 2 | smallest gain |",
+        "| run | seed 1 | seed 2 | smallest gain |",
         "| --- | --- | --- | --- |",
         "| ppo | 40.0 → 62.0 (+22.0) | 40.0 → 70.0 (+30.0) | +22.0 |",
         "| grpo | 40.0 → 56.0 (+16.0) |  | +16.0 |",
     ]
+
+
+LAGS = [
+    curve("lag 0", 1, 0.4, 0.6, 0.8, kl=0.0), curve("lag 0", 2, 0.4, 0.5, 0.6, kl=0.0),
+    curve("tis/lag 2", 1, 0.4, 0.5, 0.8, kl=0.1), curve("tis/lag 2", 2, 0.4, 0.5, 0.8, kl=0.3),
+    curve("none/lag 2", 2, 0.4, 0.4, 0.5),
+]  # fmt: skip
+
+
+def test_variants_are_compared_with_the_first_seed_by_seed():
+    assert curves.paired_table(LAGS).splitlines() == [
+        "| run | mean accuracy over the run | difference to lag 0 | kl |",
+        "| --- | --- | --- | --- |",
+        "| lag 0 | 62.5 % |  | 0 |",
+        "| tis/lag 2 | 65.0 % | +2.5 (-5.0 to +10.0) | 0.2 |",
+        "| none/lag 2 | 45.0 % | -10.0 (-10.0 to -10.0) |  |",
+    ]
+
+
+def test_a_group_of_variants_has_a_panel(monkeypatch):
+    from matplotlib.axes import Axes
+
+    plot, means = Axes.plot, []
+
+    def plot_and_note(axes, x, y, **style):
+        means.extend([(axes, style["label"], style["color"])] if "label" in style else [])
+        return plot(axes, x, y, **style)
+
+    monkeypatch.setattr(Axes, "plot", plot_and_note)
+    assert curves.draw(LAGS).startswith(b"\x89PNG")
+    assert [(axes.get_title(), *rest) for axes, *rest in means] == [
+        ("tis", "lag 0", "C0"), ("tis", "lag 2", "C1"), ("none", "lag 0", "C0"), ("none", "lag 2", "C1")
+    ]  # fmt: skip
 
 
 def test_the_picture_has_thin_seeds_and_their_thick_mean(monkeypatch):
@@ -73,7 +110,7 @@ def test_the_picture_has_thin_seeds_and_their_thick_mean(monkeypatch):
 
 @pytest.mark.parametrize("least, status", [(15, 0), (16.1, 1)])
 def test_a_small_gain_is_an_exit_status(least, status, tmp_path, capsys):
-    assert curves.report(SOME, tmp_path, least) == status
+    assert curves.report(SOME, tmp_path, argparse.Namespace(metrics=[], min_gain=least)) == status
     printed = capsys.readouterr()
     assert curves.table(SOME) in printed.out
     assert printed.err == (
@@ -86,6 +123,8 @@ def test_a_small_gain_is_an_exit_status(least, status, tmp_path, capsys):
 @pytest.mark.parametrize("flags, says", [
     ("", "--out"), ("--out o --recipes ppq", "invalid choice: 'ppq'"), ("--out o --jobs 0", "--jobs 0: must be at"),
     ("--out o --seeds 1 -1", "--seeds -1: must be"), ("--out o --steps 0", "--steps 0"), ("--out o --step 3", "--step"),
+    ("--out o --ranks 0", "--ranks 0: must be"), ("--out o --variants a", "a: allowed is NAME=FLAGS"),
+    ("--out o --variants a=", "--variants needs one recipe: add --recipes NAME"),
     ("--out o --config no.yaml", "--config no.yaml: no.yaml does not"),
     ("--out o --warm-start no", "no/data does not exist"),
     ("--out o --runs a", "a: allowed is NAME=DIR, the folder of a run with metrics.jsonl and settings.yaml"),
@@ -112,6 +151,8 @@ def test_runs_that_are_there_are_drawn(tmp_path, capsys):
         ("one", 4, [0.25, 0.75]), ("one", 2, [0.25, 0.5]), ("two", 2, [0.25, 0.9])
     ]  # fmt: skip
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"curves.png", "curves.json"}
+    assert curves.main(["--out", str(tmp_path / "out"), "--runs", *named, "--metrics", "rollout/tokens", "kl"]) == 2
+    assert capsys.readouterr().err == "curves: --metrics kl: no run has it in its second half\n"
 
 
 def test_complete_runs_are_not_repeated(tmp_path):
@@ -158,12 +199,17 @@ def test_a_real_run_and_a_second_call_that_only_draws(tmp_path, capfd):
     shape |= {"prompts-per-step": 4, "rollout-buffer-gb": 0.001, "rollout-max-requests": 8, "lr": 1e-3}
     config.write_text("".join(f"{key}: {value}\n" for key, value in shape.items()) + "eval-interval: 2\n")
     command = f"--out {out} --warm-start {start} --config {config} --recipes dr_grpo --seeds 4 --steps 3".split()
+    command += ["--variants", "low=--lr 1e-5", "--metrics", "actor/entropy"]
     assert curves.main([*command, "--min-gain", "-100"]) == 0
     assert "(complete before)" not in capfd.readouterr().out
     (found,) = json.loads((out / "curves.json").read_text())
-    assert (found["recipe"], found["seed"], found["steps"]) == ("dr_grpo", 4, [0, 2, 3])
+    assert (found["recipe"], found["seed"], found["steps"]) == ("low", 4, [0, 2, 3])
+    assert (
+        found["metrics"]["actor/entropy"] > 0
+        and read_settings(out / "low" / "seed4")["roles"]["actor"]["megatron"]["lr"] == 1e-5
+    )
     assert 0 == found["tokens"][0] < found["tokens"][1] < found["tokens"][2]
-    stamp = (out / "dr_grpo" / "seed4" / "metrics.jsonl").stat().st_mtime_ns
+    stamp = (out / "low" / "seed4" / "metrics.jsonl").stat().st_mtime_ns
     assert curves.main([*command, "--min-gain", "101"]) == 1
-    assert "dr_grpo seed 4" in (printed := capfd.readouterr()).out and "(complete before)" in printed.out
-    assert (out / "dr_grpo" / "seed4" / "metrics.jsonl").stat().st_mtime_ns == stamp
+    assert "low seed 4" in (printed := capfd.readouterr()).out and "(complete before)" in printed.out
+    assert (out / "low" / "seed4" / "metrics.jsonl").stat().st_mtime_ns == stamp
