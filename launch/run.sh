@@ -23,12 +23,12 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
-PROGRAMS="train_rl, train_sft, train_reward, evaluate, serve"
+PROGRAMS="train_rl, train_sft, train_reward, train_preference, evaluate, serve"
 [[ $# -gt 0 ]] || wrong "no program given; allowed: $PROGRAMS"
 PROGRAM=$1
 shift
 case $PROGRAM in
-    train_rl | train_sft | train_reward | evaluate | serve) ;;
+    train_rl | train_sft | train_reward | train_preference | evaluate | serve) ;;
     *) wrong "unknown program $PROGRAM; allowed: $PROGRAMS" ;;
 esac
 LAUNCHER=${LAUNCHER:-auto}

@@ -18,6 +18,7 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
 from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, parser, role_flags
+from megarl.flags.fields import DATA, SUPERVISED
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
@@ -197,7 +198,7 @@ def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
     own, absent = parser.own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
     from megarl.mcore.config import megatron_flags, supported_flags
 
-    others = (parser.own_flags(other) for other in ("rl", "sft", "reward", "evaluate"))
+    others = (parser.own_flags(other) for other in DATA.split())
     names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
     options = megatron_flags.destinations().items()
     names |= {option.removeprefix("--") for option, dest in options if dest in supported_flags.training()}
@@ -330,7 +331,7 @@ def _megatron_namespace(
         "draws_weights": hf_model is None,
         "exact_rollout": settings.exact_rollout and role in ("actor", "rollout"),
     }
-    extra = frozenset({"global_batch_size"}) if context.program in ("sft", "reward") else frozenset()
+    extra = frozenset({"global_batch_size"}) if context.program in SUPERVISED.split() else frozenset()
     if hf_model is None:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
     described, folder = hf_model.tokens(), f"{hf_model.folder.flag} {hf_model.folder.path}"
@@ -365,9 +366,8 @@ def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
     return {f.name: values.get(f"{role}-{f.name.replace('_', '-')}", getattr(settings, f.name)) for f in fields}
 
 
-def check_microbatches(config: RunConfig):
-    """UsageError unless each role's micro-batches hold its longest sequence, or a pair of them in train_reward."""
-    sequences = 2 if list(config.roles) == ["reward"] else 1
+def check_microbatches(config: RunConfig, sequences: int = 1):
+    """UsageError unless each role's micro-batches hold an example: its longest sequence, or a pair of them."""
     for role in config.with_models():
         cap, max_length = role.max_tokens_per_microbatch, role.megatron.seq_length
         if cap < sequences * max_length:

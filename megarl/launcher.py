@@ -31,7 +31,7 @@ from megarl.stop_signals import STOP_SIGNALS
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
 WRONG_FLAGS = 2  # exit status
-PROGRAMS = ("train_rl", "train_sft", "train_reward", "evaluate", "serve")
+PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve")
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")
@@ -91,14 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-restarts", type=int, default=0, help="start the ranks again after a failure, at most so often"
     )
-    parser.add_argument("program", help="train_rl, train_sft, train_reward, evaluate or serve")
+    parser.add_argument("program", help=", ".join(PROGRAMS))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the program")
     return parser
 
 
 def _ranks(options: argparse.Namespace) -> int:
     """Ranks on this node if no number is given."""
-    trains = options.program in ("train_rl", "train_sft", "train_reward")
+    trains = options.program.startswith("train_")
     if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS") or not can_fork():
         return 1
     from megarl.planning.ranks import ranks_for

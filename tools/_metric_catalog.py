@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
-    "role": "actor|critic|reward|reference|rollout|sft",
+    "role": "actor|critic|reward|reference|rollout|sft|preference",
     "phase": "[a-z_]+",
     "term": "[^/]+",  # of --reward; a plug-in's has a colon
     "task": ".+?",  # of a prompt's metadata: any text
@@ -36,8 +36,19 @@ class Metric(NamedTuple):
         return "".join(f"({PLACEHOLDERS[x]})" if i % 2 else re.escape(x) for i, x in enumerate(pieces))
 
 
-TRAINING = ("train_rl", "train_sft", "train_reward")
-LOSSES = ("train_sft", "train_reward")
+TRAINING = ("train_rl", "train_sft", "train_reward", "train_preference")
+LOSSES = ("train_sft", "train_reward", "train_preference")
+PREFERENCE = ("train_preference",)
+PAIR_METRICS = (
+    ("loss", "nats", "loss of --preference-loss, mean over pairs"),
+    ("accuracy", "fraction", "pairs whose chosen response has the higher implicit reward"),
+    ("margin", "reward", "mean difference of a pair's implicit rewards"),
+    ("chosen_reward", "reward", "mean implicit reward of the chosen responses: β · (log π − log π_ref), or what the"
+     " loss has in its place"),
+    ("rejected_reward", "reward", "the same of the rejected responses"),
+    ("chosen_logprob", "nats", "mean Σ log π over the tokens of a chosen response"),
+    ("rejected_logprob", "nats", "the same of the rejected responses"),
+)  # fmt: skip
 EVALUATED = ("train_rl", "evaluate")
 FP16 = "with --fp16"
 IN_TRAINING = "in training with --eval-prompts, every --eval-interval steps"
@@ -135,9 +146,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/learning_rate", "rate", "learning rate of the next update"),
         Metric("actor/updates", "updates", "updates of the step that changed the weights; 0 if no group passed the"
                " filter or nothing was left to train on; none during --critic-warmup-steps", "",
-               ("train_rl", "train_sft")),
+               ("train_rl", "train_sft", "train_preference")),
         Metric("actor/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite or an"
-               " alarm said skip", "", ("train_rl", "train_sft")),
+               " alarm said skip", "", ("train_rl", "train_sft", "train_preference")),
     ),
     "Critic": tuple(
         metric._replace(when="with a critic (--advantage gae)") for metric in (
@@ -195,8 +206,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "fp16": (
-        Metric("<role>/loss_scale", "factor", "loss scale of the next update; <role>: actor, critic, sft or reward",
-               FP16, TRAINING),
+        Metric("<role>/loss_scale", "factor", "loss scale of the next update; <role>: actor, critic, sft, reward or"
+               " preference", FP16, TRAINING),
         Metric("<role>/overflows", "updates", "updates without effect, because gradients overflowed; they lowered the"
                " scale and do not count as skipped", FP16, TRAINING),
     ),
@@ -217,6 +228,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/updates", "updates", "updates of the step that changed the weights", "", ("train_reward",)),
         Metric("reward/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite", "",
                ("train_reward",)),
+    ),
+    "Preferences": (
+        *(Metric(f"preference/{name}", unit, text, "", PREFERENCE) for name, unit, text in PAIR_METRICS),
+        Metric("preference/grad_norm", "norm", "gradient norm before clipping", "", PREFERENCE),
+        Metric("preference/learning_rate", "rate", "learning rate of the next update", "", PREFERENCE),
     ),
     "Evaluation": (
         Metric("eval/accuracy", "fraction", "held-out responses that are correct", IN_TRAINING, EVALUATED),
@@ -246,6 +262,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/margin", "score", "mean r_chosen − r_rejected of held-out pairs", "as eval/loss",
                ("train_reward",)),
         Metric("eval/mean", "score", "mean score of held-out texts", "as eval/loss", ("train_reward",)),
+        *(
+            Metric(f"eval/{name}", unit, f"preference/{name} of held-out pairs", "as eval/loss", PREFERENCE)
+            for name, unit, _ in PAIR_METRICS[1:]
+        ),
     ),
     "Weights": (
         Metric("weights/sync_bytes", "bytes", "bytes sent to the rollout's own model by all ranks; 0 where it shares"

@@ -25,7 +25,6 @@ from tools import _metric_catalog as metric_catalog  # noqa: E402
 
 DOCS = ROOT / "docs"
 MADE = "<!-- Made by tools/make_reference.py; do not edit. -->"
-PROGRAMS = {"rl": "train_rl", "sft": "train_sft", "reward": "train_reward", "evaluate": "evaluate", "serve": "serve"}
 KINDS: dict[object, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 FIRST = {"Settings": "Roles, data and tokenizers"}  # title of a class's fields before its first comment
 IN_TRAINING = {
@@ -47,8 +46,9 @@ FLAGS_HEAD = f"""{MADE}
 Every flag of every program: first megarl's own, then those of Megatron that it accepts. A key of a `--config` file is a
 flag without its dashes. `--help` of a program prints its own flags.
 
-* **Programs**: rl, sft and reward are `train_rl`, `train_sft` and `train_reward`. `python -m megarl.plan` takes the
-  flags of `train_rl`, and `--world-size`, `--ranks-per-node`, `--vocab-size` and `--json`.
+* **Programs**: rl, sft, reward and preference are `train_rl`, `train_sft`, `train_reward` and `train_preference`.
+  `python -m megarl.plan` takes the flags of `train_rl`, and `--world-size`, `--ranks-per-node`, `--vocab-size` and
+  `--json`.
 * **Roles**: where a flag may differ per role, the prefix names the role: `--critic-offload`. Every Megatron flag may
   have the prefix of any role (`--critic-lr`); that of the rollout is allowed for its parallel sizes.
 * **Without effect**: in such a run the flag is dropped with a warning.
@@ -157,7 +157,7 @@ def kind_text(flag: parser.Flag) -> str:
 def own_flags() -> dict[str, dict[str, parser.Flag]]:
     """Flag -> program -> the flag there, those with a role prefix left out."""
     found: dict[str, dict[str, parser.Flag]] = {}
-    for program in PROGRAMS:
+    for program in parser.MODULES:
         for name, flag in parser.own_flags(program).items():
             if name == flag.common:
                 found.setdefault(name, {})[program] = flag
@@ -167,7 +167,7 @@ def own_flags() -> dict[str, dict[str, parser.Flag]]:
 def own_row(name: str, by_program: dict[str, parser.Flag], roles: tuple[str, ...]) -> list[str]:
     """A line of the table of megarl's flags."""
     flag = next(iter(by_program.values()))
-    programs = "all" if len(by_program) == len(PROGRAMS) else ", ".join(by_program)
+    programs = "all" if len(by_program) == len(parser.MODULES) else ", ".join(by_program)
     text = prose(flag.text.replace("; may differ per role", ""))
     if roles:
         text += f". Per role: {', '.join(roles)}"
@@ -237,7 +237,7 @@ def megatron_sections() -> tuple[dict[str, list[list[str]]], list[list[str]]]:
             kind = "one of " + ", ".join(map(str, choices)) if choices else megatron_kind(action)
             marks = "**training**: " if action.dest in supported_flags.training() else ""
             if action.dest == "global_batch_size":
-                marks = "**train_sft, train_reward**: "
+                marks = "**train_sft, train_reward, train_preference**: "
             title = TITLES.get(group.title, f"Megatron: {group.title}")
             sections.setdefault(title, []).append(
                 [name, kind, megatron_default(action, defaults), marks + prose(megatron_text(action))]

@@ -1,5 +1,14 @@
-"""The preference loss of a reward model."""
+"""Inputs and outputs of preference losses, and Bradley and Terry's model, which reward models and policies share.
 
+Each loss of a policy is a file in `preference_losses/`. Log-probs of responses are sums in float64, so that a long
+response loses no digits of a difference.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -29,3 +38,80 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, centring: fl
         raise ValueError(f"centring coefficient must be >= 0, got {centring}")
     terms = -logsigmoid(chosen - rejected - margin.detach())
     return terms + centring * (chosen + rejected).square() if centring else terms
+
+
+@dataclasses.dataclass(frozen=True)
+class PairLogprobs:
+    """A preference loss's input: P pairs, all fields [P]. ValueError when shapes differ."""
+
+    chosen: Tensor  # float64 Σ log π over the tokens of the preferred response; differentiable
+    rejected: Tensor  # of the other; differentiable
+    chosen_tokens: Tensor  # tokens of the preferred response, at least 1
+    rejected_tokens: Tensor
+    reference_chosen: Tensor  # float64 Σ log π_ref; 0 for losses that need no reference
+    reference_rejected: Tensor
+    margin: Tensor  # m ≥ 0 by which the preferred response should be better
+
+    def __post_init__(self):
+        require_same_shape(**vars(self))
+
+
+class PreferenceOptions(NamedTuple):
+    """The options of preference losses; each loss reads its own."""
+
+    beta: float = 0.1  # β > 0, scale of the implicit rewards
+    label_smoothing: float = 0.0  # ε in [0, ½): probability that a label is wrong
+    gamma: float = 1.0  # γ ≥ 0: difference that SimPO asks for
+    coefficient: float = 1.0  # ≥ 0: weight of the second term of ORPO and RPO
+
+
+class PreferenceTerms(NamedTuple):
+    """Terms of a preference loss, and the rewards that a policy gives implicitly; all [P]."""
+
+    loss: Tensor  # differentiable in the log-probs
+    chosen_reward: Tensor  # no gradient
+    rejected_reward: Tensor  # no gradient
+
+
+class PreferenceLoss(NamedTuple):
+    """A preference loss, its name in `--preference-loss`, and what it reads."""
+
+    name: str
+    function: Callable[[PairLogprobs, PreferenceOptions], PreferenceTerms]
+    options: frozenset[str]  # fields of `PreferenceOptions`
+    needs_reference: bool
+    reads_margin: bool = False
+    defaults: PreferenceOptions = PreferenceOptions()
+
+
+def drifts(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
+    """log π − log π_ref of both responses, [P] each."""
+    return pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected
+
+
+def token_means(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
+    """log π of both responses as means over their tokens, [P] each."""
+    return pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
+
+
+def smoothed(chosen: Tensor, rejected: Tensor, margin: Tensor, epsilon: float) -> Tensor:
+    """(1 − ε)·L(chosen, rejected) + ε·L(rejected, chosen), where L is `bradley_terry`: labels may be wrong with
+    probability ε (1707.02286; Mitchell 2023, "A note on DPO with noisy preferences")."""
+    terms = bradley_terry(chosen, rejected, margin)
+    if not epsilon:
+        return terms
+    return (1 - epsilon) * terms + epsilon * -logsigmoid(rejected - chosen + margin)
+
+
+def terms_of(loss: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> PreferenceTerms:
+    """The terms of a loss; rewards lose their gradients."""
+    return PreferenceTerms(loss, chosen_reward.detach(), rejected_reward.detach())
+
+
+def log_odds(mean_logprob: Tensor) -> Tensor:
+    """log(p / (1 − p)) of p = exp(mean log-prob), the geometric mean of a response's token probabilities.
+
+    A response whose tokens are certain has infinite odds; its mean is bounded at −1e-12, without gradient beyond.
+    """
+    bounded = mean_logprob.clamp(max=-1e-12)
+    return bounded - torch.log(-torch.expm1(bounded))

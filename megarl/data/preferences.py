@@ -6,6 +6,7 @@ import numpy as np
 
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
+from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
@@ -40,16 +41,20 @@ def preference_pairs(prompts: PromptSet, encoder: Encoder, max_length: int, drop
     return Examples(prompts, tokens, lambda line: Pair(tokens[2 * line], tokens[2 * line + 1], float(margins[line])), 2)
 
 
+def check_pair(prompt: Prompt, where: str):
+    """UsageError, which begins with `where`, unless the line has two responses that differ."""
+    for name in ("chosen", "rejected"):
+        if getattr(prompt, name) is None:
+            raise UsageError(f"{where}: a preference needs chosen and rejected on each line; {name} is missing")
+    if prompt.chosen == prompt.rejected:
+        raise UsageError(f"{where}: chosen and rejected are the same text")
+
+
 def _arrays(prompts: PromptSet, encoder: Encoder, max_length: int, drops_long: bool) -> dict[str, np.ndarray]:
     """Tokens of chosen and rejected in turn, margins, the numbers of the pairs and whether a text of them is cut."""
     samples = []
     for prompt in prompts:
-        where = prompts.where(prompt.index)
-        for name in ("chosen", "rejected"):
-            if getattr(prompt, name) is None:
-                raise UsageError(f"{where}: a preference needs chosen and rejected on each line; {name} is missing")
-        if prompt.chosen == prompt.rejected:
-            raise UsageError(f"{where}: chosen and rejected are the same text")
+        check_pair(prompt, prompts.where(prompt.index))
         samples += [(prompt, prompt.chosen), (prompt, prompt.rejected)]
     prompts.encode(encoder)
     inputs = encoder.reward_model_inputs(samples, max_length)

@@ -40,7 +40,8 @@ def _arrays(
             if prompt.messages is not None:
                 example = _conversation(prompt, encoder, max_prompt_length + max_response_length)
             else:
-                example = _prompt_and_response(prompt, encoder, max_prompt_length, max_response_length)
+                text = prompt.response if prompt.response is not None else prompt.answer
+                example = prompt_and_response(prompt, text, encoder, max_prompt_length, max_response_length)
         except UsageError as error:
             if drops_long and isinstance(error, TooLong):
                 continue
@@ -51,8 +52,10 @@ def _arrays(
     return tokens.build().arrays() | {"mask": masks.build().values, "kept": np.array(kept, np.int64)}
 
 
-def _prompt_and_response(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> Example:
-    text = prompt.response if prompt.response is not None else prompt.answer
+def prompt_and_response(
+    prompt: Prompt, text: str | None, encoder: Encoder, max_prompt_length: int, max_response_length: int
+) -> Example:
+    """The example of a prompt and the text of its response. UsageError without a text, or if one is too long."""
     if text is None:
         raise UsageError("supervised training needs a response (or an answer), or messages, on each line")
     prompt_ids = prompt_tokens(prompt, encoder, max_prompt_length)

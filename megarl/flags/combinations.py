@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from megarl.algorithms.estimators import AdvantageOptions, Estimator
 from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
@@ -58,6 +60,17 @@ def _when(holds: Callable[[Settings], object], reason: str) -> Condition:
     return Condition(lambda context: bool(holds(context.settings)), reason)
 
 
+def _of_preference_loss(holds: Callable[[PreferenceLoss], bool]) -> Condition:
+    return Condition(
+        lambda context: context.program == "reward" or holds(PREFERENCE_LOSSES[context.settings.preference_loss]),
+        "--preference-loss {preference_loss} does not use them",
+    )
+
+
+def _preference_option(name: str) -> Condition:
+    return _of_preference_loss(lambda loss: name in loss.options)
+
+
 # Options of estimators whose flags are dropped where they have no effect; --credit turns is refused instead.
 _DROPPED = [option.name for option in dataclasses.fields(AdvantageOptions) if option.name != "credit_turns"]
 
@@ -65,6 +78,8 @@ _DROPPED = [option.name for option in dataclasses.fields(AdvantageOptions) if op
 CONDITIONS: dict[str, Condition] = {
     **{f"estimator:{name}": _of_estimator(name) for name in _DROPPED},
     **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
+    **{f"preference:{name}": _preference_option(name) for name in PreferenceOptions._fields},
+    "margin": _of_preference_loss(lambda loss: loss.reads_margin),
     "model": Condition(lambda context: context.program == "reward" or "model" in context.rewards,
                        "--reward {reward} has no model"),
     "ensemble": Condition(lambda context: "model" in context.rewards and "," in (context.settings.reward_model or ""),

@@ -23,11 +23,9 @@ class DataSettings:
                                         programs="sft")  # fmt: skip
     messages_column: str | None = flag(None, "column of whole conversations; default: a name that is known",
                                         programs="sft")  # fmt: skip
-    chosen_column: str | None = flag(None, "column of the better responses; default: chosen", programs="reward")
-    rejected_column: str | None = flag(None, "column of the worse responses; default: rejected", programs="reward")
     filter_long_prompts: bool = flag(False, "drop lines that are too long, and say how many: prompts of more than"
-                                      " --max-prompt-length tokens, in sft also responses of more than"
-                                      " --max-response-length, in reward pairs of more than both together; default: an"
+                                      " --max-prompt-length tokens, in sft and preference also responses of more"
+                                      " than --max-response-length, in reward pairs of more than both; default: an"
                                       " error, in reward the prompt loses its start", programs=DATA)  # fmt: skip
     load_changed_data: bool = flag(False, "resume although --prompts or --eval-prompts have changed: the new prompts"
                                     " are drawn from their start", programs=TRAINING, when="load")  # fmt: skip

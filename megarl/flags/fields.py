@@ -5,10 +5,10 @@ import urllib.parse
 from collections.abc import Callable
 
 # Programs that share flags.
-TRAINING, SUPERVISED, GENERATING = "rl sft reward", "sft reward", "rl evaluate"
+TRAINING, SUPERVISED, GENERATING = "rl sft reward preference", "sft reward preference", "rl evaluate"
 ROLLOUT = "rl evaluate serve"
-DATA = "rl sft reward evaluate"
-ALL = "rl sft reward evaluate serve"
+DATA = f"{TRAINING} evaluate"
+ALL = f"{DATA} serve"
 
 
 def flag(default, text: str, check: Callable | None = None, allowed: str = "", programs: str = "rl",

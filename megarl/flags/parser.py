@@ -18,7 +18,8 @@ from megarl.flags import role_flags
 from megarl.flags.settings import Settings
 
 # Module of each program.
-MODULES = {"rl": "train_rl", "sft": "train_sft", "reward": "train_reward", "evaluate": "evaluate", "serve": "serve"}
+MODULES = {"rl": "train_rl", "sft": "train_sft", "reward": "train_reward", "preference": "train_preference",
+           "evaluate": "evaluate", "serve": "serve"}  # fmt: skip
 # What verl, TRL, OpenRLHF, vLLM or their users call a flag -> its name here, where the two do not look alike.
 ELSEWHERE = {
     "learning-rate": "lr", "max-new-tokens": "max-response-length", "max-completion-length": "max-response-length",
@@ -54,7 +55,7 @@ class Flag:
 
 
 def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag]:
-    """megarl's own flags of one program ('rl', 'sft', 'reward', 'evaluate' or 'serve') by name.
+    """megarl's own flags of one program (a key of `MODULES`) by name.
 
     Args:
         plug_in: a policy loss that is not built in; its options become flags, too.

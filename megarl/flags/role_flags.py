@@ -33,9 +33,10 @@ PIPELINE_LAYOUT = (
 _INTERVAL = re.compile(r"(?P<nodes>nodes?\s+)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 
 # Roles that each program may have.
-ROLES_OF = {"rl": ROLES, "sft": ("actor",), "reward": ("reward",), "evaluate": ("actor", "reward", "rollout"),
-            "serve": ("actor", "rollout")}  # fmt: skip
-TRAINED_ROLES = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "evaluate": (), "serve": ()}
+ROLES_OF = {"rl": ROLES, "sft": ("actor",), "reward": ("reward",), "preference": ("actor",),
+            "evaluate": ("actor", "reward", "rollout"), "serve": ("actor", "rollout")}  # fmt: skip
+TRAINED_ROLES = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "preference": ("actor",),
+                 "evaluate": (), "serve": ()}  # fmt: skip
 
 
 def roles_of(program: str, has_critic: bool, has_reference: bool) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from megarl.flags.fields import (
     positive,
 )
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
+from megarl.flags.preference_settings import PreferenceSettings
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.tracker_settings import TrackerSettings
@@ -56,7 +57,8 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings(
-    DataSettings, EnvironmentSettings, ServerSettings, ReportSettings, TrackerSettings, DebugSettings
+    DataSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings, TrackerSettings,
+    DebugSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -110,13 +112,6 @@ class Settings(
     reward_max_failures: float = fraction(0.1, "fraction of the latest samples that may fail in a verifier before"
                                            " the run stops; 0: none",
                                            programs=GENERATING, when="verifiers")  # fmt: skip
-    # Preferences (train_reward).
-    preference_margin: float = not_negative(0.0, "margin added to each pair's own margin (2307.09288 eq. 2)",
-                                             programs="reward")  # fmt: skip
-    centring_coefficient: float = not_negative(0.0, "coefficient of the (chosen + rejected)² loss that centres scores"
-                                                " (2312.09244)", programs="reward")  # fmt: skip
-    target_eval_accuracy: float | None = fraction(None, "stop the run when this fraction of held-out pairs is ranked"
-                                                   " correctly; default: never", programs="reward")  # fmt: skip
     # Generation.
     prompts_per_step: int = positive(16, "prompts per step")
     samples_per_prompt: int = positive(4, "responses sampled per prompt (the group size)")

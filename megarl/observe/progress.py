@@ -14,6 +14,9 @@ REWARD_FIELDS = (
     ("eval loss", "eval/loss", ".4f"),
     ("eval accuracy", "eval/accuracy", ".3f"),
 )
+PREFERENCE_FIELDS = tuple(
+    (label, name.replace("reward/", "preference/"), digits) for label, name, digits in REWARD_FIELDS
+)
 
 
 class Progress:

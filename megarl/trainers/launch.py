@@ -28,7 +28,7 @@ def launch(train, program: str):
 
     Args:
         train: the program's main function; what it returns is the exit status, None is 0.
-        program: 'rl', 'sft', 'reward', 'evaluate' or 'serve'.
+        program: a key of `flags.parser.MODULES`, such as 'rl'.
     """
     rank, config = 0, None
     timers = Timers()

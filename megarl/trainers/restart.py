@@ -10,11 +10,11 @@ from pathlib import Path
 from megarl import arguments
 from megarl.checkpoint import folders
 from megarl.errors import UsageError
+from megarl.flags.fields import TRAINING
 from megarl.observe.report import write_report
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by megarl.launcher: how often the ranks were started again
 END_FILE = "MEGARL_END_FILE"
-TRAINING = ("rl", "sft", "reward")
 
 
 def note_end(rank: int, reason: str):
@@ -32,7 +32,7 @@ def parse(argv: list[str], size: int, program: str, ranks_per_node: int | None =
     """
     config = arguments.parse(argv, size, program, ranks_per_node)
     replaces_a_failed_process = os.environ.get(ATTEMPT, "0") not in ("", "0")
-    if program not in TRAINING or not replaces_a_failed_process or not config.settings.save:
+    if program not in TRAINING.split() or not replaces_a_failed_process or not config.settings.save:
         return config
     save = config.settings.save
     try:

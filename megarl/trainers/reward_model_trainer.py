@@ -14,11 +14,10 @@ from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.preferences import Pair, preference_pairs
 from megarl.data.prompts import PromptSet
-from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import REWARD_FIELDS
-from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec
+from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec, check_target_accuracy
 
 
 class RewardModelTrainer(SupervisedTrainer):
@@ -41,8 +40,7 @@ class RewardModelTrainer(SupervisedTrainer):
     def check(settings: Settings):
         """The checks of `SupervisedTrainer`, and that a target accuracy has evaluations."""
         SupervisedTrainer.check(settings)
-        if settings.target_eval_accuracy is not None and not settings.eval_interval:
-            raise UsageError(f"--target-eval-accuracy {settings.target_eval_accuracy}: needs --eval-interval")
+        check_target_accuracy(settings)
 
     @staticmethod
     def sequences(example: Pair) -> list[tuple[list[int], list[bool]]]:

@@ -32,11 +32,11 @@ from megarl.trainers.prompt_inputs import print_notes
 Inputs = TypeVar("Inputs")
 
 
-def check_training_flags(config: arguments.RunConfig):
-    """Checks flags that all training programs share. Raises UsageError."""
+def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
+    """Checks flags that all training programs share. `sequences`: of an example. Raises UsageError."""
     s = config.settings
     check_required({"--prompts": s.prompts})
-    arguments.check_microbatches(config)
+    arguments.check_microbatches(config, sequences)
     if s.eval_interval and not s.eval_prompts:
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:

@@ -1,4 +1,4 @@
-"""The base class of SFTTrainer and RewardModelTrainer: inputs, batches, evaluation, checkpoints and resume."""
+"""The base class of trainers on examples: inputs, batches, evaluation, checkpoints and resume."""
 
 import abc
 import math
@@ -44,6 +44,7 @@ class ExampleBatch(NamedTuple):
     """The examples of a step or an evaluation."""
 
     count: int  # type: ignore[assignment]  # of all replicas; hides tuple.count
+    lines: Sequence[int]  # [count] of the set
     examples: dict[int, Any]  # this replica's, by their number in the batch
     batch: Batch  # this replica's sequences; example i of k sequences has the ids i·k … i·k + k − 1
 
@@ -73,6 +74,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
         if inputs.resume:
             self._resume()
         self.open(inputs.resume, used)
+        self.prepare()
 
     @staticmethod
     @abc.abstractmethod
@@ -84,6 +86,10 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """UsageError for flags that do not work together."""
         if settings.target_eval_loss and not settings.eval_interval:
             raise UsageError(f"--target-eval-loss {settings.target_eval_loss}: needs --eval-interval")
+
+    @staticmethod
+    def check_resumed(config: RunConfig, inputs: "SupervisedInputs"):
+        """UsageError for a checkpoint, `inputs.resume`, that this run cannot go on from."""
 
     @staticmethod
     @abc.abstractmethod
@@ -104,6 +110,13 @@ class SupervisedTrainer(Trainer, abc.ABC):
     @abc.abstractmethod
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Metrics of held-out examples, `eval/loss` among them. Collective."""
+
+    def prepare(self):
+        """What is computed before the first step of this process. Collective."""
+
+    def files(self) -> dict[str, bytes]:
+        """Further files of this rank for a checkpoint, by name."""
+        return {}
 
     def trained_models(self) -> list[TrainableModel]:
         """The one model."""
@@ -150,7 +163,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
         prompts = {}
         if per_example > 1:
             ids = numbers.repeat_interleave(per_example)
-            prompts = {"prompt_ids": ids, "prompt_lengths": common_prefix_lengths([s for s, _ in sequences], ids)}
+            before = [tokens[: mask.index(True)] for tokens, mask in sequences]
+            prompts = {"prompt_ids": ids, "prompt_lengths": common_prefix_lengths(before, ids)}
         batch = Batch(
             sequence_ids=(numbers[:, None] * per_example + torch.arange(per_example)).flatten(),
             lengths=lengths[numbers].flatten(),
@@ -158,7 +172,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             response_mask=torch.tensor([m for _, mask in sequences for m in mask], dtype=torch.bool),
             **prompts,
         )
-        return ExampleBatch(len(lines), mine, batch.to(device.device()))
+        return ExampleBatch(len(lines), lines, mine, batch.to(device.device()))
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This replica's micro-batches, equally many on every replica; the sequences of an example share one."""
@@ -187,7 +201,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             manifest["prompt_order"] = self.order.state_dict()
             manifest |= {"best": self.best.state_dict(), "kept_for": "interval" if is_due else "best"}
             states = {self.task.role: self.trainable_model.state({})}
-            self.checkpoints.save(step, states, manifest)
+            self.checkpoints.save(step, states, manifest, self.files())
             self.export(self.trainable_model, step)
 
     def _resume(self):
@@ -199,13 +213,19 @@ class SupervisedTrainer(Trainer, abc.ABC):
         self.trainable_model.restore(loaded[self.task.role])
 
 
+def check_target_accuracy(settings: Settings):
+    """UsageError for a target accuracy without evaluations."""
+    if settings.target_eval_accuracy is not None and not settings.eval_interval:
+        raise UsageError(f"--target-eval-accuracy {settings.target_eval_accuracy}: needs --eval-interval")
+
+
 class SupervisedInputs:
     """Examples and checkpoints of a supervised run, read and checked before the process group exists."""
 
     def __init__(self, config: RunConfig, trainer: type[SupervisedTrainer]):
         s, task = config.settings, trainer.task
         role = config.roles[task.role]
-        setup.check_training_flags(config)
+        setup.check_training_flags(config, task.sequences_per_example)
         trainer.check(s)
         self.encoder = encoder = setup.build_role_encoder(role, s)
         encoder.check_turns()
@@ -224,3 +244,4 @@ class SupervisedInputs:
             factors.check_factors(s.load, [role])
             shapes = {task.role: factors.resume_shapes(role, self.vocab_size, task.value_head)}
             self.resume = resume.check_resume(task.program, config, self.data, shapes)
+            trainer.check_resumed(config, self)

@@ -23,7 +23,7 @@ def test_the_committed_pages_are_what_the_generator_writes(pages):
 
 def test_every_flag_has_a_line(pages):
     lines = [line for line in pages["flags.md"].split("\n") if line.startswith("| `--")]
-    for program in make_reference.PROGRAMS:
+    for program in make_reference.parser.MODULES:
         for flag in own_flags(program).values():
             (line,) = (line for line in lines if line.startswith(f"| `--{flag.common}` |"))
             assert line.split(" | ")[3] == "all" or program in line.split(" | ")[3].split(", ")

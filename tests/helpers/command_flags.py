@@ -14,7 +14,7 @@ from megarl.errors import UsageError
 from megarl.flags import parser, role_flags
 from tests.helpers.programs import ROOT
 
-PROGRAMS = {"train_rl": "rl", "train_sft": "sft", "train_reward": "reward", "evaluate": "evaluate", "serve": "serve"}
+PROGRAMS = {module: program for program, module in parser.MODULES.items()}
 ELLIPSIS = re.compile(r".*(…|\.\.\.).*|\$\{\w+\[@\]\}")  # words that stand for others
 PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]*|\$\{?\w+\}?.*|<.+>")  # a value that the reader replaces
 UNREAD = ("--hf-model", "--lora-adapter", "--reward-hf-model")  # folders that the parser would read at once

@@ -27,7 +27,9 @@ HOLDS = {
     "model": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
-    "remote": "--reward remote --reward-url http://x", "verifiers": "", "local": "",
+    "remote": "--reward remote --reward-url http://x", "verifiers": "", "local": "", "margin": "",
+    "preference:beta": "", "preference:label_smoothing": "", "preference:gamma": "--preference-loss simpo",
+    "preference:coefficient": "--preference-loss rpo",
 }  # fmt: skip
 FAILS = {
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
@@ -41,6 +43,8 @@ FAILS = {
     "engine": "--debug-train-only --load-rollouts x", "evaluates": "--debug-rollout-only",
     "trained": "--debug-rollout-only", "profile": "",
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
+    "margin": "--preference-loss ipo", "preference:beta": "--preference-loss orpo",
+    "preference:label_smoothing": "--preference-loss ipo", "preference:gamma": "", "preference:coefficient": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
 
@@ -55,6 +59,7 @@ VALUES = {
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
     "credit": "turns", "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
     "bos": "never", "reward_failure": "fallback", "decode_graphs": "off",
+    "preference_loss": "rpo", "preference_label_smoothing": 0.25,
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",

@@ -21,10 +21,11 @@ Ended = tuple[int, str, str]  # exit status, standard output, standard error
 
 def _main_functions() -> dict:
     """Main function by program."""
-    from megarl import evaluate, serve, train_reward, train_rl, train_sft
+    from megarl import evaluate, serve, train_preference, train_reward, train_rl, train_sft
 
-    programs = {"rl": train_rl.train, "sft": train_sft.train, "reward": train_reward.train}
-    return programs | {"evaluate": evaluate.evaluate, "serve": serve.serve}
+    programs = {"rl": train_rl, "sft": train_sft, "reward": train_reward, "preference": train_preference}
+    main_functions = {name: module.train for name, module in programs.items()}
+    return main_functions | {"evaluate": evaluate.evaluate, "serve": serve.serve}
 
 
 def redirect(folder: Path):

@@ -33,6 +33,7 @@ RL = (
 CRITIC = " --critic-lr 3e-3"
 SFT = " --global-batch-size 12 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --lr-warmup-init 0 --seed 5"
 REWARD = " --global-batch-size 12 --lr 5e-3 --seed 5 --max-tokens-per-microbatch 80"
+PREFERENCE = " --global-batch-size 12 --lr 1e-3 --seed 5 --max-tokens-per-microbatch 80"
 REWARD_STEPS = 20
 SFT_STEPS = 40  # enough to end answers, too few to know them
 
@@ -97,6 +98,13 @@ def reward_argv(save: Path, flags: str = "") -> list[str]:
     return [*(SHAPE + REWARD).split(), *files, *flags.split()]
 
 
+def preference_argv(save: Path, flags: str = "") -> list[str]:
+    """Command line of a small training of a policy on pairs, from the warm start; `flags` win over the defaults."""
+    files = ["--prompts", str(preferences() / "preferences.jsonl"), "--pretrained-checkpoint", str(inputs() / "sft")]
+    files += ["--tokenizer-model", str(inputs() / "tokenizer.model"), "--save", str(save)]
+    return [*(SHAPE + PREFERENCE).split(), *files, *flags.split()]
+
+
 @functools.cache
 def reward_model() -> Path:
     """Run folder of a reward model that knows even numbers from odd ones; trained once."""
@@ -121,19 +129,20 @@ def program(name: str, argv: list[str], size: int):
 
 def in_world(rank: int, name: str, parsed) -> str:
     """Runs a program on this rank of a world, without drawing the report; returns what it printed."""
-    from megarl import train_reward, train_rl, train_sft
+    from megarl import train_preference, train_reward, train_rl, train_sft
     from megarl.observe.timers import Timers
     from megarl.trainers import trainer
 
     trainer.write_report = lambda folder: None  # type: ignore[assignment]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        {"rl": train_rl, "sft": train_sft, "reward": train_reward}[name].train(parsed, Timers())
+        programs = {"rl": train_rl, "sft": train_sft, "reward": train_reward, "preference": train_preference}
+        programs[name].train(parsed, Timers())
     return printed.getvalue()
 
 
 def train(name: str, argv: list[str], size: int = 1) -> list[str]:
     """Runs a program in a world of forked ranks; returns what each rank printed."""
-    from megarl import train_reward, train_rl, train_sft  # noqa: F401  imported once, before the fork
+    from megarl import train_preference, train_reward, train_rl, train_sft  # noqa: F401  imported once, before the fork
 
     return run_world(in_world, size, name, program(name, argv, size))
 

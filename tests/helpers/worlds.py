@@ -29,7 +29,7 @@ LATE_IMPORTS = (
     "torch._dynamo", "torch.utils.tensorboard", "numpy.ma", "megatron.core.models.mimo",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megarl.mcore.model.layer_specs.local", "megarl.train_rl", "megarl.train_sft", "megarl.train_reward",
-    "megarl.evaluate", "megarl.serve", "transformers.models.auto.configuration_auto",
+    "megarl.train_preference", "megarl.evaluate", "megarl.serve", "transformers.models.auto.configuration_auto",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 OURS = sorted(path for folder in ("megarl", "tests", "tools", "launch") for path in (ROOT / folder).rglob("*.py"))
-PROGRAMS = ("train_rl", "train_sft", "train_reward", "evaluate", "serve", "plan")
+PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve", "plan")
 # What a training loop leaves to the calls that it makes.
 MECHANISMS = {"colocated", "offload", "exchange", "send", "mesh", "device", "rank", "replicas", "dp_assignment"}
 
@@ -105,7 +105,7 @@ def test_programs_use_trainers_which_use_roles():
     assert not importers(packages("roles"), [path for path in others if not above_roles & set(path.parents)])
     assert not importers(packages("rollout"), under("roles"))
     assert not importers(packages("serving"), [*under("roles"), *under("rollout")])
-    for name in PROGRAMS[:3]:
+    for name in PROGRAMS[:4]:
         path = PACKAGE / f"{name}.py"
         assert not importers(lambda n: n.startswith("megarl") and not packages("trainers", "roles")(n), [path])
 

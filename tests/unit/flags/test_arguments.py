@@ -7,6 +7,7 @@ import torch
 
 from megarl.arguments import Settings, build_parser, parse
 from megarl.errors import UsageError
+from megarl.flags.parser import MODULES
 from megarl.flags.role_flags import ROLES
 from tests.helpers.flag_cases import FIELDS, OUTSIDE, flag_of, required_flags, value_of
 from tests.helpers.tiny_models import SHAPES
@@ -87,7 +88,7 @@ def test_every_setting_is_a_flag(field):
 
 @pytest.mark.parametrize("program, flag, hint", [
     ("sft", "--gamma", "; train_rl has --gamma"), ("sft", "--actor-gamma", "; train_rl has --gamma"),
-    ("rl", "--preference-margin", "; train_reward has --preference-margin"),
+    ("rl", "--preference-margin", "; train_reward, train_preference have --preference-margin"),
     ("serve", "--eval-temperature", "; train_rl, evaluate have --eval-temperature"),
     ("rl", "--num-layer", "; did you mean --num-layers?"), ("rl", "--learning-rate", "; did you mean --lr?"),
     ("rl", "--max-new-tokens", "; did you mean --max-response-length?"),
@@ -132,13 +133,13 @@ def test_a_switch_needs_no_value():
 
 
 def test_help_has_a_line_for_every_setting():
-    texts = {program: build_parser(program).format_help() for program in ("rl", "sft", "reward", "evaluate", "serve")}
+    texts = {program: build_parser(program).format_help() for program in MODULES}
     for field in FIELDS:
         for program, text in texts.items():
             assert (flag_of(field) + " " in text) == (program in field.metadata["programs"]), (flag_of(field), program)
         assert field.metadata["help"].split()[0] in texts[field.metadata["programs"][0]]
     modules = [text.split()[1] for text in texts.values()]
-    assert modules == [f"megarl.{name}" for name in ("train_rl", "train_sft", "train_reward", "evaluate", "serve")]
+    assert modules == [f"megarl.{name}" for name in MODULES.values()]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------

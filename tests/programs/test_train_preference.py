@@ -1,0 +1,251 @@
+"""Training on pairs: the first loss, the formula, layouts, resume, runs that start from it, and wrong input."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.errors import UsageError
+from tests.helpers.programs import (
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    preference_argv,
+    preferences,
+    program,
+    rl_argv,
+    timeless,
+    train,
+    write_lines,
+)
+from tests.helpers.tiers import long
+from tests.helpers.worlds import run_world
+
+NAMES = [f"preference/{name}" for name in ("loss", "chosen_logprob", "rejected_logprob", "grad_norm")]
+EVALUATED = ["eval/loss", "eval/accuracy", "eval/chosen_logprob"]
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+STEPS = 30
+
+
+def held_out() -> str:
+    """The flag of the held-out pairs."""
+    return f"--eval-prompts {preferences()}/heldout-preferences.jsonl"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("preference")
+
+
+@functools.cache
+def dpo_run(folder: Path) -> Path:
+    """Folder of a run with evaluations and a checkpoint at its end."""
+    flags = f"--train-iters {STEPS} --lr 5e-3 {held_out()} --eval-interval 10 --preference-beta 0.5"
+    train("preference", preference_argv(folder / "dpo", flags))
+    return folder / "dpo"
+
+
+def test_the_policy_comes_to_prefer_the_chosen_response(folder):
+    rows = metrics(dpo_run(folder))
+    assert rows[1]["preference/loss"] == math.log(2)  # policy and reference are equal to the last bit
+    assert rows[1]["preference/margin"] == rows[1]["preference/chosen_reward"] == 0
+    assert rows[STEPS]["eval/accuracy"] >= 0.9 and rows[STEPS]["eval/loss"] < rows[10]["eval/loss"]
+    manifest = json.loads((folder / f"dpo/checkpoints/step_{STEPS:08d}/manifest.json").read_text())
+    assert manifest["program"] == "train_preference" and manifest["step"] == STEPS
+
+
+def test_reinforcement_learning_starts_from_it(folder, tmp_path):
+    start = f"--pretrained-checkpoint {dpo_run(folder)} --advantage grpo --train-iters 1 --kl-coefficient 0"
+    train("rl", rl_argv(tmp_path, start, warm_start=False))
+    assert metrics(tmp_path)[1]["rollout/logprob_gap_max"] == 0
+
+
+@functools.cache
+def run_of(folder: Path, shape: str = "", layout: str = "", size: int = 1) -> dict[int, dict]:
+    """Metrics of three steps of three pairs. With experts it starts from random weights."""
+    save = folder / f"{size}{shape}{layout}".replace("/", "")
+    argv = preference_argv(
+        save, f"--train-iters 3 --global-batch-size 3 {held_out()} --preference-loss rpo {shape} {layout}"
+    )
+    if shape:
+        start = argv.index("--pretrained-checkpoint")
+        del argv[start : start + 2]
+    train("preference", argv, size)
+    return metrics(save)
+
+
+@pytest.mark.parametrize("size, shape, layout", [
+    long((1, "", "--max-tokens-per-microbatch 20")),
+    (4, "", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20"),
+    long((2, "", "--tensor-model-parallel-size 2 --sequence-parallel")), long((2, "", "--context-parallel-size 2")),
+    long((2, "", "--use-distributed-optimizer")),
+    long((2, MOE, "--expert-model-parallel-size 2")), long((2, "--lora-rank 4", "")),
+])  # fmt: skip
+def test_updates_are_the_same_in_every_layout(size, shape, layout, folder):
+    expected, found = run_of(folder, shape), run_of(folder, shape, layout, size)
+    for step, row in found.items():
+        assert_close(row, expected[step], NAMES, 1e-5)
+    assert_close(found[3], expected[3], EVALUATED, 1e-5)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------
+
+BETA, ALPHA = 0.4, 0.3
+
+
+def alone(network, sequence) -> float:
+    """Σ log π over the response tokens of a sequence that is alone in its batch."""
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+
+    tokens, mask = (torch.tensor(column) for column in sequence)
+    with inference_mode(network):
+        scores = token_scores(network, tokens, torch.tensor([len(tokens)]), 1.0, 16, None, mask)
+    return float(scores.logprobs[mask].double().sum())
+
+
+def watched(rank: int, parsed) -> list[tuple[float, float]]:
+    """(own, recorded) loss of each step and of the evaluation after the last one."""
+    from megarl import train_preference
+    from megarl.trainers import preference_trainer
+
+    seen, reference = [], {}
+
+    class Watched(preference_trainer.PreferenceTrainer):
+        def own_loss(self, name: str, pairs) -> float:
+            """RPO's, written out; `name`: of the set, with the numbers of the pairs."""
+            terms = []
+            for line, pair in pairs:
+                w, l = (alone(self.trainable_model.model[0], s) for s in (pair.chosen, pair.rejected))  # noqa: E741
+                rw, rl = reference.setdefault((name, line), (w, l))  # of the first step: the run's start
+                d = BETA * ((w - rw) - (l - rl)) - pair.margin
+                terms.append(math.log1p(math.exp(-d)) - ALPHA * w / sum(pair.chosen[1]))
+            return sum(terms) / len(terms)
+
+        def next_batch(self):
+            lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
+            if not reference:
+                self.own_loss("train", enumerate(self.inputs.examples[:]))
+                self.own_loss("held out", enumerate(self.inputs.held_out[:5]))
+            drawn = super().next_batch()
+            assert all(part.host_metadata.shared for part, places in self.microbatches(drawn.batch) if len(places))
+            seen.append([self.own_loss("train", [(n, self.inputs.examples[n]) for n in lines])])
+            return drawn
+
+        def log(self, step):
+            super().log(step)
+            seen[-1].append(self.metrics["preference/loss"])
+            if "eval/loss" in self.metrics:
+                own = self.own_loss("held out", enumerate(self.inputs.held_out[:5]))
+                seen.append([own, self.metrics["eval/loss"]])
+
+    train_preference.PreferenceTrainer = Watched
+    in_world(rank, "preference", parsed)
+    return seen
+
+
+def test_losses_equal_the_formula(tmp_path):
+    """Over two replicas, with margins, shared prompts, and a reference that stays that of the start."""
+    lines = [json.loads(line) for line in (preferences() / "preferences.jsonl").read_text().splitlines()[:7]]
+    rows = write_lines(tmp_path / "rows.jsonl", [row | {"margin": i % 3 / 2} for i, row in enumerate(lines)])
+    flags = f"--preference-loss rpo --preference-beta {BETA} --preference-coefficient {ALPHA} --lr 1e-2"
+    flags += f" --train-iters 3 --global-batch-size 5 --eval-samples 5 --prompts {rows} {held_out()}"
+    for seen in run_world(watched, 2, program("preference", preference_argv(tmp_path / "run", flags), 2)):
+        assert len(seen) == 4 and len({recorded for _, recorded in seen}) == 4
+        for own, recorded in seen:
+            assert recorded == pytest.approx(own, rel=1e-5)
+
+
+# -- resume ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", ["", long("--lora-rank 4"), long("--preference-loss simpo")])
+def test_a_run_resumes_exactly(flags, tmp_path):
+    flags = f"--lr-decay-iters 6 --weight-decay 0.1 {held_out()} --eval-interval 2 {flags}"
+    train("preference", preference_argv(tmp_path / "whole", f"--train-iters 6 {flags}"))
+    train("preference", preference_argv(tmp_path / "part", f"--train-iters 4 {flags}"))
+    train("preference", preference_argv(tmp_path / "part", f"--train-iters 6 --load {tmp_path}/part {flags}"), 2)
+    whole, part = metrics(tmp_path / "whole"), metrics(tmp_path / "part")
+    assert sorted(part) == list(range(1, 7)) and whole[6]["preference/loss"] != whole[1]["preference/loss"]
+    for step, row in part.items():  # two replicas add up gradients in another order
+        assert_close(row, whole[step], NAMES, 1e-5)
+    assert all(timeless(part[step]) == timeless(whole[step]) for step in range(1, 5))
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------
+
+GOOD = {"prompt": "1+2=", "chosen": "4", "rejected": "3"}
+WRONG = {
+    "no rejected": ({"rejected": None}, "", "rows.jsonl:2: a preference needs chosen and rejected"),
+    "equal": ({"rejected": "4"}, "", "rows.jsonl:2: chosen and rejected are the same"),
+    "empty": ({"rejected": ""}, "", "rows.jsonl:2: rejected: the response is empty"),
+    "long": ({"chosen": "12345"}, "", "rows.jsonl:2: chosen: the response has 6 tokens with EOS"),
+    "a wrong loss": ({}, "--preference-loss dpq", "--preference-loss dpq"),
+    "smoothing": ({}, "--preference-label-smoothing 0.5", "--preference-label-smoothing 0.5"),
+    "target without evaluations": ({}, "--target-eval-accuracy 0.9", "--eval-interval"),
+    "no room for a pair": ({}, "--max-tokens-per-microbatch 19", "--max-tokens-per-microbatch 19"),
+    "a fine-tuning run": ({}, "--load {sft}", "was written by train_sft"),
+    "other pairs": (
+        {},
+        "--load {dpo} --load-changed-data --train-iters 99 --override-opt-param-scheduler",
+        "--prompts has changed, and the reference's",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input(case, folder, tmp_path):
+    from megarl.observe.timers import Timers
+    from megarl.train_preference import train as train_here
+
+    row, flags, needle = WRONG[case]
+    rows = write_lines(tmp_path / "rows.jsonl", [GOOD, GOOD | row])
+    if "{dpo}" in flags:
+        flags = flags.format(dpo=dpo_run(folder))
+    flags = f"--prompts {rows} " + flags.format(sft=inputs() / "sft")
+    with pytest.raises(UsageError) as refusal:  # before any rank joins another: there is no world here
+        train_here(program("preference", preference_argv(tmp_path / "run", flags), 1), Timers())
+    assert needle in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
+    """Another loss, more held-out pairs, a damaged file."""
+    from megarl.trainers.preference_trainer import PreferenceTrainer, read_reference
+    from megarl.trainers.supervised_trainer import SupervisedInputs
+
+    def refused(flags: str) -> str:
+        parsed = program("preference", preference_argv(tmp_path / "new", f"--train-iters 9 {held_out()} {flags}"), 1)
+        with pytest.raises(UsageError) as refusal:
+            SupervisedInputs(parsed, PreferenceTrainer)
+        return str(refusal.value)
+
+    train(
+        "preference",
+        preference_argv(tmp_path / "simpo", f"--preference-loss simpo --train-iters 1 --lr-decay-iters 9 {held_out()}"),
+    )
+    says = "has no log-probs of a reference, which only a run with such a loss computes at its start; start a new run"
+    assert says in refused(f"--load {tmp_path}/simpo --preference-loss ipo")
+    train(
+        "preference",
+        preference_argv(tmp_path / "few", f"--eval-samples 3 --train-iters 1 --lr-decay-iters 9 {held_out()}"),
+    )
+    assert "log-probs of 3 held-out pairs" in refused(f"--load {tmp_path}/few --eval-samples 4")
+    file = tmp_path / "reference_logprobs.pt"
+    for content in ([1], {"prompts": torch.zeros(3)}):
+        torch.save(content, file)
+        with pytest.raises(UsageError, match="holds no log-probs of a reference"):
+            read_reference(file)
+
+
+def test_margins_that_a_loss_does_not_read_are_named(tmp_path):
+    from megarl.trainers.preference_trainer import PreferenceTrainer
+    from megarl.trainers.supervised_trainer import SupervisedInputs
+
+    rows = write_lines(tmp_path / "rows.jsonl", [GOOD | {"margin": 1}])
+    for loss, count in (("ipo", 1), ("dpo", 0)):
+        argv = preference_argv(tmp_path / "run", f"--prompts {rows} --preference-loss {loss}")
+        notes = SupervisedInputs(program("preference", argv, 1), PreferenceTrainer).prompt_sets["prompts"].notes
+        assert sum("does not read the margins" in note for note in notes) == count

@@ -1,0 +1,115 @@
+"""Preference losses of a policy: each formula written out in float64, gradients, limits, and who reads which option."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.preference_loss import PairLogprobs, PreferenceOptions, log_odds
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+
+PAIRS = 200
+LOGPROBS = ("chosen", "rejected")
+
+
+def drawn(seed: int = 1) -> PairLogprobs:
+    """Pairs of 1 to 40 tokens with log-probs around −1 a token, and a reference that is near."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform() -> torch.Tensor:
+        return torch.rand(PAIRS, generator=generator, dtype=torch.float64)
+
+    counts = [torch.randint(1, 41, (PAIRS,), generator=generator).double() for _ in range(2)]
+    sums = [-2 * uniform() * count for count in counts]
+    near = [total + (uniform() - 0.5) * count for total, count in zip(sums, counts, strict=True)]
+    return PairLogprobs(*sums, *counts, *near, margin=uniform())
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def written_out(name: str, w, l, nw, nl, rw, rl, m, o: PreferenceOptions) -> float:  # noqa: E741
+    """The loss of one pair from sums of log-probs, counts, the reference's sums and the margin."""
+    if name in ("dpo", "rpo"):
+        d = o.beta * ((w - rw) - (l - rl)) - m
+        loss = -(1 - o.label_smoothing) * math.log(sigmoid(d)) - o.label_smoothing * math.log(sigmoid(-d))
+        return loss - (o.coefficient * w / nw if name == "rpo" else 0)
+    if name == "ipo":
+        return ((w - rw) / nw - (l - rl) / nl - 1 / (2 * o.beta)) ** 2
+    if name == "simpo":
+        d = o.beta * (w / nw - l / nl) - o.gamma
+        return -(1 - o.label_smoothing) * math.log(sigmoid(d)) - o.label_smoothing * math.log(sigmoid(-d))
+    odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in (w / nw, l / nl)]
+    return -w / nw - o.coefficient * math.log(sigmoid(math.log(odds[0] / odds[1])))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_the_formulas_and_their_gradients(name, smoothing):
+    pairs, options = drawn(), PreferenceOptions(beta=0.3, label_smoothing=smoothing, gamma=0.7, coefficient=0.4)
+    loss = PREFERENCE_LOSSES[name].function
+    rows = torch.stack(list(vars(pairs).values()), 1).tolist()
+    expected = torch.tensor([written_out(name, *row, options) for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(loss(pairs, options).loss, expected, rtol=1e-9, atol=1e-12)
+
+    def of(chosen, rejected):
+        return loss(dataclasses.replace(pairs, chosen=chosen, rejected=rejected), options).loss
+
+    leaves = tuple(getattr(pairs, field).clone().requires_grad_() for field in LOGPROBS)
+    assert torch.autograd.gradcheck(of, leaves)
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_only_the_options_that_a_loss_names_change_it(name):
+    """So that a flag without effect is always one that the loss does not name."""
+    pairs, named = drawn(2), PREFERENCE_LOSSES[name]
+    options = PreferenceOptions(beta=0.3, label_smoothing=0.1, gamma=0.7, coefficient=0.4)
+    before = named.function(pairs, options)
+    for option in PreferenceOptions._fields:
+        after = named.function(pairs, options._replace(**{option: getattr(options, option) + 0.2}))
+        assert (option in named.options) == (not torch.equal(before.loss, after.loss)), option
+    changed = {
+        "reads_margin": dataclasses.replace(pairs, margin=pairs.margin + 1),
+        "needs_reference": dataclasses.replace(pairs, reference_chosen=pairs.reference_chosen - 1),
+    }
+    for attribute, other in changed.items():
+        assert getattr(named, attribute) == (not torch.equal(before.loss, named.function(other, options).loss))
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+def test_rewards_are_constants_and_order_the_pairs_as_the_loss_does(name):
+    pairs, named = drawn(3), PREFERENCE_LOSSES[name]
+    leaves = {field: getattr(pairs, field).clone().requires_grad_() for field in LOGPROBS}
+    terms = named.function(dataclasses.replace(pairs, **leaves), named.defaults)
+    assert not (terms.chosen_reward.requires_grad or terms.rejected_reward.requires_grad)
+    terms.loss.sum().backward()
+    assert (leaves["rejected"].grad >= 0).all() or name == "ipo"  # IPO pulls a difference that is too large back
+    better = dataclasses.replace(pairs, chosen=pairs.chosen / 2)
+    assert (named.function(better, named.defaults).chosen_reward > terms.chosen_reward).all()
+
+
+def test_equal_policies_have_the_loss_of_a_coin():
+    pairs = drawn(4)
+    equal = {
+        "reference_chosen": pairs.chosen,
+        "reference_rejected": pairs.rejected,
+        "margin": torch.zeros(PAIRS).double(),
+    }
+    terms = PREFERENCE_LOSSES["dpo"].function(dataclasses.replace(pairs, **equal), PreferenceOptions())
+    assert (terms.loss == math.log(2)).all() and not terms.chosen_reward.any()
+
+
+def test_the_odds_of_certain_tokens_are_finite():
+    means = torch.tensor([0.0, -1e-15, -1e-8, -0.5, -800.0], dtype=torch.float64, requires_grad=True)
+    odds = log_odds(means)
+    odds.sum().backward()
+    assert odds.isfinite().all() and means.grad.isfinite().all() and (odds.diff() <= 0).all()
+    assert odds[3].item() == pytest.approx(-0.5 - math.log(1 - math.exp(-0.5)), rel=1e-14)
+
+
+def test_shapes_must_agree():
+    fields = vars(drawn(5))
+    with pytest.raises(ValueError, match="margin"):
+        PairLogprobs(**fields | {"margin": fields["margin"][1:]})
