@@ -33,7 +33,7 @@ class ResponsePairs(Examples):
         """One rank of a node tokenizes the lines for all.
 
         `drops_long`: leave out lines with a text that is too long, with a note in `prompts`. Raises UsageError with
-        file and line for a line without two different responses, an empty or too long one, and if all are too long.
+        file and line for a line without two different responses, an empty chosen one, one that is too long, and if all are.
         """
         options = max_prompt_length, max_response_length, drops_long
         arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *options), "pairs", encoder, *options)
@@ -78,11 +78,15 @@ def _arrays(
 
 
 def _examples(prompt: Prompt, encoder: Encoder, *limits: int) -> list[Example]:
-    """The sequences of the chosen and the rejected response; errors begin with the name of one."""
+    """The sequences of the chosen and the rejected response; errors begin with the name of one.
+
+    The rejected one may be empty, as a policy's responses are now and then.
+    """
     found = []
     for name in ("chosen", "rejected"):
         try:
-            found.append(prompt_and_response(prompt, getattr(prompt, name), encoder, *limits))
+            text = getattr(prompt, name)
+            found.append(prompt_and_response(prompt, text, encoder, *limits, may_be_empty=name == "rejected"))
         except UsageError as error:
             raise type(error)(f"{name}: {error}") from None
     return found

@@ -53,14 +53,18 @@ def _arrays(
 
 
 def prompt_and_response(
-    prompt: Prompt, text: str | None, encoder: Encoder, max_prompt_length: int, max_response_length: int
-) -> Example:
-    """The example of a prompt and the text of its response. UsageError without a text, or if one is too long."""
+    prompt: Prompt, text: str | None, encoder: Encoder, max_prompt_length: int, max_response_length: int,
+    may_be_empty: bool = False,
+) -> Example:  # fmt: skip
+    """The example of a prompt and the text of its response. UsageError without a text, or if one is too long.
+
+    `may_be_empty`: the response may be EOS alone.
+    """
     if text is None:
         raise UsageError("supervised training needs a response (or an answer), or messages, on each line")
     prompt_ids = prompt_tokens(prompt, encoder, max_prompt_length)
     response_ids = encoder.response(prompt, text)
-    if len(response_ids) < 2:
+    if len(response_ids) < 2 and not may_be_empty:
         raise UsageError("the response is empty")
     if len(response_ids) > max_response_length:
         raise TooLong(

@@ -1,6 +1,7 @@
-"""The table of curves is that of docs/curves.json."""
+"""The tables of curves are those of docs/curves.json and docs/lag_curves.json."""
 
 import json
+from statistics import fmean
 
 from tests.helpers import documents
 from tests.helpers.programs import ROOT
@@ -18,3 +19,21 @@ def test_the_table_has_the_numbers_of_the_curves():
         found = f"{sum(last) / len(last):.1f} % ({min(last):.1f}–{max(last):.1f})"
         assert len(seeds) == 3 and f"| `{recipe}` | {sum(middle) / 3:.1f} % | {found} | {tokens:,.0f} |" in page
     assert f"({100 * curves[0]['accuracy'][0]:.1f} %)" in page
+
+
+def test_the_table_of_lags_has_the_numbers_of_its_curves():
+    curves = json.loads((ROOT / "docs" / "lag_curves.json").read_text())
+    names = list(dict.fromkeys(curve["recipe"] for curve in curves))
+    assert len(names) == 13 and len(curves) == 39
+    page = documents.text_of(ROOT / "docs" / "staleness.md")
+    means = {(c["recipe"], c["seed"]): 100 * fmean(c["accuracy"][1:]) for c in curves}
+    for name in names:
+        seeds = [curve for curve in curves if curve["recipe"] == name]
+        last = [100 * curve["accuracy"][-1] for curve in seeds]
+        differences = [means[name, c["seed"]] - means["lag 0", c["seed"]] for c in seeds]
+        text = f"{fmean(differences):+.1f} ({min(differences):+.1f} to {max(differences):+.1f})" * (name != "lag 0")
+        size, kl = (fmean(c["metrics"][f"correction/{x}"] for c in seeds) for x in ("effective_sample_size", "kl_k3"))
+        found = (
+            f"{fmean(last):.1f} % ({min(last):.1f}–{max(last):.1f}) | {fmean(means[name, s] for s in (1, 2, 3)):.1f} %"
+        )
+        assert f"| {name.replace('/', ', ')} | {found} | {text} | {size:.2f} | {kl:.4f} |" in page

@@ -181,7 +181,7 @@ GOOD = {"prompt": "1+2=", "chosen": "4", "rejected": "3"}
 WRONG = {
     "no rejected": ({"rejected": None}, "", "rows.jsonl:2: a preference needs chosen and rejected"),
     "equal": ({"rejected": "4"}, "", "rows.jsonl:2: chosen and rejected are the same"),
-    "empty": ({"rejected": ""}, "", "rows.jsonl:2: rejected: the response is empty"),
+    "empty": ({"chosen": ""}, "", "rows.jsonl:2: chosen: the response is empty"),
     "long": ({"chosen": "12345"}, "", "rows.jsonl:2: chosen: the response has 6 tokens with EOS"),
     "a wrong loss": ({}, "--preference-loss dpq", "--preference-loss dpq"),
     "smoothing": ({}, "--preference-label-smoothing 0.5", "--preference-label-smoothing 0.5"),
@@ -244,7 +244,7 @@ def test_margins_that_a_loss_does_not_read_are_named(tmp_path):
     from megarl.trainers.preference_trainer import PreferenceTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
-    rows = write_lines(tmp_path / "rows.jsonl", [GOOD | {"margin": 1}])
+    rows = write_lines(tmp_path / "rows.jsonl", [GOOD | {"margin": 1, "rejected": ""}])  # EOS alone may be rejected
     for loss, count in (("ipo", 1), ("dpo", 0)):
         argv = preference_argv(tmp_path / "run", f"--prompts {rows} --preference-loss {loss}")
         notes = SupervisedInputs(program("preference", argv, 1), PreferenceTrainer).prompt_sets["prompts"].notes
