@@ -1,18 +1,21 @@
-"""Training of a policy on pairs of a chosen and a rejected response: DPO and its relatives.
+"""Training of a policy on preferences between responses: DPO and its relatives.
 
 Every rank runs this file from top to bottom. A line of `--prompts` has `prompt`, `chosen`, `rejected` and
-optionally the `margin` of the preference; `--global-batch-size` counts pairs. Launch it with torchrun or srun:
+optionally the `margin` of the preference; with `--preference-loss kto` it may have one `response` that is
+`desirable` or not. `--global-batch-size` counts pairs, or such responses. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 2 -m megarl.train_preference --config my_run.yaml --preference-loss dpo
 """
 
+from megarl.trainers.kto_trainer import KTOTrainer
 from megarl.trainers.launch import launch
-from megarl.trainers.preference_trainer import PreferenceTrainer
+from megarl.trainers.pair_trainer import PairTrainer
 
 
 def train(config, timers):
     """Each step: one mini-batch of pairs, the log-probs of their responses, one update."""
-    run = PreferenceTrainer(config, timers)
+    trainer = KTOTrainer if config.settings.preference_loss == "kto" else PairTrainer
+    run = trainer(config, timers)
     for step in run.steps():
         batch = run.next_batch()
         run.update(batch)

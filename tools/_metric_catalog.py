@@ -41,7 +41,8 @@ LOSSES = ("train_sft", "train_reward", "train_preference")
 PREFERENCE = ("train_preference",)
 PAIR_METRICS = (
     ("loss", "nats", "loss of --preference-loss, mean over pairs"),
-    ("accuracy", "fraction", "pairs whose chosen response has the higher implicit reward"),
+    ("accuracy", "fraction", "pairs whose chosen response has the higher implicit reward; of kto, responses whose"
+     " reward is on the right side of β · KL"),
     ("margin", "reward", "mean difference of a pair's implicit rewards"),
     ("chosen_reward", "reward", "mean implicit reward of the chosen responses: β · (log π − log π_ref), or what the"
      " loss has in its place"),
@@ -231,6 +232,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Preferences": (
         *(Metric(f"preference/{name}", unit, text, "", PREFERENCE) for name, unit, text in PAIR_METRICS),
+        Metric("preference/kl", "nats", "KL from the reference, estimated on responses to other prompts, at least 0",
+               "with --preference-loss kto", PREFERENCE),
         Metric("preference/grad_norm", "norm", "gradient norm before clipping", "", PREFERENCE),
         Metric("preference/learning_rate", "rate", "learning rate of the next update", "", PREFERENCE),
     ),
@@ -264,7 +267,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/mean", "score", "mean score of held-out texts", "as eval/loss", ("train_reward",)),
         *(
             Metric(f"eval/{name}", unit, f"preference/{name} of held-out pairs", "as eval/loss", PREFERENCE)
-            for name, unit, _ in PAIR_METRICS[1:]
+            for name, unit, _ in (*PAIR_METRICS[1:], ("kl", "nats", ""))
         ),
     ),
     "Weights": (

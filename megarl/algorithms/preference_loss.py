@@ -6,7 +6,7 @@ response loses no digits of a difference.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ class PreferenceOptions(NamedTuple):
     label_smoothing: float = 0.0  # ε in [0, ½): probability that a label is wrong
     gamma: float = 1.0  # γ ≥ 0: difference that SimPO asks for
     coefficient: float = 1.0  # ≥ 0: weight of the second term of ORPO and RPO
+    desirable_weight: float = 1.0  # > 0: λ_D of KTO
+    undesirable_weight: float = 1.0  # > 0: λ_U of KTO
 
 
 class PreferenceTerms(NamedTuple):
@@ -77,9 +79,10 @@ class PreferenceLoss(NamedTuple):
     """A preference loss, its name in `--preference-loss`, and what it reads."""
 
     name: str
-    function: Callable[[PairLogprobs, PreferenceOptions], PreferenceTerms]
+    function: Callable[..., Any]  # of `PairLogprobs` and `PreferenceOptions` to `PreferenceTerms`, if it reads pairs
     options: frozenset[str]  # fields of `PreferenceOptions`
     needs_reference: bool
+    reads_pairs: bool = True
     reads_margin: bool = False
     defaults: PreferenceOptions = PreferenceOptions()
 

@@ -17,7 +17,8 @@ from megarl.data.tables import Table
 from megarl.errors import UsageError
 
 _VERL_ANSWER = "reward_model.ground_truth"
-RL, SFT, REWARD = "rl", "sft", "reward"  # what prompts are read for; evaluation reads them as reinforcement learning
+# What prompts are read for; evaluation reads them as reinforcement learning. LABELLED: single responses, or pairs.
+RL, SFT, REWARD, LABELLED = "rl", "sft", "reward", "labelled"
 # Field -> names of its column, the first that a file has counts.
 _NAMES = {
     RL: {
@@ -39,7 +40,13 @@ _NAMES = {
         "tools": ("tools",),
     },
 }  # fmt: skip
-_NEEDED = {RL: ("prompt",), SFT: ("prompt", "response"), REWARD: ("chosen", "rejected")}
+_NAMES[LABELLED] = {
+    **_NAMES[REWARD], "response": ("response", "completion", "output"), "desirable": ("desirable", "label")
+}  # fmt: skip
+_NEEDED = {
+    RL: ("prompt",), SFT: ("prompt", "response"), REWARD: ("chosen", "rejected"),
+    LABELLED: ("prompt", "response", "desirable"),
+}  # fmt: skip
 # A JSON line with one of these is not in megarl's own fields, whatever else it has.
 _FOREIGN = {name.split(".")[0] for fields in _NAMES.values() for names in fields.values() for name in names}
 _FOREIGN |= {"extra_info", "ability"}
@@ -50,7 +57,7 @@ _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """What prompts are read for (RL, SFT or REWARD), and the columns that the user names, by field."""
+    """What prompts are read for (RL, SFT, REWARD or LABELLED), and the columns that the user names, by field."""
 
     purpose: str = RL
     prompt: str | None = None
@@ -59,6 +66,7 @@ class Columns:
     messages: str | None = None
     chosen: str | None = None
     rejected: str | None = None
+    desirable: str | None = None
 
     @property
     def named(self) -> dict[str, str]:
@@ -96,11 +104,16 @@ class ColumnMap:
             if fitting:
                 self.columns[field] = fitting[0]
         self._choose_conversation_or_parts(columns)
-        for field in () if "messages" in self.columns else _NEEDED[columns.purpose]:
+        for field in () if "messages" in self.columns else _NEEDED[self._shape]:
             if field not in self.columns:
                 raise UsageError(f"{where}: {_missing(field, columns.purpose)}; {_found(table)}")
         used = set(self.columns.values()) - {"data_source"}  # a reward that was written for verl reads it, too
         self.extras = [name for name in table.columns if name not in used] if columns.purpose == RL else []
+
+    @property
+    def _shape(self) -> str:
+        """The purpose whose fields the table has: labelled responses may be those of pairs."""
+        return REWARD if self.purpose == LABELLED and "chosen" in self.columns else self.purpose
 
     def _has(self, name: str) -> bool:
         outer, dot, inner = name.partition(".")
@@ -142,7 +155,7 @@ class ColumnMap:
                 found |= self._answer_and_metadata(found, row)
             elif "response" in found:
                 found["response"] = _reply(found["response"], self.columns["response"])
-            elif self.purpose == REWARD:
+            elif self._shape == REWARD:
                 found |= _pair(found, has_prompt="prompt" in self.columns)
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None

@@ -20,6 +20,7 @@ FIELD_TYPES: dict[str, tuple[Any, str]] = {
     "rejected": (str, "a string"),
     "margin": (int | float, "a number"),
     "environment": (str, "a string"),
+    "desirable": (bool, "true or false"),
 }
 
 
@@ -88,7 +89,7 @@ def contents(value: str | list[Message]) -> str:
 def _check_field(name: str, value: Any, where: str, column: str) -> None:
     field_type, type_name = FIELD_TYPES[name]
     # bool is a subclass of int in Python.
-    if not isinstance(value, field_type) or isinstance(value, bool):
+    if not isinstance(value, field_type) or (isinstance(value, bool) and field_type is not bool):
         raise UsageError(f"{where}: {column} must be {type_name}, not {type(value).__name__}")
     if isinstance(value, list) and (problem := (tools_error if name == "tools" else message_error)(value)):
         raise UsageError(f"{where}: {column}: {problem}")

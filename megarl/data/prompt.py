@@ -22,6 +22,7 @@ class Prompt:
     chosen: str | None = None
     rejected: str | None = None
     margin: float | None = None
+    desirable: bool | None = None  # whether `response` is
     environment: str | None = None
 
     @property

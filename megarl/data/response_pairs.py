@@ -33,7 +33,8 @@ class ResponsePairs(Examples):
         """One rank of a node tokenizes the lines for all.
 
         `drops_long`: leave out lines with a text that is too long, with a note in `prompts`. Raises UsageError with
-        file and line for a line without two different responses, an empty chosen one, one that is too long, and if all are.
+        file and line for a line without two different responses, an empty chosen one, or one that is too long, and if
+        all are too long.
         """
         options = max_prompt_length, max_response_length, drops_long
         arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *options), "pairs", encoder, *options)
@@ -77,7 +78,7 @@ def _arrays(
     return tokens.build().arrays() | columns | {"kept": np.array(kept, np.int64)}
 
 
-def _examples(prompt: Prompt, encoder: Encoder, *limits: int) -> list[Example]:
+def _examples(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> list[Example]:
     """The sequences of the chosen and the rejected response; errors begin with the name of one.
 
     The rejected one may be empty, as a policy's responses are now and then.
@@ -85,8 +86,10 @@ def _examples(prompt: Prompt, encoder: Encoder, *limits: int) -> list[Example]:
     found = []
     for name in ("chosen", "rejected"):
         try:
-            text = getattr(prompt, name)
-            found.append(prompt_and_response(prompt, text, encoder, *limits, may_be_empty=name == "rejected"))
+            text, may_be_empty = getattr(prompt, name), name == "rejected"
+            found.append(
+                prompt_and_response(prompt, text, encoder, max_prompt_length, max_response_length, may_be_empty)
+            )
         except UsageError as error:
             raise type(error)(f"{name}: {error}") from None
     return found

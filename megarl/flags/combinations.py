@@ -79,6 +79,7 @@ CONDITIONS: dict[str, Condition] = {
     **{f"estimator:{name}": _of_estimator(name) for name in _DROPPED},
     **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
     **{f"preference:{name}": _preference_option(name) for name in PreferenceOptions._fields},
+    "labels": _of_preference_loss(lambda loss: not loss.reads_pairs),
     "margin": _of_preference_loss(lambda loss: loss.reads_margin),
     "model": Condition(lambda context: context.program == "reward" or "model" in context.rewards,
                        "--reward {reward} has no model"),

@@ -20,7 +20,7 @@ class DataSettings:
     answer_column: str | None = flag(None, "column of the reference answers; default: a name that is known",
                                       programs=GENERATING)  # fmt: skip
     response_column: str | None = flag(None, "column of the responses to train on; default: a name that is known",
-                                        programs="sft")  # fmt: skip
+                                        programs="sft preference")  # fmt: skip
     messages_column: str | None = flag(None, "column of whole conversations; default: a name that is known",
                                         programs="sft")  # fmt: skip
     filter_long_prompts: bool = flag(False, "drop lines that are too long, and say how many: prompts of more than"

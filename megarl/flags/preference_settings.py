@@ -18,6 +18,8 @@ class PreferenceSettings:
 
     chosen_column: str | None = flag(None, "column of the better responses; default: chosen", programs=PAIRS)
     rejected_column: str | None = flag(None, "column of the worse responses; default: rejected", programs=PAIRS)
+    desirable_column: str | None = flag(None, "column that says whether a response is desirable; default: desirable or"
+                                     " label", programs="preference", when="labels")  # fmt: skip
     preference_margin: float = not_negative(0.0, "margin added to each pair's own margin (2307.09288 eq. 2)",
                                              programs=PAIRS, when="margin")  # fmt: skip
     centring_coefficient: float = not_negative(0.0, "coefficient of the (chosen + rejected)² loss that centres scores"
@@ -25,7 +27,8 @@ class PreferenceSettings:
     target_eval_accuracy: float | None = fraction(None, "stop the run when this fraction of held-out pairs is ranked"
                                                    " correctly; default: never", programs=PAIRS)  # fmt: skip
     preference_loss: str = one_of("dpo", tuple(PREFERENCE_LOSSES), "loss of pairs: dpo (2305.18290), ipo (2310.12036),"
-                                   " simpo (2405.14734), orpo (2403.07691) or rpo (2404.19733)",
+                                   " simpo (2405.14734), orpo (2403.07691) or rpo (2404.19733); kto"
+                                   " (2402.01306) is of single responses",
                                    programs="preference")  # fmt: skip
     preference_beta: float | None = positive(None, f"β of {_with_option('beta')}; default: 0.1, of simpo 2",
                                               programs="preference", when="preference:beta")  # fmt: skip
@@ -33,6 +36,11 @@ class PreferenceSettings:
                                               f" {_with_option('label_smoothing')}", lambda v: 0 <= v < 0.5,
                                               "from 0 to below 0.5", programs="preference",
                                               when="preference:label_smoothing")  # fmt: skip
+    preference_desirable_weight: float = positive(1.0, "kto: weight λ_D of desirable responses", programs="preference",
+                                                   when="preference:desirable_weight")  # fmt: skip
+    preference_undesirable_weight: float = positive(1.0, "kto: weight λ_U of undesirable responses",
+                                                     programs="preference",
+                                                     when="preference:undesirable_weight")  # fmt: skip
     preference_gamma: float = not_negative(1.0, "simpo: difference γ between the rewards of a pair",
                                             programs="preference", when="preference:gamma")  # fmt: skip
     preference_coefficient: float | None = not_negative(None, "weight of the second term: λ of orpo (default 0.1), α of"

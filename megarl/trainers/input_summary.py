@@ -20,8 +20,8 @@ _SHOWN = 300  # characters of a text
 def summary(config: RunConfig, inputs: Any) -> list[str]:
     """Lines of text about a program's checked inputs.
 
-    `inputs`: with `encoder`; if there are any, with `prompt_sets` and `first_example`, the sequences of an example or
-    a pair: (tokens, whether the token counts in the loss).
+    `inputs`: with `encoder`; if there are any, with `prompt_sets` and `first_example`, the sequences of an example
+    by name: (tokens, whether the token counts in the loss).
     """
     world = max(role.ranks.stop for role in config.roles.values())
     tokenizer = inputs.encoder.tokenizer
@@ -86,16 +86,16 @@ def _first(inputs: Any, sets: dict[str, PromptSet], tokenizer: Tokenizer) -> lis
     example = getattr(inputs, "first_example", None)
     if example is None and sets:
         tokens = inputs.encoder.prompt(next(iter(sets.values()))[0])
-        example = [(tokens, [False] * len(tokens))]
-    rows, names = [], ("first",) if example is None or len(example) == 1 else ("chosen", "rejected")
-    for tokens, mask in example or []:
+        example = {"first": (tokens, [False] * len(tokens))}
+    rows = []
+    for name, (tokens, mask) in (example or {}).items():
         marked, position = "", 0
         for is_trained, run in groupby(mask):
             size = len(list(run))
             text = text_with_special(tokenizer, tokens[position : position + size])
             marked, position = marked + (f"⟦{text}⟧" if is_trained else text), position + size
         cut = marked if len(marked) <= _SHOWN else f"{marked[: _SHOWN // 2]} … {marked[-_SHOWN // 2 :]}"
-        rows.append((names[len(rows)], f"{len(tokens)} tokens: {cut}"))
+        rows.append((name, f"{len(tokens)} tokens: {cut}"))
     return rows
 
 

@@ -1,24 +1,18 @@
 """Training of a policy on preference pairs: its reference's log-probs, the loss, accuracy on held-out pairs."""
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.aggregation import masked_sum
-from megarl.algorithms.packed import response_counts, sums_by_sequence
-from megarl.algorithms.preference_loss import PairLogprobs, PreferenceOptions
+from megarl.algorithms.packed import sums_by_sequence
+from megarl.algorithms.preference_loss import PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders, resume
-from megarl.data.columns import REWARD
-from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
-from megarl.data.prompts import PromptSet
-from megarl.data.response_pairs import ResponsePair, ResponsePairs
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
@@ -37,31 +31,13 @@ REFERENCE_FILE = "reference_logprobs.pt"  # in a checkpoint
 
 
 class PreferenceTrainer(SupervisedTrainer):
-    """Trains a policy to prefer the chosen response. Its role is the actor, so that train_rl can start from it.
+    """Trains a policy on preferences. Its role is the actor, so that train_rl can start from it.
 
-    The reference is the policy that the run starts from. Its log-probs of all pairs are computed once, before the first
-    step, and are part of each checkpoint, so that no second model is kept.
+    The reference is the policy that the run starts from. Its log-probs of all examples are computed once, before the
+    first step, and are part of each checkpoint, so that no second model is kept.
     """
 
-    task = TaskSpec(
-        program="train_preference", role="actor", prefix="preference", value_head=False, sequences_per_example=2,
-        best="accuracy", sources=("actor",), purpose=REWARD,
-    )  # fmt: skip
-    # Means over pairs, in the order of `_measure`.
-    metric_names = (
-        "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"
-    )  # fmt: skip
     fields = PREFERENCE_FIELDS
-
-    @staticmethod
-    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> ResponsePairs:
-        """The pair of each line."""
-        s = config.settings
-        pairs = ResponsePairs(prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts)
-        loss = PREFERENCE_LOSSES[s.preference_loss]
-        if pairs.has_margins and not loss.reads_margin:
-            pairs.prompts = pairs.prompts.noted(f"--preference-loss {loss.name} does not read the margins of the pairs")
-        return pairs
 
     @staticmethod
     def check(settings: Settings):
@@ -93,11 +69,6 @@ class PreferenceTrainer(SupervisedTrainer):
                 f"--eval-samples {config.settings.eval_samples}: the checkpoint has the reference's log-probs of "
                 f"{known} held-out pairs; allowed is at most that number"
             )
-
-    @staticmethod
-    def sequences(example: ResponsePair) -> list[tuple[list[int], list[bool]]]:
-        """The chosen and the rejected sequence, each with the mask of its response."""
-        return [example.chosen, example.rejected]
 
     def prepare(self):
         """Computes the reference's log-probs, or reads those of the checkpoint to resume from. Collective."""
@@ -139,7 +110,7 @@ class PreferenceTrainer(SupervisedTrainer):
                 if len(positions):
                     part = batch.batch.select(positions)
                     ids = part.sequence_ids
-                    found[start + ids // 2, ids % 2] = _sums(scores, part)
+                    found[start + ids // 2, ids % 2] = response_sums(scores, part)
         return self.role_groups.dp_all_reduce(found).cpu()
 
     def _forward(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
@@ -149,56 +120,22 @@ class PreferenceTrainer(SupervisedTrainer):
             host.shared,
         )  # fmt: skip
 
-    def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
-        """[P, 3] float64 by number in the batch: log π_ref of chosen and of rejected, and the margin of each pair."""
-        known = torch.zeros(pairs.count, 3, dtype=torch.float64)
-        if self._reference:
-            known[:, :2] = self._reference[set_name][torch.tensor(list(pairs.lines))]
-        for number, pair in pairs.examples.items():
-            known[number, 2] = pair.margin + self.settings.preference_margin
-        return known.to(device.device())
-
-    def _measure(self, scores: forward_pass.TokenScores, microbatch: Batch, known: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of the pairs' losses, float64 sums of `metric_names`) of a micro-batch, in which pairs are adjacent.
-
-        `known`: of the batch's pairs (`_known`).
-        """
-        counts = response_counts(microbatch.response_mask, microbatch.cu_seqlens).view(-1, 2)
-        is_pair = counts[:, 0] > 0  # False in a padding micro-batch
-        chosen, rejected = _sums(scores, microbatch).view(-1, 2).unbind(1)
-        reference_chosen, reference_rejected, margin = known[microbatch.sequence_ids[::2] // 2].unbind(1)
-        chosen_tokens, rejected_tokens = counts.clamp(min=1).double().unbind(1)
-        pairs = PairLogprobs(
-            chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens,
-            reference_chosen=reference_chosen, reference_rejected=reference_rejected, margin=margin,
-        )  # fmt: skip
-        terms = self._loss.function(pairs, self._options)
-        won, lost = terms.chosen_reward, terms.rejected_reward
-        measured = terms.loss.detach(), (won > lost).double(), won - lost, won, lost, chosen.detach(), rejected.detach()
-        return masked_sum(terms.loss, is_pair), torch.stack([masked_sum(values, is_pair) for values in measured])
-
-    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
-        """The mean loss of the pairs."""
-        known = self._known(examples, PROMPTS)
-
-        def loss(scores, microbatch):
-            total, sums = self._measure(scores, microbatch, known)
-            return total / examples.count, (sums / examples.count,)
-
-        return loss
-
-    def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
-        """The metrics of `metric_names` of held-out pairs. Collective."""
-        known = self._known(examples, EVAL_PROMPTS)
-        sums = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
-        for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
-            if len(positions):
-                sums += self._measure(scores, examples.batch.select(positions), known)[1]
-        means = (self.role_groups.dp_all_reduce(sums) / examples.count).tolist()
-        return {f"eval/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)}
+    def _reference_of(self, examples: ExampleBatch, set_name: str) -> Tensor:
+        """[N, 2] float64 Σ log π_ref of both sequences, by number in the batch; zeros if the loss needs none."""
+        if not self._reference:
+            return torch.zeros(examples.count, 2, dtype=torch.float64, device=device.device())
+        return self._reference[set_name][torch.tensor(list(examples.lines))].to(device.device())
 
 
-def _sums(scores: forward_pass.TokenScores, batch: Batch) -> Tensor:
+def preference_task(purpose: str, sequence_names: tuple[str, ...]) -> TaskSpec:
+    """What a trainer of preferences trains. `purpose`: of `data.columns`."""
+    return TaskSpec(
+        program="train_preference", role="actor", prefix="preference", value_head=False, sequence_names=sequence_names,
+        best="accuracy", sources=("actor",), purpose=purpose,
+    )  # fmt: skip
+
+
+def response_sums(scores: forward_pass.TokenScores, batch: Batch) -> Tensor:
     """[N] float64 Σ log π over the response tokens of each sequence."""
     return sums_by_sequence(scores.logprobs.double(), batch.response_mask, batch.cu_seqlens)
 
@@ -211,6 +148,8 @@ def options_of(settings: Settings) -> PreferenceOptions:
         label_smoothing=s.preference_label_smoothing,
         gamma=s.preference_gamma,
         coefficient=defaults.coefficient if s.preference_coefficient is None else s.preference_coefficient,
+        desirable_weight=s.preference_desirable_weight,
+        undesirable_weight=s.preference_undesirable_weight,
     )
 
 

@@ -20,7 +20,7 @@ def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str
     s = settings
     columns = Columns(
         purpose=purpose, prompt=s.prompt_column, answer=s.answer_column, response=s.response_column,
-        messages=s.messages_column, chosen=s.chosen_column, rejected=s.rejected_column,
+        messages=s.messages_column, chosen=s.chosen_column, rejected=s.rejected_column, desirable=s.desirable_column,
     )  # fmt: skip
     values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
     found = {name: load_prompts(value, _FLAGS[name], columns) for name, value in values.items() if value}

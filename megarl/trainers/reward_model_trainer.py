@@ -24,9 +24,10 @@ class RewardModelTrainer(SupervisedTrainer):
     """Trains a language model with a scalar head to score the chosen response above the rejected one."""
 
     task = TaskSpec(
-        program="train_reward", role="reward", prefix="reward", value_head=True, sequences_per_example=2,
-        best="accuracy", sources=("actor", "reward"), purpose=REWARD,
+        program="train_reward", role="reward", prefix="reward", value_head=True,
+        sequence_names=("chosen", "rejected"), best="accuracy", sources=("actor", "reward"), purpose=REWARD,
     )  # fmt: skip
+    sequences_together = 2
     metric_names = ("loss", "accuracy", "margin", "mean")  # means over pairs, in the order of `_measure`
     fields = REWARD_FIELDS
 

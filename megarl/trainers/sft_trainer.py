@@ -23,7 +23,7 @@ class SFTTrainer(SupervisedTrainer):
     """Trains a language model on responses. Its role is the actor, so that train_rl can start from it."""
 
     task = TaskSpec(
-        program="train_sft", role="actor", prefix="sft", value_head=False, sequences_per_example=1, best="loss",
+        program="train_sft", role="actor", prefix="sft", value_head=False, sequence_names=("first",), best="loss",
         sources=("actor",), purpose=SFT,
     )  # fmt: skip
     metric_names = ("loss",)

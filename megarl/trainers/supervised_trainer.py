@@ -34,7 +34,7 @@ class TaskSpec(NamedTuple):
     role: str  # the trained role: prefix of its flags and checkpoint keys
     prefix: str  # of its metrics
     value_head: bool  # a scalar head instead of the vocabulary's
-    sequences_per_example: int  # 2 for a preference pair
+    sequence_names: tuple[str, ...]  # of an example: one, or two for a preference pair
     best: str  # metric of an evaluation that tells which checkpoint is the best
     sources: tuple[str, ...]  # roles whose weights it may start from
     purpose: str  # what its prompts are read for (`data.columns`)
@@ -53,6 +53,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
     """A supervised run on this rank. Subclasses define the examples, the loss and the evaluation."""
 
     task: TaskSpec
+    sequences_together = 1  # of an example, in one micro-batch
     metric_names: tuple[str, ...]  # of an update, the loss first
     fields: tuple  # metrics in the progress line of a step
 
@@ -151,7 +152,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     def _batch_of(self, examples: Examples, lines: Sequence[int]) -> ExampleBatch:
         """This replica's part of the examples of these lines; of the others only the lengths are read."""
-        per_example = self.task.sequences_per_example
+        per_example = len(self.task.sequence_names)
         lengths = torch.from_numpy(examples.lengths(lines))
         # The cost of an example is estimated as if its sequences were one.
         dp_assignment = load_balance.balance_by_flops(
@@ -175,9 +176,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
         return ExampleBatch(len(lines), lines, mine, batch.to(device.device()))
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
-        """This replica's micro-batches, equally many on every replica; the sequences of an example share one."""
+        """This replica's micro-batches, equally many on every replica."""
         every = torch.arange(len(batch))
-        return self.trainable_model.microbatches(batch, every, self.task.sequences_per_example)
+        return self.trainable_model.microbatches(batch, every, self.sequences_together)
 
     def evaluate(self, step: int):
         """Evaluates on held-out examples every `--eval-interval` steps; the run ends at its target. Collective."""
@@ -225,7 +226,7 @@ class SupervisedInputs:
     def __init__(self, config: RunConfig, trainer: type[SupervisedTrainer]):
         s, task = config.settings, trainer.task
         role = config.roles[task.role]
-        setup.check_training_flags(config, task.sequences_per_example)
+        setup.check_training_flags(config, trainer.sequences_together)
         trainer.check(s)
         self.encoder = encoder = setup.build_role_encoder(role, s)
         encoder.check_turns()
@@ -234,7 +235,8 @@ class SupervisedInputs:
         prompt_sets = read_prompts(s, task.purpose, encoder)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in prompt_sets.items()}
         self.prompt_sets = {name: found.prompts for name, found in examples.items()}
-        self.first_example = trainer.sequences(examples[PROMPTS][0])
+        first = trainer.sequences(examples[PROMPTS][0])
+        self.first_example = dict(zip(task.sequence_names, first, strict=True))
         self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])
         self.pretrained = self.resume = None
         if not s.load or role.lora:  # a checkpoint of low-rank factors does not hold the weights under them

@@ -29,7 +29,8 @@ HOLDS = {
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
     "remote": "--reward remote --reward-url http://x", "verifiers": "", "local": "", "margin": "",
     "preference:beta": "", "preference:label_smoothing": "", "preference:gamma": "--preference-loss simpo",
-    "preference:coefficient": "--preference-loss rpo",
+    "preference:coefficient": "--preference-loss rpo", "labels": "--preference-loss kto",
+    "preference:desirable_weight": "--preference-loss kto", "preference:undesirable_weight": "--preference-loss kto",
 }  # fmt: skip
 FAILS = {
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
@@ -45,6 +46,7 @@ FAILS = {
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "margin": "--preference-loss ipo", "preference:beta": "--preference-loss orpo",
     "preference:label_smoothing": "--preference-loss ipo", "preference:gamma": "", "preference:coefficient": "",
+    "labels": "", "preference:desirable_weight": "", "preference:undesirable_weight": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
 

@@ -110,11 +110,11 @@ def alone(network, sequence) -> float:
 def watched(rank: int, parsed) -> list[tuple[float, float]]:
     """(own, recorded) loss of each step and of the evaluation after the last one."""
     from megarl import train_preference
-    from megarl.trainers import preference_trainer
+    from megarl.trainers import pair_trainer
 
     seen, reference = [], {}
 
-    class Watched(preference_trainer.PreferenceTrainer):
+    class Watched(pair_trainer.PairTrainer):
         def own_loss(self, name: str, pairs) -> float:
             """RPO's, written out; `name`: of the set, with the numbers of the pairs."""
             terms = []
@@ -142,7 +142,7 @@ def watched(rank: int, parsed) -> list[tuple[float, float]]:
                 own = self.own_loss("held out", enumerate(self.inputs.held_out[:5]))
                 seen.append([own, self.metrics["eval/loss"]])
 
-    train_preference.PreferenceTrainer = Watched
+    train_preference.PairTrainer = Watched
     in_world(rank, "preference", parsed)
     return seen
 
@@ -213,13 +213,14 @@ def test_wrong_input(case, folder, tmp_path):
 
 def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
     """Another loss, more held-out pairs, a damaged file."""
-    from megarl.trainers.preference_trainer import PreferenceTrainer, read_reference
+    from megarl.trainers.pair_trainer import PairTrainer
+    from megarl.trainers.preference_trainer import read_reference
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     def refused(flags: str) -> str:
         parsed = program("preference", preference_argv(tmp_path / "new", f"--train-iters 9 {held_out()} {flags}"), 1)
         with pytest.raises(UsageError) as refusal:
-            SupervisedInputs(parsed, PreferenceTrainer)
+            SupervisedInputs(parsed, PairTrainer)
         return str(refusal.value)
 
     train(
@@ -241,11 +242,11 @@ def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
 
 
 def test_margins_that_a_loss_does_not_read_are_named(tmp_path):
-    from megarl.trainers.preference_trainer import PreferenceTrainer
+    from megarl.trainers.pair_trainer import PairTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     rows = write_lines(tmp_path / "rows.jsonl", [GOOD | {"margin": 1, "rejected": ""}])  # EOS alone may be rejected
     for loss, count in (("ipo", 1), ("dpo", 0)):
         argv = preference_argv(tmp_path / "run", f"--prompts {rows} --preference-loss {loss}")
-        notes = SupervisedInputs(program("preference", argv, 1), PreferenceTrainer).prompt_sets["prompts"].notes
+        notes = SupervisedInputs(program("preference", argv, 1), PairTrainer).prompt_sets["prompts"].notes
         assert sum("does not read the margins" in note for note in notes) == count

@@ -8,9 +8,11 @@ import torch
 
 from megarl.algorithms.preference_loss import PairLogprobs, PreferenceOptions, log_odds
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.algorithms.preference_losses.kto import kto, mismatched_divergence
 
 PAIRS = 200
 LOGPROBS = ("chosen", "rejected")
+OF_PAIRS = [name for name, loss in PREFERENCE_LOSSES.items() if loss.reads_pairs]
 
 
 def drawn(seed: int = 1) -> PairLogprobs:
@@ -46,7 +48,7 @@ def written_out(name: str, w, l, nw, nl, rw, rl, m, o: PreferenceOptions) -> flo
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", OF_PAIRS)
 def test_the_formulas_and_their_gradients(name, smoothing):
     pairs, options = drawn(), PreferenceOptions(beta=0.3, label_smoothing=smoothing, gamma=0.7, coefficient=0.4)
     loss = PREFERENCE_LOSSES[name].function
@@ -61,7 +63,7 @@ def test_the_formulas_and_their_gradients(name, smoothing):
     assert torch.autograd.gradcheck(of, leaves)
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", OF_PAIRS)
 def test_only_the_options_that_a_loss_names_change_it(name):
     """So that a flag without effect is always one that the loss does not name."""
     pairs, named = drawn(2), PREFERENCE_LOSSES[name]
@@ -78,7 +80,7 @@ def test_only_the_options_that_a_loss_names_change_it(name):
         assert getattr(named, attribute) == (not torch.equal(before.loss, named.function(other, options).loss))
 
 
-@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("name", OF_PAIRS)
 def test_rewards_are_constants_and_order_the_pairs_as_the_loss_does(name):
     pairs, named = drawn(3), PREFERENCE_LOSSES[name]
     leaves = {field: getattr(pairs, field).clone().requires_grad_() for field in LOGPROBS}
@@ -113,3 +115,29 @@ def test_shapes_must_agree():
     fields = vars(drawn(5))
     with pytest.raises(ValueError, match="margin"):
         PairLogprobs(**fields | {"margin": fields["margin"][1:]})
+
+
+def test_kto_is_its_formula_with_its_gradient():
+    pairs, generator = drawn(6), torch.Generator().manual_seed(6)
+    is_desirable = torch.rand(PAIRS, generator=generator) < 0.4
+    options = PreferenceOptions(beta=0.3, desirable_weight=1.5, undesirable_weight=0.7)
+    divergence = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+
+    def loss(logprobs):
+        return kto(logprobs, pairs.reference_chosen, is_desirable, divergence, options)[0]
+
+    expected = []
+    rows = torch.stack([pairs.chosen, pairs.reference_chosen, is_desirable.double()], 1).tolist()
+    for logprob, reference, good in rows:
+        difference = 0.3 * (logprob - reference) - 0.3 * 0.9
+        expected.append(1.5 * (1 - sigmoid(difference)) if good else 0.7 * (1 - sigmoid(-difference)))
+    leaf = pairs.chosen.clone().requires_grad_()
+    torch.testing.assert_close(loss(leaf), torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    assert torch.autograd.gradcheck(loss, (leaf,))
+    loss(leaf).sum().backward()
+    assert divergence.grad is None and ((leaf.grad < 0) == is_desirable).all()
+
+
+def test_the_divergence_is_a_mean_that_is_not_negative():
+    assert mismatched_divergence(torch.tensor(3.0), torch.tensor(4.0)) == 0.75
+    assert mismatched_divergence(torch.tensor(-3.0), torch.tensor(4.0)) == 0

@@ -1,0 +1,180 @@
+"""Training on single responses with labels: the first loss, the formula, layouts, resume, and wrong input."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.data.labelled_responses import next_of_other_prompt
+from megarl.errors import UsageError
+from tests.helpers.programs import (
+    assert_close,
+    in_world,
+    metrics,
+    preference_argv,
+    preferences,
+    program,
+    timeless,
+    train,
+    write_lines,
+)
+from tests.helpers.tiers import long
+from tests.helpers.worlds import run_world
+
+NAMES = [f"preference/{name}" for name in ("loss", "kl", "chosen_logprob", "rejected_logprob", "grad_norm")]
+EVALUATED = ["eval/loss", "eval/kl", "eval/margin"]
+BETA, DESIRABLE, UNDESIRABLE = 0.5, 1.5, 0.7
+KTO = f"--preference-loss kto --preference-beta {BETA}"
+
+
+def flags_of(folder: Path) -> str:
+    """The flags of training and held-out lines: labelled responses, and pairs."""
+    lines = [json.loads(line) for line in (preferences() / "preferences.jsonl").read_text().splitlines()]
+    # The same response is desirable after every prompt, so that it also becomes more likely where it is mismatched.
+    rows = [{"prompt": row["prompt"], "completion": text, "label": text == "4"}
+            for row in lines for text in ("4", row["rejected"], "4")]  # fmt: skip
+    return f"{KTO} --prompts {write_lines(folder / 'rows.jsonl', rows)} --eval-prompts {held_out()} --eval-interval 10"
+
+
+def held_out() -> Path:
+    return preferences() / "heldout-preferences.jsonl"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kto")
+
+
+def run_of(folder: Path, layout: str = "", size: int = 1) -> dict[int, dict]:
+    """Metrics of three steps."""
+    save = folder / f"{size}{layout}".replace("/", "")
+    flags = f"{flags_of(folder)} --lr 5e-3 --train-iters 3 --global-batch-size 5 {layout}"
+    train("preference", preference_argv(save, flags), size)
+    return metrics(save)
+
+
+def test_the_policy_comes_to_make_desirable_responses_more_likely(folder):
+    flags = f"{KTO} --eval-prompts {held_out()} --eval-interval 10 --lr 5e-3 --train-iters 30"  # on the lines of pairs
+    train("preference", preference_argv(folder / "run", flags))
+    rows = metrics(folder / "run")
+    first = rows[1]  # policy and reference are equal to the last bit
+    assert first["preference/loss"] == 0.5 and first["preference/kl"] == first["preference/margin"] == 0
+    assert rows[30]["eval/margin"] > 0 and rows[30]["eval/loss"] < rows[10]["eval/loss"] < 0.5
+
+
+@pytest.mark.parametrize("size, layout", [
+    long((1, "--max-tokens-per-microbatch 20")),
+    (4, "--tensor-model-parallel-size 2 --max-tokens-per-microbatch 20"),
+    long((4, "--pipeline-model-parallel-size 2")), long((2, "--context-parallel-size 2")),
+])  # fmt: skip
+def test_updates_are_the_same_in_every_layout(size, layout, folder):
+    expected, found = run_of(folder), run_of(folder, layout, size)
+    for step, row in found.items():  # a small batch may have no desirable response
+        assert_close(row, expected[step], [name for name in NAMES if name in row], 1e-5)
+    assert_close(found[3], expected[3], EVALUATED, 1e-5)
+
+
+def alone(network, sequence) -> float:
+    """Σ log π over the response tokens of a sequence that is alone in its batch."""
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+
+    tokens, mask = (torch.tensor(column) for column in sequence)
+    with inference_mode(network):
+        scores = token_scores(network, tokens, torch.tensor([len(tokens)]), 1.0, 16, None, mask)
+    return float(scores.logprobs[mask].double().sum())
+
+
+def watched(rank: int, parsed) -> list[list[float]]:
+    """[own loss, own divergence, recorded loss, recorded divergence] of each step."""
+    from megarl import train_preference
+    from megarl.trainers import kto_trainer
+
+    seen, reference = [], {}
+
+    class Watched(kto_trainer.KTOTrainer):
+        def next_batch(self):
+            lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
+            network, examples = self.trainable_model.model[0], self.inputs.examples
+            if not reference:
+                for number, example in enumerate(examples[:]):
+                    prompt = example.own[1].index(True)
+                    assert example.own[0][:prompt] == example.mismatched[0][:prompt] and example.mismatched[1][prompt]
+                    reference[number] = [alone(network, s) for s in (example.own, example.mismatched)]
+            drifts = {}
+            for number in lines:
+                now = [alone(network, s) for s in (examples[number].own, examples[number].mismatched)]
+                drifts[number] = [a - b for a, b in zip(now, reference[number], strict=True)]
+            divergence = max(0.0, sum(mismatched for _, mismatched in drifts.values()) / len(drifts))
+            terms = []
+            for number, (drift, _) in drifts.items():
+                sign, weight = (1, DESIRABLE) if examples[number].is_desirable else (-1, UNDESIRABLE)
+                terms.append(weight * (1 - 1 / (1 + math.exp(-sign * BETA * (drift - divergence)))))
+            seen.append([sum(terms) / len(terms), divergence])
+            return super().next_batch()
+
+        def log(self, step):
+            super().log(step)
+            seen[-1] += [self.metrics["preference/loss"], self.metrics["preference/kl"]]
+
+    train_preference.KTOTrainer = Watched
+    in_world(rank, "preference", parsed)
+    return seen
+
+
+def test_losses_and_divergences_equal_the_formulas(folder, tmp_path):
+    """Over two replicas, with both weights; the reference stays that of the start."""
+    flags = f"{flags_of(folder)} --lr 2e-2 --train-iters 6 --global-batch-size 5 --eval-samples 5"
+    flags += f" --preference-desirable-weight {DESIRABLE} --preference-undesirable-weight {UNDESIRABLE}"
+    for seen in run_world(watched, 2, program("preference", preference_argv(tmp_path / "run", flags), 2)):
+        assert len(seen) == 6 and any(divergence > 0 for _, divergence, *_ in seen)
+        for loss, divergence, *recorded in seen:
+            assert recorded == pytest.approx([loss, divergence], rel=1e-5, abs=1e-6)
+
+
+def test_a_batch_without_desirable_responses_has_no_mean_of_them(folder, tmp_path):
+    rows = [{"prompt": f"{i}+2=", "response": "7", "desirable": False} for i in range(3)]
+    flags = f"{KTO} --prompts {write_lines(tmp_path / 'rows.jsonl', rows)} --train-iters 1 --global-batch-size 3"
+    train("preference", preference_argv(tmp_path / "run", flags))
+    (row,) = metrics(tmp_path / "run").values()
+    assert row["preference/rejected_logprob"] < 0
+    assert not {"preference/chosen_logprob", "preference/chosen_reward", "preference/margin"} & set(row)
+
+
+def test_a_run_resumes_exactly(folder, tmp_path):
+    flags = f"{flags_of(folder)} --lr-decay-iters 6 --eval-interval 2"
+    train("preference", preference_argv(tmp_path / "whole", f"--train-iters 6 {flags}"))
+    train("preference", preference_argv(tmp_path / "part", f"--train-iters 4 {flags}"))
+    train("preference", preference_argv(tmp_path / "part", f"--train-iters 6 --load {tmp_path}/part {flags}"))
+    whole, part = metrics(tmp_path / "whole"), metrics(tmp_path / "part")
+    assert sorted(part) == list(range(1, 7)) and any(row["preference/kl"] > 0 for row in part.values())
+    assert {step: timeless(row) for step, row in part.items()} == {step: timeless(row) for step, row in whole.items()}
+
+
+def test_the_other_prompt_is_the_next_one_that_differs():
+    assert next_of_other_prompt(torch.tensor([0, 0, 1, 2, 2, 0]).numpy()).tolist() == [2, 2, 3, 5, 5, 2]
+    assert next_of_other_prompt(torch.tensor([1, 1, 0, 1]).numpy()).tolist() == [2, 2, 3, 2]
+
+
+GOOD = {"prompt": "1+2=", "response": "3", "desirable": True}
+WRONG = {
+    "no label": ({"desirable": None}, "", "rows.jsonl:2: kto needs response and desirable on each line"),
+    "a number": ({"desirable": 1}, "", "rows.jsonl:2: desirable must be true or false, not int"),
+    "one of a pair": ({"chosen": "3"}, "", "rows.jsonl:2: a preference needs chosen and rejected"),
+    "one prompt": ({}, "", "rows.jsonl: all responses are to one prompt"),
+    "no column": ({}, "--desirable-column good", "--desirable-column good: "),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input(case, tmp_path):
+    from megarl.observe.timers import Timers
+    from megarl.train_preference import train as train_here
+
+    row, flags, needle = WRONG[case]
+    rows = write_lines(tmp_path / "rows.jsonl", [GOOD, GOOD | row])
+    argv = preference_argv(tmp_path / "run", f"{KTO} --prompts {rows} {flags}")
+    with pytest.raises(UsageError) as refusal:
+        train_here(program("preference", argv, 1), Timers())
+    assert needle in str(refusal.value) and "\n" not in str(refusal.value)
