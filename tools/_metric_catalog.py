@@ -92,8 +92,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                "with --partial-rollouts"),
         Metric("rollout/carried_groups", "groups", "unfinished groups that the next step continues",
                "with --partial-rollouts"),
-        Metric("rollout/dropped_groups", "groups", "groups that were older than --max-staleness",
-               "with --partial-rollouts"),
+        Metric("rollout/dropped_groups", "groups", "groups that were older than --max-staleness, or whose"
+               " environment cannot be replayed", "with --partial-rollouts"),
         Metric("rollout/decode_steps", "steps", "decode steps of the replica with the most", "with"
                " --speculative-rollout"),
         Metric("rollout/accepted_tokens_per_step", "tokens", "tokens that a request gets in a decode step; 1 without"
@@ -107,7 +107,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Environments": tuple(
         metric._replace(when="with --environment") for metric in (
-            Metric("environment/turns_mean", "turns", "turns of the step's episodes"),
+            Metric("environment/turns_mean", "turns", "turns of the episodes that ended in the step"),
             Metric("environment/tool_calls", "calls", "tool calls that could be read"),
             Metric("environment/malformed_calls", "calls", "texts that look like a tool call but are not valid"),
             Metric("environment/truncated_fraction", "fraction", "episodes that ended because a turn was truncated, the"

@@ -194,8 +194,12 @@ def _waiting_groups(folder: Path) -> dict[str, str]:
         states = [torch.load(path, weights_only=True) for path in paths]
         batches = [Batch(**{name: s.pop(name) for name in FIELDS if name in s}) for s in states if "lengths" in s]
         joined = concatenate(batches) if batches else Batch()
+        episodes = [json.loads(state.pop("episodes", "[]")) for state in states]
+        ids = [number for batch in batches for number in batch.sequence_ids.tolist()]
+        by_id = dict(zip(ids, (episode for of_replica in episodes for episode in of_replica), strict=False))
         if states:
-            found[kind] = _object_digest([states[0], {name: getattr(joined, name) for name in joined.present()}])
+            fields = {name: getattr(joined, name) for name in joined.present()}
+            found[kind] = _object_digest([states[0], fields, *([by_id] if by_id else [])])
     return found
 
 

@@ -2,13 +2,14 @@
 
 A run that resumes from its last checkpoint generates the same turns again and takes the answers to them from here.
 Each replica appends to a file of its own; after a checkpoint, which has what came of the steps, the files are removed.
+A step of a run may continue an episode of an earlier one, so an answer belongs to the step in which it was given.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ class Journal:
             replica, replicas: number of this replica, and how many there are.
         """
         self.path = folder / f"replica_{replica:05d}.jsonl"
-        self._known: dict[str, JournalEntry] = {}
+        self.step = 0  # of the run, to which new answers belong
+        self._known: dict[str, tuple[JournalEntry, int]] = {}  # with the step
         self._new: list[dict] = []  # not written yet
         own = {f"replica_{number:05d}.jsonl" for number in range(replicas)}
         others = [path for path in folder.glob("replica_*.jsonl") if path.name not in own]
@@ -45,13 +47,14 @@ class Journal:
 
     def find(self, key: str, turns: Sequence[Turn]) -> JournalEntry | None:
         """The answer to the last of these turns, or to the reset, of the episode `key`; None if there is none."""
-        return self._known.get(_place(key, turns))
+        return self._known.get(_place(key, turns), (None, 0))[0]
 
     def add(self, key: str, turns: Sequence[Turn], entry: JournalEntry):
         """Adds an answer; `flush` writes it."""
         place = _place(key, turns)
-        self._known[place] = entry
-        self._new.append({"place": place, "observation": dataclasses.asdict(entry.observation), "tools": entry.tools})
+        self._known[place] = entry, self.step
+        record = {"place": place, "observation": dataclasses.asdict(entry.observation), "tools": entry.tools}
+        self._new.append({**record, "step": self.step})
 
     def flush(self):
         """Writes what was added; it survives a crash of the machine."""
@@ -64,12 +67,12 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def discard(self, is_done: Callable[[str], bool]):
-        """Forgets the episodes whose keys are done, also in what earlier layouts left."""
+    def discard(self, through: int):
+        """Forgets the answers of the steps up to `through`, also in what earlier layouts left."""
         self.flush()
-        self._known = {place: entry for place, entry in self._known.items() if not is_done(_key_of(place))}
+        self._known = {place: (entry, step) for place, (entry, step) in self._known.items() if step > through}
         for path in (self.path, *self._of_earlier_layout):
-            _remove_lines(path, is_done)
+            _remove_lines(path, through)
 
     def _read(self, path: Path, repairs: bool):
         """Takes the answers of a file in.
@@ -80,31 +83,31 @@ class Journal:
         content, whole = path.read_bytes(), []
         for line in content.splitlines():
             if (found := _entry_of(line)) is not None:
-                self._known.setdefault(*found)
+                place, entry, step = found
+                self._known.setdefault(place, (entry, step))
                 whole.append(line + b"\n")
         if repairs and b"".join(whole) != content:
             write_atomically(path, b"".join(whole))
 
 
-def _entry_of(line: bytes) -> tuple[str, JournalEntry] | None:
-    """(place, entry) of a line; None if it is none."""
+def _entry_of(line: bytes) -> tuple[str, JournalEntry, int] | None:
+    """(place, entry, step) of a line; None if it is none."""
     try:
         record = json.loads(line)
         place, entry = record["place"], JournalEntry(Observation(**record["observation"]), record["tools"])
-        return (place, entry) if isinstance(place, str) else None
-    except (ValueError, KeyError, TypeError):
+        # Older versions wrote no step: an episode ended in the step with which its key begins.
+        step = record["step"] if "step" in record else int(place.partition("/")[0])
+        return (place, entry, step) if isinstance(place, str) and isinstance(step, int) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _key_of(place: str) -> str:
-    return place.rsplit(" ", 2)[0]
-
-
-def _remove_lines(path: Path, is_done: Callable[[str], bool]):
-    """Removes what is done from a file, and the file if nothing is left."""
+def _remove_lines(path: Path, through: int):
+    """Removes the answers of the steps up to `through` from a file, and the file if nothing is left."""
     if not path.exists():
         return
-    lines = [line for line in path.read_bytes().splitlines() if not is_done(_key_of(json.loads(line)["place"]))]
+    found = ((line, _entry_of(line)) for line in path.read_bytes().splitlines())
+    lines = [line for line, entry in found if entry is not None and entry[2] > through]
     if lines:
         write_atomically(path, b"\n".join(lines) + b"\n")
     else:

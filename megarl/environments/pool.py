@@ -42,6 +42,7 @@ class Event(NamedTuple):
     replayed: int  # how often the episode was played again for this answer
     late: int  # how often of these the environment took too long
     from_journal: bool
+    replayable: bool  # whether another environment can be brought to the same state
 
 
 class _Episode:
@@ -87,6 +88,24 @@ class EnvironmentPool:
         """
         self._episodes[number] = episode = _Episode(number, environment or self.options.default, task, key)
         self._ask(episode)
+
+    def take_up(
+        self, number: int, task: Task, environment: str | None, key: str | None, texts: Sequence[str],
+        observations: Sequence[Observation],
+    ) -> list[Turn]:  # fmt: skip
+        """Goes on with a replayable episode whose turns have all been answered; its next turn gets an environment.
+
+        Args:
+            environment, key: as of `start`.
+            texts, observations: of its turns.
+
+        Returns:
+            The turns.
+        """
+        self._episodes[number] = episode = _Episode(number, environment or self.options.default, task, key)
+        episode.turns = [parse_turn(text, turn, self._parser) for turn, text in enumerate(texts)]
+        episode.observations = list(observations)
+        return list(episode.turns)
 
     def step(self, number: int, text: str):
         """Has the environment of an episode answer a turn."""
@@ -256,5 +275,6 @@ class EnvironmentPool:
         event = Event(
             number=episode.number, observation=observation, failure=failure, tools=list(tools), turn=turn,
             seconds=seconds, replayed=episode.restarts, late=episode.late, from_journal=from_journal,
+            replayable=episode.replayable,
         )  # fmt: skip
         self._events.append(event)

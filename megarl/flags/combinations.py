@@ -322,10 +322,7 @@ def _debug(s: Settings) -> list[FlagRule]:
 
 def _environments(s: Settings) -> list[FlagRule]:
     name = s.environment
-    unsupported = {
-        "--over-sampling": s.over_sampling > 1, "--rollout-bank": s.rollout_bank is not None,
-        "--rollout-server": s.rollout_server is not None,
-    }  # fmt: skip
+    unsupported = {"--rollout-bank": s.rollout_bank is not None, "--rollout-server": s.rollout_server is not None}
     given = [flag for flag, is_set in unsupported.items() if is_set]
     return [
         FlagRule("--environment", name, name is None or not given, f"not allowed with {', '.join(given)}"),

@@ -63,7 +63,8 @@ class GroupCollector:
         self.order = PromptOrder(len(prompts), settings.seed)
         self.metrics: dict[str, float] = {}
         self._scorer, self._announcements, self._writer = scorer, announcements, writer
-        self.partial_rollouts = PartialRolloutBuffer(mesh, settings)
+        carried = None if rollout.episodes is None else rollout.episodes.carried
+        self.partial_rollouts = PartialRolloutBuffer(mesh, settings, carried)
         fields = extra_fields(settings)
         self.group_buffer = GroupBuffer(mesh, settings.samples_per_prompt, fields, rollout.recorded_layers)
         self.queue = BatchQueue(self.group_buffer, keeps=settings.generation_lag > 0)

@@ -2,11 +2,12 @@
 
 Partial rollouts (Kimi k1.5, arXiv 2501.12599 §2.6; APRIL, 2509.18521): a round that stops early keeps its unfinished
 groups, with the log-probs and the version of the policy that generated each token. The next round starts with them.
-The replica that generated a group's first tokens holds them and continues the group.
+The replica that generated a group's first tokens holds them and continues the group, with the environments of its
+episodes.
 """
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
+from megarl.rollout.episodes.carried import CarriedEpisodes
+from megarl.rollout.episodes.episode import key_of
 from megarl.rollout.requests import PartialResponse, PromptRequest
 from megarl.rollout.waiting_groups import VERSIONS
 
@@ -35,15 +38,17 @@ class CarriedGroup(NamedTuple):
     step: int  # that drew the line
     dp_rank: int  # replica that holds the responses
     lengths: tuple[int, ...]  # tokens of each response
-    finished: tuple[bool, ...]
+    finished: tuple[bool, ...]  # also of an episode that ended in another way
     oldest: int  # policy version of its oldest token; `NO_TOKEN` without any
 
 
 class PartialRolloutBuffer:
     """The unfinished groups, oldest first. Each replica holds the responses that it generated and continues them."""
 
-    def __init__(self, mesh: RoleMesh, settings: Settings):
-        self.mesh, self.settings = mesh, settings
+    def __init__(self, mesh: RoleMesh, settings: Settings, episodes: CarriedEpisodes | None = None):
+        """`episodes`: keeps those of an environment, on the rollout's ranks; None: responses have one turn."""
+        self.mesh, self.settings, self.episodes = mesh, settings, episodes
+        self._fields = [*GENERATED_FIELDS, VERSIONS, *settings.environment_fields]
         self.samples = settings.samples_per_prompt
         self.version = 0  # of the policy that generates: updates so far
         self.trained_version = 0  # of the policy that trains on what the step generates, before its update
@@ -59,6 +64,7 @@ class PartialRolloutBuffer:
     def clear(self):
         """Removes all groups; the policy version stays."""
         self._groups, self._responses = [], None
+        self._retain_episodes()
 
     def begin_step(self, version: int, trained_version: int):
         """Sets the policy versions of a step: of the policy that generates, and of the one that trains."""
@@ -93,6 +99,20 @@ class PartialRolloutBuffer:
         self.dropped += int((~is_fresh).sum())
         self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
         self._responses = _select(self._responses, is_fresh.repeat_interleave(self.samples))
+        self._retain_episodes()
+
+    def _retain_episodes(self):
+        """Ends the environments of all episodes but those of the groups."""
+        if self.episodes is not None:
+            self.episodes.retain(self._keys(self._groups))
+
+    def _keys(self, groups: Iterable[CarriedGroup | PromptRequest], step: int = 0) -> list[str]:
+        """Keys of the episodes of groups by sequence id; `step`: that drew those that name none."""
+        return [
+            key_of(step if group.step is None else group.step, group.line, group.draw_index * self.samples + sample)
+            for group in groups
+            for sample in range(self.samples)
+        ]
 
     def keep_unfinished(
         self, batch: Batch, requests: list[PromptRequest], step: int, taken: Tensor, longest: int | None
@@ -100,20 +120,32 @@ class PartialRolloutBuffer:
         """Keeps the groups of a round that are not taken. Returns (this rank's restored batch, its new tokens).
 
         Responses are truncated to `longest` new tokens. An unfinished response has at least that many, so the result
-        does not depend on the layout or on timing. A collective of the rollout if groups are kept.
+        does not depend on the layout or on timing. Episodes have been already (`EpisodeRunner.settle`). A group with an
+        unfinished episode whose environment cannot be replayed is dropped. A collective of the rollout if groups are
+        kept.
 
         Args:
             batch: of `Rollout.generate`; one replica has all responses of a group that is not taken.
             requests: given to `Rollout.generate`, those of `pop_oldest` first.
             taken, longest: of `Rollout.earliest_groups`; all groups and None if all are taken.
         """
-        batch = batch if longest is None else _truncate(batch, longest)
-        new_tokens = int(batch.response_mask.sum())
+        keys, held = self._keys(requests, step), batch.sequence_ids.tolist()
+        if self.episodes is None:
+            batch = batch if longest is None else _truncate(batch, longest)
+            new_tokens = int(batch.response_mask.sum())
+        else:
+            new_tokens = self.episodes.new_tokens(keys[i] for i in held)
         self._restore_continued(batch)
-        if len(taken) < len(requests):
-            is_kept = torch.ones(len(requests), dtype=torch.bool)
-            is_kept[taken] = False
+        is_kept = torch.ones(len(requests), dtype=torch.bool)
+        is_kept[taken] = False
+        if self.episodes is not None and is_kept.any():
+            can_go_on = torch.tensor(self.episodes.can_go_on(keys[i] for i in held), dtype=torch.int64)
+            stuck = self.mesh[ROLLOUT].gather_rows(batch.sequence_ids, 1 - can_go_on, len(keys)).view(len(requests), -1)
+            self.dropped += int((stuck.any(1) & is_kept).sum())
+            is_kept &= ~stuck.any(1)
+        if is_kept.any():
             self._keep(batch, [requests[i] for i in is_kept.nonzero().flatten().tolist()], is_kept, step)
+        self._retain_episodes()
         self._continued, self._continued_count = None, 0
         return batch, new_tokens
 
@@ -125,6 +157,8 @@ class PartialRolloutBuffer:
         is_continued = (batch.sequence_ids < self._continued_count).nonzero().flatten()
         found = torch.searchsorted(self._continued.sequence_ids, batch.sequence_ids[is_continued].cpu())
         before = self._continued.select(found).to(batch.tokens.device)
+        is_longer = batch.lengths[is_continued] >= before.lengths  # an episode that failed has lost its turns
+        is_continued, before = is_continued[is_longer], before.select(is_longer.nonzero().flatten())
         positions = expand_ranges(batch.cu_seqlens[:-1][is_continued], before.lengths)
         for name in _RESTORED_FIELDS:
             getattr(batch, name)[positions] = getattr(before, name)
@@ -132,12 +166,14 @@ class PartialRolloutBuffer:
 
     def _keep(self, batch: Batch, requests: list[PromptRequest], is_kept: Tensor, step: int):
         """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
-        role_groups, names = self.mesh[ROLLOUT], [*GENERATED_FIELDS, VERSIONS]
-        kept = Batch(**{name: getattr(batch, name).cpu() for name in names})
+        role_groups = self.mesh[ROLLOUT]
+        kept = Batch(**{name: getattr(batch, name).cpu() for name in self._fields})
         kept = _select(kept, is_kept.repeat_interleave(self.samples))
         ids, own = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
         if kept is not None:
-            ids, own = kept.sequence_ids, torch.cat([_known(kept), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
+            ids, keys = kept.sequence_ids, self._keys(requests, step)
+            ended = None if self.episodes is None else self.episodes.have_ended(keys[i] for i in ids.tolist())
+            own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
         known = role_groups.gather_rows(ids, own, len(requests) * self.samples)
         groups = _carried_groups(requests, known.view(len(requests), self.samples, 4), step)
         self._responses = _joined(kept, self._responses, len(known))
@@ -173,6 +209,9 @@ class PartialRolloutBuffer:
             return None
         fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
         groups, file = [(group.line, group.draw_index, group.step) for group in self._groups], io.BytesIO()
+        if self.episodes is not None:
+            keys, ids = self._keys(self._groups), responses.sequence_ids.tolist() if responses else []
+            fields["episodes"] = self.episodes.to_json(keys[i] for i in ids)
         torch.save({"version": self.version, "samples": self.samples, "groups": groups, **fields}, file)
         return file.getvalue()
 
@@ -191,12 +230,19 @@ class PartialRolloutBuffer:
         for data, where in files:
             fields = load_plain(data, where)
             version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
-            waiting_groups.check_unfinished(len(groups), samples, s)
+            facts = fields.pop("episodes", None)
+            waiting_groups.check_unfinished(len(groups), samples, facts is not None, s)
             if not own:
                 known = torch.zeros(len(groups) * samples, 4, dtype=torch.int64)
-            batch = Batch(**fields) if fields else empty_batch([*GENERATED_FIELDS, VERSIONS], "cpu")
+            requests = [PromptRequest(line=n, tokens=(), draw_index=index, step=step) for n, index, step in groups]
+            batch = Batch(**fields) if fields else empty_batch(self._fields, "cpu")
             dp_ranks = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
-            known[batch.sequence_ids] = torch.cat([_known(batch), dp_ranks.unsqueeze(1)], 1)
+            ended = None
+            if self.episodes is not None:
+                keys, is_own = self._keys(requests), dp_ranks == role_groups.dp_rank
+                keys = [keys[i] for i in batch.sequence_ids.tolist()]
+                ended = self.episodes.load(facts, batch, keys, is_own, where)
+            known[batch.sequence_ids] = torch.cat([_known(batch, ended), dp_ranks.unsqueeze(1)], 1)
             own.append(batch.select((dp_ranks == role_groups.dp_rank).nonzero().flatten()))
             prompt = max([prompt, *batch.prompt_lengths.tolist()])
             response = max([response, *(batch.lengths - batch.prompt_lengths).tolist()])
@@ -207,7 +253,6 @@ class PartialRolloutBuffer:
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
-        requests = [PromptRequest(line=n, tokens=(), draw_index=index, step=step) for n, index, step in groups]
         self._groups = _carried_groups(requests, known.view(len(groups), samples, 4), 0)
         self.version, batch = version, concatenate(own)
         self._responses = batch if len(batch) else None
@@ -225,12 +270,14 @@ def _carried_groups(requests: list[PromptRequest], known: Tensor, step: int) -> 
     return groups
 
 
-def _known(batch: Batch) -> Tensor:
-    """[N, 3] int64 response length, finished, oldest version of each sequence."""
+def _known(batch: Batch, ended: Sequence[bool] | None) -> Tensor:
+    """[N, 3] int64 response length, finished, oldest version of each sequence; `ended`: of episodes, instead of
+    `finished`."""
+    finished = batch.finished if ended is None else torch.tensor(ended, dtype=torch.bool)
     token_ids = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[batch.response_mask]
     oldest = torch.full((len(batch),), NO_TOKEN)
     oldest = oldest.scatter_reduce(0, token_ids, batch.versions[batch.response_mask].long(), "amin")
-    return torch.stack([batch.lengths - batch.prompt_lengths, batch.finished.long(), oldest], 1)
+    return torch.stack([batch.lengths - batch.prompt_lengths, finished.long(), oldest], 1)
 
 
 def _rows(batch: Batch | None) -> dict[int, tuple[list[int], int]]:

@@ -18,6 +18,7 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.requests import RoundRequests
 
 UNFINISHED = 1 << 40  # stands for the length of an unfinished response
+_NO_LIMIT = -1
 _calls = itertools.count()  # numbers the calls; all ranks of the rollout make the same calls in the same order
 
 
@@ -113,7 +114,7 @@ class GroupEarlyStop:
     Groups rank by the new tokens of their longest response, then by number. This does not depend on when or where a
     group was generated, so every layout selects the same groups. Groups that were finished before do not compete. The
     store entry holds the best groups so far, as longest · 2³² + number. Once it holds enough, no response needs more
-    tokens than the last of them has.
+    tokens than the last of them has. Of an episode the policy's tokens of all its turns in the round count.
     """
 
     def __init__(self, wanted: int, requests: RoundRequests, role_groups: RoleGroups):
@@ -130,8 +131,11 @@ class GroupEarlyStop:
     def ended(self, number: int, completion: Completion):
         """Records a completion; one replica generates all responses of a group."""
         length = len(completion.tokens)
-        if not completion.finished and length < self._limits[number]:
-            return  # stopped early
+        if completion.finished or length >= self._limits[number]:  # else it was stopped early
+            self.add(number, length)
+
+    def add(self, number: int, length: int):
+        """Records that a response, or an episode, has ended with that many new tokens."""
         group = number // self.samples
         lengths = self._ended.setdefault(group, [])
         lengths.append(length)
@@ -143,7 +147,8 @@ class GroupEarlyStop:
         """Limit on the new tokens of a response, None until enough groups are finished. A collective of the replica."""
         known = self._best_groups() if self.entry.role_groups.is_leader else b""
         best = array.array("q", known)
-        return self.entry.broadcast_in_replica(best[-1] >> 32 if len(best) == self.wanted else 0) or None
+        found = self.entry.broadcast_in_replica(best[-1] >> 32 if len(best) == self.wanted else _NO_LIMIT)
+        return None if found == _NO_LIMIT else found
 
     def close(self):
         """Every replica calls this when its engine has stopped."""

@@ -54,7 +54,7 @@ class RoundRequests:
     def __init__(self, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int):
         """`prompts`: of all replicas; `step`: the one that generates; `max_new_tokens`: of a whole response."""
         self.prompts, self.samples = prompts, samples
-        self._seed, self._step = seed, step
+        self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts, samples, max_new_tokens)  # 0: the response is finished
         self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
 
@@ -93,7 +93,11 @@ class RoundRequests:
     def step_of(self, i: int) -> int:
         """The step that drew the prompt of a response."""
         drawn_in = self.prompts[i // self.samples].step
-        return self._step if drawn_in is None else drawn_in
+        return self.step if drawn_in is None else drawn_in
+
+    def stream_of(self, i: int) -> int:
+        """The number of a response among all that its step draws of the prompt's line."""
+        return self.prompts[i // self.samples].draw_index * self.samples + i % self.samples
 
     def build(
         self, ids: Sequence[int], sampling: SamplingSettings | None = None, end_ids: tuple[int, ...] | None = None
@@ -106,8 +110,7 @@ class RoundRequests:
         """
         prompts = [self.prompts[i // self.samples] for i in ids]
         lines = torch.tensor([prompt.line for prompt in prompts], dtype=torch.int64)
-        streams = [p.draw_index * self.samples + i % self.samples for p, i in zip(prompts, ids, strict=True)]
-        streams = torch.tensor(streams, dtype=torch.int64)
+        streams = torch.tensor([self.stream_of(i) for i in ids], dtype=torch.int64)
         steps = torch.tensor([self.step_of(i) for i in ids], dtype=torch.int64)
         keys = torch.empty_like(lines)
         for drawn_in in steps.unique().tolist():

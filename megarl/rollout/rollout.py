@@ -149,9 +149,10 @@ class Rollout:
             sampling = SamplingSettings(
                 temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, greedy=temperature == 0
             )
-            if self.episodes is not None:
-                return self._run_episodes(requests, prompt_set, sampling, records_routes, is_training)
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
+            if self.episodes is not None:
+                earliest = wanted if stops_early else None
+                return self._run_episodes(requests, prompt_set, sampling, records_routes, is_training, earliest)
             banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
             early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
             done = self._run_engine(requests, sampling, records_routes, early_stop, banked)
@@ -233,18 +234,23 @@ class Rollout:
 
     def _run_episodes(
         self, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings, records_routes: bool,
-        is_training: bool,
+        is_training: bool, wanted: int | None,
     ) -> Batch:  # fmt: skip
-        """This replica's episodes, all of their turns."""
-        source, queue = self._source(requests, whole_groups=False)
-        limit = queue.share if queue else None
-        batch = self.episodes.run(
-            self.engine, source, requests, prompt_set, sampling, records_routes, limit, is_training
-        )
+        """This replica's episodes: all of their turns, or as far as the `wanted` earliest groups decide."""
+        source, queue = self._source(requests, whole_groups=wanted is not None)
+        early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
+        self.episodes.run(
+            self.engine, source, requests, prompt_set, sampling, records_routes, queue.share if queue else None,
+            is_training, early_stop,
+        )  # fmt: skip
+        self._count_steps(is_training)
         if queue:
             queue.close()
-        self._count_steps(is_training)
-        return batch
+        longest = None
+        if early_stop is not None:
+            early_stop.close()
+            _, longest = self.earliest_groups(None, requests.prompts, requests.samples, wanted)
+        return self.episodes.settle(longest, self.engine.empty_routes if records_routes else None)
 
     def _count_steps(self, is_training: bool):
         """Counts what the engine did since the last call, if it was for training."""
@@ -272,11 +278,12 @@ class Rollout:
         `batch`: this rank's share of the responses to `prompts`, as given to `generate`.
         """
         remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
-        is_finished = torch.tensor([not tokens for tokens in remaining])
+        is_finished = torch.tensor([not tokens for tokens in remaining])  # an episode that failed has no routes
         if batch is None or self.recorded_layers is None or not is_finished.any():
             return
         with self.timers.phase(self.role_groups.model_role, "rollout"):
-            positions = is_finished[batch.sequence_ids.cpu()].nonzero().flatten().tolist()
+            is_finished = is_finished[batch.sequence_ids.cpu()] & (batch.response_lengths > 0).cpu()
+            positions = is_finished.nonzero().flatten().tolist()
             sequences, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()
             # The last token has no route, so it is left out; the engine samples a token in its place.
             requests = [
@@ -287,18 +294,21 @@ class Rollout:
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
 
     def earliest_groups(
-        self, batch: Batch, prompts: list[PromptRequest], samples: int, wanted: int
+        self, batch: Batch | None, prompts: list[PromptRequest], samples: int, wanted: int
     ) -> tuple[Tensor, int]:
         """([wanted] ascending numbers of the earliest groups of `generate`, new tokens of their longest response).
 
-        Finished groups rank by the new tokens of their longest response, then by number. `batch`: this rank's share. A
-        collective of the role.
+        Finished groups rank by the new tokens of their longest response, then by number. `batch`: this rank's share;
+        not needed of episodes. A collective of the role.
         """
-        remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
-        lengths = batch.response_lengths
-        is_finished = batch.finished | (lengths == lengths.new_tensor(remaining)[batch.sequence_ids])
-        own = lengths.masked_fill(~is_finished, UNFINISHED)
-        new_tokens = self.role_groups.gather_rows(batch.sequence_ids, own, len(remaining))
+        if self.episodes is not None:
+            numbers, own = self.episodes.new_lengths()
+        else:
+            remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
+            numbers, lengths = batch.sequence_ids, batch.response_lengths
+            is_finished = batch.finished | (lengths == lengths.new_tensor(remaining)[numbers])
+            own = lengths.masked_fill(~is_finished, UNFINISHED)
+        new_tokens = self.role_groups.gather_rows(numbers, own, len(prompts) * samples)
         longest = new_tokens.view(-1, samples).amax(1)
         groups = shortest_groups(longest, wanted)
         return groups, int(longest[groups].max())

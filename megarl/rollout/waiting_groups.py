@@ -83,7 +83,7 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
             f"--prompts-per-step {s.prompts_per_step}: the checkpoint of --load {s.load} holds {complete} groups that "
             f"wait for their batch to be full; allowed is more than {complete}"
         )
-    check_unfinished(unfinished, samples, s)
+    check_unfinished(unfinished, samples, "turn_rewards" in found["fields"], s)
 
 
 def check_complete(saved: tuple[int, set[str]], wanted: tuple[int, set[str]]):
@@ -96,10 +96,15 @@ def check_complete(saved: tuple[int, set[str]], wanted: tuple[int, set[str]]):
         )
 
 
-def check_unfinished(groups: int, samples: int, settings: Settings):
-    """UsageError unless a run can continue that many unfinished groups of `samples` responses."""
+def check_unfinished(groups: int, samples: int, are_episodes: bool, settings: Settings):
+    """UsageError unless a run can continue that many unfinished groups of `samples` responses, or episodes."""
     if groups and (not settings.partial_rollouts or samples != settings.samples_per_prompt):
         raise UsageError(
             f"--load: the checkpoint holds {groups} unfinished groups of {samples} responses; add "
             f"--partial-rollouts --samples-per-prompt {samples}"
+        )
+    if groups and are_episodes != (settings.environment is not None):
+        raise UsageError(
+            f"--load: the checkpoint holds {groups} unfinished groups that were generated with"
+            f"{'' if are_episodes else 'out'} --environment; resume like that"
         )

@@ -34,6 +34,9 @@ class ScriptedClient:
         self.turns[number] = 0
         self.pending.append(self._result(number, [1, *request.prompt]))
 
+    def go_on(self, episode):
+        self.turns[episode.number] = episode.complete_turns
+
     def step(self, number, tokens):
         self.turns[number] += 1
         is_done = self.turns[number] == self._done_after + number % 2
@@ -42,6 +45,7 @@ class ScriptedClient:
 
     def end(self, number):
         self.ended.append(number)
+        self.pending = [item for item in self.pending if item.number != number]
 
     def wait(self, seconds):
         self.waits += 1
@@ -90,9 +94,68 @@ def run_episodes(
     source = EpisodeSource(RequestList(mine), begin, client, groups, max_open)
     for number, completion in engine.stream(source, END, settings_of(), routes):
         source.turn_ended(number, completion)
+    for episode in source.ended:
+        episode.settle(None)
     is_whole = "pipeline" not in flags  # a pipeline stage has no scores of its own
     gap = _gap(model, source.ended) if is_whole else 0.0
     return {episode.number: episode for episode in source.ended}, client, gap
+
+
+def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(), **engine_settings):
+    """(episodes by number, what each round left unfinished, answers that were undone) of rounds that take two more
+    groups of two samples each.
+
+    What a round has left: number -> (`content` of the episode, whether its turn is open, its new tokens).
+    """
+    from megarl.mcore.inference.engine import RequestList
+    from megarl.rollout.episodes.episode import Episode, EpisodeLimits
+    from megarl.rollout.episodes.source import EpisodeSource
+    from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, shortest_groups
+    from megarl.rollout.requests import PartialResponse, PromptRequest, RoundRequests
+
+    engine, _, groups = make_engine(flags, **engine_settings)
+    client = ScriptedClient(order, failing) if groups.is_leader else None
+    episodes: dict[int, Episode] = {}
+    ended, left, undone = [False] * PROMPTS, [], 0
+
+    def begin(number, request):
+        if number in episodes:
+            episode = episodes[number].continued(number, request)
+            if client is not None:
+                client.go_on(episode)
+            return episode
+        if client is not None:
+            client.begin(number, request)
+        return Episode(number, request, line=number, limits=EpisodeLimits(*limits))
+
+    for wanted in range(2, PROMPTS // 2 + 1, 2):
+        partial = [PartialResponse(0, is_ended) for is_ended in ended]
+        prompts = [PromptRequest(group, (), partial=tuple(partial[2 * group :][:2])) for group in range(PROMPTS // 2)]
+        requests = RoundRequests(prompts, 2, 1, wanted, limits[2])
+        early_stop = GroupEarlyStop(wanted, requests, groups)
+        mine = [
+            (number, request) for number, request in make_requests()
+            if not ended[number] and number // 2 % len(groups.replicas) == groups.dp_rank
+        ]  # fmt: skip
+        source = EpisodeSource(RequestList(mine), begin, client, groups, 64, early_stop)
+        for number, completion in engine.stream(source, END, settings_of(), response_limit=source.response_limit):
+            source.turn_ended(number, completion)
+        early_stop.close()
+        found = {episode.number: episode for episode in [*source.ended, *source.stopped]}
+        own = torch.tensor([UNFINISHED if e.end is None else e.new_tokens for e in found.values()], dtype=torch.int64)
+        lengths = groups.gather_rows(torch.tensor(list(found), dtype=torch.int64), own, PROMPTS).view(-1, 2).amax(1)
+        limit = int(lengths[shortest_groups(lengths, wanted)].max())
+        for episode in found.values():
+            answers = len(episode.verdicts)
+            episode.settle(limit)
+            undone += answers - len(episode.verdicts) if episode.end is None else 0
+        episodes |= found
+        states = content({number: episode for number, episode in found.items() if episode.end is None})
+        left.append({n: (state, episodes[n].is_open, episodes[n].new_tokens) for n, state in states.items()})
+        numbers = torch.tensor([n for n, e in found.items() if e.end is not None], dtype=torch.int64)
+        has_ended = groups.gather_rows(numbers, torch.ones_like(numbers), PROMPTS).tolist()
+        ended = [was or bool(now) for was, now in zip(ended, has_ended, strict=True)]
+    return episodes, left, undone
 
 
 def _gap(model, episodes) -> float:

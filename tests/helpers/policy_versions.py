@@ -10,7 +10,7 @@ def rows_of(batch) -> list[dict]:
     rows = zip(batch.sequence_ids.tolist(), batch.prompt_ids.tolist(), batch.finished.tolist(), *columns, strict=True)
     return [
         {
-            "id": i, "line": line, "finished": finished, "prompt": tokens[~mask].tolist(),
+            "id": i, "line": line, "finished": finished, "tokens": tokens.tolist(), "mask": mask.tolist(),
             "response": tokens[mask].tolist(), "logprobs": logprobs[mask].tolist(), "versions": versions[mask].tolist(),
         }
         for i, line, finished, tokens, mask, logprobs, versions in rows
@@ -21,14 +21,14 @@ def gaps_of(run, version: int, rows: list[dict]) -> list[float]:
     """Differences of the log-probs of a version's tokens from those of the training forward."""
     from megarl.mcore.model.forward_pass import inference_mode, token_scores
 
-    model, lengths = run.actor.trainable_model.model[0], torch.tensor([len(r["prompt"] + r["response"]) for r in rows])
-    tokens = torch.tensor([token for row in rows for token in row["prompt"] + row["response"]])
+    model, lengths = run.actor.trainable_model.model[0], torch.tensor([len(row["tokens"]) for row in rows])
+    tokens = torch.tensor([token for row in rows for token in row["tokens"]])
     with inference_mode(model):
         scores = token_scores(model, tokens, lengths, 1.0, run.tokenizer.vocab_size).logprobs
     gaps = []
     for row, found in zip(rows, scores.split(lengths.tolist()), strict=True):
         mine = torch.tensor(row["versions"]) == version
-        gaps += (found[len(row["prompt"]) :] - torch.tensor(row["logprobs"])).abs()[mine].tolist()
+        gaps += (found[torch.tensor(row["mask"])] - torch.tensor(row["logprobs"])).abs()[mine].tolist()
     return gaps
 
 

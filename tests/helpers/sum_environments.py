@@ -109,6 +109,27 @@ class OnceOnlySums(Sums):
         return super().step(turn)
 
 
+class UnreplayableSums(Sums):
+    """Says that it cannot be replayed."""
+
+    replayable = False
+
+
+class FailingSums(Sums):
+    """Always breaks in the second turn of some episodes."""
+
+    def reset(self, task: Task) -> Observation:
+        """Chooses which episodes break."""
+        self._breaks = task.sample_seed % 3 == 0
+        return super().reset(task)
+
+    def step(self, turn: Turn) -> Observation:
+        """Raises in the second turn."""
+        if self._breaks and turn.number == 1:
+            raise RuntimeError("broken for good")
+        return super().step(turn)
+
+
 def _is_first(name: str) -> bool:
     try:
         os.close(os.open(Path(os.environ[FOLDER], name), os.O_CREAT | os.O_EXCL))

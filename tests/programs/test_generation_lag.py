@@ -39,6 +39,8 @@ RUNS = {  # ranks, flags
                          " --role-map actor=0;reward=1;rollout=1"),
     "turns": (3, f"--advantage grpo --kl-coefficient 0 {TURNS} --group-filter reward"
               " --role-map actor=0;reward=1;rollout=1-2"),
+    "carried turns": (3, f"{GRPO} --reward environment {TURNS} --over-sampling 1.5 --partial-rollouts"
+                      " --role-map actor=0;reward=1;rollout=1-2"),
 }  # fmt: skip
 
 
@@ -136,16 +138,20 @@ def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict]]:
     return weights, rows
 
 
-@pytest.mark.parametrize("fault", ["", long("weights of a step are lost"), "a wrong version"])
-def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(fault, tmp_path):
+SAMPLED = f"{GRPO} --temperature 1 --over-sampling 1.5 --partial-rollouts --role-map actor=0;reward=1;rollout=1"
+
+
+@pytest.mark.parametrize("flags, fault", [
+    ("--max-response-length 30", ""), long(("--max-response-length 30", "weights of a step are lost")),
+    ("--max-response-length 30", "a wrong version"), (f"{TURNS} --max-turn-length 16 --max-response-length 60", ""),
+], ids=["one turn", "weights are lost", "a wrong version", "turns"])  # fmt: skip
+def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(flags, fault, tmp_path):
     from tests.helpers.policy_versions import largest_gaps
 
-    flags = (
-        f"{GRPO} --temperature 1 --over-sampling 1.5 --partial-rollouts --max-response-length 30"
-        " --role-map actor=0;reward=1;rollout=1"
-    )
+    flags = f"{SAMPLED} {flags}"
     (weights, _), (_, rows) = run_world(stamped, 2, program("rl", argv(tmp_path, flags), 2), fault)
     assert len(weights) == STEPS and len({version for row in rows for version in row["versions"]}) == 3
+    assert fault or any(len({*row["versions"]}) > 1 for row in rows), "carried"
     parsed = program("rl", rl_argv(tmp_path / "alone", "--advantage grpo --kl-coefficient 0"), 1)
     (gaps,) = run_world(largest_gaps, 1, parsed, weights, rows)
     if fault:

@@ -159,23 +159,23 @@ def test_wrong_config_files(text, needle, tmp_path):
 
 SET = "is set in {file}; "
 SOURCES = {  # config file, further flags -> end of the line, with the {file}
-    "a recipe's switch": ("over-sampling: 1.5", "--environment guess-number",
-                          "not allowed with --over-sampling (--over-sampling 1.5 " + SET
-                          + "the default is --over-sampling 1.0)"),
+    "a recipe's switch": ("rollout-bank: bank", "--environment guess-number",
+                          "not allowed with --rollout-bank (--rollout-bank bank " + SET
+                          + "null in a later file unsets it)"),
     "two flags": ("generation-lag: 3\nmax-staleness: 2",
                   "--rollout-correction tis --over-sampling 2 --partial-rollouts",
                   "many updates old (--max-staleness 2 " + SET + "the default is --max-staleness 0; "
                   "--generation-lag 3 " + SET + "the default is --generation-lag 0)"),
-    "the flag of the error": ("environment: guess-number", "--over-sampling 1.5",
-                              "not allowed with --over-sampling (--environment guess-number " + SET
+    "the flag of the error": ("environment: guess-number", "--rollout-bank bank",
+                              "not allowed with --rollout-bank (--environment guess-number " + SET
                               + "null in a later file unsets it)"),
     "a flag of Megatron's": ("max-position-embeddings: 9", "", "(--max-position-embeddings 9 " + SET
                              + "null in a later file unsets it)"),
     "a wrong value": ("gamma: high", "", "(--gamma high " + SET + "the default is --gamma 1.0)"),
     "a file that is missing": ("chat-template: no/such.jinja", "", "(--chat-template no/such.jinja " + SET
                                + "null in a later file unsets it)"),
-    "the command line wins": ("over-sampling: 1.5", "--environment guess-number --over-sampling 2",
-                              "not allowed with --over-sampling"),
+    "the command line wins": ("rollout-bank: bank", "--environment guess-number --rollout-bank other",
+                              "not allowed with --rollout-bank"),
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ class GenerationRequest:
     sampling: SamplingSettings | None = None  # None: as the call says
     end_ids: tuple[int, ...] | None = None  # tokens that end the response; None: as the call says
     top_logprobs: int = 0  # how many of the most likely tokens to report at each position
+    counted_tokens: int = 0  # that a limit on responses counts besides those of this one: of earlier turns
 
 
 @dataclass(frozen=True)

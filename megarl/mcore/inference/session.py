@@ -52,6 +52,7 @@ class GenerationSession:
         self._numbers: dict[int, int] = {}  # request id in the engine -> number of the request
         self._free_ids = deque(range(size))
         self._prompt_lengths = torch.zeros(size, dtype=torch.int64)  # by request id
+        self._counted = torch.zeros(size, dtype=torch.int64)  # `GenerationRequest.counted_tokens` by request id
         self._aborted: set[int] = set()  # request ids that end with the next step
         self.end_tokens.clear()
         if self.drafter is not None:
@@ -72,6 +73,7 @@ class GenerationSession:
         request_id = self._free_ids.popleft()
         self._numbers[request_id] = number
         self._prompt_lengths[request_id] = len(request.prompt)
+        self._counted[request_id] = request.counted_tokens
         self.sampling.begin(request_id, request)
         self.end_tokens.set_own(request_id, request.end_ids)
         self.engine.add_request(request_id, request.prompt, _params(request))
@@ -90,10 +92,12 @@ class GenerationSession:
                 self._aborted.add(request_id)
 
     def limit_responses(self, max_response: int | None):
-        """Limits responses in the cache to `max_response` tokens; longer ones end with the next step."""
+        """Limits responses in the cache to `max_response` tokens, of which `counted_tokens` are counted; longer ones
+        end with the next step."""
         if max_response is not None:
             c, active = self.context, slice(self.context.total_request_count)
-            limits = self._prompt_lengths[c.request_ids[active].long()] + max_response
+            ids = c.request_ids[active].long()
+            limits = self._prompt_lengths[ids] + (max_response - self._counted[ids]).clamp(min=1)
             c.request_output_lengths[active] = c.request_output_lengths[active].minimum(limits)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Episodes that have ended, as a packed batch."""
+"""Episodes of a round, as a packed batch."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ def episodes_to_batch(episodes: Iterable[Episode], empty_routes: Tensor | None =
     """The episodes of a replica in ascending order of their numbers; only the policy's tokens are in the mask.
 
     Args:
-        episodes: all have ended.
+        episodes: they have ended, or a later round continues them.
         empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
     """
     ordered = sorted(episodes, key=lambda episode: episode.number)
@@ -56,7 +56,7 @@ def _fill(episode: Episode, fields: dict[str, Tensor]):
 
 
 def _routes(episode: Episode, empty_routes: Tensor) -> Tensor:
-    """[tokens, L, k] routes of an episode; those of a failed one are unknown."""
-    if episode.routes is not None:
+    """[tokens, L, k] routes of an episode; unknown for one that has failed, has not ended, or ended before."""
+    if episode.routes is not None and episode.end is not None:
         return episode.routes
     return empty_routes.new_full((len(episode.tokens), *empty_routes.shape[1:]), NO_ROUTE)

@@ -1,19 +1,37 @@
 """The leader's side of a replica's environments: texts of turns out, observations in, as tokens."""
 
+import dataclasses
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.journal import Journal
 from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
-from megarl.environments.protocol import Task
+from megarl.environments.protocol import Observation, Task, Turn
 from megarl.errors import UsageError
 from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits
 from megarl.rollout.episodes.statistics import EpisodeStatistics
 
 
+@dataclasses.dataclass
+class PlayedTurns:
+    """What an episode's environment was sent, and what it has answered."""
+
+    prompt: Prompt | None  # None: of an episode that a checkpoint has brought
+    tokens: list[int]  # of the prompt
+    slot: int | None  # number of the environment in the pool; None: another one must be made for the next turn
+    turns: list[Turn] = dataclasses.field(default_factory=list)  # that were answered; the last one perhaps by a failure
+    observations: list[Observation] = dataclasses.field(default_factory=list)
+    sent: int = 0  # turns
+
+
 class EnvironmentClient:
-    """Starts environments, sends them turns, and makes `EnvironmentResult` of their answers."""
+    """Starts environments, sends them turns, and makes `EnvironmentResult` of their answers.
+
+    An episode that a later round continues is kept under its key; its environment keeps running meanwhile.
+    """
 
     def __init__(
         self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, max_prompt_length: int,
@@ -31,22 +49,77 @@ class EnvironmentClient:
         self.statistics = EpisodeStatistics()
         self._turn_tokens, self._limits = turn_tokens, limits
         self._max_prompt_length = max_prompt_length
-        self._prompts: dict[int, tuple[Prompt, list[int]]] = {}  # of running episodes: the line and its tokens
+        self._slots = itertools.count()  # each environment gets another number
+        self._numbers: dict[int, int] = {}  # slot -> number of its episode in the round
+        self._round: dict[int, PlayedTurns] = {}  # by number
+        self._kept: dict[str, PlayedTurns] = {}  # by key
         self._came: list[Event] = []  # while nothing could be generated
 
     def begin(self, number: int, prompt: Prompt, tokens: list[int], task: Task, key: str | None):
         """Starts the environment of an episode. `tokens`: of its prompt; `key`: names the episode in the journal."""
-        self._prompts[number] = prompt, tokens
-        self.pool.start(number, task, prompt.environment, key)
+        slot = self._join(number, PlayedTurns(prompt, tokens, next(self._slots)))
+        self.pool.start(slot, task, prompt.environment, key)
+
+    def go_on(self, number: int, prompt: Prompt, task: Task, key: str, turns: Sequence[Sequence[int]]):
+        """Continues the episode `key` of an earlier round; `turns`: tokens of those that its environment answered."""
+        played = self._kept.pop(key)
+        if played.slot is None:
+            played.slot = next(self._slots)
+            played.turns = self.pool.take_up(
+                played.slot, task, prompt.environment, key, list(map(self._turn_tokens.text, turns)),
+                played.observations,
+            )  # fmt: skip
+        played.prompt = prompt
+        self._join(number, played)
+
+    def _join(self, number: int, played: PlayedTurns) -> int:
+        self._round[number], self._numbers[played.slot] = played, number
+        return played.slot
 
     def step(self, number: int, tokens: list[int]):
         """Sends the tokens of a turn."""
-        self.pool.step(number, self._turn_tokens.text(tokens))
+        played = self._round[number]
+        played.sent += 1
+        self.pool.step(played.slot, self._turn_tokens.text(tokens))
 
     def end(self, number: int):
-        """Closes the environment of an episode that has ended."""
-        self._prompts.pop(number, None)
-        self.pool.end(number)
+        """Closes the environment of an episode that has ended, or that went on for too long."""
+        self._close(self._round[number])
+
+    def _close(self, played: PlayedTurns):
+        if played.slot is not None:
+            self._numbers.pop(played.slot, None)
+            self.pool.end(played.slot)
+            played.slot = None
+
+    def take_played(self, number: int) -> PlayedTurns:
+        """What an episode's environment was sent and answered in this round and earlier ones; forgets it."""
+        played = self._round.pop(number)
+        self._close(played)
+        return played
+
+    def keep(self, number: int, key: str, turns: int):
+        """Keeps an episode for a later round, as it was after that many turns. Its environment goes on if it has seen
+        no more."""
+        played = self._round.pop(number)
+        self._numbers.pop(played.slot, None)
+        if played.sent > turns:
+            self._close(played)
+        played.turns, played.observations, played.sent = played.turns[:turns], played.observations[:turns], turns
+        self._kept[key] = played
+
+    def forget(self, key: str):
+        """Ends an episode that was kept, if it was."""
+        if key in self._kept:
+            self._close(self._kept.pop(key))
+
+    def observations(self, key: str) -> list[Observation]:
+        """What the environment of an episode that is kept has answered to its turns."""
+        return self._kept[key].observations if key in self._kept else []
+
+    def restore(self, key: str, observations: list[Observation]):
+        """Keeps an episode of a checkpoint."""
+        self._kept[key] = PlayedTurns(None, [], None, observations=observations, sent=len(observations))
 
     def wait(self, seconds: float):
         """Waits until an environment answers, at most that long; `results` reports it."""
@@ -56,7 +129,7 @@ class EnvironmentClient:
     def results(self) -> list[EnvironmentResult]:
         """What environments have answered since the last call."""
         events, self._came = self._came + self.pool.poll(), []
-        return [self._result_of(event) for event in events]
+        return [self._result_of(event) for event in events if event.number in self._numbers]
 
     def take_statistics(self) -> EpisodeStatistics:
         """What has happened since the last call."""
@@ -68,22 +141,27 @@ class EnvironmentClient:
         self.pool.close()
 
     def _result_of(self, event: Event) -> EnvironmentResult:
+        number = self._numbers[event.number]
+        played = self._round[number]
         self.statistics.add_event(event)
+        if event.turn is not None:
+            played.turns.append(event.turn)
+            played.observations += [] if event.observation is None else [event.observation]
         try:
             if event.failure is not None:
                 raise UsageError(event.failure)
             if event.turn is None:
-                return EnvironmentResult(number=event.number, tokens=self._first_prompt(event))
-            return self._observed(event)
+                first = self._first_prompt(event, played)
+                return EnvironmentResult(number=number, tokens=first, replayable=event.replayable)
+            return self._observed(number, event)
         except (UsageError, ValueError) as error:
-            prompt, _ = self._prompts[event.number]
-            self.statistics.failures.append(f"environment on prompt {prompt.text[:80]!r}: {error}")
-            return EnvironmentResult(number=event.number, tokens=[], failed=True)
+            self.statistics.failures.append(f"environment on prompt {played.prompt.text[:80]!r}: {error}")
+            return EnvironmentResult(number=number, tokens=[], failed=True, replayable=event.replayable)
 
-    def _first_prompt(self, event: Event) -> list[int]:
-        prompt, tokens = self._prompts[event.number]
+    def _first_prompt(self, event: Event, played: PlayedTurns) -> list[int]:
+        tokens = played.tokens
         if event.tools or event.observation.messages:
-            messages = [*prompt.conversation, *event.observation.messages]
+            messages = [*played.prompt.conversation, *event.observation.messages]
             tokens = self._turn_tokens.first_prompt(messages, event.tools or None)
         if len(tokens) > self._max_prompt_length:
             raise ValueError(
@@ -92,9 +170,10 @@ class EnvironmentClient:
             )
         return tokens
 
-    def _observed(self, event: Event) -> EnvironmentResult:
+    def _observed(self, number: int, event: Event) -> EnvironmentResult:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
         tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
         return EnvironmentResult(
-            number=event.number, tokens=tokens, reward=seen.reward, done=seen.done, correct=seen.correct
-        )
+            number=number, tokens=tokens, reward=seen.reward, done=seen.done, correct=seen.correct,
+            replayable=event.replayable,
+        )  # fmt: skip

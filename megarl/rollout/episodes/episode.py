@@ -31,27 +31,53 @@ class EnvironmentResult(NamedTuple):
     done: bool = False
     correct: bool | None = None
     failed: bool = False
+    replayable: bool = True  # whether another environment can be brought to this state
+
+
+def key_of(step: int, line: int, sample: int) -> str:
+    """The name of a training episode: the step that drew its prompt, the prompt's line, and the number of the sample
+    among all that the step draws of the line."""
+    return f"{step}/{line}/{sample}"
 
 
 @dataclasses.dataclass
 class Episode:
-    """Tokens of the prompt, the turns, and what lies between them; the same on all ranks of a replica."""
+    """Tokens of the prompt, the turns, and what lies between them; the same on all ranks of a replica.
+
+    With `--over-sampling` a round may stop before an episode has ended, also within a turn. With `--partial-rollouts`
+    the next round goes on where it was stopped.
+    """
 
     number: int  # sequence id in the round
     request: GenerationRequest  # of the prompt alone; its key is the episode's random stream
     line: int  # of the prompt in its set
     limits: EpisodeLimits
+    key: str | None = None  # of `key_of`; None: not of training
     tokens: list[int] = dataclasses.field(default_factory=list)
     prompt_length: int = 0  # 0: the environment has not answered the reset
     turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (start, end) of each in `tokens`
     logprobs: list[list[float]] = dataclasses.field(default_factory=list)  # of each turn
     rewards: list[float] = dataclasses.field(default_factory=list)  # of each turn
+    verdicts: list[bool] = dataclasses.field(default_factory=list)  # whether the task is solved, after each answer
+    is_open: bool = False  # whether the last turn goes on: the round's limit has cut it
+    new_tokens: int = 0  # that the policy has written in this round
     routes: "Tensor | None" = None  # of the last completion, which has all tokens before it
     end: str | None = None
-    solved: bool = False
+    replayable: bool = True
+
+    @property
+    def solved(self) -> bool:
+        """Whether the task is solved."""
+        return bool(self.verdicts) and self.verdicts[-1]
+
+    @property
+    def complete_turns(self) -> int:
+        """Turns that the policy has ended."""
+        return len(self.turns) - self.is_open
 
     def apply(self, result: EnvironmentResult):
         """Takes in the environment's answer to the reset or to the last turn."""
+        self.replayable = result.replayable
         if result.failed:
             self.fail()
         elif not self.prompt_length:
@@ -62,10 +88,10 @@ class Episode:
     def _observe(self, result: EnvironmentResult):
         self.rewards[-1] = result.reward
         # Without a verdict, the task is solved if the rewards add up to 1.
-        self.solved = sum(self.rewards) >= 1 if result.correct is None else result.correct
+        self.verdicts.append(sum(self.rewards) >= 1 if result.correct is None else result.correct)
         if result.done:
             self.end = DONE
-        elif len(self.turns) == self.limits.turns:
+        elif len(self.turns) >= self.limits.turns:
             self.end = TURNS
         elif self._room - len(result.tokens) < 1:
             self.end = LENGTH
@@ -73,32 +99,76 @@ class Episode:
             self.tokens += result.tokens
 
     def fail(self):
-        """Drops all turns of an episode whose environment failed: nothing of it is trained on."""
+        """Ends an episode whose environment failed; `settle` drops its turns."""
         if not self.prompt_length:
             self.tokens = list(self.request.prompt)
             self.prompt_length = len(self.tokens)
-        self.tokens = self.tokens[: self.prompt_length]
-        self.end, self.solved = FAILED, False
-        self.turns, self.logprobs = [], []
-        self.rewards, self.routes = [], None
+        self.end = FAILED
 
     @property
     def _room(self) -> int:
         """Tokens that may follow."""
         return self.prompt_length + self.limits.response - len(self.tokens)
 
+    @property
+    def turn_limit(self) -> int:
+        """Tokens that the next request may give."""
+        start, end = self.turns[-1] if self.is_open else (0, 0)
+        return min(self.limits.turn - (end - start), self._room)
+
     def next_request(self) -> GenerationRequest:
-        """The request for the next turn."""
-        limit = min(self.limits.turn, self._room)
-        return dataclasses.replace(self.request, prompt=list(self.tokens), max_new_tokens=limit)
+        """The request for the next turn, or for the rest of an open one."""
+        return dataclasses.replace(
+            self.request, prompt=list(self.tokens), max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens
+        )
 
     def add_turn(self, completion: Completion):
-        """Appends what the policy wrote; a turn that was cut at its limit ends the episode."""
-        start = len(self.tokens)
+        """Appends what the policy wrote; a turn that was cut at its own limit ends the episode."""
+        is_cut = not completion.finished and len(completion.tokens) < self.turn_limit
+        if not self.is_open:
+            self.turns.append((len(self.tokens), len(self.tokens)))
+            self.logprobs.append([])
+            self.rewards.append(0.0)
         self.tokens += completion.tokens
-        self.turns.append((start, len(self.tokens)))
-        self.logprobs.append(completion.logprobs)
-        self.rewards.append(0.0)
-        self.routes = completion.routes
-        if not completion.finished:
+        self.turns[-1] = (self.turns[-1][0], len(self.tokens))
+        self.logprobs[-1] = [*self.logprobs[-1], *completion.logprobs]
+        self.new_tokens += len(completion.tokens)
+        self.routes, self.is_open = completion.routes, is_cut
+        if not completion.finished and not is_cut:
             self.end = LENGTH if self._room < 1 else TURN_LENGTH
+
+    def turn_tokens(self, turn: int) -> list[int]:
+        """Tokens of a turn."""
+        start, end = self.turns[turn]
+        return self.tokens[start:end]
+
+    def continued(self, number: int, request: GenerationRequest) -> "Episode":
+        """The same episode in another round."""
+        return dataclasses.replace(self, number=number, request=request, new_tokens=0, routes=None)
+
+    def settle(self, limit: int | None):
+        """Ends the round: undoes what lies beyond `limit` new tokens of the policy, answers of the environment
+        included. An episode that then has failed loses all turns: nothing of it is trained on."""
+        if limit is not None and self.new_tokens > limit:
+            self._undo(self.new_tokens - limit)
+            self.new_tokens = limit
+        if self.end == FAILED:
+            self.tokens = self.tokens[: self.prompt_length]
+            self.turns, self.logprobs, self.rewards, self.verdicts = [], [], [], []
+            self.is_open, self.routes = False, None
+
+    def _undo(self, excess: int):
+        """Removes the last `excess` tokens of the policy."""
+        self.end = self.routes = None
+        while excess:
+            start, end = self.turns[-1]
+            removed = min(excess, end - start)
+            excess -= removed
+            self.is_open = removed < end - start
+            self.tokens = self.tokens[: end - removed]
+            if self.is_open:
+                self.turns[-1], self.logprobs[-1] = (start, end - removed), self.logprobs[-1][:-removed]
+                self.rewards[-1] = 0.0
+            else:
+                del self.turns[-1], self.logprobs[-1], self.rewards[-1]
+        del self.verdicts[self.complete_turns :]

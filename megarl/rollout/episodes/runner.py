@@ -1,10 +1,12 @@
 """Runs the episodes of a round: one for each sample of each prompt, on this replica's share of them."""
 
+import dataclasses
 import functools
 import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
@@ -13,6 +15,7 @@ from megarl.batch import Batch
 from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
+from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
@@ -23,10 +26,12 @@ from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
 from megarl.rollout.episodes.batch import episodes_to_batch
+from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
-from megarl.rollout.episodes.episode import Episode, EpisodeLimits
+from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
+from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 
 JOURNAL = "journal"  # folder in that of the run
@@ -41,6 +46,28 @@ def limits_of(settings: Settings) -> EpisodeLimits:
     return EpisodeLimits(settings.max_turns, min(settings.max_turn_length or longest, longest), longest)
 
 
+@dataclasses.dataclass
+class EpisodeRound:
+    """The episodes of a round on this replica."""
+
+    running: list[Episode]  # in ascending order of their numbers
+    idle: list[Episode]  # of earlier rounds, of which this one needed no more tokens
+    prompts: PromptSet
+    is_training: bool
+    waited: float  # seconds in which there was nothing to do but to wait for environments
+    ran: float  # seconds of the whole round
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """All of them."""
+        return self.running + self.idle
+
+
+def _key_in(requests: RoundRequests, number: int) -> str:
+    line = requests.prompts[number // requests.samples].line
+    return key_of(requests.step_of(number), line, requests.stream_of(number))
+
+
 class EpisodeRunner:
     """The environments of a replica of the rollout, on all of its ranks; only the leader has the processes."""
 
@@ -50,7 +77,7 @@ class EpisodeRunner:
         self.settings, self.role_groups = settings, role_groups
         s, self.limits = settings, limits_of(settings)
         self.client: EnvironmentClient | None = None
-        # Episodes of the last `run` and the set of their prompts, on the leader.
+        # Episodes of the last round that have ended, and the set of their prompts, on the leader.
         self.ended: tuple[list[Episode], PromptSet] | None = None
         self._end_ids = encoder.tokenizer.end_ids
         self._window = FailureWindow(s.environment_max_failures)
@@ -65,12 +92,15 @@ class EpisodeRunner:
                 journal=None if run is None else run / JOURNAL, replica=role_groups.dp_rank,
                 replicas=len(role_groups.replicas),
             )  # fmt: skip
+        self.carried = CarriedEpisodes(self.limits, self.client)
 
     def run(
         self, engine: RolloutEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
         sampling: SamplingSettings, records_routes: bool, max_open: int | None, is_training: bool,
-    ) -> Batch:  # fmt: skip
-        """Runs this replica's episodes to their ends; returns them as a batch. A collective of the replica.
+        early_stop: GroupEarlyStop | None = None,
+    ):  # fmt: skip
+        """Runs this replica's episodes to their ends, or as far as the earliest groups decide; `settle` ends the round.
+        A collective of the replica.
 
         Args:
             source: of the requests for first turns, numbered by sequence id.
@@ -79,26 +109,73 @@ class EpisodeRunner:
             max_open: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
                 while environments answer.
             is_training: journal the answers, and count them in the step's metrics.
+            early_stop: of a round that takes only the earliest groups; None: all.
+        """
+        start, self.ended = time.perf_counter(), None
+        if self.client is not None and self.client.journal is not None:
+            self.client.journal.step = requests.step
+        begin = functools.partial(self._begin, requests, prompts, is_training)
+        max_open = 2 * engine.max_requests if max_open is None else max_open
+        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop)
+        limit = episodes.response_limit if early_stop else None
+        for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, max_open, limit):
+            episodes.turn_ended(number, completion)
+        running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
+        idle = self._idle(requests) if is_training else []
+        self._round = EpisodeRound(
+            running=running, idle=idle, prompts=prompts, is_training=is_training, waited=episodes.waiting_seconds,
+            ran=time.perf_counter() - start,
+        )  # fmt: skip
+
+    def _idle(self, requests: RoundRequests) -> list[Episode]:
+        """The episodes of earlier rounds of which this one needs no more tokens, of this replica."""
+        numbers = [number for number, limit in enumerate(requests.limits) if not limit]
+        found = {number: self.carried.get(_key_in(requests, number)) for number in numbers}
+        return [e.continued(number, e.request) for number, e in found.items() if e is not None]
+
+    def new_lengths(self) -> tuple[Tensor, Tensor]:
+        """(sequence ids [N], new tokens of the policy [N], `UNFINISHED` if an episode has not ended) of the last round,
+        of this replica."""
+        found = [(e.number, UNFINISHED if e.end is None else e.new_tokens) for e in self._round.episodes]
+        numbers, lengths = torch.tensor(found, dtype=torch.int64).view(-1, 2).unbind(1)
+        return numbers, lengths
+
+    def settle(self, limit: int | None, empty_routes: Tensor | None = None) -> Batch:
+        """Ends the round: cuts its episodes to `limit` new tokens, None: to none; returns them as a batch, in which
+        some may not have ended. A collective of the replica leaders.
+
+        Args:
+            empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
 
         Raises:
             TooManyFailures: environments failed in more of the latest episodes than `--environment-max-failures`
                 allows.
         """
-        start, self.ended = time.perf_counter(), None
-        begin = functools.partial(self._begin, requests, prompts, is_training)
-        max_open = 2 * engine.max_requests if max_open is None else max_open
-        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open)
-        for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, max_open):
-            episodes.turn_ended(number, completion)
+        played = self._round
+        for episode in played.episodes:
+            episode.settle(limit)
         if self.client is not None:
-            own = self.client.take_statistics()
-            own.add_episodes(episodes.ended)
-            own.add_times(episodes.waiting_seconds, time.perf_counter() - start)
-            self.ended = episodes.ended, prompts
-            self._check_failures(own)
-            if is_training:
-                self._of_step.add(own)
-        return episodes_to_batch(episodes.ended, engine.empty_routes if records_routes else None)
+            self._end_round(self.client)
+        if played.is_training and self.settings.partial_rollouts:
+            self.carried.add(played.episodes)
+        return episodes_to_batch(played.episodes, empty_routes)
+
+    def _end_round(self, client: EnvironmentClient):
+        """Counts the episodes that have ended, and keeps the environments of those that a later round continues."""
+        played = self._round
+        keeps, own = played.is_training and self.settings.partial_rollouts, client.take_statistics()
+        for episode in played.running:
+            if episode.end is None and keeps:
+                client.keep(episode.number, episode.key, episode.complete_turns)
+                continue
+            seen = client.take_played(episode.number)
+            if episode.end is not None:
+                own.add_episode(episode, seen.turns, seen.observations)
+        own.add_times(played.waited, played.ran)
+        self.ended = [episode for episode in played.running if episode.end is not None], played.prompts
+        self._check_failures(own)
+        if played.is_training:
+            self._of_step.add(own)
 
     def take_metrics(self) -> dict[str, float]:
         """`environment/…` of the training episodes since the last call, on replica leaders; {} elsewhere. A collective
@@ -110,8 +187,7 @@ class EpisodeRunner:
         """Forgets what environments answered in steps up to the run's latest checkpoint, which has what came of it."""
         latest = folders.named(run / "checkpoints", folders.LATEST)
         if self.client is not None and self.client.journal is not None and latest is not None:
-            step = folders.step_of(latest)
-            self.client.journal.discard(lambda key: int(key.partition("/")[0]) <= step)
+            self.client.journal.discard(folders.step_of(latest))
 
     def close(self):
         """Ends the environments."""
@@ -121,22 +197,31 @@ class EpisodeRunner:
     def _begin(
         self, requests: RoundRequests, prompts: PromptSet, is_training: bool, number: int, request: GenerationRequest
     ) -> Episode:
-        """Makes an episode; on the leader, starts its environment."""
-        asked = requests.prompts[number // requests.samples]
+        """Makes an episode or continues that of an earlier round; on the leader, with its environment."""
+        asked, key = requests.prompts[number // requests.samples], _key_in(requests, number) if is_training else None
+        before = self.carried.get(key) if key is not None and asked.partial else None
         if self.client is not None:
-            sample = asked.draw_index * requests.samples + number % requests.samples
-            prompt, step = prompts[asked.line], requests.step_of(number)
-            task = Task(
-                messages=[dict(message) for message in prompt.conversation],
-                answer=prompt.answer,
-                metadata=prompt.metadata or {},
-                task=prompt.task,
-                seed=self._seed(step, asked.line, _GROUP_STREAM + asked.draw_index),
-                sample_seed=self._seed(step, asked.line, _SAMPLE_STREAM + sample),
-            )
-            key = f"{step}/{asked.line}/{sample}" if is_training else None
-            self.client.begin(number, prompt, list(request.prompt), task, key)
-        return Episode(number=number, request=request, line=asked.line, limits=self.limits)
+            prompt, task = prompts[asked.line], self._task(requests, number, prompts[asked.line])
+            if before is None:
+                self.client.begin(number, prompt, list(request.prompt), task, key)
+            else:
+                turns = [before.turn_tokens(turn) for turn in range(before.complete_turns)]
+                self.client.go_on(number, prompt, task, key, turns)
+        if before is not None:
+            return before.continued(number, request)
+        return Episode(number=number, request=request, line=asked.line, limits=self.limits, key=key)
+
+    def _task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
+        asked, step = requests.prompts[number // requests.samples], requests.step_of(number)
+        sample = requests.stream_of(number)
+        return Task(
+            messages=[dict(message) for message in prompt.conversation],
+            answer=prompt.answer,
+            metadata=prompt.metadata or {},
+            task=prompt.task,
+            seed=self._seed(step, asked.line, _GROUP_STREAM + asked.draw_index),
+            sample_seed=self._seed(step, asked.line, _SAMPLE_STREAM + sample),
+        )
 
     def _seed(self, step: int, line: int, stream: int) -> int:
         """A seed of 63 bits."""

@@ -13,6 +13,7 @@ from megarl.rollout.episodes.episode import EnvironmentResult, Episode
 
 if TYPE_CHECKING:
     from megarl.rollout.episodes.client import EnvironmentClient
+    from megarl.rollout.request_queue import GroupEarlyStop
 
 POLL_STEPS = 4  # between two polls of the environments, if a replica has several ranks and the engine has work
 WAIT_SECONDS = 0.05  # for an answer, before the engine looks again: replicas that share experts wait for each other
@@ -23,25 +24,34 @@ class EpisodeSource:
 
     All ranks of a replica see the ends of turns, so all know how many environments have to answer. Only the leader
     talks to environments; what they answer is broadcast before it is applied, so all ranks take the same requests.
+
+    A round that stops early ends when each episode has ended or has more new tokens than the limit, or as many and its
+    environment has answered: until then it may still end within the limit. So an environment is waited for only as long
+    as its answer may decide which groups are the earliest, and how far an episode comes depends on no clock.
     """
 
     def __init__(
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
         client: "EnvironmentClient | None", role_groups: RoleGroups, max_open: int,
+        early_stop: "GroupEarlyStop | None" = None,
     ):  # fmt: skip
         """
         Args:
             prompts: requests for the first turns, numbered by sequence id; their prompts may still grow.
-            begin: makes an episode of such a request, and has the leader start its environment.
+            begin: makes an episode of such a request and has the leader start its environment, or continues one of an
+                earlier round.
             client: on the replica's leader; None elsewhere.
             role_groups: of the rollout.
             max_open: episodes that may be open at a time.
+            early_stop: learns which episodes end, and gives the limit on new tokens; None: all run to their ends.
         """
         self.ended: list[Episode] = []
+        self.stopped: list[Episode] = []  # they have not ended, or need more new tokens than the limit
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
         self._prompts, self._begin = prompts, begin
         self._client, self._role_groups = client, role_groups
-        self._max_open = max_open
+        self._max_open, self._early_stop = max_open, early_stop
+        self._limit: int | None = None  # on the new tokens of an episode
         self._open: dict[int, Episode] = {}
         self._ready: deque[Episode] = deque()
         self._asked: set[int] = set()  # episodes whose environment has to answer
@@ -54,15 +64,32 @@ class EpisodeSource:
         new = min(room, self._max_open - len(self._open))
         if new > 0 and not self._prompts.is_empty():
             for number, request in self._prompts.take(new):
-                self._open[number] = self._begin(number, request)
-                self._asked.add(number)
+                self._open[number] = episode = self._begin(number, request)
+                if episode.prompt_length:
+                    self._go_on(episode)
+                else:
+                    self._asked.add(number)
         ready = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
         self._in_engine += len(ready)
         return [(episode.number, episode.next_request()) for episode in ready]
 
     def is_empty(self) -> bool:
-        """Whether all episodes have ended."""
+        """Whether all episodes have ended or are stopped."""
         return not self._open and self._prompts.is_empty()
+
+    def response_limit(self) -> int | None:
+        """The limit on the new tokens of an episode, None until there is one; stops those that are beyond it. A
+        collective of the replica."""
+        limit = None if self._early_stop is None else self._early_stop.longest()
+        if limit != self._limit:
+            self._limit, ready = limit, list(self._ready)
+            self._ready.clear()
+            for episode in ready:
+                self._go_on(episode)
+            for number in sorted(self._asked):
+                if self._is_beyond(self._open[number]):
+                    self._stop(self._open[number])
+        return self._limit
 
     def wait(self):
         """Waits, without load, until an environment of this replica answers; called when no engine has work."""
@@ -70,19 +97,22 @@ class EpisodeSource:
         if self._client is not None and self._asked:
             with activity.limited():  # the pool limits how long an environment may take
                 self._client.wait(WAIT_SECONDS)
+        self.response_limit()
         self.waiting_seconds += time.perf_counter() - start
 
     def turn_ended(self, number: int, completion: Completion):
-        """Takes in a turn that the engine has generated; sends it to the environment."""
+        """Takes in a turn that the engine has generated; sends it to the environment if it is complete."""
         episode = self._open[number]
         self._in_engine -= 1
         episode.add_turn(completion)
         if episode.end is not None:
             self._end(episode)
-            return
-        self._asked.add(number)
-        if self._client is not None:
-            self._client.step(number, completion.tokens)
+        elif episode.is_open or self._is_beyond(episode):
+            self._stop(episode)
+        else:
+            self._asked.add(number)
+            if self._client is not None:
+                self._client.step(number, episode.turn_tokens(-1))
 
     def _receive(self):
         """Applies what environments have answered. A collective of the replica, at most every few calls."""
@@ -92,16 +122,37 @@ class EpisodeSource:
             return
         results: list[EnvironmentResult] = [] if self._client is None else self._client.results()
         for result in self._role_groups.broadcast_object(results):
+            if result.number not in self._asked:
+                continue  # of an episode that was stopped
             episode = self._open[result.number]
             self._asked.discard(result.number)
             episode.apply(result)
             if episode.end is None:
-                self._ready.append(episode)
+                self._go_on(episode)
             else:
                 self._end(episode)
+
+    def _is_beyond(self, episode: Episode) -> bool:
+        return self._limit is not None and episode.new_tokens > self._limit
+
+    def _go_on(self, episode: Episode):
+        """Has the next turn generated, unless it would need more tokens than the limit."""
+        if self._limit is not None and episode.new_tokens >= self._limit:
+            self._stop(episode)
+        else:
+            self._ready.append(episode)
+
+    def _stop(self, episode: Episode):
+        self.stopped.append(self._open.pop(episode.number))
+        if episode.number in self._asked:  # its environment is ahead of what the next round continues
+            self._asked.discard(episode.number)
+            if self._client is not None:
+                self._client.end(episode.number)
 
     def _end(self, episode: Episode):
         del self._open[episode.number]
         self.ended.append(episode)
+        if self._early_stop is not None:
+            self._early_stop.add(episode.number, episode.new_tokens)
         if self._client is not None:
             self._client.end(episode.number)

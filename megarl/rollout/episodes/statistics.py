@@ -8,6 +8,7 @@ import torch
 
 from megarl.comm.role_mesh import RoleGroups
 from megarl.environments.pool import Event
+from megarl.environments.protocol import Observation, Turn
 from megarl.mcore import device
 from megarl.rollout.episodes.episode import FAILED, TRUNCATED, Episode
 
@@ -40,20 +41,25 @@ class EpisodeStatistics:
         c["late"] += event.late
         c["restarts"] += event.replayed
         c["journalled"] += event.from_journal
-        if event.turn is not None:
-            c["calls"] += len(event.turn.calls)
-            c["malformed"] += len(event.turn.errors)
-        if event.observation is not None:
-            for name, value in event.observation.parts.items():
-                self.parts[name] += value
+        if event.turn is None and event.observation is not None:
+            self._add_parts(event.observation)
 
-    def add_episodes(self, episodes: Iterable[Episode]):
-        """Counts episodes that have ended."""
-        for episode in episodes:
-            self.counts["episodes"] += 1
-            self.counts["turns"] += len(episode.turns)
-            self.counts["truncated"] += episode.end in TRUNCATED
-            self.counts["failed"] += episode.end == FAILED
+    def _add_parts(self, observation: Observation):
+        for name, value in observation.parts.items():
+            self.parts[name] += value
+
+    def add_episode(self, episode: Episode, turns: Iterable[Turn], observations: Iterable[Observation]):
+        """Counts an episode that has ended, with what its environment was sent and has answered in all rounds."""
+        c = self.counts
+        c["episodes"] += 1
+        c["turns"] += len(episode.turns)
+        c["truncated"] += episode.end in TRUNCATED
+        c["failed"] += episode.end == FAILED
+        for turn in turns:
+            c["calls"] += len(turn.calls)
+            c["malformed"] += len(turn.errors)
+        for observation in observations:
+            self._add_parts(observation)
 
     def add_times(self, waiting: float, running: float):
         """Adds seconds in which the replica waited for environments alone, and seconds of the whole rollout."""

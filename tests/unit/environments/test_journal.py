@@ -1,5 +1,7 @@
 """The journal: what a kill leaves of it, other layouts, and what is forgotten."""
 
+import json
+
 from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.protocol import Observation, Turn
 
@@ -51,19 +53,46 @@ def test_a_torn_line_is_left_out_and_cut_off(tmp_path):
 
 
 def test_another_layout_reads_all_files_and_forgets_them(tmp_path):
-    for replica in range(3):
+    for replica, step in enumerate((3, 5, 4)):
         journal = Journal(tmp_path, replica, 3)
+        journal.step = step
         journal.add(f"{replica}", [], entry(str(replica)))
         journal.flush()
     one = Journal(tmp_path, 0, 1)
     assert [one.find(f"{n}", []) for n in range(3)] == [entry(str(n)) for n in range(3)]
-    one.discard(lambda key: key != "1")
+    one.discard(through=4)
     assert [one.find(f"{n}", []) is None for n in range(3)] == [True, False, True]
     assert [path.name for path in tmp_path.iterdir()] == ["replica_00001.jsonl"]
     again = Journal(tmp_path, 0, 1)
     assert again.find("1", []) == entry("1") and again.find("0", []) is None
-    again.discard(lambda key: True)
+    again.discard(through=5)
     assert not list(tmp_path.iterdir()) and again.find("1", []) is None
+
+
+def test_an_answer_is_forgotten_with_the_step_that_got_it(tmp_path):
+    """The second step goes on with an episode of the first."""
+    journal = Journal(tmp_path, 0, 1)
+    for journal.step, texts in ((1, ["x"]), (2, ["x", "y"])):
+        journal.add("1/7/0", turns(*texts), entry("a"))
+    journal.flush()
+    for of_file in (journal, Journal(tmp_path, 0, 1)):
+        of_file.discard(through=1)
+        assert of_file.find("1/7/0", turns("x")) is None
+        assert of_file.find("1/7/0", turns("x", "y")) == entry("a")
+
+
+def test_lines_without_a_step_belong_to_that_of_their_key(tmp_path):
+    """As older versions wrote them."""
+    journal = Journal(tmp_path, 0, 1)
+    for key in ("1/7/0", "2/7/0"):
+        journal.add(key, [], entry("a"))
+    journal.flush()
+    records = [json.loads(line) for line in journal.path.read_text().splitlines()]
+    lines = [json.dumps({name: value for name, value in record.items() if name != "step"}) for record in records]
+    journal.path.write_text("\n".join(lines) + "\n")
+    older = Journal(tmp_path, 0, 1)
+    older.discard(through=1)
+    assert older.find("1/7/0", []) is None and older.find("2/7/0", []) == entry("a")
 
 
 def test_what_was_found_first_counts(tmp_path):
@@ -82,5 +111,5 @@ def test_foreign_lines_are_passed_over(tmp_path):
     )
     journal = Journal(tmp_path, 0, 1)
     journal.add("b", [], entry("b"))
-    journal.discard(lambda key: False)
+    journal.discard(through=-1)
     assert Journal(tmp_path, 0, 1).find("b", []) == entry("b")

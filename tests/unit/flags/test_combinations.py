@@ -240,6 +240,7 @@ RIGHT = [
     "--advantage reinforce++ --samples-per-prompt 1 --gamma 0.99", "--advantage reinforce++-baseline",
     "--advantage remax --greedy-baseline --samples-per-prompt 1",
     "--environment x:y --advantage rloo --credit turns --max-turns 3 --reward environment+0.1*format",
+    "--environment x:y --over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction tis",
     "--policy-loss gspo --clip-range 3e-4 --clip-range-high 4e-4", "--policy-loss gmpo",
     "--generation-lag 1 --rollout-correction tis",
     "--over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction icepop"

@@ -12,6 +12,7 @@ from tests.helpers.programs import program, rl_argv
 SIX = "--advantage grpo --prompts-per-step 6 --samples-per-prompt 2"
 FILTER = "--group-filter reward --dynamic-sampling"
 PARTIAL = "--partial-rollouts --over-sampling 1.5 --rollout-correction tis"
+TURNS = "--environment x:y"
 APART = "--role-map actor=0;reward=0;reference=0;rollout=1"
 OTHER = "groups of 2 responses that wait for their batch to be full; --samples-per-prompt"
 
@@ -32,6 +33,9 @@ RESUMES = [
     (f"{SIX} {FILTER}", 3, 0, f"{SIX} {FILTER} {PARTIAL}", OTHER),
     (f"{SIX} {PARTIAL}", 0, 4, f"{SIX} {PARTIAL}", None),
     (f"{SIX} {PARTIAL}", 0, 4, SIX, "4 unfinished groups of 2 responses; add --partial-rollouts"),
+    (f"{SIX} {PARTIAL} {TURNS}", 0, 4, f"{SIX} {PARTIAL} {TURNS}", None),
+    (f"{SIX} {PARTIAL} {TURNS}", 0, 4, f"{SIX} {PARTIAL}", "that were generated with --environment; resume like that"),
+    (f"{SIX} {PARTIAL}", 0, 4, f"{SIX} {PARTIAL} {TURNS}", "that were generated without --environment; resume"),
 ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.helpers.episodes import END, PROMPTS, answer, content, make_requests, run_episodes
+from tests.helpers.episodes import END, PROMPTS, answer, content, make_requests, run_episodes, run_rounds
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
@@ -65,3 +65,43 @@ def test_text_does_not_depend_on_the_layout(size, flags):
         assert gap <= largest_gap_allowed()
         found |= content(episodes)
     assert found == expected
+
+
+# -- rounds that stop early ----------------------------------------------------------------------------------------
+
+FAILING = frozenset({4, 7})
+
+
+@functools.cache
+def rounds(size=1, flags="", **kwargs):
+    """(episodes by number, their log-probs, what each round left, answers undone) of all replicas."""
+    results = run_world(functools.partial(run_rounds, failing=FAILING, **kwargs), size, flags)
+    episodes, left = {}, [{} for _ in results[0][1]]
+    for of_rank, stops, _ in results:
+        episodes |= of_rank
+        for whole, own in zip(left, stops, strict=True):
+            whole |= own
+    logprobs = {number: episode.logprobs for number, episode in episodes.items()}
+    return content(episodes), logprobs, left, sum(undone for _, _, undone in results)
+
+
+def test_an_episode_of_several_rounds_is_that_of_one():
+    episodes, logprobs, left, undone = rounds()
+    stops = [state for of_round in left for state in of_round.values()]
+    assert {is_open for _, is_open, _ in stops} == {True, False}, "within turns and between them"
+    assert len({number for of_round in left for number in of_round}) > 4 and undone
+    expected, _, _ = run(failing=FAILING)[0]
+    assert episodes == content(expected)
+    assert logprobs == {number: episode.logprobs for number, episode in expected.items()}
+    assert {number for number, (*_, end, _) in episodes.items() if end == "failed"} == FAILING
+
+
+@pytest.mark.parametrize("kwargs", [
+    {"order": 1}, {"order": 2, "max_requests": 2}, long({"order": 3, "max_requests": 1}),
+    {"size": 2, "flags": "", "order": 4}, long({"size": 2, "flags": "--pipeline-model-parallel-size 2", "order": 5}),
+], ids=str)  # fmt: skip
+def test_where_a_round_stops_does_not_depend_on_late_answers_and_the_layout(kwargs):
+    episodes, logprobs, left, _ = rounds()
+    found = rounds(**kwargs)
+    assert found[2] == left and found[0] == episodes
+    assert "pipeline" in kwargs.get("flags", "") or found[1] == logprobs

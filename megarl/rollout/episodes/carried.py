@@ -1,0 +1,123 @@
+"""Episodes that a later round continues (`--partial-rollouts`), and what a checkpoint has to know of them.
+
+Their tokens are in the batch of the partial rollouts. An environment that a checkpoint brings is played again from its
+seeds, its turns and what it has answered to them, as after a crash.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch
+from megarl.environments.protocol import Observation
+from megarl.errors import UsageError
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.rollout.episodes.episode import FAILED, Episode, EpisodeLimits
+
+if TYPE_CHECKING:
+    from megarl.rollout.episodes.client import EnvironmentClient
+
+_UNKNOWN = GenerationRequest(prompt=[], key=0, max_new_tokens=0)  # the round that continues an episode gives its own
+_FACTS = ("rewards", "verdicts", "is_open", "end")  # of an episode, in a checkpoint
+
+
+class CarriedEpisodes:
+    """The episodes of the groups that this replica holds, by key, on all of its ranks."""
+
+    def __init__(self, limits: EpisodeLimits, client: "EnvironmentClient | None"):
+        """`client`: on the replica's leader, has their environments; None elsewhere."""
+        self._limits, self._client = limits, client
+        self._episodes: dict[str, Episode] = {}
+
+    def get(self, key: str) -> Episode | None:
+        """The episode, as the last round has left it; None if it is not one of them."""
+        return self._episodes.get(key)
+
+    def add(self, episodes: Iterable[Episode]):
+        """Adds the episodes of a round that has ended; they replace those that it has continued."""
+        self._episodes |= {episode.key: episode for episode in episodes if episode.key is not None}
+
+    def retain(self, keys: Iterable[str]):
+        """Ends all episodes but these, with their environments."""
+        retained = {*keys}
+        for key in [key for key in self._episodes if key not in retained]:
+            del self._episodes[key]
+            if self._client is not None:
+                self._client.forget(key)
+
+    def have_ended(self, keys: Iterable[str]) -> list[bool]:
+        """Whether each of these episodes has ended."""
+        return [self._episodes[key].end is not None for key in keys]
+
+    def can_go_on(self, keys: Iterable[str]) -> list[bool]:
+        """Whether a later round, or a resumed run, could continue each of these episodes if it has not ended."""
+        return [self._episodes[key].end is not None or self._episodes[key].replayable for key in keys]
+
+    def new_tokens(self, keys: Iterable[str]) -> int:
+        """Tokens of the policy that the last round has added to these episodes, without those that have failed."""
+        found = (self._episodes[key] for key in keys)
+        return sum(episode.new_tokens for episode in found if episode.end != FAILED)
+
+    def to_json(self, keys: Iterable[str]) -> str:
+        """What a checkpoint has to know of these episodes besides their rows of the batch; on the replica's leader."""
+        facts = []
+        for key in keys:
+            episode, seen = self._episodes[key], self._client.observations(key)
+            answers = [] if episode.end is not None else [dataclasses.asdict(observation) for observation in seen]
+            facts.append({name: getattr(episode, name) for name in _FACTS} | {"observations": answers})
+        return json.dumps(facts)
+
+    def load(self, text: str, batch: Batch, keys: Sequence[str], is_own: Tensor, where: str) -> list[bool]:
+        """Adds those episodes of a replica's file in a checkpoint that this replica takes.
+
+        Args:
+            text: of `to_json`.
+            batch, keys: their rows and keys.
+            is_own: [N] bool, those to take.
+            where: start of the message if the text is damaged.
+
+        Returns:
+            Whether each of the episodes of the file has ended.
+
+        Raises:
+            UsageError: the text is damaged, or an episode has no room left under the run's limits.
+        """
+        try:
+            facts, ended = json.loads(text), []
+            for i, (fact, key, own) in enumerate(zip(facts, keys, is_own.tolist(), strict=True)):
+                episode = _episode(batch.select(torch.tensor([i])), key, fact, self._limits)
+                ended.append(episode.end is not None)
+                if own:
+                    self.add([episode])
+                    if self._client is not None and episode.end is None:
+                        self._client.restore(key, [Observation(**record) for record in fact["observations"]])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{where}: is damaged ({type(error).__name__}: {error})") from None
+        return ended
+
+
+def _episode(row: Batch, key: str, fact: dict, limits: EpisodeLimits) -> Episode:
+    """The episode of a batch with one row. UsageError if it has not ended and may get no more tokens."""
+    turns = _turns(row.response_mask.tolist())
+    logprobs = row.rollout_logprobs.tolist()
+    episode = Episode(
+        number=0, request=_UNKNOWN, line=int(row.prompt_ids), limits=limits, key=key, tokens=row.tokens.tolist(),
+        prompt_length=int(row.prompt_lengths), turns=turns, logprobs=[logprobs[start:end] for start, end in turns],
+        **{name: fact[name] for name in _FACTS},
+    )  # fmt: skip
+    if episode.end is None and episode.turn_limit < 1:
+        raise UsageError(
+            f"--load: the checkpoint holds an unfinished episode with a turn of {limits.turn - episode.turn_limit} "
+            "tokens or more; raise --max-turn-length and --max-response-length to those of the run that saved it"
+        )
+    return episode
+
+
+def _turns(mask: list[bool]) -> list[tuple[int, int]]:
+    """(start, end) of each run of True."""
+    edges = [i for i, (before, here) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if before != here]
+    return list(zip(edges[::2], edges[1::2], strict=True))

@@ -1,0 +1,209 @@
+"""Episodes over rounds: over-sampling and partial rollouts with environments, to the bit at any speed, in any layout,
+after a kill, and whatever a round had to undo."""
+
+import functools
+import json
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.sum_environments import FOLDER
+from tests.helpers.tiers import long
+from tests.helpers.worlds import RankFailed, run_world
+from tools import record_runs
+
+SUMS = "tests.helpers.sum_environments"
+STEPS = 4
+OVER = (
+    f"--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 1 --train-iters {STEPS} --save-interval 1"
+    " --max-response-length 60 --max-turns 3 --max-turn-length 16 --max-tokens-per-microbatch 300"
+    " --prompts-per-step 4 --minibatch-size 4 --over-sampling 2 --rollout-max-requests 64 --environment-timeout 60"
+)
+PARTIAL = f"{OVER} --partial-rollouts --rollout-correction tis"
+APART = "--role-map actor=0;reward=0;rollout={}"  # so that updates round alike whatever the rollout's replicas
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def argv(save: Path, flags: str, environment: str = "Sums", replicas: int = 1) -> list[str]:
+    roles = APART.format("1" if replicas == 1 else f"1-{replicas}")
+    return rl_argv(save, f"{flags} {roles} --environment {SUMS}:{environment}", warm_start=False)
+
+
+def run(save: Path, flags: str = PARTIAL, environment: str = "Sums", replicas: int = 1) -> Path:
+    train("rl", argv(save, flags, environment, replicas), 1 + replicas)
+    return save
+
+
+@functools.cache
+def undisturbed(flags: str = PARTIAL) -> Path:
+    """A run whose environments answer at once."""
+    save = inputs() / f"carried-{len(list(inputs().glob('carried-*')))}"
+    return run(save, flags)
+
+
+def assert_same_steps(found: Path, expected: Path, steps):
+    """Metrics and samples of steps, but for what tells how many ranks there are."""
+    rows, wanted = metrics(found), metrics(expected)
+    for step in steps:
+        one, other = (timeless(row[step]) | {"weights/sync_bytes": 0} for row in (rows, wanted))
+        assert one == other and samples(found, step) == samples(expected, step)
+
+
+def assert_same(found: Path, expected: Path):
+    """As `assert_same_steps`, of all steps, and their checkpoints."""
+    assert_same_steps(found, expected, range(1, STEPS + 1))
+    one, other = (
+        {key: value for key, value in record_runs.checkpoints_of(save).items() if not re.search("/rng/|manifest", key)}
+        for save in (found, expected)
+    )
+    assert one == other and sum("partial_rollouts" in key for key in one) in (0, STEPS)
+
+
+def unfinished(save: Path, step: int) -> list[dict]:
+    """The episodes that the checkpoint of a step holds and that have not ended, with their number of turns."""
+    found = []
+    for path in (save / "checkpoints" / f"step_{step:08d}").glob("partial_rollouts*.pt"):
+        state = torch.load(path, weights_only=True)
+        rows = state["response_mask"].split(state["lengths"].tolist()) if "lengths" in state else []
+        for episode, row in zip(json.loads(state["episodes"]), rows, strict=True):
+            found += [] if episode["end"] else [episode | {"tokens": int(row.sum())}]
+    return found
+
+
+def test_episodes_are_carried_within_turns_and_between_them():
+    rows = metrics(undisturbed())
+    carried = [episode for step in range(1, STEPS) for episode in unfinished(undisturbed(), step)]
+    assert any(e["is_open"] and e["observations"] for e in carried), "in the middle of a later turn"
+    assert any(not e["is_open"] and e["observations"] for e in carried), "between turns"
+    assert all(len(e["observations"]) == len(e["rewards"]) - e["is_open"] for e in carried)
+    assert rows[1]["rollout/staleness_max"] == 0 < rows[2]["rollout/carried_fraction"] < 1
+    assert max(rows[step]["rollout/staleness_max"] for step in rows) >= 2
+    for step in range(1, STEPS + 1):
+        assert rows[step]["actor/ppo_kl_first"] == 0 and rows[step]["environment/failures"] == 0
+    lengths = [json.loads(line)["length"] for line in samples(undisturbed(), 1).splitlines()]
+    assert len(lengths) == 8 and max(lengths) < 48
+
+
+@pytest.mark.parametrize("flags, environment, replicas", [
+    ("", "LateSums", 2), long(("", "LateSums", 1)),
+    long(("--rollout-dispatch static --rollout-max-requests 4", "Sums", 2)),
+    long(("--rollout-prefix-caching --rollout-max-requests 4 --environment-workers 2", "LateSums", 2)),
+], ids=str)  # fmt: skip
+def test_late_answers_and_the_layout_change_nothing(flags, environment, replicas, tmp_path):
+    assert_same(run(tmp_path / "run", f"{PARTIAL} {flags}", environment, replicas), undisturbed())
+
+
+@pytest.mark.parametrize("flags", [OVER, long(f"{OVER} --group-filter reward --dynamic-sampling")], ids=str)
+def test_over_sampling_alone_drops_what_is_not_taken(flags, tmp_path):
+    found = run(tmp_path / "run", flags, "LateSums", 2)
+    assert_same(found, undisturbed(flags))
+    assert not list(found.glob("checkpoints/*/partial_rollouts.pt"))
+    if flags == OVER:  # the first round's weights and prompts are those of partial rollouts
+        assert samples(found, 1) == samples(undisturbed(), 1)
+
+
+@pytest.mark.parametrize("start, replicas", [(2, 2), long((1, 1)), long((3, 1))])
+def test_a_resumed_run_plays_environments_again(start, replicas, tmp_path):
+    assert unfinished(undisturbed(), start)
+    flags = f"{PARTIAL} --load {undisturbed() / 'checkpoints' / f'step_{start:08d}'}"
+    found = run(tmp_path / "run", flags, "CountedSums", replicas)
+    assert_same_steps(found, undisturbed(), range(start + 1, STEPS + 1))
+
+
+def killed(rank: int, parsed, save: Path, answers: int | None):
+    """Runs train_rl; kills the first rank of the rollout once the journal has so many answers of the second step."""
+    from megarl.rollout.episodes.source import EpisodeSource
+
+    ended = EpisodeSource.turn_ended
+
+    def watched(self, number, completion):
+        ended(self, number, completion)
+        if rank == 1 and answers is not None and len(journalled(save)) >= answers:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    EpisodeSource.turn_ended = watched
+    in_world(rank, "rl", parsed)
+
+
+def journalled(save: Path) -> list[str]:
+    """Episodes of the first step, by key, whose turns were answered in the second one, as the journal has it."""
+    lines = [line for path in save.glob("journal/*") for line in path.read_text().splitlines(keepends=True)]
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record["place"].split()[0] for record in records
+            if record["step"] == 2 and record["place"].startswith("1/")]  # fmt: skip
+
+
+@pytest.mark.parametrize("answers, replicas", [(3, 1), long((2, 2))])
+def test_a_killed_run_takes_answers_to_carried_episodes_from_the_journal(answers, replicas, tmp_path):
+    from megarl import train_rl  # noqa: F401  imported once, before the fork
+
+    save = tmp_path / "run"
+    flags = f"{PARTIAL} --rollout-max-requests 4 --rollout-dispatch static"
+    parsed = program("rl", argv(save, flags, "CountedSums", replicas), 1 + replicas)
+    with pytest.raises(RankFailed):
+        run_world(killed, 1 + replicas, parsed, save, answers)
+    before, finished = calls(tmp_path), len(journalled(save))
+    assert finished >= answers
+    parsed = program("rl", argv(save, f"{flags} --load {save}", "CountedSums"), 2)
+    run_world(killed, 2, parsed, save, None)
+    assert_same(save, undisturbed())
+    assert metrics(save)[2]["environment/journalled_steps"] >= finished
+    # A call whose answer was not in the journal yet may come again.
+    assert sum(count > 1 for count in calls(tmp_path).values()) <= before.total() - finished
+    assert not list(save.glob("journal/*"))
+
+
+def calls(folder: Path) -> Counter:
+    return Counter((folder / "calls").read_text().splitlines())
+
+
+def test_stale_groups_and_environments_that_cannot_be_replayed_are_dropped(tmp_path):
+    limited = metrics(run(tmp_path / "stale", f"{PARTIAL} --max-staleness 1"))
+    assert max(row["rollout/staleness_max"] for row in limited.values()) == 1
+    assert sum(row["rollout/dropped_groups"] for row in limited.values()) > 0
+    found = run(tmp_path / "unreplayable", PARTIAL, "UnreplayableSums", 2)
+    rows = metrics(found)
+    assert samples(found, 1) == samples(undisturbed(), 1) and rows[1]["rollout/dropped_groups"] > 0
+    for step, row in rows.items():
+        assert row["environment/failures"] == 0
+        assert not unfinished(found, step)
+
+
+def test_failed_episodes_count_for_their_groups_wherever_a_round_stops(tmp_path):
+    flags = f"{PARTIAL} --environment-max-failures 1"
+    first = run(tmp_path / "first", flags, "FailingSums")
+    rows = metrics(first)
+    assert sum(row["environment/failures"] for row in rows.values()) > 0
+    taken = [json.loads(line) for step in rows for line in samples(first, step).splitlines()]
+    assert 0 < sum(row.get("failed", False) for row in taken) < len(taken)
+    assert_same(run(tmp_path / "second", f"{flags} --rollout-max-requests 4", "FailingSums", 2), first)
+
+
+@pytest.mark.parametrize("flags", [
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout",
+    long("--group-filter reward --dynamic-sampling --max-sampling-rounds 3"),
+    long("--speculative-rollout"), long("--advantage rloo --credit turns"),
+    long("--advantage remax --greedy-baseline"),
+], ids=str)  # fmt: skip
+def test_other_features_go_with_carried_episodes(flags, tmp_path):
+    first = run(tmp_path / "first", f"{PARTIAL} {flags}")
+    rows = metrics(first)
+    assert max(row["rollout/staleness_max"] for row in rows.values()) > 0
+    if "replay" in flags:
+        assert all(row["router/replayed_fraction"] == 1 for row in rows.values())
+    second = run(tmp_path / "second", f"{PARTIAL} {flags} --rollout-max-requests 4", "LateSums", 2)
+    if "speculative" in flags:
+        assert [samples(second, step) for step in rows] == [samples(first, step) for step in rows]
+    else:
+        assert_same(second, first)

@@ -1,0 +1,83 @@
+"""The client between rounds: environments that go on, and those that are made again because they have seen more."""
+
+import itertools
+
+from megarl.data.prompt import Prompt
+from megarl.environments.pool import PoolOptions
+from megarl.environments.protocol import Task
+from megarl.rollout.episodes.client import EnvironmentClient
+from megarl.rollout.episodes.episode import EpisodeLimits
+from tests.helpers.odd_environments import HERE
+from tests.helpers.waiting import SAFETY_SECONDS
+
+PROMPT, TASK = Prompt(0, "a"), Task([])
+
+
+class Letters:
+    """Stands where `TurnTokens` does: a token is a letter."""
+
+    def text(self, tokens) -> str:
+        return "".join(map(chr, tokens))
+
+    def bridge(self, messages) -> list[int]:
+        return list(map(ord, messages[0]["content"]))
+
+
+def answered(client: EnvironmentClient, number: int, text: str) -> str:
+    """What the environment of an episode says to a turn; no other result comes."""
+    client.step(number, list(map(ord, text)))
+    return Letters().text(only_result(client, number).tokens)
+
+
+def only_result(client: EnvironmentClient, number: int):
+    for _ in itertools.count():
+        client.wait(1.0)
+        if results := client.results():
+            (result,) = results
+            assert result.number == number and not result.failed
+            return result
+
+
+def turns(*texts: str) -> list[list[int]]:
+    return [list(map(ord, text)) for text in texts]
+
+
+def test_an_environment_goes_on_or_is_brought_to_where_the_episode_was_cut():
+    options = PoolOptions(1, SAFETY_SECONDS, 0, "hermes", f"{HERE}:Echo")
+    client = EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1)
+    try:
+        client.begin(0, PROMPT, [1], TASK, "k")
+        only_result(client, 0)
+        assert [answered(client, 0, text) for text in ("a", "b")] == ["0: a", "1: b"]
+        slot = client._round[0].slot
+        client.keep(0, "k", turns=2)
+        client.go_on(5, PROMPT, TASK, "k", turns("a", "b"))
+        assert answered(client, 5, "c") == "2: c" and client._round[5].slot == slot, "the same environment"
+        client.step(5, [ord("d")])  # its answer is not read any more
+        client.keep(5, "k", turns=2)
+        assert [seen.messages[0]["content"] for seen in client.observations("k")] == ["0: a", "1: b"]
+        client.go_on(5, PROMPT, TASK, "k", turns("a", "b"))
+        assert answered(client, 5, "e") == "2: e" and client._round[5].slot != slot
+        assert [turn.text for turn in client.take_played(5).turns] == ["a", "b", "e"]
+    finally:
+        client.close()
+
+
+def test_a_checkpoint_brings_answers_and_what_was_kept_can_be_forgotten():
+    options = PoolOptions(1, SAFETY_SECONDS, 0, "hermes", f"{HERE}:Echo")
+    client, other = (EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1) for _ in range(2))
+    try:
+        client.begin(0, PROMPT, [1], TASK, "k")
+        only_result(client, 0)
+        answered(client, 0, "a")
+        client.keep(0, "k", turns=1)
+        other.restore("k", client.observations("k"))
+        client.forget("k")
+        assert client.observations("k") == [] and not client.pool._episodes
+        other.go_on(3, PROMPT, TASK, "k", turns("a"))
+        assert answered(other, 3, "b") == "1: b"
+        played = other.take_played(3)
+        assert len(played.turns) == len(played.observations) == 2 and not other.pool._episodes
+    finally:
+        client.close()
+        other.close()
