@@ -24,6 +24,7 @@ from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import key_of
 from megarl.rollout.requests import PartialResponse, PromptRequest
+from megarl.rollout.response_rows import joined, rows_by_id, selected, split_at, truncated_to
 from megarl.rollout.waiting_groups import VERSIONS
 
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
@@ -52,7 +53,7 @@ class PartialRolloutBuffer:
         self.samples = settings.samples_per_prompt
         self.version = 0  # of the policy that generates: updates so far
         self.trained_version = 0  # of the policy that trains on what the step generates, before its update
-        self.dropped = 0  # groups dropped for `--max-staleness` since the last `metrics`
+        self.dropped = 0  # groups dropped since the last `metrics`: for `--max-staleness`, or `_replayable`
         self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank of the rollout
         self._responses: Batch | None = None  # this replica's, on the host; ids number the responses of `_groups`
         self._continued: Batch | None = None  # of the groups that the present round continues
@@ -75,12 +76,12 @@ class PartialRolloutBuffer:
         self._drop_stale()
         popped, self._groups = self._groups[:count], self._groups[count:]
         self._continued_count = len(popped) * self.samples
-        self._continued, self._responses = _split_batch(self._responses, self._continued_count)
-        held = _rows(self._continued)
+        self._continued, self._responses = split_at(self._responses, self._continued_count)
+        held = rows_by_id(self._continued)
         return [self._request(group, held, number * self.samples) for number, group in enumerate(popped)]
 
     def _request(self, group: CarriedGroup, held: dict[int, tuple[list[int], int]], first: int) -> PromptRequest:
-        """The request of a group whose responses are numbered from `first`; `held`: of `_rows`."""
+        """The request of a group whose responses are numbered from `first`; `held`: of `rows_by_id`."""
         prompt, partial = [], []
         for i, (length, is_finished) in enumerate(zip(group.lengths, group.finished, strict=True)):
             tokens, start = held.get(first + i, ([], 0))
@@ -98,7 +99,7 @@ class PartialRolloutBuffer:
         is_fresh = torch.tensor([self.trained_version - group.oldest <= limit for group in self._groups])
         self.dropped += int((~is_fresh).sum())
         self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
-        self._responses = _select(self._responses, is_fresh.repeat_interleave(self.samples))
+        self._responses = selected(self._responses, is_fresh.repeat_interleave(self.samples))
         self._retain_episodes()
 
     def _retain_episodes(self):
@@ -131,7 +132,7 @@ class PartialRolloutBuffer:
         """
         keys, held = self._keys(requests, step), batch.sequence_ids.tolist()
         if self.episodes is None:
-            batch = batch if longest is None else _truncate(batch, longest)
+            batch = batch if longest is None else truncated_to(batch, longest)
             new_tokens = int(batch.response_mask.sum())
         else:
             new_tokens = self.episodes.new_tokens(keys[i] for i in held)
@@ -139,15 +140,21 @@ class PartialRolloutBuffer:
         is_kept = torch.ones(len(requests), dtype=torch.bool)
         is_kept[taken] = False
         if self.episodes is not None and is_kept.any():
-            can_go_on = torch.tensor(self.episodes.can_go_on(keys[i] for i in held), dtype=torch.int64)
-            stuck = self.mesh[ROLLOUT].gather_rows(batch.sequence_ids, 1 - can_go_on, len(keys)).view(len(requests), -1)
-            self.dropped += int((stuck.any(1) & is_kept).sum())
-            is_kept &= ~stuck.any(1)
+            is_kept = self._replayable(batch.sequence_ids, [keys[i] for i in held], is_kept)
         if is_kept.any():
             self._keep(batch, [requests[i] for i in is_kept.nonzero().flatten().tolist()], is_kept, step)
         self._retain_episodes()
         self._continued, self._continued_count = None, 0
         return batch, new_tokens
+
+    def _replayable(self, sequence_ids: Tensor, keys: list[str], is_kept: Tensor) -> Tensor:
+        """[G] bool: the groups of `is_kept` without an unfinished episode whose environment cannot be replayed. Counts
+        the others as dropped."""
+        is_stuck = torch.tensor(self.episodes.are_stuck(keys), dtype=torch.int64)
+        stuck = self.mesh[ROLLOUT].gather_rows(sequence_ids, is_stuck, len(is_kept) * self.samples)
+        is_stuck = stuck.view(len(is_kept), self.samples).any(1)
+        self.dropped += int((is_stuck & is_kept).sum())
+        return is_kept & ~is_stuck
 
     def _restore_continued(self, batch: Batch):
         """Restores continued tokens, which the engine had as prompt: mask, log-probs, versions, prompt lengths."""
@@ -168,7 +175,7 @@ class PartialRolloutBuffer:
         """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
         role_groups = self.mesh[ROLLOUT]
         kept = Batch(**{name: getattr(batch, name).cpu() for name in self._fields})
-        kept = _select(kept, is_kept.repeat_interleave(self.samples))
+        kept = selected(kept, is_kept.repeat_interleave(self.samples))
         ids, own = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
         if kept is not None:
             ids, keys = kept.sequence_ids, self._keys(requests, step)
@@ -176,7 +183,7 @@ class PartialRolloutBuffer:
             own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
         known = role_groups.gather_rows(ids, own, len(requests) * self.samples)
         groups = _carried_groups(requests, known.view(len(requests), self.samples, 4), step)
-        self._responses = _joined(kept, self._responses, len(known))
+        self._responses = joined(kept, self._responses, len(known))
         self._groups = groups + self._groups
 
     def staleness_metrics(self, batch: Batch) -> dict[str, float]:
@@ -197,7 +204,7 @@ class PartialRolloutBuffer:
         }
 
     def metrics(self) -> dict[str, int]:
-        """Groups carried to the next step, and groups dropped as too old in this one."""
+        """Groups carried to the next step, and groups dropped in this one."""
         dropped, self.dropped = self.dropped, 0
         return {"rollout/carried_groups": len(self), "rollout/dropped_groups": dropped}
 
@@ -241,7 +248,7 @@ class PartialRolloutBuffer:
             if self.episodes is not None:
                 keys, is_own = self._keys(requests), dp_ranks == role_groups.dp_rank
                 keys = [keys[i] for i in batch.sequence_ids.tolist()]
-                ended = self.episodes.load(facts, batch, keys, is_own, where)
+                ended = self.episodes.load(facts or "[]", batch, keys, is_own, where)
             known[batch.sequence_ids] = torch.cat([_known(batch, ended), dp_ranks.unsqueeze(1)], 1)
             own.append(batch.select((dp_ranks == role_groups.dp_rank).nonzero().flatten()))
             prompt = max([prompt, *batch.prompt_lengths.tolist()])
@@ -278,42 +285,3 @@ def _known(batch: Batch, ended: Sequence[bool] | None) -> Tensor:
     oldest = torch.full((len(batch),), NO_TOKEN)
     oldest = oldest.scatter_reduce(0, token_ids, batch.versions[batch.response_mask].long(), "amin")
     return torch.stack([batch.lengths - batch.prompt_lengths, finished.long(), oldest], 1)
-
-
-def _rows(batch: Batch | None) -> dict[int, tuple[list[int], int]]:
-    """(tokens, prompt length) of each sequence by id."""
-    if batch is None:
-        return {}
-    tokens = [row.tolist() for row in batch.tokens.split(batch.lengths.tolist())]
-    return dict(zip(batch.sequence_ids.tolist(), zip(tokens, batch.prompt_lengths.tolist(), strict=True), strict=True))
-
-
-def _select(batch: Batch | None, is_chosen: Tensor) -> Batch | None:
-    """The sequences whose ids are chosen ([N] bool), numbered among the chosen ones; None if there are none."""
-    chosen = None if batch is None else batch.renumbered(is_chosen)
-    return chosen if chosen is not None and len(chosen) else None
-
-
-def _split_batch(batch: Batch | None, count: int) -> tuple[Batch | None, Batch | None]:
-    """The sequences with ids below `count` and the others, each numbered from 0; None instead of an empty batch."""
-    if batch is None:
-        return None, None
-    is_front = torch.arange(int(batch.sequence_ids[-1]) + 1) < count
-    return _select(batch, is_front), _select(batch, ~is_front)
-
-
-def _joined(front: Batch | None, back: Batch | None, count: int) -> Batch | None:
-    """Both batches, with the ids of the second moved up by `count`."""
-    if back is not None:
-        back.sequence_ids = back.sequence_ids + count
-    batches = [batch for batch in (front, back) if batch is not None]
-    return concatenate(batches) if batches else None
-
-
-def _truncate(batch: Batch, longest: int) -> Batch:
-    """Truncates each response to `longest` new tokens; a truncated response is not finished."""
-    lengths = batch.lengths.minimum(batch.prompt_lengths + longest)
-    every = torch.arange(len(batch), device=lengths.device)
-    truncated = batch.take(every, expand_ranges(batch.cu_seqlens[:-1], lengths))
-    truncated.lengths, truncated.finished = lengths, batch.finished & (lengths == batch.lengths)
-    return truncated

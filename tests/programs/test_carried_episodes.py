@@ -121,6 +121,13 @@ def test_a_resumed_run_plays_environments_again(start, replicas, tmp_path):
     assert_same_steps(found, undisturbed(), range(start + 1, STEPS + 1))
 
 
+def test_limits_that_leave_no_room_are_rejected(tmp_path):
+    start = undisturbed() / "checkpoints" / "step_00000001"
+    assert any(episode["is_open"] for episode in unfinished(undisturbed(), 1))
+    with pytest.raises(RankFailed, match="--load: the checkpoint holds an unfinished episode for which turns of 1 to"):
+        run(tmp_path / "run", f"{PARTIAL} --max-turn-length 1 --load {start}")
+
+
 def killed(rank: int, parsed, save: Path, answers: int | None):
     """Runs train_rl; kills the first rank of the rollout once the journal has so many answers of the second step."""
     from megarl.rollout.episodes.source import EpisodeSource

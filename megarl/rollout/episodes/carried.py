@@ -53,9 +53,9 @@ class CarriedEpisodes:
         """Whether each of these episodes has ended."""
         return [self._episodes[key].end is not None for key in keys]
 
-    def can_go_on(self, keys: Iterable[str]) -> list[bool]:
-        """Whether a later round, or a resumed run, could continue each of these episodes if it has not ended."""
-        return [self._episodes[key].end is not None or self._episodes[key].replayable for key in keys]
+    def are_stuck(self, keys: Iterable[str]) -> list[bool]:
+        """Whether each of these episodes has not ended, and its environment cannot be brought to where it is."""
+        return [self._episodes[key].end is None and not self._episodes[key].replayable for key in keys]
 
     def new_tokens(self, keys: Iterable[str]) -> int:
         """Tokens of the policy that the last round has added to these episodes, without those that have failed."""
@@ -111,8 +111,8 @@ def _episode(row: Batch, key: str, fact: dict, limits: EpisodeLimits) -> Episode
     )  # fmt: skip
     if episode.end is None and episode.turn_limit < 1:
         raise UsageError(
-            f"--load: the checkpoint holds an unfinished episode with a turn of {limits.turn - episode.turn_limit} "
-            "tokens or more; raise --max-turn-length and --max-response-length to those of the run that saved it"
+            f"--load: the checkpoint holds an unfinished episode for which turns of {limits.turn} tokens and responses "
+            f"of {limits.response} leave no room; use the --max-turn-length and --max-response-length of its run"
         )
     return episode
 

@@ -79,7 +79,7 @@ def test_a_checkpoint_brings_episodes_of_all_kinds():
         batch, is_own = episodes_to_batch([episode]), torch.tensor([True])
         assert loaded.load(text, batch, [episode.key], is_own, "file") == [episode.end is not None]
         assert facts(loaded.get(episode.key)) | {"new_tokens": 0} == facts(episode) | {"new_tokens": 0}
-        assert carried.can_go_on([episode.key]) == [True]
+        assert carried.are_stuck([episode.key]) == [False]
         loaded.retain([])
         assert loaded.get(episode.key) is None
 
