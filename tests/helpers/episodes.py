@@ -29,6 +29,7 @@ class ScriptedClient:
         self._result, self._random = EnvironmentResult, random.Random(order) if order is not None else None
         self._failing, self._done_after = failing, done_after
         self.pending, self.turns, self.ended, self.waits = [], {}, [], 0
+        self.silent = {}  # number of an episode -> turns that its environment answers at most
 
     def begin(self, number, request):
         self.turns[number] = 0
@@ -39,6 +40,8 @@ class ScriptedClient:
 
     def step(self, number, tokens):
         self.turns[number] += 1
+        if self.turns[number] > self.silent.get(number, self.turns[number]):
+            return
         is_done = self.turns[number] == self._done_after + number % 2
         reward = sum(tokens) / 8
         self.pending.append(self._result(number, answer(tokens), reward, is_done, failed=number in self._failing))
@@ -101,11 +104,12 @@ def run_episodes(
     return {episode.number: episode for episode in source.ended}, client, gap
 
 
-def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(), **engine_settings):
+def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(), silent=None, **engine_settings):
     """(episodes by number, what each round left unfinished, answers that were undone) of rounds that take two more
     groups of two samples each.
 
-    What a round has left: number -> (`content` of the episode, whether its turn is open, its new tokens).
+    What a round has left: number -> (`content` of the episode, whether its turn is open, its new tokens). `silent`: of
+    the client, in the first round.
     """
     from megarl.mcore.inference.engine import RequestList
     from megarl.rollout.episodes.episode import Episode, EpisodeLimits
@@ -115,6 +119,8 @@ def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(
 
     engine, _, groups = make_engine(flags, **engine_settings)
     client = ScriptedClient(order, failing) if groups.is_leader else None
+    if client is not None:
+        client.silent = silent or {}
     episodes: dict[int, Episode] = {}
     ended, left, undone = [False] * PROMPTS, [], 0
 
@@ -141,6 +147,8 @@ def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(
         for number, completion in engine.stream(source, END, settings_of(), response_limit=source.response_limit):
             source.turn_ended(number, completion)
         early_stop.close()
+        if client is not None:
+            client.silent = {}
         found = {episode.number: episode for episode in [*source.ended, *source.stopped]}
         own = torch.tensor([UNFINISHED if e.end is None else e.new_tokens for e in found.values()], dtype=torch.int64)
         lengths = groups.gather_rows(torch.tensor(list(found), dtype=torch.int64), own, PROMPTS).view(-1, 2).amax(1)

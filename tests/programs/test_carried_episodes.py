@@ -98,6 +98,7 @@ def test_episodes_are_carried_within_turns_and_between_them():
 @pytest.mark.parametrize("flags, environment, replicas", [
     ("", "LateSums", 2), long(("", "LateSums", 1)),
     long(("--rollout-dispatch static --rollout-max-requests 4", "Sums", 2)),
+    long(("--rollout-pipeline-model-parallel-size 2", "LateSums", 2)),  # one replica of two ranks
     long(("--rollout-prefix-caching --rollout-max-requests 4 --environment-workers 2", "LateSums", 2)),
 ], ids=str)  # fmt: skip
 def test_late_answers_and_the_layout_change_nothing(flags, environment, replicas, tmp_path):

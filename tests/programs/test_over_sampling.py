@@ -1,5 +1,6 @@
 """Over-sampling: keeps the groups whose longest response is shortest, and stops generation early."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -129,12 +130,14 @@ def test_generation_stops_when_enough_groups_are_finished(tmp_path):
 
 
 def cut(rank: int):
-    """Completions with a step bound that falls during generation, and complete ones."""
+    """Completions with a step bound that falls during generation, and complete ones; the last four requests count three
+    tokens of an earlier one."""
     from megarl.mcore.inference.engine import RequestList
 
     engine, _, _ = make_engine(max_requests=8)
     bounds = iter([None, *[9] * 100])
     requests, s = make_requests(limit=20), settings_of()
+    requests[-4:] = [dataclasses.replace(request, counted_tokens=3) for request in requests[-4:]]
     found = dict(engine.stream(RequestList(enumerate(requests)), NEVER, s, response_limit=lambda: next(bounds)))
     return [found[i] for i in range(len(requests))], engine.generate(requests, NEVER, s)
 
@@ -146,4 +149,4 @@ def test_a_step_bound_truncates_responses_and_changes_nothing_else():
         assert cut_off.tokens == full.tokens[:count] and cut_off.logprobs == full.logprobs[:count]
     lengths = [len(c.tokens) for c in found]
     # The bound comes before step 32: the first eight have ended, the next have 11 tokens and end with one more.
-    assert lengths == [20] * 8 + [12] * 8 + [9] * 4
+    assert lengths == [20] * 8 + [12] * 8 + [6] * 4

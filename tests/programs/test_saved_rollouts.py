@@ -45,7 +45,11 @@ RUNS = {  # ranks, flags
     "ahead with experts": (2, f"{GRADED} {AHEAD} {EXPERTS} --router-replay rollout"),
     "experts in two stages": (2, f"{GRADED} --pipeline-model-parallel-size 2 {EXPERTS} --router-replay rollout"),
     "waiting and partial": (2, f"{WAITING} --max-sampling-rounds 2 --rollout-max-requests 4"),
-    "environment with experts": (1, f"{TURNS} --credit turns {EXPERTS} --router-replay rollout"),
+    "environment with experts": (
+        1,
+        f"{TURNS} --credit turns {EXPERTS} --router-replay rollout --over-sampling 2"
+        " --partial-rollouts --rollout-correction tis",
+    ),
     "baselines and filter": (1, f"--advantage remax --greedy-baseline --group-filter reward {COARSE}"),
 }
 

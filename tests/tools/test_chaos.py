@@ -48,8 +48,16 @@ def test_a_run_that_differs_or_ends_early_is_a_failure(tmp_path, monkeypatch, ca
 AHEAD = ["--role-map", "actor=0-1;critic=2;reward=3;reference=3;rollout=3", "--rollout-correction", "tis"]
 
 
+CARRIED = (
+    "--environment tests.helpers.sum_environments:LateSums --max-turns 3 --max-turn-length 12 --max-response-length 48"
+    " --max-tokens-per-microbatch 200 --over-sampling 2 --partial-rollouts --generation-lag 1"
+).split()
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("flags", [[], [*AHEAD, "--generation-lag", "2"]], ids=["in step", "ahead"])
+@pytest.mark.parametrize(
+    "flags", [[], [*AHEAD, "--generation-lag", "2"], [*AHEAD, *CARRIED]], ids=["in step", "ahead", "carried episodes"]
+)
 def test_fifty_kills_change_nothing(flags, tmp_path, capfd):
     """pytest -m nightly tests/tools/test_chaos.py"""
     assert chaos.main(["--out", str(tmp_path), "--kills", "50", "--", *flags]) == 0

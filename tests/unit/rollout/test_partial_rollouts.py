@@ -78,6 +78,46 @@ def test_each_replica_holds_the_groups_that_it_began():
         assert [p[:2] for p in known.partial] == [p[:2] for p in whole.partial]
 
 
+class Episodes:
+    """Stands where the carried episodes are; none has ended or failed."""
+
+    def retain(self, keys):
+        self.retained = list(keys)
+
+    def new_tokens(self, keys) -> int:
+        return 0
+
+    def are_stuck(self, keys) -> list[bool]:
+        """Those of line 3."""
+        return [key.split("/")[1] == "3" for key in keys]
+
+    def have_ended(self, keys) -> list[bool]:
+        return [False for _ in keys]
+
+
+def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:
+    """(lines of the groups that a round keeps, episodes that go on, metrics, episodes that go on when all are old)."""
+    from megarl.comm import role_mesh
+    from megarl.rollout.partial_rollouts import PartialRolloutBuffer
+    from megarl.rollout.requests import PromptRequest
+
+    mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
+    place, buffer = mesh["rollout"], PartialRolloutBuffer(mesh, Settings(**SETTINGS), Episodes())
+    mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
+    requests = [PromptRequest(group, (), draw_index=group // 4) for group in range(GROUPS)]
+    buffer.keep_unfinished(responses(mine), requests, 7, torch.tensor([0, 1]), 3)
+    lines, retained, metrics = [group.line for group in buffer._groups], buffer.episodes.retained, buffer.metrics()
+    buffer.begin_step(2, 2)
+    buffer.pop_oldest(9)
+    return lines, retained, metrics, buffer.episodes.retained
+
+
+def test_only_episodes_of_groups_that_are_kept_and_can_be_replayed_go_on():
+    metrics = {"rollout/carried_groups": 2, "rollout/dropped_groups": 1}
+    expected = [2, 4], ["7/2/0", "7/2/1", "7/4/2", "7/4/3"], metrics, []
+    assert run_world(with_episodes, 1) == [expected] and run_world(with_episodes, 2) == [expected] * 2
+
+
 def stale(rank: int) -> tuple[list[int], list[int]]:
     """Lines left, and those that this rank holds, after groups have become too old."""
     from megarl.comm import role_mesh

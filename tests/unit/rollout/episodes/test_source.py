@@ -70,6 +70,7 @@ def test_text_does_not_depend_on_the_layout(size, flags):
 # -- rounds that stop early ----------------------------------------------------------------------------------------
 
 FAILING = frozenset({4, 7})
+EXPERTS = "--num-experts 4 --moe-router-topk 2"
 
 
 @functools.cache
@@ -98,10 +99,22 @@ def test_an_episode_of_several_rounds_is_that_of_one():
 
 @pytest.mark.parametrize("kwargs", [
     {"order": 1}, {"order": 2, "max_requests": 2}, long({"order": 3, "max_requests": 1}),
-    {"size": 2, "flags": "", "order": 4}, long({"size": 2, "flags": "--pipeline-model-parallel-size 2", "order": 5}),
+    {"size": 2, "order": 4}, long({"size": 2, "flags": "--pipeline-model-parallel-size 2", "order": 5}),
+    {"size": 2, "flags": f"{EXPERTS} --expert-model-parallel-size 2", "order": 6},
 ], ids=str)  # fmt: skip
 def test_where_a_round_stops_does_not_depend_on_late_answers_and_the_layout(kwargs):
-    episodes, logprobs, left, _ = rounds()
+    """Replicas that share experts step together, also while one of them waits for its environments."""
+    episodes, logprobs, left, _ = rounds(flags=EXPERTS) if EXPERTS in kwargs.get("flags", "") else rounds()
     found = rounds(**kwargs)
     assert found[2] == left and found[0] == episodes
     assert "pipeline" in kwargs.get("flags", "") or found[1] == logprobs
+
+
+def test_a_round_does_not_wait_for_answers_that_it_would_undo():
+    """They never come."""
+    episodes, logprobs, left, _ = rounds()
+    turns = {number: len(state[2]) - is_open for number, (state, is_open, _) in left[0].items()}
+    results = run_world(functools.partial(run_rounds, failing=FAILING, silent=turns), 1)
+    found, stops, undone = results[0]
+    assert stops == left and content(found) == episodes
+    assert undone < rounds()[3], "some of them were never given"
