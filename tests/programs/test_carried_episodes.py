@@ -96,7 +96,7 @@ def test_episodes_are_carried_within_turns_and_between_them():
 
 
 @pytest.mark.parametrize("flags, environment, replicas", [
-    ("", "LateSums", 2), long(("", "LateSums", 1)),
+    ("--rollout-max-requests 5", "LateSums", 2), long(("", "LateSums", 1)),
     long(("--rollout-dispatch static --rollout-max-requests 4", "Sums", 2)),
     long(("--rollout-pipeline-model-parallel-size 2", "LateSums", 2)),  # one replica of two ranks
     long(("--rollout-prefix-caching --rollout-max-requests 4 --environment-workers 2", "LateSums", 2)),
