@@ -114,7 +114,7 @@ class EnvironmentPool:
         self._ask(episode)
 
     def end(self, number: int):
-        """Closes the environment of an episode; nothing more is reported of it."""
+        """Closes the environment of an episode, once it has answered; nothing more is reported of the episode."""
         episode = self._episodes.pop(number)
         self._pending.pop(episode.ticket, None)
         if episode in self._waiting:
@@ -192,15 +192,16 @@ class EnvironmentPool:
         for process in (process for process in processes if process.connection in ready):
             try:
                 while process in self._processes and process.connection.poll():
-                    self._take(process.connection.recv())
+                    self._take(process.connection.recv(), process)
             except (EOFError, OSError):
                 self._lose(process, f"its process ended with status {process.status()}", is_late=False)
 
-    def _take(self, answer: Answer):
+    def _take(self, answer: Answer, process: EnvironmentProcess):
         episode = self._pending.pop(answer.ticket, None)
-        if episode is None:
-            return  # of an episode that has ended
-        process = episode.process
+        if episode is None:  # of an episode that has ended
+            if answer.is_stuck and process in self._processes.shared:
+                self._retire(process)
+            return
         episode.ticket, episode.replayable = None, answer.replayable
         if answer.failure is None:
             episode.is_suspect = False
@@ -220,6 +221,8 @@ class EnvironmentPool:
     def _retire(self, process: EnvironmentProcess):
         """A thread of the process is stuck: it answers what it was asked, and its episodes go on in another one."""
         self._processes.retire(process)
+        if not process.episodes:
+            self._processes.end(process)
         for number in sorted(process.episodes):
             episode = self._episodes[number]
             if episode.ticket is None and episode.replayable:

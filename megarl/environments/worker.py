@@ -36,6 +36,7 @@ class Worker:
         self._connection, self._seconds = connection, seconds
         self._environments: dict[int, Environment] = {}
         self._tasks: set[asyncio.Task] = set()
+        self._calls: dict[int, asyncio.Task] = {}  # the last call of each slot
         self._threads = ThreadPoolExecutor(THREADS)
         self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()  # to be written
         self._ended = asyncio.Event()
@@ -64,8 +65,10 @@ class Worker:
             loop.call_soon_threadsafe(self._ended.set)
 
     def _begin(self, message: Call | Close):
-        work = self._close(message.slot) if isinstance(message, Close) else self._answer(message)
-        task = asyncio.create_task(work)
+        if isinstance(message, Close):
+            task = asyncio.create_task(self._close_idle(message.slot))
+        else:
+            task = self._calls[message.slot] = asyncio.create_task(self._answer(message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -111,6 +114,13 @@ class Worker:
             running.add_done_callback(lambda future: future.exception())  # nobody else asks for it
             raise Late(True)
         return await asyncio.wait_for(resolved(running.result()), self._seconds)
+
+    async def _close_idle(self, slot: int):
+        """Closes an environment after its last call: no environment is closed while it works."""
+        running = self._calls.pop(slot, None)
+        if running is not None and not running.done():  # else at once, before the next call of the slot
+            await asyncio.wait([running])
+        await self._close(slot)
 
     async def _close(self, slot: int):
         environment = self._environments.pop(slot, None)

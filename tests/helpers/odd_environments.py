@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from megarl.environments.protocol import BaseEnvironment, Observation, Task
-from tests.helpers.waiting import SAFETY_SECONDS
+from tests.helpers.waiting import SAFETY_SECONDS, wait_until
 
 HERE = "tests.helpers.odd_environments"
 MEETING = 8
@@ -119,6 +119,24 @@ class Unlike(Echo):
         if turn.number == 1 and not _seen("left"):
             os._exit(1)
         return Observation([{"role": "user", "content": str(self._count)}])
+
+
+class Watched(Echo):
+    """Works until it is told to go on; `close` notes whether it worked."""
+
+    works = False
+
+    def step(self, turn):
+        """Waits for a file."""
+        self.works = True
+        _seen("works")
+        wait_until(Path(os.environ["MEGARL_TEST_FOLDER"], "go").exists)
+        self.works = False
+        return super().step(turn)
+
+    def close(self):
+        """Writes a file."""
+        Path(os.environ["MEGARL_TEST_FOLDER"], "closed").write_text(f"works: {self.works}")
 
 
 class Wrong(Echo):

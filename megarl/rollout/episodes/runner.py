@@ -158,7 +158,10 @@ class EpisodeRunner:
             self._end_round(self.client)
         if played.is_training and self.settings.partial_rollouts:
             self.carried.add(played.episodes)
-        return episodes_to_batch(played.episodes, empty_routes)
+        batch = episodes_to_batch(played.episodes, empty_routes)
+        for episode in played.episodes:
+            episode.routes = None  # they are large, and the batch has them
+        return batch
 
     def _end_round(self, client: EnvironmentClient):
         """Counts the episodes that have ended, and keeps the environments of those that a later round continues."""

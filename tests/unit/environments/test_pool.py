@@ -68,6 +68,32 @@ def test_an_ended_episode_reports_nothing(play):
     assert set(plays.step({1: "b"})) == {1} and plays.pool.poll() == []
 
 
+def test_an_episode_that_ends_before_its_answer_is_closed_after_it(play, tmp_path):
+    """As one that a round has cut: its environment may still work."""
+    plays = play("Watched")
+    plays.start(0)
+    plays.pool.step(0, "a")
+    assert wait_until((tmp_path / "works").exists)
+    plays.pool.end(0)
+    plays.start(1)  # the worker has read that the other one is to be closed
+    assert not (tmp_path / "closed").exists()
+    (tmp_path / "go").touch()
+    assert plays.text(1, "b") == "0: b"
+    assert wait_until((tmp_path / "closed").exists) and wait_until((tmp_path / "closed").read_text)
+    assert (tmp_path / "closed").read_text() == "works: False"
+
+
+def test_a_worker_with_a_thread_that_hangs_is_retired_also_when_its_episode_has_ended(play):
+    plays = play("Neighbours", timeout=1.0)
+    plays.start(0)
+    (before,) = processes(plays)
+    plays.pool.step(0, "stick")
+    plays.pool.end(0)
+    assert wait_until(lambda: not plays.pool.poll() and not processes(plays))
+    plays.start(1)
+    assert plays.text(1, "a") == "0: a" and processes(plays) != [before]
+
+
 @pytest.mark.parametrize("at", range(3))
 def test_a_killed_worker_changes_nothing_but_the_count(at, play):
     undisturbed, plays = play("Echo"), play("Echo")
