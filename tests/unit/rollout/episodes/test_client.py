@@ -54,11 +54,14 @@ def test_an_environment_goes_on_or_is_brought_to_where_the_episode_was_cut():
         client.go_on(5, PROMPT, TASK, "k", turns("a", "b"))
         assert answered(client, 5, "c") == "2: c" and client._round[5].slot == slot, "the same environment"
         client.step(5, [ord("d")])  # its answer is not read any more
-        client.keep(5, "k", turns=2)
-        assert [seen.messages[0]["content"] for seen in client.observations("k")] == ["0: a", "1: b"]
-        client.go_on(5, PROMPT, TASK, "k", turns("a", "b"))
-        assert answered(client, 5, "e") == "2: e" and client._round[5].slot != slot
-        assert [turn.text for turn in client.take_played(5).turns] == ["a", "b", "e"]
+        client.keep(5, "k", turns=3)
+        assert [seen.messages[0]["content"] for seen in client.observations("k")] == ["0: a", "1: b", "2: c"]
+        client.go_on(5, PROMPT, TASK, "k", turns("a", "b", "c"))
+        assert answered(client, 5, "e") == "3: e" and client._round[5].slot != slot
+        client.keep(5, "k", turns=1)  # also answers that were read are undone
+        client.go_on(5, PROMPT, TASK, "k", turns("a"))
+        assert answered(client, 5, "f") == "1: f"
+        assert [turn.text for turn in client.take_played(5).turns] == ["a", "f"]
     finally:
         client.close()
 
