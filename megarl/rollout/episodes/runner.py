@@ -80,6 +80,7 @@ class EpisodeRunner:
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
         self.ended: tuple[list[Episode], PromptSet] | None = None
         self._end_ids = encoder.tokenizer.end_ids
+        self._round: EpisodeRound  # the last one
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
         if role_groups.is_leader:
