@@ -47,6 +47,7 @@ class Batch:
     returns: Tensor = _token(torch.float32)  # [T]
     response_mask: Tensor = _token(torch.bool)  # [T] True where the policy generated the token
     versions: Tensor = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
+    staleness: Tensor = _token(torch.int32)  # [T] updates between that policy and the one that is trained on the token
     turn_rewards: Tensor = _token(torch.float32)  # [T] the environment's reward of a turn, at its last token; else 0
     routes: Tensor = _token(torch.int16)  # [T], each [L, k]: experts in this rank's L MoE layers; −1: unknown
 

@@ -52,6 +52,7 @@ PAIR_METRICS = (
 )  # fmt: skip
 EVALUATED = ("train_rl", "evaluate")
 FP16 = "with --fp16"
+STALE = "with --generation-lag or --partial-rollouts"
 IN_TRAINING = "in training with --eval-prompts, every --eval-interval steps"
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -85,8 +86,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/logprob_gap_max", "nats", "largest |rollout − recomputed log-prob| of a response token before"
                " any update; exactly 0 on a CPU, unless older policies generated the token (rollout/staleness)"),
         Metric("rollout/logprob_gap_mean", "nats", "mean of the same"),
+        Metric("rollout/logprob_gap_max_fresh", "nats", "rollout/logprob_gap_max of the tokens with staleness 0;"
+               " exactly 0 on a CPU", f"{STALE}, in steps with such tokens"),
         Metric("rollout/staleness", "updates", "actor updates since a trained token was generated, mean over tokens",
-               "with --generation-lag or --partial-rollouts"),
+               STALE),
+        Metric("rollout/staleness_share_<k>", "fraction", "trained tokens with staleness k, for k from 0 to"
+               " --generation-lag, or to the oldest token of the step; they add up to 1", STALE),
+        Metric("rollout/mixed_version_fraction", "fraction", "responses with tokens of several policy versions", STALE),
+        Metric("rollout/lead", "batches", "batches after the step's that were generated when the actor began the step",
+               "with --generation-lag"),
         Metric("rollout/staleness_max", "updates", "the largest of the same", "with --partial-rollouts"),
         Metric("rollout/carried_fraction", "fraction", "trained tokens that are older than the step",
                "with --partial-rollouts"),
@@ -178,6 +186,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("correction/masked_fraction", "fraction", "weights set to 0"),
         Metric("correction/kl", "nats", "KL(μ ‖ π_old) by k1, mean over tokens"),
         Metric("correction/kl_k3", "nats", "the same by k3"),
+        Metric("correction/kl_k3_age_<k>", "nats", "the same of the tokens with staleness k",
+               f"{STALE}, in steps with such tokens"),
     ),
     "Mixture of experts": (
         *(
@@ -274,6 +284,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("weights/sync_bytes", "bytes", "bytes sent to the rollout's own model by all ranks; 0 where it shares"
                " the actor's"),
         Metric("weights/sync_s", "s", "seconds of that transfer"),
+        Metric("weights/staged_bytes", "bytes", "copies of the weights that the actor's ranks hold, this step's and"
+               " earlier ones on their way", "with --generation-lag"),
+        Metric("weights/slot_wait_s", "s", "seconds that the actor waited until it held fewer copies than"
+               " --generation-lag", "with --generation-lag"),
     ),
     "Times": (
         Metric("time/step_s", "s", "the step, the longest of all ranks", "", TRAINING),
@@ -299,7 +313,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 
 OF_MACHINE = ("time/", "memory/")  # prefixes of names
-OF_CLOCK = ("_per_s", "/sync_s", "perf/mfu", "environment/step_s", "/waiting_share")  # endings of names
+OF_CLOCK = (  # endings of names
+    "_per_s", "/sync_s", "/slot_wait_s", "perf/mfu", "environment/step_s", "/waiting_share"
+)  # fmt: skip
+OF_QUEUES = ("rollout/lead", "weights/staged_bytes")  # how full they are: by the clock, and empty after a resume
 OF_ORDER = ("rollout/prefill_tokens", "rollout/reused_tokens")  # what a full cache loses: the order of requests decides
 # What happened to processes, and is mended: it changes nothing else.
 OF_ACCIDENTS = ("environment/restarts", "environment/timeouts", "environment/journalled_steps")
@@ -324,7 +341,7 @@ def unknown(names: Iterable[str]) -> list[str]:
 def is_reproducible(name: str) -> bool:
     """Whether a metric has the same bits in each repetition of a run: all but those of time, memory and accidents."""
     is_clock = name.startswith(OF_MACHINE) or name.endswith(OF_CLOCK)
-    return not is_clock and name not in OF_ORDER + OF_ACCIDENTS
+    return not is_clock and name not in OF_ORDER + OF_QUEUES + OF_ACCIDENTS
 
 
 def reproducible(row: dict) -> dict:

@@ -58,7 +58,7 @@ ENTRIES: dict[str, Any] = {
     "reward": Optional({"count": _is_number, "mean": _is_number, "squares": _is_number}),
     "waiting_groups": {"complete": _is_count, "unfinished": _is_count, "samples_per_prompt": _is_count,
                        "fields": [str]},
-    "generated_ahead": {"lag": _is_count, "through": _is_count, "steps": [_is_count]},
+    "generated_ahead": {"lag": _is_count, "through": _is_count, "steps": [_is_count], "version": _is_count},
 }  # fmt: skip
 
 

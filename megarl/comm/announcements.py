@@ -20,6 +20,7 @@ class Announcements:
         self.sends = dist.get_rank() == sender and len(receivers) > 0  # whether `send` does anything on this rank
         self._store = dist.distributed_c10d._get_default_store()
         self._count = 0  # messages that this rank has sent or taken
+        self._progress_key = f"megarl/{name}/progress"
 
     def send(self, message: dict[str, Any]):
         """Sends a message; other ranks than the sender return at once, and so does a sender without receivers."""
@@ -43,6 +44,15 @@ class Announcements:
             self._store.delete_key(key)
             self._store.delete_key(f"{key}/taken")
         return message
+
+    def set_progress(self, number: int):
+        """Says how far the sender is, ahead of the next message; other ranks than the sender return at once."""
+        if self.sends:
+            self._store.set(self._progress_key, str(number))
+
+    def progress(self) -> int:
+        """How far the sender is by now; waits until it has said so."""
+        return int(self._store.get(self._progress_key))
 
     def _next_key(self) -> str:
         self._count += 1

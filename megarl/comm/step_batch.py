@@ -37,6 +37,7 @@ class StepBatch:
     def __init__(
         self, mesh: RoleMesh, timers: Timers, dp_assignment: dict[str, Tensor], responses: Batch | None, step: int,
         prompts: PromptSet, extra_fields: tuple[str, ...] = (), in_evaluation: bool = False,
+        actor_fields: tuple[str, ...] = (),
     ):  # fmt: skip
         """
         Args:
@@ -46,9 +47,11 @@ class StepBatch:
             prompts: the set whose lines `prompt_ids` are.
             extra_fields: fields of the responses besides those that generation fills; the same on every rank.
             in_evaluation: it is not a step's batch, but one of an evaluation.
+            actor_fields: as `extra_fields`, of which only the actor gets these.
         """
         self._mesh, self._timers = mesh, timers
         self._extra_fields, self._in_evaluation = extra_fields, in_evaluation
+        self._actor_fields = [*ACTOR_FIELDS, *actor_fields]
         self.dp_assignment, self.step = dp_assignment, step
         self.prompts = prompts
         self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
@@ -67,7 +70,7 @@ class StepBatch:
         sends does not wait (`wait_sends`)."""
         for role in roles:
             if self._has(role) and role not in self._batches:
-                fields = [*(ACTOR_FIELDS if role == ACTOR else RESPONSE_FIELDS), *self._extra_fields]
+                fields = [*(self._actor_fields if role == ACTOR else RESPONSE_FIELDS), *self._extra_fields]
                 self._batches[role] = self._send(self._closest_copy(role), role, fields)
 
     def gather(self, *producers: Producer):

@@ -312,6 +312,11 @@ class Settings(
         return self.environment_fields + verdicts + (("baseline_scores",) if self.greedy_baseline else ())
 
     @property
+    def staleness_fields(self) -> tuple[str, ...]:
+        """Batch fields that the actor gets if tokens may be of an older policy than the one that is trained."""
+        return ("staleness",) if self.generation_lag or self.partial_rollouts else ()
+
+    @property
     def can_lose_responses(self) -> bool:
         """Whether there may be sequences without response tokens: failed episodes, or responses that have no score."""
         return self.environment is not None or self.reward_failure == "drop"

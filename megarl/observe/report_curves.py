@@ -10,6 +10,7 @@ HIGHER_IS_BETTER = (
 )  # fmt: skip
 LOWER_IS_BETTER = (
     "critic/loss", "sft/loss", "reward/loss", "eval/loss", "/failures", "cut_fraction", "rollout/logprob_gap_max",
+    "rollout/logprob_gap_max_fresh",
     "rollout/logprob_gap_mean", "router/disagreement",
     "router/load_imbalance", "router/gap_live", "router/gap_replayed", "_s", "_bytes", "idle_fraction", "steps_skipped",
 )  # fmt: skip

@@ -104,15 +104,21 @@ def _kl(axes, rows: list[dict]) -> None:
         return not_recorded(axes)
     lines = [line(axes, rows, "kl/reference", KL, "KL")]
     if series(rows, "kl/coefficient")[0]:
-        right = axes.twinx()
-        right.yaxis.set_major_formatter(_tick_formatter()())
-        right.spines["top"].set_visible(False)
-        right.tick_params(labelsize=11, colors=GREY)
-        right.set_ylabel("coefficient", fontsize=12, color=GREY)
+        right = _right_axes(axes, "coefficient")
         lines.append(line(right, rows, "kl/coefficient", GREY, "coefficient", "--"))
         start_at_zero(right)
     start_at_zero(axes)
     legend(axes, lines)
+
+
+def _right_axes(axes, label: str):
+    """Axes with a grey scale of their own on the right."""
+    right = axes.twinx()
+    right.yaxis.set_major_formatter(_tick_formatter()())
+    right.spines["top"].set_visible(False)
+    right.tick_params(labelsize=11, colors=GREY)
+    right.set_ylabel(label, fontsize=12, color=GREY)
+    return right
 
 
 def _length(axes, rows: list[dict]) -> None:
@@ -151,7 +157,16 @@ def _gap(axes, rows: list[dict]) -> None:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0], ["0"])
         axes.text(0.5, 0.5, "exactly 0 at every step", transform=axes.transAxes, ha="center", fontsize=13, color=GREY)
+    if any(series(rows, "rollout/staleness")[1]):
+        _staleness(axes, rows)
     return None
+
+
+def _staleness(axes, rows: list[dict]) -> None:
+    """The gap is that of older policies where tokens are stale."""
+    right = _right_axes(axes, "staleness, updates")
+    line(right, rows, "rollout/staleness", GREY, "staleness", "--")
+    start_at_zero(right)
 
 
 # -- a MoE policy: expert load, router disagreement, log-prob gap with and without router replay --------------------

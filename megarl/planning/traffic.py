@@ -87,7 +87,7 @@ def moves(settings, roles) -> list[FieldMove]:
     scored = [step.greedy] * ("baseline_scores" in known) + [step.sequences] * ("scores" in known)
     result = [FieldMove("rollout", "reward", RESPONSE_FIELDS, count, round_robin=True) for count in scored]
     batch = [
-        ("rollout", "actor", [*ACTOR_FIELDS, *known]),
+        ("rollout", "actor", [*ACTOR_FIELDS, *settings.staleness_fields, *known]),
         *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "critic")),
         ("reward", "actor", list(settings.score_fields)),
         ("reference", "actor", ["reference_logprobs"]),

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.algorithms.aggregation import local_counts
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.rollout_correction import correction_report, correction_sums
+from megarl.algorithms.staleness import staleness_maxima, staleness_report, staleness_sums
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb
@@ -98,6 +99,16 @@ class Actor:
             "rollout/logprob_gap_mean": float(total / count.clamp(min=1)),
             **correction_report(measured[2:], maxima[1:]),
         }
+        if batch.staleness is not None:
+            self._measure_staleness(batch)
+
+    def _measure_staleness(self, batch: Batch):
+        """Measures the gap to the rollout by the staleness of tokens."""
+        columns = batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.staleness
+        maxima = staleness_maxima(*columns)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.role_groups.pg_collection.dp)
+        sums = self.role_groups.dp_all_reduce(staleness_sums(*columns, largest=int(maxima[1])))
+        self.metrics |= staleness_report(maxima, sums)
 
     def _forward(self, chunk, microbatch: Batch) -> TokenScores:
         host = microbatch.host_metadata

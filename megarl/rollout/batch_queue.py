@@ -46,8 +46,10 @@ class BatchQueue:
         for step in self.steps():
             yield step, self._batches[step].to_bytes()
 
-    def load(self, step: int, through: int, files: dict[int, list[tuple[bytes, str]]]):
+    def load(self, step: int, through: int, files: dict[int, list[tuple[bytes, str]]], version: int):
         """Loads the batches of the steps after `step`, of which `files` are those that have one, up to `through`.
+
+        `version`: as of `GroupBuffer.from_bytes`.
 
         Raises:
             UsageError: as of `GroupBuffer.from_bytes`.
@@ -56,7 +58,7 @@ class BatchQueue:
         for number in range(step + 1, through + 1):
             self._batches[number] = groups = self._like.empty() if number in files else None
             if groups is not None:
-                groups.from_bytes(files[number])
+                groups.from_bytes(files[number], version)
 
 
 class PolicyVersions:
@@ -73,6 +75,10 @@ class PolicyVersions:
     def of_step(self, step: int) -> tuple[int, int]:
         """The versions that generate and that train the batch of a step, the latter before its update."""
         return self._after.get(step - 1 - self._settings.generation_lag, self._first), self._after[step - 1]
+
+    def after_step(self, step: int) -> int:
+        """The version after a step that training has ended, of the last `--generation-lag` + 1 ones."""
+        return self._after[step]
 
     def end_step(self, step: int, has_batch: bool):
         """Counts the update of a step; during critic warm-up a step has none, and no step with a frozen policy."""

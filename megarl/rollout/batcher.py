@@ -117,14 +117,15 @@ class RolloutBatcher:
         for step, data in self.collector.queue.to_bytes():
             yield QUEUED_FILE.format(step=step), data
 
-    def manifest_entries(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint says of generation; {} outside the rollout."""
+    def manifest_entries(self, step: int) -> dict[str, Any]:
+        """What the manifest of a step's checkpoint says of generation; {} outside the rollout."""
         if self.collector is None:
             return {}
         groups, unfinished = len(self.collector.group_buffer), len(self.collector.partial_rollouts)
         queue, lag = self.collector.queue, self.settings.generation_lag
         entries = waiting_groups.manifest_entry(self.settings, groups, unfinished)
-        entries |= waiting_groups.queue_entry(lag, queue.through, queue.steps())
+        version = self.collector.versions.after_step(step)
+        entries |= waiting_groups.queue_entry(lag, queue.through, queue.steps(), version)
         return {"prompt_order": self.collector.order.state_dict(), **entries}
 
     def resume(self, folder: Path, manifest: dict[str, Any]):
@@ -136,13 +137,14 @@ class RolloutBatcher:
         try:
             files_of = {number: replica_files.find(folder, name) for number, name in queue["files"].items()}
             queued = {number: list(replica_files.read(files)) for number, files in files_of.items()}
-            self.collector.queue.load(step, queue["through"], queued)
+            version = queue.get("version", 0)  # older checkpoints have none, and no versions of tokens
+            self.collector.queue.load(step, queue["through"], queued, version - queue["lag"])
             files = replica_files.find(folder, GROUP_BUFFER_FILE)
             if files and files not in files_of.values():
-                self.collector.group_buffer.from_bytes(replica_files.read(files))
+                self.collector.group_buffer.from_bytes(replica_files.read(files), version)
             if files := replica_files.find(folder, PARTIAL_ROLLOUTS_FILE):
                 self.collector.partial_rollouts.from_bytes(replica_files.read(files))
-            self.collector.restart(step)
+            self.collector.restart(step, queue.get("version", self.collector.partial_rollouts.version))
         except UsageError as error:
             raise UsageError(str(error), self.mesh[ROLLOUT].ranks.start) from None
 
@@ -156,6 +158,8 @@ class RolloutBatcher:
                 header = BatchHeader(lengths, dp_assignment_of(responses, count, role_groups))
         self.metrics = collector.metrics
         if self._announcements.sends:  # in large steps the header is long
+            if self.settings.generation_lag:
+                self._announcements.set_progress(step)
             self._announcements.send({"batch": header and header.encode()})
         return responses, header
 
@@ -167,6 +171,8 @@ class RolloutBatcher:
             if "drawn" in message:
                 self.reward.prepare(self.prompts, message["drawn"])
             elif "batch" in message:
+                if self.settings.generation_lag and self.mesh.rank == self.mesh["actor"].ranks.start:
+                    self.metrics = {"rollout/lead": self._announcements.progress() - step}
                 return message["batch"] and BatchHeader.decode(message["batch"])
             elif self.mesh[self.reward.name].is_member:
                 self._scorer.score(GenerationRound(**message["round"]), step)
@@ -179,5 +185,7 @@ class RolloutBatcher:
         dp_assignment = load_balance.balanced_assignment(
             self.mesh, header.lengths, header.generated_on, minibatches, self.hidden_size, group
         )
-        fields = self.settings.sampled_fields
-        return StepBatch(self.mesh, self.timers, dp_assignment, responses, step, self.prompts, fields)
+        fields, of_actor = self.settings.sampled_fields, self.settings.staleness_fields
+        return StepBatch(
+            self.mesh, self.timers, dp_assignment, responses, step, self.prompts, fields, actor_fields=of_actor
+        )

@@ -11,13 +11,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megarl.batch import Batch, concatenate
+from megarl.batch import FIELDS, Batch, concatenate
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.mcore import device
 from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
 from megarl.rollout.replica_batch import gather_layers, own_share
+from megarl.rollout.waiting_groups import VERSIONS
 
 
 class GroupBuffer:
@@ -25,15 +26,16 @@ class GroupBuffer:
 
     def __init__(
         self, mesh: RoleMesh, samples_per_prompt: int, extra_fields: tuple[str, ...],
-        layers: tuple[int, ...] | None = None,
+        layers: tuple[int, ...] | None = None, has_versions: bool = False,
     ):  # fmt: skip
         """
         Args:
             extra_fields: fields of the sequences besides `GENERATED_FIELDS`.
             layers: numbers of the MoE layers whose routes this rank records; None if the run records none.
+            has_versions: sequences also have the `versions` of their tokens.
         """
         self.mesh, self.samples = mesh, samples_per_prompt
-        self.extra_fields, self.layers = extra_fields, layers
+        self.extra_fields, self.layers, self.has_versions = extra_fields, layers, has_versions
         self.clear()
 
     def clear(self):
@@ -43,7 +45,7 @@ class GroupBuffer:
 
     def empty(self) -> "GroupBuffer":
         """A buffer for the same kind of groups."""
-        return GroupBuffer(self.mesh, self.samples, self.extra_fields, self.layers)
+        return GroupBuffer(self.mesh, self.samples, self.extra_fields, self.layers, self.has_versions)
 
     def take(self) -> "GroupBuffer":
         """Another buffer with all groups, which this one loses."""
@@ -76,27 +78,32 @@ class GroupBuffer:
         torch.save({"samples": self.samples, "layers": layers, **fields}, file)
         return file.getvalue()
 
-    def from_bytes(self, files: Iterable[tuple[bytes, str]]):
+    def from_bytes(self, files: Iterable[tuple[bytes, str]], version: int = 0):
         """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
         Args:
             files: state of each replica that saved it, and start of the message if it is damaged or unsafe.
+            version: of all tokens, where a run that needed no versions has saved none.
 
         Raises:
             UsageError: damaged data, or the groups were sampled with other flags.
             RuntimeError: the routes of a layer are missing.
         """
-        shares = [self._read(*file) for file in files]
+        shares = [self._read(*file, version) for file in files]
         self.groups = sum(count for count, _ in shares) // self.samples
         if self.mesh[ROLLOUT].is_member:
             self.batch = concatenate([batch for _, batch in shares]).to(device.device())
 
-    def _read(self, data: bytes, where: str) -> tuple[int, Batch | None]:
+    def _read(self, data: bytes, where: str, version: int) -> tuple[int, Batch | None]:
         """(sequences in a file, this replica's share of them)."""
         fields = load_plain(data, where)
         samples, layers = fields.pop("samples"), fields.pop("layers", None)
+        versions = fields.get(VERSIONS) if VERSIONS in self.extra_fields else fields.pop(VERSIONS, None)
         wanted = waiting_groups.batch_fields(self.extra_fields, self.layers is not None)
         waiting_groups.check_complete((samples, set(fields)), (self.samples, wanted))
+        if self.has_versions and versions is None:
+            versions = torch.full_like(fields["tokens"], version, dtype=FIELDS[VERSIONS].dtype)
+        fields |= {VERSIONS: versions} if self.has_versions else {}
         role_groups, batch = self.mesh[ROLLOUT], Batch(**fields)
         if not role_groups.is_member:
             return len(batch), None

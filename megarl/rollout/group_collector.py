@@ -27,6 +27,7 @@ from megarl.rollout.requests import PromptRequest
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
+from megarl.rollout.staleness import staleness_metrics, staleness_of
 from megarl.rollout.waiting_groups import extra_fields
 
 
@@ -66,13 +67,15 @@ class GroupCollector:
         carried = None if rollout.episodes is None else rollout.episodes.carried
         self.partial_rollouts = PartialRolloutBuffer(mesh, settings, carried)
         fields = extra_fields(settings)
-        self.group_buffer = GroupBuffer(mesh, settings.samples_per_prompt, fields, rollout.recorded_layers)
+        self._has_versions = bool(settings.staleness_fields)
+        groups = settings.samples_per_prompt, fields, rollout.recorded_layers, self._has_versions
+        self.group_buffer = GroupBuffer(mesh, *groups)
         self.queue = BatchQueue(self.group_buffer, keeps=settings.generation_lag > 0)
         self.versions = PolicyVersions(settings)
 
-    def restart(self, step: int):
-        """Begins after a step whose groups have been loaded."""
-        self.versions.restart(step, self.partial_rollouts.version)
+    def restart(self, step: int, version: int):
+        """Begins after a step whose groups have been loaded, with the version of its policy."""
+        self.versions.restart(step, version)
         self.partial_rollouts.begin_step(*self.versions.of_step(step + 1))
 
     def collect(self, step: int) -> tuple[Batch, int] | None:
@@ -88,6 +91,8 @@ class GroupCollector:
         if step > self.queue.through:
             self._fill(step)
         found = self.queue.get(step)
+        if found is not None and self._has_versions:
+            found[0].staleness = staleness_of(found[0].versions, self.versions.of_step(step)[1])
         self.versions.end_step(step, has_batch=found is not None)
         self.partial_rollouts.begin_step(*self.versions.of_step(step + 1))
         return None if found is None else (found[0], found[1] * self.settings.samples_per_prompt)
@@ -95,16 +100,14 @@ class GroupCollector:
     def _fill(self, step: int):
         """Generates for a step, and queues its batch if the buffer then holds enough groups."""
         s, statistics = self.settings, SamplingStatistics()
-        generates, trains = self.versions.of_step(step)
         self._run_rounds(step, statistics)
         is_full = len(self.group_buffer) == s.prompts_per_step
         is_enough = is_full or (len(self.group_buffer) > 0 and not s.dynamic_sampling)
         self._set_metrics(statistics, waiting_groups=0 if is_enough else len(self.group_buffer))
         self._keep_rollout(self.metrics)
-        if is_enough and s.partial_rollouts:
-            self.metrics |= self.partial_rollouts.staleness_metrics(self.group_buffer.batch)
-        elif is_enough and s.generation_lag:
-            self.metrics["rollout/staleness"] = trains - generates
+        if is_enough and self._has_versions:
+            batch, trains = self.group_buffer.batch, self.versions.of_step(step)[1]
+            self.metrics |= staleness_metrics(batch, trains, s, self.role_groups)
         self.queue.put(step, self.group_buffer.take() if is_enough else None)
 
     def _run_rounds(self, step: int, statistics: SamplingStatistics):
@@ -134,6 +137,8 @@ class GroupCollector:
         if self._writer is not None:
             with self.timers.phase(self.role_groups.model_role, "save"):
                 self._writer.add(found.lines, found.batch, found.greedy, scores.keep)
+        if self._has_versions and found.batch.versions is None:  # all tokens are of this round
+            found.batch.versions = torch.full_like(found.batch.tokens, self.partial_rollouts.version, dtype=torch.int32)
         self.group_buffer.add(found.batch, scores.keep)
         statistics.rounds += 1
         statistics.groups += len(found.lines)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.arguments import Settings
@@ -185,23 +184,6 @@ class PartialRolloutBuffer:
         groups = _carried_groups(requests, known.view(len(requests), self.samples, 4), step)
         self._responses = joined(kept, self._responses, len(known))
         self._groups = groups + self._groups
-
-    def staleness_metrics(self, batch: Batch) -> dict[str, float]:
-        """Staleness, in updates, of the response tokens of a batch before it is trained on.
-
-        `batch`: this rank's share. A collective of the rollout.
-        """
-        role_groups = self.mesh[ROLLOUT]
-        ages = (self.trained_version - batch.versions[batch.response_mask]).double()
-        sums = torch.stack([ages.sum(), (ages > 0).sum().double(), ages.new_tensor(len(ages))])
-        largest = torch.cat([ages, ages.new_zeros(1)]).max()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
-        age, old, count = role_groups.dp_all_reduce(sums).tolist()
-        return {
-            "rollout/staleness": age / max(count, 1.0),
-            "rollout/staleness_max": int(largest),
-            "rollout/carried_fraction": old / max(count, 1.0),
-        }
 
     def metrics(self) -> dict[str, int]:
         """Groups carried to the next step, and groups dropped in this one."""

@@ -35,15 +35,16 @@ def manifest_entry(settings: Settings, complete: int, unfinished: int) -> dict:
     return {ENTRY: facts | {"fields": sorted(_fields_of(settings))}}
 
 
-def queue_entry(lag: int, through: int, steps: list[int]) -> dict:
+def queue_entry(lag: int, through: int, steps: list[int], version: int) -> dict:
     """The entry of a checkpoint's manifest about the batches that were generated ahead.
 
     Args:
         lag: `--generation-lag`.
         through: the last step for which the rollout has generated.
         steps: those after the checkpoint's that have a batch.
+        version: of the policy in the checkpoint: updates so far.
     """
-    return {QUEUE: {"lag": lag, "through": through, "steps": steps}}
+    return {QUEUE: {"lag": lag, "through": through, "steps": steps, "version": version}}
 
 
 def queued(manifest: dict) -> dict:

@@ -43,15 +43,18 @@ class WeightSync:
         self._group, self._verifies, self._timers = mesh.channel("weights"), verifies, timers
         models = (trained, self._actor.pg_collection), (model, self._rollout.pg_collection)
         self._transfer = PolicyTransfer(*models, self._group, has_factors)
-        self._copies, self._sent = copies, deque[PendingSends]()  # the oldest first
+        self._copies = copies
+        self._sent = deque[tuple[PendingSends, int]]()  # copies on their way and their bytes of all ranks, oldest first
         self._announcements = None
         if set(self._actor.ranks).isdisjoint(self._rollout.ranks):
             self._announcements = Announcements("weights", self._actor.ranks.start, self._rollout.ranks)
 
     def send_copy(self) -> dict[str, float]:
         """Sends a copy of the weights, on a rank of the actor; returns metrics. Their receivers call `run`."""
+        before = time.perf_counter()
         with self._timers.phase(self._actor.role, "wait"):
             self.wait_sends(self._copies - 1)
+        waited = time.perf_counter() - before
         self._meet()
         start = time.perf_counter()
         with self._timers.phase(self._actor.role, "sync"):
@@ -60,13 +63,19 @@ class WeightSync:
             sends = PendingSends()
             for work, memory in self._transfer.send_copy():
                 sends.hold(work, memory)
-            self._sent.append(sends)
-        return {"weights/sync_bytes": self._transfer.total_bytes, "weights/sync_s": time.perf_counter() - start}
+            self._sent.append((sends, self._transfer.total_bytes))
+        return {
+            "weights/sync_bytes": self._transfer.total_bytes,
+            "weights/sync_s": time.perf_counter() - start,
+            "weights/staged_bytes": sum(size for _, size in self._sent),
+            "weights/slot_wait_s": waited,
+        }
 
     def wait_sends(self, most: int = 0):
         """Waits until at most that many copies are on their way."""
         while len(self._sent) > most:
-            self._sent.popleft().wait()
+            sends, _ = self._sent.popleft()
+            sends.wait()
 
     def run(self) -> dict[str, float]:
         """Transfers the weights; returns metrics.

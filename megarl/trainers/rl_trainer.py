@@ -283,7 +283,7 @@ class RLTrainer(Trainer):
 
     def _entries_of_other_ranks(self) -> dict:
         """Manifest entries of the rollout and of the reward role, on rank 0; {} elsewhere. Collective."""
-        own = self.batcher.manifest_entries()
+        own = self.batcher.manifest_entries(self.step)
         if self.mesh["reward"].is_leader:
             own["reward"] = self._records[self.step].moments
         gathered = self.mesh.gather(own) or []

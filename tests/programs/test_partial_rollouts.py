@@ -127,9 +127,16 @@ def test_resumed_groups_are_ordered_by_new_tokens_then_age(folder):
         assert measure["rollout/staleness"] == pytest.approx(sum(ages) / len(ages))
         assert measure["rollout/staleness_max"] == max(ages)
         assert measure["rollout/carried_fraction"] == sum(age > 0 for age in ages) / len(ages)
+        shares = [measure[f"rollout/staleness_share_{age}"] for age in range(max(ages) + 1)]
+        assert shares == [ages.count(age) / len(ages) for age in range(max(ages) + 1)]
+        assert sum(shares) == pytest.approx(1)
+        assert f"rollout/staleness_share_{max(ages) + 1}" not in measure
+        mixed = [len({*row["versions"]}) > 1 for row in rows]
+        assert measure["rollout/mixed_version_fraction"] == sum(mixed) / len(rows)
         assert measure["rollout/carried_groups"] == 4 and measure["rollout/dropped_groups"] == 0
         born = [drawn[row["line"]] for row in rows]
         assert born == sorted(born) and (step == 1 or max(ages) > 0)
+    assert max(measure["rollout/mixed_version_fraction"] for measure in measured) > 0
     limited = steps_of(folder, "--max-staleness 1")
     ((_, measured, drawn, _, _),) = limited
     assert max(m["rollout/staleness_max"] for m in measured) == 1 and len(drawn) > 4 * STEPS + 4
@@ -231,6 +238,8 @@ def test_partial_responses_survive_an_interruption(flags, folder):
         assert [rows[step]["rollout/staleness_max"] for step in (1, 2, 3)] == [0, 1, 2]
         assert rows[1]["rollout/logprob_gap_max"] <= largest_gap_allowed() < rows[2]["rollout/logprob_gap_max"]
         assert all(row["actor/ppo_kl_first"] == 0 for row in rows.values())
+        assert all(row["rollout/logprob_gap_max_fresh"] <= largest_gap_allowed() for row in rows.values())
+        assert rows[3]["correction/kl_k3_age_0"] <= largest_gap_allowed() < rows[3]["correction/kl_k3_age_2"]
 
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"

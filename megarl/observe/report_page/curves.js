@@ -11,9 +11,10 @@ const OVERVIEW = [
   ["Losses", ["actor/loss", "critic/loss", "sft/loss", "reward/loss", "eval/loss"]],
   ["Entropy, nats per token", ["rollout/entropy"]],
   ["Log-prob gap |rollout − recomputed|", ["rollout/logprob_gap_max", "rollout/logprob_gap_mean"]],
+  ["Staleness of trained tokens, updates", ["rollout/staleness", "rollout/staleness_max"]],
   ["Seconds per step", ["time/step_s"]],
 ];
-const LAYER = /^(.*)\/layer_0*(\d+)$/;
+const FAMILY = /^(.*?)(?:\/(layer)_0*|_(?:share|age)_)(\d+)$/;  // of a metric of each layer, or of each staleness
 
 const metricOf = (line) => line.run.metrics[line.metric];
 
@@ -27,29 +28,30 @@ function linesOf(metrics, spread) {
   return found.filter(metricOf);
 }
 
-// The layers of this run in one picture, coloured by depth.
-function layerLines(metrics) {
+// The metrics of a family of this run in one picture, coloured by their number.
+function familyLines(metrics) {
   return metrics.map((metric, i) => {
     const depth = Math.round((100 * i) / Math.max(1, metrics.length - 1));
     const colour = `color-mix(in oklab, var(--c1) ${depth}%, var(--c0))`;
-    return { label: `layer ${LAYER.exec(metric)[2]}`, run: DATA.run, metric, colour };
+    const [, , kind, number] = FAMILY.exec(metric);
+    return { label: `${kind ?? "staleness"} ${number}`, run: DATA.run, metric, colour };
   }).filter(metricOf);
 }
 
 const NAMES = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))].sort();
 
-// [[group, [[title, lines]]]]: a chart for each metric, one for all layers of a metric.
+// [[group, [[title, lines]]]]: a chart for each metric, one for a family.
 function groupsOfMetrics() {
-  const groups = new Map(GROUPS.map((name) => [name, []])), layers = new Map();
+  const groups = new Map(GROUPS.map((name) => [name, []])), families = new Map();
   const add = (map, key, item) => { map.set(key, [...(map.get(key) ?? []), item]); };
   const groupOf = (name) => (name.includes("/") ? name.split("/")[0] : "other");
   for (const name of NAMES) {
-    const layer = LAYER.exec(name);
-    if (layer) add(layers, layer[1], name); else add(groups, groupOf(name), [name, linesOf([name])]);
+    const family = FAMILY.exec(name);
+    if (family) add(families, `${family[1]} by ${family[2] ?? "staleness"}`, name); else add(groups, groupOf(name), [name, linesOf([name])]);
   }
-  for (const [name, metrics] of layers) {
-    const lines = layerLines(metrics);
-    if (lines.length) add(groups, groupOf(name), [`${name} by layer`, lines]);
+  for (const [name, metrics] of families) {
+    const lines = familyLines(metrics);
+    if (lines.length) add(groups, groupOf(name), [name, lines]);
   }
   return [...groups].filter(([, charts]) => charts.length);
 }

@@ -58,6 +58,18 @@ def test_gap_panel_shows_zeros_and_a_power_of_ten(gaps, monkeypatch):
     assert len(points) == len(gaps) and all(low < point < high for point in points)
 
 
+@pytest.mark.parametrize("staleness", [[0, 0], [0, 1.5]])
+def test_the_gap_panel_shows_staleness(staleness, monkeypatch):
+    from matplotlib.figure import Figure
+
+    twins, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: (
+        twins.extend(axes for axes in figure.axes if axes.get_ylabel() == "staleness, updates"),
+        savefig(figure, *args, **kwargs)))  # fmt: skip
+    draw_report([{"step": i, **FULL, "rollout/staleness": value} for i, value in enumerate(staleness)], "title")
+    assert [axes.lines[0].get_ydata().tolist() for axes in twins] == ([staleness] if any(staleness) else [])
+
+
 def test_moe_runs_have_their_own_panels(monkeypatch):
     """One line per layer; the probe's gaps if there are any, and "not recorded" without replay."""
     row = {"router/load_imbalance": 0.5, "router/load_imbalance/layer_002": 0.4, "router/load_imbalance/layer_010": 0.6}

@@ -121,14 +121,17 @@ MOVES = [
     ("--advantage remax --greedy-baseline", ("actor", "reward", "reference", "rollout")),
     ("--advantage grpo --group-filter correct --dynamic-sampling --kl-coefficient 0", ("actor", "reward", "rollout")),
     ("--advantage remax --greedy-baseline --group-filter reward", ("actor", "reward", "reference", "rollout")),
+    ("--advantage grpo --partial-rollouts --over-sampling 2 --rollout-correction tis --kl-coefficient 0",
+     ("actor", "reward", "rollout")),
 ]  # fmt: skip
 
 
 class Recorder(step_batch.StepBatch):
     """The step batch of a run with these roles: sends nothing and records what it would send."""
 
-    def __init__(self, roles, extra_fields):
-        super().__init__(SimpleNamespace(roles=roles), None, {}, None, 1, None, extra_fields)
+    def __init__(self, roles, settings):
+        fields = {"extra_fields": settings.sampled_fields, "actor_fields": settings.staleness_fields}
+        super().__init__(SimpleNamespace(roles=roles), None, {}, None, 1, None, **fields)
         self.moves = []
 
     def _closest_copy(self, role):
@@ -159,7 +162,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     from megarl import train_rl
 
     settings = program(flags).settings
-    recorder = Recorder(roles, settings.sampled_fields)
+    recorder = Recorder(roles, settings)
 
     class Run(Anything):
         _sent = []

@@ -1,0 +1,59 @@
+"""Staleness: the policy updates between the policy that generated a token and the one that is trained on it."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.arguments import Settings
+from megarl.batch import Batch
+from megarl.comm.role_mesh import RoleGroups
+
+
+def staleness_of(versions: Tensor, trained_version: int) -> Tensor:
+    """[T] staleness of tokens of these versions [T].
+
+    Args:
+        versions: [T] policy version that generated each token. Saved rollouts (`--load-rollouts`) may have later ones
+            than the run that trains on them, and are not stale.
+        trained_version: of the policy that trains, before its update.
+    """
+    return (trained_version - versions).clamp(min=0)
+
+
+def staleness_metrics(batch: Batch, trained_version: int, settings: Settings, role_groups: RoleGroups) -> dict:
+    """Metrics of the staleness of the response tokens of a batch before it is trained on.
+
+    `rollout/staleness_share_<k>` for k from 0 to `--generation-lag`, or to the oldest token if that is older. A
+    collective of the rollout.
+
+    Args:
+        batch: this rank's share.
+        trained_version: as of `staleness_of`.
+    """
+    versions = batch.versions[batch.response_mask].long()
+    staleness = staleness_of(versions, trained_version)
+    largest = torch.cat([staleness, staleness.new_tensor([settings.generation_lag])]).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
+    counts = torch.bincount(staleness, minlength=int(largest) + 1)
+    sums = role_groups.dp_all_reduce(torch.cat([torch.stack(_mixed_and_all(batch, versions)), counts]).double())
+    mixed, responses, *of_ages = sums.tolist()
+    count = max(sum(of_ages), 1.0)
+    found = {
+        "rollout/staleness": sum(age * tokens for age, tokens in enumerate(of_ages)) / count,
+        "rollout/mixed_version_fraction": mixed / max(responses, 1.0),
+        **{f"rollout/staleness_share_{age}": tokens / count for age, tokens in enumerate(of_ages)},
+    }
+    if settings.partial_rollouts:
+        found["rollout/staleness_max"] = max((age for age, tokens in enumerate(of_ages) if tokens), default=0)
+        found["rollout/carried_fraction"] = sum(of_ages[1:]) / count
+    return found
+
+
+def _mixed_and_all(batch: Batch, versions: Tensor) -> list[Tensor]:
+    """[responses with tokens of several `versions`, responses]; `versions`: of the response tokens."""
+    ids = torch.repeat_interleave(torch.arange(len(batch), device=versions.device), batch.lengths)[batch.response_mask]
+    oldest, newest = (
+        versions.new_zeros(len(batch)).scatter_reduce(0, ids, versions, reduce, include_self=False)
+        for reduce in ("amin", "amax")
+    )
+    return [(oldest < newest).sum(), (batch.response_lengths > 0).sum()]
