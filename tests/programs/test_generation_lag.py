@@ -32,6 +32,9 @@ RUNS = {  # ranks, flags
     "waiting groups": (3, f"{GRPO} {FILTER} --max-sampling-rounds 1 --role-map actor=0;reward=1;rollout=2"),
     "partial rollouts of two replicas": (3, f"{GRPO} {FILTER} --over-sampling 1.5 --partial-rollouts"
                                          " --role-map actor=0;reward=1-2;rollout=1-2"),
+    "roles of their own": (4, f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=2;rollout=3"),
+    "the first rank generates": (2, f"{GRADED} --role-map actor=1;critic=1;reward=0;reference=0;rollout=0"),
+    "replicas": (4, f"{GRADED} --role-map actor=0-1;critic=0-1;reward=2;reference=3;rollout=2-3"),
     "critic warm-up": (2, f"{GRADED} {APART} --critic-warmup-steps 2"),
     "factors": (2, f"{GRADED} {APART} --lora-rank 4 --verify-weights"),
     "experts": (2, f"{GRADED} {APART} {EXPERTS} --router-replay rollout"),
@@ -49,9 +52,9 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("lag")
 
 
-def argv(save: Path, flags: str) -> list[str]:
+def argv(save: Path, flags: str, warm_start: bool = True) -> list[str]:
     evaluation = f"--eval-prompts {inputs() / 'heldout.jsonl'} --eval-interval 2 --eval-samples 4"
-    return rl_argv(save, f"{LAG} --save-interval 3 {evaluation} {flags}", warm_start=EXPERTS not in flags)
+    return rl_argv(save, f"{LAG} --save-interval 3 {evaluation} {flags}", warm_start and EXPERTS not in flags)
 
 
 @functools.cache
@@ -79,8 +82,29 @@ def test_every_response_is_as_old_as_the_lag(folder):
     rows = metrics(run_of(folder, "ppo"))
     assert [rows[step]["rollout/staleness"] for step in range(1, STEPS + 1)] == [0, 1, 2, 2, 2]
     assert all(rows[step]["actor/ppo_kl_first"] == 0 for step in range(1, STEPS + 1))
+    for step, age in zip(range(1, STEPS + 1), (0, 1, 2, 2, 2), strict=True):
+        row = rows[step]
+        assert [row[f"rollout/staleness_share_{k}"] for k in range(3)] == [float(k == age) for k in range(3)]
+        assert row[f"correction/kl_k3_age_{age}"] == pytest.approx(row["correction/kl_k3"])
+        assert (row["correction/kl_k3"] == 0) == (age == 0)
+        assert row.get("rollout/logprob_gap_max_fresh") == (None if age else 0)
+        assert row["weights/staged_bytes"] == min(step, 2) * row["weights/sync_bytes"] > 0 <= row["weights/slot_wait_s"]
+        assert row["rollout/mixed_version_fraction"] == 0 <= row["rollout/lead"] <= 2
     warm_up = metrics(run_of(folder, "critic warm-up"))
     assert [warm_up[step]["rollout/staleness"] for step in range(1, STEPS + 1)] == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["the first rank generates", long("roles of their own")])
+def test_no_layout_of_the_ranks_changes_a_byte(name, folder):
+    assert_same_steps(run_of(folder, name), run_of(folder, "ppo"), range(1, STEPS + 1))
+
+
+@pytest.mark.long
+def test_replicas_of_both_sides_generate_the_same_responses_while_the_weights_are_equal(folder):
+    """Sums of several replicas round differently, so only responses of the first weights are equal."""
+    run, expected = run_of(folder, "replicas"), run_of(folder, "ppo")
+    assert [metrics(run)[step]["rollout/staleness"] for step in range(1, STEPS + 1)] == [0, 1, 2, 2, 2]
+    assert [samples(run, step) == samples(expected, step) for step in (1, 2, 3)] == [True] * 3
 
 
 @pytest.mark.parametrize("name", by_default(RUNS, ("reward of the trained ranks", "partial rollouts of two replicas")))
@@ -94,18 +118,83 @@ def test_a_resumed_run_trains_on_the_batches_that_were_generated(name, folder, t
         RLInputs(program("rl", argv(tmp_path / "other", f"{flags} --generation-lag 1 --load {start}"), size))
 
 
-def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict]]:
-    """(the actor's weights after each step, rows of the batches that this rank generated); `fault`: what goes wrong."""
-    from megarl.rollout.batch_queue import PolicyVersions
-    from megarl.rollout.group_collector import GroupCollector
+def lose_weights():
+    """The rollout keeps its weights instead of those of step 2."""
     from megarl.rollout.rollout import Rollout
+
+    loads, load = [0], Rollout.load_weights
+
+    def lost(rollout):
+        loads[0] += 1
+        before = [] if rollout.model is None else [parameter.clone() for parameter in rollout.model[0].parameters()]
+        load(rollout)
+        if loads[0] == 3:
+            for parameter, value in zip(rollout.model[0].parameters() if before else [], before, strict=True):
+                parameter.data.copy_(value)
+
+    Rollout.load_weights = lost
+
+
+def misnumber():
+    """Tokens and training get a version too many from step 5 on."""
+    from megarl.rollout.batch_queue import PolicyVersions
+
+    of_step = PolicyVersions.of_step
+    PolicyVersions.of_step = lambda versions, step: tuple(version + (step > 4) for version in of_step(versions, step))
+
+
+def swap_copies():
+    """The copies of the weights of steps 1 and 2 are sent in the other order."""
+    from megarl.mcore.weights.reshard import WeightTransfer
+
+    count, held, send, send_copy = [0], [], dist.batch_isend_irecv, WeightTransfer.send_copy
+
+    def swapped(transfer):
+        count[0] += 1
+        if count[0] == 1:
+            dist.batch_isend_irecv = lambda operations: held.extend(operations) or []
+        sent = send_copy(transfer)
+        dist.batch_isend_irecv = send
+        return [*sent, *((work, None) for work in send(held))] if count[0] == 2 else sent
+
+    WeightTransfer.send_copy = swapped
+
+
+def keep_blocks():
+    """Blocks of the prefix cache outlive the weights with which they were computed."""
+    from megarl.mcore.inference.reusable_blocks import ReusableBlocks
+
+    reset = ReusableBlocks.reset
+
+    def kept(blocks):
+        hashes, known = blocks.block_hashes.clone(), dict(blocks.kv_hash_to_block_id)
+        reset(blocks)
+        free = (hashes[: blocks.dummy_block_idx] == -1).nonzero().flatten()
+        blocks.block_hashes.copy_(hashes)
+        blocks.kv_hash_to_block_id.update(known)
+        blocks.block_bag[: len(free)], blocks.total_avail = free.int(), len(free)
+
+    ReusableBlocks.reset = kept
+
+
+FAULTS = {
+    "none": lambda: None, "weights of a step are lost": lose_weights, "a wrong version": misnumber,
+    "swapped copies": swap_copies, "stale blocks": keep_blocks,
+}  # fmt: skip
+
+
+FACTOR_FAULTS = ("none", "weights of a step are lost")  # checked with low-rank factors, too
+
+
+def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict], float]:
+    """(the actor's weights after each step, rows of the batches that this rank generated, tokens whose blocks were
+    found in the cache); `fault`: what goes wrong."""
+    from megarl.rollout.group_collector import GroupCollector
     from megarl.trainers.rl_trainer import RLTrainer
     from tests.helpers.policy_versions import rows_of
 
-    weights, rows = [], []
-    evaluate, collect, load, of_step = (
-        RLTrainer.evaluate, GroupCollector.collect, Rollout.load_weights, PolicyVersions.of_step
-    )  # fmt: skip
+    weights, rows, reused = [], [], [0]
+    evaluate, collect = RLTrainer.evaluate, GroupCollector.collect
 
     def noted(run, step):
         if run.actor.trainable_model:
@@ -115,49 +204,41 @@ def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict]]:
 
     def collected(collector, step):
         found = collect(collector, step)
+        reused[0] += collector.metrics["rollout/reused_tokens"]
         if found is not None:
             rows.extend(rows_of(found[0]))
         return found
 
-    loads = [0]
-
-    def skipped(rollout):
-        loads[0] += 1
-        before = [] if rollout.model is None else [parameter.clone() for parameter in rollout.model[0].parameters()]
-        load(rollout)
-        if loads[0] == 3:  # the weights of step 2
-            for parameter, value in zip(rollout.model[0].parameters() if before else [], before, strict=True):
-                parameter.data.copy_(value)
-
     RLTrainer.evaluate, GroupCollector.collect = noted, collected
-    if fault == "weights of a step are lost":
-        Rollout.load_weights = skipped
-    if fault == "a wrong version":
-        PolicyVersions.of_step = lambda versions, step: tuple(v + (step > 4) for v in of_step(versions, step))
+    FAULTS[fault]()
     in_world(rank, "rl", parsed)
-    return weights, rows
+    return weights, rows, reused[0]
 
 
-SAMPLED = f"{GRPO} --temperature 1 --over-sampling 1.5 --partial-rollouts --role-map actor=0;reward=1;rollout=1"
+CHECKED = [(fault, "") for fault in FAULTS] + [(fault, "--lora-rank 4") for fault in FACTOR_FAULTS]
 
 
-@pytest.mark.parametrize("flags, fault", [
-    ("--max-response-length 30", ""), long(("--max-response-length 30", "weights of a step are lost")),
-    ("--max-response-length 30", "a wrong version"), (f"{TURNS} --max-turn-length 16 --max-response-length 60", ""),
-], ids=["one turn", "weights are lost", "a wrong version", "turns"])  # fmt: skip
-def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(flags, fault, tmp_path):
+@pytest.mark.parametrize(
+    "fault, model", by_default(CHECKED, [("none", ""), ("a wrong version", ""), ("stale blocks", "")])
+)
+def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(fault, model, tmp_path):
     from tests.helpers.policy_versions import largest_gaps
 
-    flags = f"{SAMPLED} {flags}"
-    (weights, _), (_, rows) = run_world(stamped, 2, program("rl", argv(tmp_path, flags), 2), fault)
+    flags = (
+        f"{GRPO} --temperature 1 --over-sampling 1.5 --partial-rollouts --max-response-length 30"
+        f" --rollout-prefix-caching --role-map actor=0;reward=1;rollout=1 {model}"
+    )
+    parsed = program("rl", argv(tmp_path, flags, warm_start=False), 2)
+    (weights, *_), (_, rows, reused) = run_world(stamped, 2, parsed, fault)
     assert len(weights) == STEPS and len({version for row in rows for version in row["versions"]}) == 3
-    assert fault or any(len({*row["versions"]}) > 1 for row in rows), "carried"
-    parsed = program("rl", rl_argv(tmp_path / "alone", "--advantage grpo --kl-coefficient 0"), 1)
+    assert (reused > 0) == (fault == "stale blocks")  # within a round no continued response begins like another
+    alone = f"--advantage grpo --kl-coefficient 0 {model}"
+    parsed = program("rl", rl_argv(tmp_path / "alone", alone, warm_start=False), 1)
     (gaps,) = run_world(largest_gaps, 1, parsed, weights, rows)
-    if fault:
-        assert max(gaps["own"]) > 1e-3
-    else:
+    if fault == "none":
         assert max(gaps["own"]) == 0 < 1e-4 < min(gaps["other"])
+    else:
+        assert max(gaps["own"]) > 1e-4
 
 
 # -- what meets ----------------------------------------------------------------------------------------------------
@@ -167,18 +248,19 @@ def held_up(rank: int, parsed, side: str) -> int:
     """Runs a program whose trained ranks wait until the rollout is as far ahead as it may be, or whose rollout waits
     for them; how often it has waited."""
     from megarl.roles.actor import Actor
-    from megarl.rollout.group_collector import GroupCollector
+    from megarl.rollout.batcher import RolloutBatcher
 
-    store, collect, update, waits = dist.distributed_c10d._get_default_store(), GroupCollector.collect, Actor.update, []
+    store, collect, update = dist.distributed_c10d._get_default_store(), RolloutBatcher._collect, Actor.update
+    waits = []
 
     def wait_for(key: str):
         store.wait([key], timedelta(seconds=60))
         waits.append(key)
 
-    def collected(collector, step):
+    def collected(batcher, step):
         if side == "rollout" and step > 1:
             wait_for(f"trained {step - 1}")
-        found = collect(collector, step)
+        found = collect(batcher, step)
         store.set(f"generated {step}", "1")
         return found
 
@@ -189,7 +271,7 @@ def held_up(rank: int, parsed, side: str) -> int:
         if rank == 0:
             store.set(f"trained {batch.step}", "1")
 
-    GroupCollector.collect, Actor.update = collected, updated
+    RolloutBatcher._collect, Actor.update = collected, updated
     in_world(rank, "rl", parsed)
     return len(waits)
 
@@ -201,6 +283,8 @@ def test_no_side_waits_for_more_than_it_needs(side, waits, folder, tmp_path):
     assert run_world(held_up, 2, program("rl", argv(tmp_path, flags), 2), side) == waits
     for step in (1, 2, 3, 4):
         assert samples(tmp_path, step) == samples(run_of(folder, "ppo"), step)
+    lead = [metrics(tmp_path)[step]["rollout/lead"] for step in range(1, STEPS + 1)]
+    assert lead == [0] * STEPS if side == "rollout" else lead[1] >= 1 <= lead[2] and max(lead) <= 2
 
 
 def slowed(rank: int, parsed, place: str):
@@ -256,7 +340,8 @@ def test_a_stopped_run_keeps_the_batches_that_were_generated(folder, tmp_path):
 
 
 @pytest.mark.long
-def test_fewer_copies_of_the_weights_than_steps_of_lag_change_nothing(folder, tmp_path):
+@pytest.mark.parametrize("lag", [2, 4])
+def test_fewer_copies_of_the_weights_than_steps_of_lag_change_nothing(lag, folder, tmp_path):
     def one_copy(rank: int, parsed):
         from megarl.rollout.weight_sync import WeightSync
 
@@ -270,8 +355,17 @@ def test_fewer_copies_of_the_weights_than_steps_of_lag_change_nothing(folder, tm
         in_world(rank, "rl", parsed)
 
     size, flags = RUNS["ppo"]
-    run_world(one_copy, size, program("rl", argv(tmp_path, flags), size))
-    assert_same_steps(tmp_path, run_of(folder, "ppo"), range(1, STEPS + 1))
+    flags += f" --generation-lag {lag}"
+    if lag != 2:
+        train("rl", argv(tmp_path / "all", flags), size)
+    expected = run_of(folder, "ppo") if lag == 2 else tmp_path / "all"
+    run_world(one_copy, size, program("rl", argv(tmp_path / "one", flags), size))
+    rows, wanted = metrics(tmp_path / "one"), metrics(expected)
+    assert_same_steps(tmp_path / "one", expected, range(1, STEPS + 1))
+    for step in range(1, STEPS + 1):
+        row, copies = rows[step], wanted[step]["weights/staged_bytes"] / wanted[step]["weights/sync_bytes"]
+        assert row["weights/staged_bytes"] == row["weights/sync_bytes"] and copies == min(step, lag)
+    assert wanted[STEPS]["rollout/staleness"] == lag
 
 
 # -- flags ---------------------------------------------------------------------------------------------------------
