@@ -126,19 +126,24 @@ def test_overlap_compares_with_before(monkeypatch):
 
 def test_generation_ahead_is_compared_with_its_model(monkeypatch):
     """The longer of two constant times, and nothing that a lag could hide where the weights are awaited."""
-    assert generation_lag.predicted([1.0] * 4, [2.0] * 4, 0) == [3.0] * 4
-    assert generation_lag.predicted([1.0] * 4, [2.0] * 4, 1) == [3.0, 2.0, 2.0, 2.0]
-    assert generation_lag.predicted([1.0, 4.0, 1.0, 1.0], [2.0] * 4, 2) == [3.0, 4.0, 2.0, 2.0]
+    assert generation_lag.predicted([[1.0] * 4, [2.0] * 4], 0) == [3.0] * 4
+    assert generation_lag.predicted([[1.0] * 4, [2.0] * 4], 1) == [3.0, 2.0, 2.0, 2.0]
+    assert generation_lag.predicted([[1.0, 4.0, 1.0, 1.0], [2.0] * 4], 2) == [3.0, 4.0, 2.0, 2.0]
+    assert generation_lag.predicted([[2.0] * 5, [2.0] * 5, [1.0] * 5], 1) == [5.0, 2.0, 3.0, 2.0, 3.0]
+    assert generation_lag.predicted([[2.0] * 5, [2.0] * 5, [1.0] * 5], 2) == [5.0, 2.0, 2.0, 2.0, 2.0]
     times = {"0": 3.0, "1": 2.2, "together": 2.5}
 
-    def run(flags, save):
-        assert "data" in flags and (generation_lag.TOGETHER in " ".join(flags)) == (save.name == "together")
+    def run(ranks, flags, save):
+        layout = generation_lag.LAYOUTS[ranks]
+        assert "data" in flags and (layout.together in flags) == (save.name == "together") != (layout.apart in flags)
         row = {"time/rollout/rollout_s": 1.0, "perf/tokens": 30.0, "perf/tokens_per_s": 30 / times[save.name]}
-        return [row] * 8
+        return [row | {"time/reward/score_s": 0.75, "time/reference/logprobs_s": 0.25}] * 8
 
     monkeypatch.setattr(generation_lag, "run", run)
     monkeypatch.setattr(generation_lag, "write_prompts", lambda folder, steps, spread: ["data"])
-    found = generation_lag.measure(SimpleNamespace(steps=8, lags=[0, 1], spread=0.0))
+    found = generation_lag.measure(SimpleNamespace(ranks=4, steps=8, lags=[0, 1], spread=0.0))
+    assert found["stages_s"] == [1.0, 1.0, 1.0] and found["sides"]["lag 1"]["predicted_s"] == 1.5
+    found = generation_lag.measure(SimpleNamespace(ranks=2, steps=8, lags=[0, 1], spread=0.0))
     lines = generation_lag.table(found, markdown=True).splitlines()
     assert lines[1:] == [
         "| lag 0 | 3.000 | 3.000 | 1.00 | 1.00 |", "| lag 1 | 2.200 | 2.000 | 1.10 | 1.36 |",

@@ -1,16 +1,16 @@
 """Generation that runs ahead: seconds of a step for several `--generation-lag`, beside a model of two queues.
 
-    PYTHONPATH=. python tools/bench/generation_lag.py [--steps 24] [--lags 0,1,2,4] [--spread 0.6] [--json FILE]
-        [--markdown]
+    PYTHONPATH=. python tools/bench/generation_lag.py [--ranks 2|4] [--steps 24] [--lags 0,1,2,4] [--spread 0.6]
+        [--json FILE] [--markdown]
 
-Whole runs of megarl.train_rl with a tiny model on two ranks: one generates, one trains. Both sleep most of the time, so
-that two cores are enough: episodes wait for a tool, and a reward on the trained rank takes as long on average. The
-tool's times depend on the prompt alone, so all runs wait equally long; `--spread` is their coefficient of variation.
-together: both ranks generate, then both train.
+Whole runs of megarl.train_rl with a tiny model. Of two ranks one generates and one trains; of four each has one task:
+actor, critic, reward with reference, rollout. They sleep most of the time, so that two cores are enough: episodes wait
+for a tool, and a reward takes as long on average. The tool's times depend on the prompt alone, so all runs wait equally
+long; `--spread` is their coefficient of variation. together: all ranks generate, then all train.
 
-The model gets the generation time g and the training time t of each step of the run without lag: a batch is generated
-when the one before is done and the weights of `lag` + 1 steps before are there, and trained on when it is there and the
-last one is done.
+The model gets the seconds of the stages of each step of the run without lag: generation, on four ranks scoring, and
+training, which is the rest of the step. A stage works on a batch when the stage before is done with it and it is done
+with the batch before; generation also waits for the weights of `lag` + 1 steps before.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.data.order import PromptOrder
 from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
@@ -33,12 +34,28 @@ from tools.bench.overlap import run_python
 
 PROMPTS, SAMPLES, WARM_UP = 4, 2, 6
 TOOL, REWARD = 0.6, 0.6  # mean seconds of a step's longest tool call, and of its rewards together
-APART = "--role-map actor=0;reward=0;rollout=1"
-TOGETHER = "--role-map actor=0-1;reward=0-1"
+
+
+class Layout(NamedTuple):
+    """Ranks of the roles in a run whose ranks have tasks of their own, and in one where each has all of them."""
+
+    apart: str
+    together: str
+    flags: str
+    scoring: tuple[str, ...]  # metrics: seconds of the ranks that only score
+
+
+LAYOUTS = {  # number of ranks: layout
+    2: Layout("actor=0;reward=0;rollout=1", "actor=0-1;reward=0-1", "--advantage grpo --kl-coefficient 0", ()),
+    4: Layout(
+        "actor=0;critic=1;reward=2;reference=2;rollout=3", "actor=0-3;critic=0-3;reward=0-3;reference=0-3",
+        "--kl-coefficient 0.05 --critic-lr 1e-5", ("time/reward/score_s", "time/reference/logprobs_s"),
+    ),
+}  # fmt: skip
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --make-vocab-size-divisible-by 8 --max-prompt-length 12"
     " --max-response-length 4 --max-tokens-per-microbatch 200 --rollout-buffer-gb 0.001 --rollout-max-requests 16"
-    " --advantage grpo --kl-coefficient 0 --lr 1e-5 --rollout-correction tis --environment-workers 1"
+    " --lr 1e-5 --rollout-correction tis --environment-workers 1"
     f" --prompts-per-step {PROMPTS} --samples-per-prompt {SAMPLES} --max-turn-length 4 --max-turns 1 --seed 3"
     " --environment tools.bench.generation_lag:SlowTool --reward tools.bench.generation_lag:slow_reward"
 )
@@ -78,9 +95,9 @@ def write_prompts(folder: Path, steps: int, spread: float) -> list[str]:
     return ["--prompts", str(file), "--tokenizer-model", f"{tokenizer}.model"]
 
 
-def run(flags: list[str], save: Path) -> list[dict[str, float]]:
-    """The metrics of each step of a run on two ranks."""
-    run_python(["-m", "megarl.launcher", "--nproc-per-node", "2", "train_rl", *flags, "--save", str(save)])
+def run(ranks: int, flags: list[str], save: Path) -> list[dict[str, float]]:
+    """The metrics of each step of a run."""
+    run_python(["-m", "megarl.launcher", "--nproc-per-node", str(ranks), "train_rl", *flags, "--save", str(save)])
     return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -89,35 +106,45 @@ def seconds_of(row: dict[str, float]) -> float:
     return row["perf/tokens"] / row["perf/tokens_per_s"]
 
 
-def predicted(g: list[float], t: list[float], lag: int) -> list[float]:
-    """Seconds of each step by the model."""
-    generated, trained = [0.0], [0.0]
-    for i, (generation, training) in enumerate(zip(g, t, strict=True), start=1):
-        weights = trained[i - 1 - lag] if i - 1 - lag > 0 else 0.0
-        generated.append(max(generated[-1], weights) + generation)
-        trained.append(max(trained[-1], generated[-1]) + training)
+def predicted(stages: list[list[float]], lag: int) -> list[float]:
+    """Seconds of each step by the model; `stages`: seconds of each step, from generation to training."""
+    ends, trained = [0.0] * len(stages), [0.0]
+    for i, seconds in enumerate(zip(*stages, strict=True), start=1):
+        ready = trained[i - 1 - lag] if i - 1 - lag > 0 else 0.0
+        for stage, each in enumerate(seconds):
+            ready = ends[stage] = max(ends[stage], ready) + each
+        trained.append(ready)
     return [after - before for before, after in itertools.pairwise(trained)]
+
+
+def stages_of(rows: list[dict[str, float]], layout: Layout) -> list[list[float]]:
+    """The `stages` of a run without lag."""
+    generation = [row["time/rollout/rollout_s"] for row in rows]
+    scoring = [sum(row[name] for name in layout.scoring) for row in rows]
+    training = [seconds_of(row) - g - s for row, g, s in zip(rows, generation, scoring, strict=True)]
+    return [generation, scoring, training] if layout.scoring else [generation, training]
 
 
 def measure(args: argparse.Namespace) -> dict:
     """Runs all sides once, one after another."""
+    layout = LAYOUTS[args.ranks]
     with tempfile.TemporaryDirectory() as name:
         folder, sides = Path(name), {}
-        flags = [*write_prompts(folder, args.steps, args.spread), *FLAGS.split(), "--train-iters", str(args.steps)]
-        rows = {f"lag {lag}": run([*flags, *APART.split(), "--generation-lag", str(lag)], folder / f"{lag}")
+        flags = [*write_prompts(folder, args.steps, args.spread), *FLAGS.split(), *layout.flags.split()]
+        flags += ["--train-iters", str(args.steps), "--role-map"]
+        rows = {f"lag {lag}": run(args.ranks, [*flags, layout.apart, "--generation-lag", str(lag)], folder / f"{lag}")
                 for lag in args.lags}  # fmt: skip
-        rows["together"] = run([*flags, *TOGETHER.split()], folder / "together")
-    g = [row["time/rollout/rollout_s"] for row in rows["lag 0"]]
-    t = [seconds_of(row) - generation for row, generation in zip(rows["lag 0"], g, strict=True)]
+        rows["together"] = run(args.ranks, [*flags, layout.together], folder / "together")
+    stages = stages_of(rows["lag 0"], layout)
     for side, of_steps in rows.items():
-        model = predicted(g, t, int(side.split()[1])) if side != "together" else None
+        model = predicted(stages, int(side.split()[1])) if side != "together" else None
         sides[side] = {
             "step_s": statistics.fmean(map(seconds_of, of_steps[WARM_UP:])),
             "predicted_s": model and statistics.fmean(model[WARM_UP:]),
             "staleness": of_steps[-1].get("rollout/staleness", 0),
         }
-    return {"case": "generation_lag", "steps": args.steps, "spread": args.spread, "generation_s": statistics.fmean(g),
-            "training_s": statistics.fmean(t), "sides": sides}  # fmt: skip
+    return {"case": "generation_lag", "ranks": args.ranks, "steps": args.steps, "spread": args.spread,
+            "stages_s": list(map(statistics.fmean, stages)), "sides": sides}  # fmt: skip
 
 
 def table(found: dict, markdown: bool) -> str:
@@ -136,6 +163,7 @@ def table(found: dict, markdown: bool) -> str:
 def main():
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--ranks", type=int, default=2, choices=LAYOUTS, help="ranks of each run")
     parser.add_argument("--steps", type=int, default=24, help=f"steps of each run, above {WARM_UP}")
     parser.add_argument("--lags", default="0,1,2,4", help="lags, separated by commas; 0 always runs")
     parser.add_argument("--spread", type=float, default=0.6, help="coefficient of variation of the tool's times")
@@ -149,7 +177,7 @@ def main():
         found = measure(args)
     except (common.Unusable, subprocess.SubprocessError) as error:
         parser.exit(1, f"{error}\n")
-    print(f"generation {found['generation_s']:.2f} s, training {found['training_s']:.2f} s a step")
+    print(f"generation to training: {', '.join(f'{seconds:.2f}' for seconds in found['stages_s'])} s a step")
     print(table(found, args.markdown))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
