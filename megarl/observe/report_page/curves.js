@@ -14,7 +14,8 @@ const OVERVIEW = [
   ["Staleness of trained tokens, updates", ["rollout/staleness", "rollout/staleness_max"]],
   ["Seconds per step", ["time/step_s"]],
 ];
-const FAMILY = /^(.*?)(?:\/(layer)_0*|_(?:share|age)_)(\d+)$/;  // of a metric of each layer, or of each staleness
+// A metric of each layer, or of each staleness.
+const FAMILY = /^(.*\/staleness_share|.*\/kl_k3_age|.*(?=\/layer))(?:\/(layer))?_0*(\d+)$/;
 
 const metricOf = (line) => line.run.metrics[line.metric];
 
@@ -47,7 +48,8 @@ function groupsOfMetrics() {
   const groupOf = (name) => (name.includes("/") ? name.split("/")[0] : "other");
   for (const name of NAMES) {
     const family = FAMILY.exec(name);
-    if (family) add(families, `${family[1]} by ${family[2] ?? "staleness"}`, name); else add(groups, groupOf(name), [name, linesOf([name])]);
+    if (family) add(families, `${family[1]} by ${family[2] ?? "staleness"}`, name);
+    else add(groups, groupOf(name), [name, linesOf([name])]);
   }
   for (const [name, metrics] of families) {
     const lines = familyLines(metrics);

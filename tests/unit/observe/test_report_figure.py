@@ -153,3 +153,25 @@ def test_ticks_of_a_panel_are_complete_numbers_that_differ(steps, losses, monkey
         if low <= label.get_position()[0] <= high
     ]
     assert len(boxes) > 1 and all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_page_draws_layers_and_staleness_each_in_one_picture():
+    names = [
+        "router/load/layer_002", "router/load/layer_010", "rollout/staleness_share_0", "rollout/staleness_share_1",
+        "rollout/staleness", "correction/kl_k3", "correction/kl_k3_age_2", "environment/reward/a_age_3",
+    ]  # fmt: skip
+    source = (PAGE / "curves.js").read_text(encoding="utf-8").partition("function isConstant")[0]
+    program = f"""
+    const DATA = {{run: {{metrics: {json.dumps(dict.fromkeys(names, 1))}}}}}, RUNS = [DATA.run], css = () => "";
+    {source}
+    console.log(JSON.stringify(groupsOfMetrics().flatMap(([, charts]) => charts)
+      .map(([title, lines]) => [title, lines.map((line) => line.label)])));
+    """
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert dict(json.loads(done.stdout)) == {
+        "router/load by layer": ["layer 2", "layer 10"], "correction/kl_k3_age by staleness": ["staleness 2"],
+        "rollout/staleness_share by staleness": ["staleness 0", "staleness 1"],
+        **{name: [name] for name in ("rollout/staleness", "correction/kl_k3", "environment/reward/a_age_3")},
+    }  # fmt: skip
