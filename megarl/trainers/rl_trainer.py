@@ -51,8 +51,10 @@ class RLTrainer(Trainer):
                 raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
         self._build_roles(config, timers)
-        if self.settings.generation_lag and not self.settings.debug_train_only:
-            self.lead = self.settings.generation_lag if mesh.rank in leading_ranks(config.roles) else 0
+        # With `--debug-train-only`, too, what these ranks report of batches in the checkpoint is in the checkpoint.
+        self._is_ahead = mesh.rank in leading_ranks(config.roles) and not self.trained_models()
+        if self._is_ahead and not self.settings.debug_train_only:
+            self.lead = self.settings.generation_lag
         self._records = StepRecords()
         self._metrics: dict[str, float] = {}  # of the step that the iteration ends
         self._samples: list[dict] = []
@@ -298,7 +300,7 @@ class RLTrainer(Trainer):
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
         self.batcher.resume(folder, manifest)
-        if self.lead:
+        if self._is_ahead:
             self._records.restore(folder, self.mesh["rollout"].ranks.start)
         if "critic" in loaded:
             self.critic.trainable_model.restore(loaded["critic"])
