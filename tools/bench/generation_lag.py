@@ -144,7 +144,7 @@ def measure(args: argparse.Namespace) -> dict:
             "staleness": of_steps[-1].get("rollout/staleness", 0),
         }
     return {"case": "generation_lag", "ranks": args.ranks, "steps": args.steps, "spread": args.spread,
-            "stages_s": list(map(statistics.fmean, stages)), "sides": sides}  # fmt: skip
+            "stages_s": [statistics.fmean(seconds[WARM_UP:]) for seconds in stages], "sides": sides}  # fmt: skip
 
 
 def table(found: dict, markdown: bool) -> str:
