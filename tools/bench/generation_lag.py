@@ -62,16 +62,15 @@ FLAGS = (
 
 
 class SlowTool(BaseEnvironment):
-    """Ends an episode after as many seconds as its prompt says."""
+    """Begins an episode after as many seconds as its prompt says: truncated turns, which call no tool, wait, too."""
 
-    def reset(self, task: Task) -> Observation:
-        """Reads the seconds."""
-        self._seconds = task.metadata["seconds"]
+    async def reset(self, task: Task) -> Observation:
+        """Waits without a core."""
+        await asyncio.sleep(task.metadata["seconds"])
         return Observation()
 
-    async def step(self, turn: Turn) -> Observation:
-        """Waits without a core."""
-        await asyncio.sleep(self._seconds)
+    def step(self, turn: Turn) -> Observation:
+        """Ends the episode."""
         return Observation(reward=0.0, done=True)
 
 
