@@ -9,7 +9,7 @@ when is drawn from the seed: the rank, one of its phases or the program's start,
 leaves this phase in the next one and a half steps, and up to some milliseconds after that.
 
 Compared are the digests of tools/record_runs.py: all metrics of all steps as printed except those of time and memory
-(`time/`, `memory/`, `perf/mfu`, and names with `_per_s` or `/sync_s`), all sample files, and every tensor, object and
+(`time/`, `memory/`, and names with `_per_s` or `/sync_s`), all sample files, and every tensor, object and
 manifest of every step's checkpoint, the last one included. Prints where the kills fell and exits with 1 if anything
 differs, or if the run ended before all kills were done.
 """

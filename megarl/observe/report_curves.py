@@ -6,7 +6,7 @@ from itertools import pairwise
 
 # Better direction by metric name or its suffix; for all other metrics "best" is empty.
 HIGHER_IS_BETTER = (
-    "/mean", "accuracy", "reward/margin", "explained_variance", "tokens_per_s", "perf/mfu", "router/replayed_fraction"
+    "/mean", "accuracy", "reward/margin", "explained_variance", "tokens_per_s", "router/replayed_fraction"
 )  # fmt: skip
 LOWER_IS_BETTER = (
     "critic/loss", "sft/loss", "reward/loss", "eval/loss", "/failures", "cut_fraction", "rollout/logprob_gap_max",

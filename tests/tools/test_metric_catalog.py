@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import megarl
+from tests.helpers import documents
 from tests.helpers.programs import metrics as rows_of_run
 from tools import _metric_catalog as metric_catalog
 from tools._metric_catalog import METRICS, Metric, is_reproducible
@@ -74,6 +75,27 @@ def test_a_metric_that_no_code_writes_is_found():
     assert not [name for name in invented if is_written(Metric(name, "", ""))]
 
 
+def unknown_names(text: str) -> list[str]:
+    """The names in a text that begin as those of metrics do, and are neither one nor a phase of a role."""
+    written = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    phases = set(re.findall(r'\.phase\(.*"(\w+)"\)', written))
+    first = "|".join({re.escape(metric.name.split("/")[0]) for metric in METRICS if "/" in metric.name})
+    names = re.findall(rf"(?<![\w/.])(?:{first})/[a-z0-9_@<>/]*[a-z0-9_>](?![\w.:/])", text)
+    listed = {metric.name for metric in METRICS}
+    return [name for name in names if name not in listed and name.split("/", 1)[1] not in phases
+            and metric_catalog.unknown([name.replace("<role>", "actor")])]  # fmt: skip
+
+
+def test_reports_alarms_and_pages_name_metrics_that_exist():
+    for path in READERS:
+        texts = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        assert unknown_names("\n".join(text for text in texts if isinstance(text, str))) == [], path.name
+    for page in documents.pages():
+        spans = [span for _, span in documents.inline_code(documents.text_of(page))]
+        assert unknown_names("\n".join(span for span in spans if not (documents.ROOT / span).exists())) == [], page.name
+    assert unknown_names("actor/loss actor/wisdom actor/update time/<role>/<phase>_s") == ["actor/wisdom"]
+
+
 def test_a_name_has_one_entry_in_a_program():
     keys = [(metric.name, program) for metric in METRICS for program in metric.programs]
     assert len(keys) == len(set(keys))
@@ -110,4 +132,4 @@ def test_what_depends_on_clock_and_machine_is_told_by_name():
     of_accidents = {f"environment/{name}" for name in ("restarts", "timeouts", "journalled_steps")}
     others = {metric.name for metric in METRICS if not is_reproducible(metric.name)}
     assert others == of_clock | of_machine | of_order | of_queues | of_accidents
-    assert is_reproducible("rollout/accepted_tokens_per_step") and not is_reproducible("perf/mfu")
+    assert is_reproducible("rollout/accepted_tokens_per_step") and not is_reproducible("perf/tokens_per_s")
