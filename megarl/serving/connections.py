@@ -29,59 +29,54 @@ def max_connections(wanted: int) -> int:
     return max(1, min(wanted, soft - RESERVED - _OTHER_FILES))
 
 
-def protocol_class(limit: int, seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with limits.
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol with limits: one connection."""
 
-    Args:
-        limit: clients at a time; `RESERVED` more are answered at `OPEN_PATHS` and below /admin alone.
-        seconds: that a client may take until the head of its first request is there, and for that of each further one
-            from its first byte on. Between requests uvicorn closes idle connections.
-    """
+    def __init__(self, limit: int, seconds: float, *args: Any, **named: Any):
+        """
+        Args:
+            limit: clients at a time; `RESERVED` more are answered at `OPEN_PATHS` and below /admin alone.
+            seconds: that a client may take until the head of its first request is there, and for that of each further
+                one from its first byte on. Between requests uvicorn closes idle connections.
+        """
+        super().__init__(*args, **named)
+        self._limit, self._head_seconds = limit, seconds
+        self._head_timer: asyncio.TimerHandle | None = None
 
-    class LimitedProtocol(H11Protocol):
-        """One connection."""
+    def connection_made(self, transport: asyncio.Transport):  # type: ignore[override]
+        """Closes the connection at once if there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limit + RESERVED:
+            transport.abort()
+        elif len(self.connections) > self._limit:
+            self.app, self._head_seconds = _reserved(self.app), min(self._head_seconds, RESERVED_SECONDS)
+        self._wait_for_head()
 
-        def __init__(self, *args: Any, **named: Any):
-            super().__init__(*args, **named)
-            self._head_timer: asyncio.TimerHandle | None = None
-            self._head_seconds = seconds
-
-        def connection_made(self, transport: asyncio.Transport):  # type: ignore[override]
-            """Closes the connection at once if there are too many."""
-            super().connection_made(transport)
-            if len(self.connections) > limit + RESERVED:
-                transport.abort()
-            elif len(self.connections) > limit:
-                self.app, self._head_seconds = _reserved(self.app), min(seconds, RESERVED_SECONDS)
+    def data_received(self, data: bytes):
+        """Takes data; the head of a request that has begun must come in time."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._head_timer is None and self.conn.trailing_data[0]:
             self._wait_for_head()
 
-        def data_received(self, data: bytes):
-            """Takes data; the head of a request that has begun must come in time."""
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
-                self._stop_timer()
-            elif self._head_timer is None and self.conn.trailing_data[0]:
-                self._wait_for_head()
+    def connection_lost(self, exc: Exception | None):
+        """The client is gone."""
+        self._stop_timer()
+        super().connection_lost(exc)
 
-        def connection_lost(self, exc: Exception | None):
-            """The client is gone."""
-            self._stop_timer()
-            super().connection_lost(exc)
+    def _wait_for_head(self):
+        self._head_timer = self.loop.call_later(self._head_seconds, self._close_slow)
 
-        def _wait_for_head(self):
-            self._head_timer = self.loop.call_later(self._head_seconds, self._close_slow)
+    def _close_slow(self):
+        self._head_timer = None
+        if self.conn.their_state is h11.IDLE:
+            self.transport.close()
 
-        def _close_slow(self):
+    def _stop_timer(self):
+        if self._head_timer is not None:
+            self._head_timer.cancel()
             self._head_timer = None
-            if self.conn.their_state is h11.IDLE:
-                self.transport.close()
-
-        def _stop_timer(self):
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
-
-    return LimitedProtocol
 
 
 def _reserved(app):

@@ -8,6 +8,7 @@ configuration. Signals that stop a run do nothing here, because rank 0 decides w
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -15,6 +16,7 @@ import socket
 import sys
 from multiprocessing.connection import Connection, Listener
 from threading import Thread
+from typing import Any
 
 import uvicorn
 
@@ -23,7 +25,7 @@ from megarl.errors import UsageError
 from megarl.serving import links
 from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
-from megarl.serving.connections import max_connections, protocol_class
+from megarl.serving.connections import LimitedProtocol, max_connections
 from megarl.serving.context import ServingContext
 from megarl.serving.replica_pool import ReplicaState
 
@@ -54,7 +56,8 @@ class Frontend:
         self._ends = False
         self._drains: asyncio.Task | None = None
         settings = context.config.settings
-        protocol = protocol_class(max_connections(settings.max_connections), settings.connection_timeout)
+        limits = max_connections(settings.max_connections), settings.connection_timeout
+        protocol: Any = functools.partial(LimitedProtocol, *limits)
         self._http = HttpServer(
             uvicorn.Config(
                 build_app(context), http=protocol, ws="none", loop="asyncio", lifespan="off", access_log=False,

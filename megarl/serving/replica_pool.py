@@ -249,15 +249,18 @@ class ReplicaPool:
         try:
             kind = message["type"]
             if kind == "tokens":
-                self._receive_tokens(replica, message)
+                self._observe(replica, message)
+                for number, tokens, logprobs, top, finish in message["events"]:
+                    update = RequestUpdate(kind, tokens, logprobs, top, finish, replica.version, replica.label)
+                    self._hand_on(replica, number, update)
             elif kind == "scores":
                 fields = {name: message[name] for name in ("logprobs", "top", "version")}
-                self._finish(replica, message["id"], RequestUpdate("scores", label=replica.label, **fields))
-            elif kind == "routes" and message["id"] in replica.outstanding:
+                self._hand_on(replica, message["id"], RequestUpdate(kind, label=replica.label, **fields))
+            elif kind == "routes":
                 routes = {name: message[name] for name in ("shape", "data")}
-                replica.outstanding[message["id"]].update(RequestUpdate("routes", routes=routes))
+                self._hand_on(replica, message["id"], RequestUpdate(kind, routes=routes))
             elif kind == "refused":
-                self._finish(replica, message["id"], RequestUpdate("error", error=invalid(str(message["message"]))))
+                self._hand_on(replica, message["id"], RequestUpdate("error", error=invalid(str(message["message"]))))
             elif kind == "control":
                 self._receive_answer(replica, message)
             elif kind == "window":
@@ -265,27 +268,13 @@ class ReplicaPool:
                 self._observe(replica, message)
         except (KeyError, TypeError, ValueError):
             raise ConnectionError("it sent a malformed message") from None
-
-    def _receive_tokens(self, replica: ReplicaState, message: Message):
-        self._observe(replica, message)
-        for number, tokens, logprobs, top, finish in message["events"]:
-            request = replica.outstanding.get(number)
-            if request is None:
-                continue  # aborted while this was on its way
-            if finish is not None:
-                del replica.outstanding[number]
-            update = RequestUpdate(
-                "tokens", tokens=tokens, logprobs=logprobs, top=top, finish=finish, version=replica.version,
-                label=replica.label,
-            )  # fmt: skip
-            request.update(update)
         self._assign()
 
-    def _finish(self, replica: ReplicaState, number: int, update: RequestUpdate):
-        request = replica.outstanding.pop(number, None)
-        if request is not None:
+    def _hand_on(self, replica: ReplicaState, number: int, update: RequestUpdate):
+        """Hands on what the leader says about a request, unless it was aborted meanwhile."""
+        take = replica.outstanding.pop if update.is_last else replica.outstanding.get
+        if request := take(number, None):
             request.update(update)
-        self._assign()
 
     def _receive_answer(self, replica: ReplicaState, message: Message):
         replica.label = message.get("label", replica.label)

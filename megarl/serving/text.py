@@ -150,7 +150,7 @@ class SegmentText:
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces at the first stop string (Knuth, Morris and Pratt 1977, so in linear time).
+    """Cuts a text that comes in pieces at the first stop string.
 
     The first to be complete counts; of those complete at the same character, the longest. Holds text back while it may
     be the beginning of a stop string. `matched` is the stop string that was found, or None; `consumed` is where it
@@ -158,47 +158,29 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False):
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._include = include
-        self._failures = [_failures(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)
+        self._stops, self._include = set(stops), include
+        self._max_held = max(map(len, stops), default=1) - 1
         self._held = ""
         self.matched: str | None = None
         self.consumed = 0
 
     def feed(self, text: str) -> str:
         """The text that is certain now; nothing after a stop string."""
-        if not self._stops or self.matched is not None:
-            return "" if self.matched is not None else text
+        if self.matched is not None:
+            return ""
         pending = self._held + text
-        for position, character in enumerate(text, start=len(self._held) + 1):
-            for number, stop in enumerate(self._stops):
-                if self._advance(number, character) == len(stop):
-                    self.matched, self.consumed, self._held = stop, position - len(self._held), ""
-                    return pending[: position if self._include else position - len(stop)]
-        held = max(self._states)
-        self._held = pending[len(pending) - held :]
-        return pending[: len(pending) - held]
+        ends = [(start + len(stop), -len(stop), stop) for stop in self._stops if (start := pending.find(stop)) >= 0]
+        if ends:
+            end, _, self.matched = min(ends)
+            self.consumed, self._held = end - len(self._held), ""
+            return pending[: end if self._include else end - len(self.matched)]
+        held = pending[max(0, len(pending) - self._max_held) :]
+        while held and not any(stop.startswith(held) for stop in self._stops):
+            held = held[1:]
+        self._held = held
+        return pending[: len(pending) - len(held)]
 
     def finish(self) -> str:
         """The text held back, when none follows."""
         held, self._held = self._held, ""
         return held
-
-    def _advance(self, number: int, character: str) -> int:
-        stop, failures, state = self._stops[number], self._failures[number], self._states[number]
-        while state and stop[state] != character:
-            state = failures[state - 1]
-        self._states[number] = state + (stop[state] == character)
-        return self._states[number]
-
-
-def _failures(word: str) -> list[int]:
-    """For each prefix of `word` the length of its longest proper prefix that is its suffix, too."""
-    failures, state = [0] * len(word), 0
-    for position in range(1, len(word)):
-        while state and word[state] != word[position]:
-            state = failures[state - 1]
-        state += word[state] == word[position]
-        failures[position] = state
-    return failures
