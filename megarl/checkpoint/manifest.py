@@ -5,7 +5,6 @@ about 2 GB/s a core, faster than most file systems.
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from megarl.checkpoint.manifest_schema import wrong_entry
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
+from megarl.observe.settings_file import installed_version
 from megarl.plain_files import read_bytes
 
 NAME = "manifest.json"
@@ -24,13 +24,7 @@ _CHECKSUM = "checksum"  # of all other entries
 
 def versions() -> dict[str, str | None]:
     """Versions of the packages on which a run's numbers depend; None for one that runs from its source."""
-    found = {}
-    for name in ("megarl", *LIBRARIES):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: installed_version(name) for name in ("megarl", *LIBRARIES)}
 
 
 def write(folder: Path, entries: dict):

@@ -90,10 +90,10 @@ def environment(device_name: str) -> dict[str, str | None]:
     return {
         "device": device_name,
         "git_commit": _git_commit(),
-        "megarl": _version("megarl"),
+        "megarl": installed_version("megarl"),
         "platform": platform.platform(),
         "python": sys.version.split()[0],
-        **{name.replace("-", "_"): _version(name) for name in PACKAGES},
+        **{name.replace("-", "_"): installed_version(name) for name in PACKAGES},
     }
 
 
@@ -107,7 +107,8 @@ def processor() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version of a package; None if it is not installed, as megarl that runs from its source."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
