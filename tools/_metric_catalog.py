@@ -313,14 +313,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 
 OF_MACHINE = ("time/", "memory/")  # prefixes of names
-<<<<<<< HEAD
-OF_CLOCK = (  # endings of names
-    "_per_s", "/sync_s", "/slot_wait_s", "perf/mfu", "environment/step_s", "/waiting_share"
-)  # fmt: skip
+OF_CLOCK = ("_per_s", "/sync_s", "/slot_wait_s", "environment/step_s", "/waiting_share")  # endings of names
 OF_QUEUES = ("rollout/lead", "weights/staged_bytes")  # how full they are: by the clock, and empty after a resume
-=======
-OF_CLOCK = ("_per_s", "/sync_s", "environment/step_s", "/waiting_share")  # endings of names
->>>>>>> 36683c9 (Metrics that pages, reports and alarms name exist: perf/mfu, which nothing writes, is named no more)
 OF_ORDER = ("rollout/prefill_tokens", "rollout/reused_tokens")  # what a full cache loses: the order of requests decides
 # What happened to processes, and is mended: it changes nothing else.
 OF_ACCIDENTS = ("environment/restarts", "environment/timeouts", "environment/journalled_steps")

@@ -79,7 +79,12 @@ FAULTS = {
     "none": lambda: None, "weights of a step are lost": lose_weights, "a wrong version": misnumber,
     "swapped copies": swap_copies, "stale blocks": keep_blocks,
 }  # fmt: skip
+FACTORS = "--lora-rank 4"
 FACTOR_FAULTS = ("none", "weights of a step are lost")  # checked with low-rank factors, too
+TURNS = (
+    "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 16 --max-response-length 60"
+    " --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
+)
 
 
 def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict], float]:
@@ -111,20 +116,23 @@ def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict], floa
     return weights, rows, reused[0]
 
 
-CHECKED = [(fault, "") for fault in FAULTS] + [(fault, "--lora-rank 4") for fault in FACTOR_FAULTS]
+CHECKED = [(fault, "") for fault in FAULTS] + [(fault, FACTORS) for fault in FACTOR_FAULTS] + [("none", TURNS)]
 
 
 @pytest.mark.parametrize(
-    "fault, model", by_default(CHECKED, [("none", ""), ("a wrong version", ""), ("stale blocks", "")])
+    "fault, kind", by_default(CHECKED, [("none", ""), ("a wrong version", ""), ("stale blocks", ""), ("none", TURNS)])
 )
-def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(fault, model, tmp_path):
+def test_each_token_has_the_log_prob_of_the_weights_that_its_version_names(fault, kind, tmp_path):
     from tests.helpers.policy_versions import largest_gaps
 
-    parsed = program("rl", rl_argv(tmp_path, f"{FLAGS} {model}", warm_start=False), 2)
+    parsed = program("rl", rl_argv(tmp_path, f"{FLAGS} {kind}", warm_start=kind == TURNS), 2)
     (weights, *_), (_, rows, reused) = run_world(stamped, 2, parsed, fault)
     assert len(weights) == STEPS and len({version for row in rows for version in row["versions"]}) == 3
-    assert (reused > 0) == (fault == "stale blocks")  # within a round no continued response begins like another
-    parsed = program("rl", rl_argv(tmp_path / "alone", f"{GRPO} {model}", warm_start=False), 1)
+    assert any(len({*row["versions"]}) > 1 for row in rows)  # a response that was carried to another round
+    # Within a round no continued response begins like another, but turns do.
+    assert kind == TURNS or (reused > 0) == (fault == "stale blocks")
+    model = FACTORS if kind == FACTORS else ""
+    parsed = program("rl", rl_argv(tmp_path / "alone", f"{GRPO} {model}", warm_start=kind == TURNS), 1)
     (gaps,) = run_world(largest_gaps, 1, parsed, weights, rows)
     if fault == "none":
         assert max(gaps["own"]) == 0 < 1e-4 < min(gaps["other"])
