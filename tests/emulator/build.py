@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-SOURCES = ("runtime.c", "hooks.h", "order.h", "memory.h", "refusals.h", "operators.cpp")
+SOURCES = ("runtime.c", "hooks.h", "hidden.h", "order.h", "memory.h", "refusals.h", "operators.cpp")
 LIBRARIES = Path(torch.__file__).parent / "lib"
 
 

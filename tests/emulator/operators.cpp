@@ -87,7 +87,7 @@ struct HostCopy {
     host = to_host ? to : from;
     is_pinned = ::is_pinned(host.storage().data());
     waits = !given[2].toBool() || (to_host && !is_pinned);
-    if (is_pinned) order::arrive(begin(), size());
+    if (is_pinned) order::begin_use(begin(), size(), to_host);
   }
 
   char* begin() const { return reinterpret_cast<char*>(bytes_of(host, false).begin); }
@@ -104,6 +104,7 @@ struct HostCopy {
       at::getHostAllocator(at::kCUDA)->record_event(data.get(), data.get_context(), stream);
       (to_host ? order::copies_to : order::copies_from)(use, begin(), size());
     }
+    if (is_pinned) order::end_use(begin(), size());
   }
 };
 
@@ -242,7 +243,10 @@ void install(const std::vector<std::string>& names) {
   is_capturing = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "emulator_is_capturing"));
   is_pinned = reinterpret_cast<int (*)(const void*)>(dlsym(RTLD_DEFAULT, "emulator_is_pinned"));
   const auto set_hooks = reinterpret_cast<void (*)(const EmulatorHooks*)>(dlsym(RTLD_DEFAULT, "emulator_hooks"));
-  TORCH_CHECK(is_capturing && is_pinned && set_hooks, "the runtime of the emulator is not preloaded");
+  hidden::pinned_range =
+      reinterpret_cast<decltype(hidden::pinned_range)>(dlsym(RTLD_DEFAULT, "emulator_pinned_range"));
+  TORCH_CHECK(is_capturing && is_pinned && hidden::pinned_range && set_hooks,
+              "the runtime of the emulator is not preloaded");
   set_hooks(&HOOKS);
   auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   for (const auto& name : names) library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());

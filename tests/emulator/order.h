@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "hidden.h"
+
 namespace order {
 
 using Clock = std::map<uint64_t, long>;  // stream -> tick
@@ -44,6 +46,7 @@ struct PinnedCopy {  // one that the host has not yet waited for
   char* at;
   std::string bytes;
   bool to_host;
+  bool is_in_use = false;  // by work on a stream
 };
 
 std::recursive_mutex mutex;
@@ -92,10 +95,7 @@ void split(uintptr_t at) {
 }
 
 void settle(const PinnedCopy& copy) {
-  if (copy.to_host) {
-    std::memcpy(copy.at, copy.bytes.data(), copy.bytes.size());
-    return;
-  }
+  if (copy.to_host) return hidden::show(copy.at, copy.bytes);
   TORCH_CHECK(!std::memcmp(copy.at, copy.bytes.data(), copy.bytes.size()), "emulator: the host has written into the ",
               "pinned memory that ", copy.use.name, " on ", named(copy.use.stream), " reads, without waiting for it");
 }
@@ -109,6 +109,8 @@ void settle_if(const Condition& condition) {
     copies.erase(copies.begin() + i);
     settle(copy);
   }
+  for (const auto& copy : copies)  // others may be on the same pages
+    if (copy.to_host && !copy.is_in_use) hidden::forbid(copy.at, copy.bytes.size());
 }
 
 void touch(const Use& use, const Access& access) {
@@ -138,7 +140,11 @@ void touch(const Use& use, const Access& access) {
   }
 }
 
-// -- copies between the device and pinned memory: until the host waits, it must not write, and reads garbage
+// -- copies between the device and pinned memory: until the host waits, it must not write to it, nor read what arrives
+
+bool overlaps(const PinnedCopy& copy, const char* at, size_t size) {
+  return copy.at < at + size && at < copy.at + copy.bytes.size();
+}
 
 void copies_from(const Use& use, char* at, size_t size) {
   Guard guard(mutex);
@@ -148,12 +154,33 @@ void copies_from(const Use& use, char* at, size_t size) {
 void copies_to(const Use& use, char* at, size_t size) {
   Guard guard(mutex);
   copies.push_back({use, at, std::string(at, size), true});
-  std::memset(at, 0xff, size);
+  hidden::hide(at, size);
 }
 
-void arrive(const char* at, size_t size) {  // before work on a stream uses pinned memory
+// Work on a stream sees what other work has brought; until `end_use`.
+void begin_use(const char* at, size_t size, bool writes) {
   Guard guard(mutex);
-  settle_if([&](const PinnedCopy& copy) { return copy.at < at + size && at < copy.at + copy.bytes.size(); });
+  settle_if([&](const PinnedCopy& copy) { return (writes || !copy.to_host) && overlaps(copy, at, size); });
+  for (auto& copy : copies)
+    if (overlaps(copy, at, size)) copy.is_in_use = true, hidden::show(copy.at, copy.bytes);
+}
+
+void end_use(const char* at, size_t size) {
+  Guard guard(mutex);
+  for (auto& copy : copies)
+    if (copy.is_in_use && overlaps(copy, at, size)) copy.is_in_use = false, hidden::hide(copy.at, copy.bytes.size());
+}
+
+// Whether the host may use pinned memory; says why not.
+bool is_allowed(const char* at) {
+  Guard guard(mutex);
+  for (const auto& copy : copies) {
+    if (!copy.to_host || !overlaps(copy, at, 1)) continue;
+    fprintf(stderr, "emulator: the host uses the pinned memory that %s on %s writes, without waiting for it\n",
+            copy.use.name.c_str(), named(copy.use.stream).c_str());
+    return false;
+  }
+  return true;
 }
 
 // -- what the runtime tells
@@ -219,7 +246,8 @@ void new_memory(const void* at, size_t size) {
 }
 
 void unpinned(const void* at, size_t size) {
-  arrive(static_cast<const char*>(at), size);
+  Guard guard(mutex);
+  settle_if([&](const PinnedCopy& copy) { return overlaps(copy, static_cast<const char*>(at), size); });
   new_memory(at, size);
 }
 

@@ -142,7 +142,7 @@ cudaError_t cudaHostUnregister(void *memory) {
 
 cudaError_t cudaHostAlloc(void **memory, size_t size, unsigned flags) {
     *memory = aligned_alloc(PAGE, rounded(size, PAGE));
-    return *memory ? cudaHostRegister(*memory, size, 0) : cudaErrorMemoryAllocation;
+    return *memory ? cudaHostRegister(*memory, rounded(size, PAGE), 0) : cudaErrorMemoryAllocation;
 }
 
 cudaError_t cudaMallocHost(void **memory, size_t size) { return cudaHostAlloc(memory, size, 0); }
@@ -153,10 +153,18 @@ cudaError_t cudaFreeHost(void *memory) {
     return cudaSuccess;
 }
 
-int emulator_is_pinned(const void *memory) {
-    for (size_t i = 0; i < pins; i++)
-        if ((char *)memory >= pinned[i].at && (char *)memory < pinned[i].at + pinned[i].size) return 1;
+/* The pinned memory of which an address is a part; 0: it is not pinned. */
+int emulator_pinned_range(const void *memory, uintptr_t *begin, uintptr_t *end) {
+    for (size_t i = 0; i < pins; i++) {
+        *begin = (uintptr_t)pinned[i].at, *end = *begin + pinned[i].size;
+        if ((uintptr_t)memory >= *begin && (uintptr_t)memory < *end) return 1;
+    }
     return 0;
+}
+
+int emulator_is_pinned(const void *memory) {
+    uintptr_t begin, end;
+    return emulator_pinned_range(memory, &begin, &end);
 }
 
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {

@@ -121,8 +121,10 @@ FAULTS = {  # of `faults.py` -> (ranks, what names it)
     "host_index": (1, "found cuda:0 and cpu, in aten::index_select"),
     "item_in_a_capture": (1, "emulator: cudaStreamSynchronize while a graph is captured"),
     "freed_table_in_a_graph": (1, "a graph's aten::mul uses memory that was freed since the capture"),
+    "table_that_no_graph_holds": (1, "a graph's aten::mul uses memory that was freed since the capture"),
     "missing_wait": (1, "reads what aten::fill_ on the default stream writes, without waiting for it"),
     "offload_without_wait": (1, "reads what aten::fill_ on the default stream writes, without waiting for it"),
+    "offload_read_early": (1, "the host uses the pinned memory that aten::copy_ on stream"),
     "missing_record_stream": (1, "aten::fill_ on the default stream overwrites what aten::sum on stream"),
     "collective_without_wait": (2, "aten::mul on the default stream reads what nccl allreduce on NCCL's stream"),
     "swapped_collectives": (2, "emulator: collective 1 of the group: rank"),
@@ -132,6 +134,7 @@ FAULTS = {  # of `faults.py` -> (ranks, what names it)
         1,
         "the host has written into the pinned memory that aten::copy_ on the default stream reads",
     ),
+    "pinned_memory_read_early": (1, "the host uses the pinned memory that aten::copy_ on the default stream writes"),
     "seed_in_a_capture": (1, "set_current_seed can be called during stream capture only"),
     "int16_collective": (2, "not supported for NCCL process group: torch.int16 (allreduce)"),
     "strided_collective": (2, "Tensors must be contiguous (allreduce over NCCL)"),
@@ -149,7 +152,7 @@ def test_planted_faults_are_named(fault, emulator):
 
 def test_a_program_without_faults_passes_all_checks(emulator):
     counts = emulator.run("planted", ["healthy"], ranks=2)
-    assert counts["graph launch"] == 1 and counts["nccl send"] == 1 and counts["host waits for a receiver"] == 1
+    assert counts["graph launch"] == 3 and counts["nccl send"] == 1 and counts["host waits for a receiver"] == 1
 
 
 def test_memory_that_no_tensor_uses_is_counted(emulator):
