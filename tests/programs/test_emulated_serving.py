@@ -1,6 +1,7 @@
 """The generation server and evaluation on emulated devices: in fp32 the tokens and log-probs of a CPU."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,13 +10,13 @@ from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.server_clients import ServerClient
 from tests.helpers.servers import (
     ADMIN_KEY,
+    MOE,
     SERVED,
     checkpoint,
     completions,
     key_files,
     requests,
     serve_argv,
-    small_argv,
 )
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY_SECONDS
@@ -23,6 +24,7 @@ from tests.helpers.worlds import SAFETY_SECONDS
 pytestmark = needs_emulator
 FEW = "--rollout-max-requests 4"  # places, fewer than requests: these join and end while others run
 STEPS = ["step_00000001", "step_00000002"]  # the second is what a server begins with
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 ALL_KINDS = requests(15)
 # Sampled, with temperatures, and greedy ones: what the device samples.
 PLANNED_THERE = [replace(each, top_logprobs=0) for each in ALL_KINDS if not each.sampling.is_restricted]
@@ -32,10 +34,16 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+def weights_of(flags: str) -> Path:
+    """The checkpoints of a server's model."""
+    return (checkpoint(MOE) if EXPERTS in flags else checkpoint()) / "checkpoints"
+
+
 def answers_of(emulator, asked: list, flags: str, ranks: int) -> tuple[list, dict[str, int]]:
     """What a server answers with the weights that it has, then with those of each step, and its counts."""
-    keys = f"--admin-key-file {key_files()['admin']} --weights-folder {checkpoint() / 'checkpoints'}"
-    with emulator.served(small_argv(f"{FEW} {keys} {flags}"), ranks) as (url, counts):
+    weights = weights_of(flags)
+    keys = f"--admin-key-file {key_files()['admin']} --weights-folder {weights}"
+    with emulator.served(serve_argv(f"{SERVED} {FEW} {keys} {flags}", weights.parent), ranks) as (url, counts):
         client = ServerClient(url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
         found = [client.generate(asked)]
         for version, step in enumerate(STEPS, 1):
@@ -60,11 +68,21 @@ def test_a_server_answers_with_the_same_bits_with_graphs_and_without(layout, emu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_server_answers_in_fp32_as_on_a_cpu(layout, emulator):
-    folder = checkpoint() / "checkpoints"
-    wanted = {step: completions(serve_argv(f"{SERVED} {FEW}", folder / step), ALL_KINDS) for step in STEPS}
-    found, counts = answers_of(emulator, ALL_KINDS, *LAYOUTS[layout])
+def test_experts_of_several_ranks_are_served_kernel_by_kernel_with_the_bits_of_one_rank(emulator):
+    (found, steps), (wanted, graphs) = (
+        answers_of(emulator, PLANNED_THERE, f"--bf16 {EXPERTS} --moe-grouped-gemm {layout}", ranks)
+        for layout, ranks in (("--expert-model-parallel-size 2", 2), ("", 1))
+    )
+    assert graphs["graph launch"] > 30 and "graph launch" not in steps and steps["aten::_grouped_mm"] > 100
+    assert found == wanted and found[0] == found[2] != found[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags, ranks", [*LAYOUTS.values(), (f"{EXPERTS} --expert-model-parallel-size 2", 2)], ids=str)
+def test_a_server_answers_in_fp32_as_on_a_cpu(flags, ranks, emulator):
+    folder, experts = weights_of(flags), EXPERTS * (EXPERTS in flags)
+    wanted = {step: completions(serve_argv(f"{SERVED} {FEW} {experts}", folder / step), ALL_KINDS) for step in STEPS}
+    found, counts = answers_of(emulator, ALL_KINDS, flags, ranks)
     assert counts["aten::bmm"] > 200
     for answers, step in zip(found, [STEPS[1], *STEPS], strict=True):
         assert [each.tokens for each in answers] == [each.tokens for each in wanted[step]]
