@@ -26,7 +26,7 @@ _NOT_NUMBERS = {
     "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "eval_interval", "keep_best", "offload",
     "train_iters", "deterministic", "save", "save_interval", "async_save", "keep_last", "keep_every",
     "on_save_failure", "load", "load_changed_data",
-    "kernels", "save_rollouts", "load_rollouts", "debug_train_only", "debug_rollout_only",
+    "kernels", "replay_schedule", "save_rollouts", "load_rollouts", "debug_train_only", "debug_rollout_only",
     "profile_steps", "profile_memory", "trackers", "tracker_project", "tracker_run", "tracker_folder",
     "tracker_offline",
 }  # fmt: skip

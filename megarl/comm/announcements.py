@@ -27,6 +27,10 @@ class Announcements:
         if self.sends:
             self._store.set(self._next_key(), json.dumps(message))
 
+    def has_next(self) -> bool:
+        """Whether `take` would return at once. For receivers."""
+        return self._store.check([self._key(self._count + 1)])
+
     def take(self) -> dict[str, Any]:
         """The next message; waits for it. For receivers.
 
@@ -56,4 +60,7 @@ class Announcements:
 
     def _next_key(self) -> str:
         self._count += 1
-        return f"megarl/{self._name}/{self._count}"
+        return self._key(self._count)
+
+    def _key(self, number: int) -> str:
+        return f"megarl/{self._name}/{number}"

@@ -94,6 +94,12 @@ class RoleGroups:
             dist.broadcast(values, self.replica[0], group=self.replica_group)
         return values
 
+    def broadcast_number(self, number: int) -> int:
+        """The leader's number, on all ranks of its replica."""
+        if len(self.replica) == 1:
+            return number  # without a detour to the device
+        return int(self.broadcast(torch.tensor([number], dtype=torch.int64, device=device.device())))
+
     def broadcast_object(self, item: Any) -> Any:
         """The leader's object, on all ranks of its replica."""
         items = [item]

@@ -114,6 +114,8 @@ CONDITIONS: dict[str, Condition] = {
     "environment": _when(lambda s: s.environment is not None, "needs --environment"),
     "engine": _when(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine"),
     "trained": _when(lambda s: not s.debug_rollout_only, "--debug-rollout-only trains nothing"),
+    "ahead": _when(lambda s: not s.debug_train_only and not s.debug_rollout_only,
+                   "--debug-train-only and --debug-rollout-only do not generate ahead"),
     "evaluates": _when(lambda s: not s.debug_train_only and not s.debug_rollout_only,
                        "--debug-train-only and --debug-rollout-only evaluate nothing"),
     "profile": _when(lambda s: s.profile_steps is not None, "needs --profile-steps"),
@@ -234,10 +236,21 @@ def _sampling(context: FlagContext) -> list[FlagRule]:
 
 
 def _overlap(s: Settings) -> list[FlagRule]:
-    lag = s.generation_lag
+    lag, recorded, replays = s.generation_lag, s.generation_schedule, s.replay_schedule is not None
+    records = recorded == "recorded"
     return [
         FlagRule("--max-staleness", s.max_staleness, not 0 < s.max_staleness < lag,
              f"allowed is 0, or at least --generation-lag {lag}: all responses are that many updates old"),
+        FlagRule("--generation-schedule", recorded, not records or lag > 0,
+             "needs --generation-lag 1 or more: without it a round has no choice of weights to record"),
+        FlagRule("--generation-schedule", recorded, not records or s.save is not None,
+             "needs --save, where the schedule is written"),
+        FlagRule("--generation-schedule", recorded, not records or not replays,
+             "not allowed with --replay-schedule, which decides everything; leave one of them out"),
+        FlagRule("--replay-schedule", s.replay_schedule, not replays or lag > 0,
+             "needs the --generation-lag of the recorded run"),
+        FlagRule("--rollout-bank", s.rollout_bank, s.rollout_bank is None or not s.is_scheduled,
+             "keeps responses of one policy; not allowed with --generation-schedule recorded or --replay-schedule"),
     ]  # fmt: skip
 
 
@@ -326,6 +339,9 @@ def _environments(s: Settings) -> list[FlagRule]:
     given = [flag for flag, is_set in unsupported.items() if is_set]
     return [
         FlagRule("--environment", name, name is None or not given, f"not allowed with {', '.join(given)}"),
+        FlagRule("--environment", name, name is None or not s.is_scheduled or s.over_sampling == 1,
+             "not allowed with --over-sampling where the clock decides (--generation-schedule recorded,"
+             " --replay-schedule)"),
         FlagRule("--max-turn-length", s.max_turn_length, (s.max_turn_length or 0) <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}, which holds all turns and "
              "observations"),

@@ -43,6 +43,7 @@ from megarl.rewards.expression import NAMES
 MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed sequences
 TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
+SCHEDULES = ("fixed", "recorded")
 MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 
@@ -144,6 +145,12 @@ class Settings(
                                           when="rollout_server")  # fmt: skip
     generation_lag: int = flag(0, "batches that generation may be ahead of training; responses are as many updates old",
                                lambda v: 0 <= v <= MAX_LAG, f"0 to {MAX_LAG}", when="trained")  # fmt: skip
+    generation_schedule: str = one_of("fixed", SCHEDULES, "which weights, at most --generation-lag steps old, draw a"
+                                       " token: those of its round (fixed), or the newest there are (recorded), which"
+                                       " is written to schedule/ in --save; over-sampling then takes the first groups",
+                                       when="ahead")  # fmt: skip
+    replay_schedule: str | None = flag(None, "follow the schedule of another run, whose folder this is; needs its"
+                                        " settings, in any layout", when="ahead")  # fmt: skip
     verify_weights: bool = flag(False, "compare checksums after each weight sync to the rollout",
                                  programs=ROLLOUT, when="engine")  # fmt: skip
     # Selection of generated groups, and length penalty.
@@ -282,6 +289,11 @@ class Settings(
     def sequences_per_step(self) -> int:
         """Responses in a step's batch."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether weights may change within a round, as the clock decides or as another run's schedule says."""
+        return self.generation_schedule == "recorded" or self.replay_schedule is not None
 
     @property
     def updates_per_step(self) -> int:

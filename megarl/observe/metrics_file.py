@@ -64,11 +64,12 @@ class MetricsWriter:
 
 
 def start_fresh(directory: Path) -> Path | None:
-    """Move what an older run wrote aside to `<name>.old-N`: metrics, samples, tokens, rollouts, ids of trackers.
+    """Move what an older run wrote aside to `<name>.old-N`: metrics, samples, tokens, rollouts, ids of trackers, the
+    schedule.
 
     N is the first free number. Never deletes anything. Returns the new path of metrics.jsonl, or None if there is none.
     """
-    names = (FILE_NAME, "tensorboard", "samples", "tokens", "rollouts", IDS_FILE)
+    names = (FILE_NAME, "tensorboard", "samples", "tokens", "rollouts", "schedule", IDS_FILE)
     number = 1
     while any((directory / f"{name}.old-{number}").exists() for name in names):
         number += 1

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.mcore import device
@@ -79,6 +82,12 @@ class PolicyVersions:
     def after_step(self, step: int) -> int:
         """The version after a step that training has ended, of the last `--generation-lag` + 1 ones."""
         return self._after[step]
+
+    def of_weights(self, steps: Tensor) -> Tensor:
+        """The version of the weights after each of these steps, none older than those of the running step."""
+        found, places = steps.unique(return_inverse=True)
+        versions = [self._after.get(step, self._first) for step in found.tolist()]
+        return torch.tensor(versions, dtype=steps.dtype, device=steps.device)[places]
 
     def end_step(self, step: int, has_batch: bool):
         """Counts the update of a step; during critic warm-up a step has none, and no step with a frozen policy."""

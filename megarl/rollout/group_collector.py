@@ -170,6 +170,8 @@ class GroupCollector:
         if self.settings.reward_model is not None:  # whose ranks encode the prompts meanwhile
             self._announcements.send({"drawn": [request.line for request in requests]})
         batch = self.rollout.generate(requests, samples, step, wanted=wanted, prompt_set=self.prompts)
+        if batch.versions is not None:  # of a schedule, which names weights by their steps
+            batch.versions = self.versions.of_weights(batch.versions)
         requests, batch = self._take_earliest(requests, batch, step, statistics, wanted)
         greedy = None
         if self.settings.greedy_baseline:

@@ -127,7 +127,8 @@ class PartialRolloutBuffer:
         Args:
             batch: of `Rollout.generate`; one replica has all responses of a group that is not taken.
             requests: given to `Rollout.generate`, those of `pop_oldest` first.
-            taken, longest: of `Rollout.earliest_groups`; all groups and None if all are taken.
+            taken, longest: of `Rollout.earliest_groups`; all groups and None if all are taken. None also if a schedule
+                says how many tokens each response has.
         """
         keys, held = self._keys(requests, step), batch.sequence_ids.tolist()
         if self.episodes is None:
@@ -157,7 +158,8 @@ class PartialRolloutBuffer:
 
     def _restore_continued(self, batch: Batch):
         """Restores continued tokens, which the engine had as prompt: mask, log-probs, versions, prompt lengths."""
-        batch.versions = torch.full_like(batch.tokens, self.version, dtype=torch.int32)
+        if batch.versions is None:  # the round had one policy
+            batch.versions = torch.full_like(batch.tokens, self.version, dtype=torch.int32)
         if self._continued is None:
             return
         is_continued = (batch.sequence_ids < self._continued_count).nonzero().flatten()

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.comm.role_mesh import RoleGroups
-from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.requests import RoundRequests
 
@@ -28,12 +27,6 @@ class StoreEntry:
     def __init__(self, role_groups: RoleGroups):
         self.role_groups = role_groups
         self.store, self.key = dist.distributed_c10d._get_default_store(), f"megarl/rollout/{next(_calls)}"
-
-    def broadcast_in_replica(self, number: int) -> int:
-        """The leader's number, on all ranks of the replica. A collective of the replica."""
-        if len(self.role_groups.replica) == 1:
-            return number  # without a detour to the device
-        return int(self.role_groups.broadcast(torch.tensor([number], dtype=torch.int64, device=device.device())))
 
     def close(self):
         """Deletes the entry after the last replica has called this."""
@@ -103,7 +96,7 @@ class SharedRequestQueue:
     def _draw(self, units: int):
         entry = self.entry
         first = entry.store.add(entry.key, units) - units if entry.role_groups.is_leader else 0
-        first = entry.broadcast_in_replica(first)
+        first = entry.role_groups.broadcast_number(first)
         self._is_exhausted = first + units >= len(self._order)
         self._drawn.extend(self._ids_of(self._order[first : first + units]))
 
@@ -141,13 +134,14 @@ class GroupEarlyStop:
         lengths.append(length)
         is_complete = len(lengths) == sum(limit > 0 for limit in self._limits_of(group))
         if is_complete and self.entry.role_groups.is_leader:
-            self._publish(max(lengths) << 32 | group)
+            self._publish(self._result(group, lengths))
 
     def longest(self) -> int | None:
         """Limit on the new tokens of a response, None until enough groups are finished. A collective of the replica."""
         known = self._best_groups() if self.entry.role_groups.is_leader else b""
         best = array.array("q", known)
-        found = self.entry.broadcast_in_replica(best[-1] >> 32 if len(best) == self.wanted else _NO_LIMIT)
+        number = best[-1] >> 32 if len(best) == self.wanted else _NO_LIMIT
+        found = self.entry.role_groups.broadcast_number(number)
         return None if found == _NO_LIMIT else found
 
     def close(self):
@@ -158,16 +152,44 @@ class GroupEarlyStop:
         store, key = self.entry.store, self.entry.key
         return bytes.fromhex(store.get(key).decode()) if store.check([key]) else b""
 
+    def _result(self, group: int, lengths: list[int]) -> int:
+        return max(lengths) << 32 | group
+
+    def _with(self, known: array.array, result: int) -> list[int]:
+        """The best groups when one more has ended."""
+        return sorted([*known, result])[: self.wanted]
+
     def _publish(self, result: int):
         known = self._best_groups()
         while True:
-            best = array.array("q", sorted([*array.array("q", known), result])[: self.wanted]).tobytes()
+            best = array.array("q", self._with(array.array("q", known), result)).tobytes()
             if result not in array.array("q", best):
                 return
             stored = bytes.fromhex(self.entry.store.compare_set(self.entry.key, known.hex(), best.hex()).decode())
             if stored == best:
                 return
             known = stored  # another replica was faster
+
+
+class FirstGroups(GroupEarlyStop):
+    """Stops generation when any `wanted` groups are finished: those that are first by the clock."""
+
+    def is_enough(self) -> bool:
+        """Whether enough groups are finished. For leaders."""
+        return len(array.array("q", self._best_groups())) == self.wanted
+
+    def groups(self) -> list[int]:
+        """The groups, ascending, with those finished before; once all replicas have stopped. A collective of the
+        replica."""
+        first = array.array("q", self._best_groups()) if self.entry.role_groups.is_leader else ()
+        before = [group for group in range(len(self._limits) // self.samples) if not any(self._limits_of(group))]
+        return sorted([*before, *self.entry.role_groups.broadcast_object([*first])])
+
+    def _result(self, group: int, lengths: list[int]) -> int:
+        return group
+
+    def _with(self, known: array.array, result: int) -> list[int]:
+        return [*known, result][: self.wanted]
 
 
 def shortest_groups(lengths: torch.Tensor, wanted: int) -> torch.Tensor:

@@ -130,14 +130,16 @@ def _joined(lists: Sequence[Sequence], dtype) -> np.ndarray:
 
 
 def completions_to_batch(
-    done: dict[int, Completion], requests: RoundRequests, empty_routes: Tensor | None = None
-) -> Batch:
+    done: dict[int, Completion], requests: RoundRequests, empty_routes: Tensor | None = None,
+    prompt_version: int | None = None,
+) -> Batch:  # fmt: skip
     """The completions of a replica as a packed batch, in ascending order of sequence ids.
 
     Args:
         done: completions by sequence id.
         requests: of the round.
         empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
+        prompt_version: version that the tokens of prompts get; None if the versions are not known.
     """
     ids = sorted(done)
     completions, prompts = [done[i] for i in ids], [requests.prompt(i) for i in ids]
@@ -148,6 +150,10 @@ def completions_to_batch(
     logprobs[mask] = _joined([c.logprobs for c in completions], np.float32)
     pairs = zip(prompts, (c.tokens for c in completions), strict=True)
     tokens = _joined(list(itertools.chain.from_iterable(pairs)), np.int64)
+    versions = None
+    if prompt_version is not None:
+        versions = np.full(len(mask), prompt_version, np.int32)
+        versions[mask] = _joined([c.versions or () for c in completions], np.int32)
     lines = [requests.prompts[i // requests.samples].line for i in ids]
     batch = Batch(
         sequence_ids=torch.tensor(ids, dtype=torch.int64),
@@ -158,6 +164,7 @@ def completions_to_batch(
         tokens=torch.from_numpy(tokens),
         rollout_logprobs=torch.from_numpy(logprobs),
         response_mask=torch.from_numpy(mask),
+        versions=None if versions is None else torch.from_numpy(versions),
         routes=None if empty_routes is None else torch.cat([empty_routes, *(c.routes for c in completions)]),
     )
     return batch.to(device.device())

@@ -1,5 +1,6 @@
 """The rollout: generates responses with the actor's policy, on the actor's module or on a model with its own layout."""
 
+import functools
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from megarl.rollout.bank import RolloutBank
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
+from megarl.rollout.schedule import Schedule
+from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 
 
@@ -39,12 +42,13 @@ class Rollout:
     def __init__(
         self, settings: Settings, role: RoleSettings, mesh: RoleMesh, trained: gpt.ModelChunks | None,
         tokenizer: Tokenizer, timers: Timers, cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
-        episodes: EpisodeRunner | None = None,
+        episodes: EpisodeRunner | None = None, schedule: Schedule | None = None,
     ):  # fmt: skip
         """Uses the actor's module if the layouts agree, else builds a model and plans the weight transfer. Collective.
 
         `trained`: the actor's module on this rank, None outside the actor. `cache_in_grad_buffer`: places the KV cache
         in the actor's gradient buffer if both share a module. `episodes`: runs the environments; None: one turn.
+        `schedule`: of the weights within rounds; None: a round of training has those of `--generation-lag`.
         """
         self.episodes = episodes
         self.settings, self.role = settings, role
@@ -54,6 +58,7 @@ class Rollout:
         # Of training responses since the last `generation_metrics`.
         self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
         self.engine = self._weight_sync = self.model = self.bank = None
+        self.scheduled: ScheduledRounds | None = None
         self._fingerprint: tuple | None = None
         self._has_trained: dict[
             int, bool
@@ -80,6 +85,9 @@ class Rollout:
                 speculative=settings.speculative_rollout, decode_graphs=settings.decode_graphs == "auto",
             )  # fmt: skip
             check_capacity(settings, self.engine.capacity, self.role_groups.ranks.start)
+            if schedule is not None and self._weight_sync is not None:
+                weights = HeldWeights(self._weight_sync)
+                self.scheduled = ScheduledRounds(settings, self.role_groups, self.engine, weights, schedule)
             if settings.rollout_bank:
                 self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)
 
@@ -103,10 +111,22 @@ class Rollout:
         self._fingerprint = None
         self.metrics = dict(UNCHANGED) if self._weight_sync is None else self._weight_sync.run()
 
+    def restart(self, step: int):
+        """Begins after a step, whose weights have been loaded."""
+        if self.scheduled is not None:
+            self.scheduled.weights.restart(step)
+
+    def weights_at(self, step: int) -> int:
+        """The step whose weights the rollout has at the end of a step."""
+        return step if self.scheduled is None else self.scheduled.weights.step
+
     def sync_weights(self, step: int, has_trained: bool):
         """Brings the weights to the engine: on the actor's ranks those of this step, if it `has_trained`, on the
         rollout's those of step − `--generation-lag`. Other ranks return at once."""
         lag, self.metrics = self.settings.generation_lag, {}
+        if self.scheduled is not None:
+            self.scheduled.end_step(step, has_trained)
+            return
         self._has_trained[step] = has_trained
         if not self._has_trained.pop(step - lag if self.role_groups.is_member else step, False):
             return
@@ -149,16 +169,21 @@ class Rollout:
             sampling = SamplingSettings(
                 temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, greedy=temperature == 0
             )
+            weights = self.scheduled if is_training else None
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
             if self.episodes is not None:
                 earliest = wanted if stops_early else None
-                return self._run_episodes(requests, prompt_set, sampling, records_routes, is_training, earliest)
+                return self._run_episodes(step, requests, prompt_set, sampling, records_routes, is_training, earliest)
             banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
-            early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
-            done = self._run_engine(requests, sampling, records_routes, early_stop, banked)
+            if weights is not None:
+                done = self._run_scheduled(step, requests, wanted if stops_early else None, sampling, records_routes)
+            else:
+                early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
+                done = self._run_engine(requests, sampling, records_routes, early_stop, banked)
             self._count_steps(is_training)
             done |= self._without_new_tokens(requests, records_routes)
-            return completions_to_batch(done, requests, self.engine.empty_routes if records_routes else None)
+            routes = self.engine.empty_routes if records_routes else None
+            return completions_to_batch(done, requests, routes, None if weights is None else weights.first)
 
     def generation_metrics(self) -> dict[str, float]:
         """Metrics of the training responses generated since the last call: of environments, decode steps, drafts, and
@@ -222,6 +247,20 @@ class Rollout:
             early_stop.close()
         return done
 
+    def _run_scheduled(
+        self, step: int, requests: RoundRequests, wanted: int | None, sampling: SamplingSettings, records_routes: bool
+    ) -> dict[int, Completion]:
+        """As `_run_engine`, with weights that may change meanwhile. `wanted`: as of `ScheduledRounds.generate`."""
+
+        def stream(max_requests, source, interrupt):
+            args = source, self.tokenizer.end_ids, sampling, records_routes, max_requests
+            return self.engine.stream(*args, interrupt=interrupt)
+
+        mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
+        empty_routes = self.engine.empty_routes if records_routes else None
+        source_of = functools.partial(self._source, requests)
+        return self.scheduled.generate(step, requests, mine, wanted, source_of, stream, empty_routes)
+
     def _source(self, requests: RoundRequests, whole_groups: bool) -> tuple[RequestSource, SharedRequestQueue | None]:
         """What the engine takes its requests from, and the same if the replicas share it."""
         if self.is_static:
@@ -233,10 +272,13 @@ class Rollout:
         return queue, queue
 
     def _run_episodes(
-        self, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings, records_routes: bool,
-        is_training: bool, wanted: int | None,
+        self, step: int, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings,
+        records_routes: bool, is_training: bool, wanted: int | None,
     ) -> Batch:  # fmt: skip
         """This replica's episodes: all of their turns, or as far as the `wanted` earliest groups decide."""
+        weights = self.scheduled if is_training else None
+        if weights is not None:
+            weights.begin(step)
         source, queue = self._source(requests, whole_groups=wanted is not None)
         early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
         self.episodes.run(
@@ -250,7 +292,11 @@ class Rollout:
         if early_stop is not None:
             early_stop.close()
             _, longest = self.earliest_groups(None, requests.prompts, requests.samples, wanted)
-        return self.episodes.settle(longest, self.engine.empty_routes if records_routes else None)
+        batch = self.episodes.settle(longest, self.engine.empty_routes if records_routes else None)
+        if weights is not None:
+            weights.end()
+            batch.versions = torch.full_like(batch.tokens, weights.first, dtype=torch.int32)
+        return batch
 
     def _count_steps(self, is_training: bool):
         """Counts what the engine did since the last call, if it was for training."""
@@ -295,12 +341,15 @@ class Rollout:
 
     def earliest_groups(
         self, batch: Batch | None, prompts: list[PromptRequest], samples: int, wanted: int
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor, int | None]:
         """([wanted] ascending numbers of the earliest groups of `generate`, new tokens of their longest response).
 
-        Finished groups rank by the new tokens of their longest response, then by number. `batch`: this rank's share;
-        not needed of episodes. A collective of the role.
+        Finished groups rank by the new tokens of their longest response, then by number. If the clock has decided, the
+        groups are those that were first, and the second result is None. `batch`: this rank's share; not needed of
+        episodes. A collective of the role.
         """
+        if self.scheduled is not None and self.scheduled.groups is not None:
+            return self.scheduled.groups, None
         if self.episodes is not None:
             numbers, own = self.episodes.new_lengths()
         else:

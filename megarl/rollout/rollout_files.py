@@ -7,7 +7,7 @@ prompts, which groups were kept, and size and SHA-256 of every file. A run in an
 """
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -182,13 +182,15 @@ class SavedRollouts:
         return RolloutRecord(folder=folder, rounds=rounds, **entries)
 
     def read(self, record: RolloutRecord, number: int, kind: str, fields: Iterable[str],
-             layers: tuple[int, ...] | None, role_groups: RoleGroups) -> Batch:  # fmt: skip
+             layers: tuple[int, ...] | None, role_groups: RoleGroups,
+             optional: Collection[str] = ()) -> Batch:  # fmt: skip
         """This replica's share of a round: whole groups, round-robin.
 
         Args:
             kind: `RESPONSES` or `GREEDY`.
             fields: to read besides `GENERATED_FIELDS`.
             layers: numbers of the MoE layers whose routes are read, in this order; None: no routes.
+            optional: further fields, which are read where the files have them.
 
         Raises:
             RuntimeError: a file is not what `RolloutWriter` writes.
@@ -197,6 +199,7 @@ class SavedRollouts:
         names, batches = [*GENERATED_FIELDS, *fields, *(["routes"] if layers is not None else [])], []
         for name in round_["files"][kind]:
             loaded = load_file(record.folder / name)
+            names += [field for field in optional if field in loaded and field not in names]
             if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n].dtype for n in names):
                 raise RuntimeError(f"--load-rollouts {record.folder / name}: lacks some of {', '.join(names)}")
             batches.append(Batch(**{field: loaded[field] for field in names}))

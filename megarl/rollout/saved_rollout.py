@@ -42,6 +42,13 @@ class SavedRollout:
     def load_weights(self):
         """There are no weights to copy."""
 
+    def restart(self, step: int):
+        """There are no weights."""
+
+    def weights_at(self, step: int) -> int:
+        """As of `Rollout`."""
+        return step
+
     def sync_weights(self, step: int, has_trained: bool):
         """As `load_weights`."""
 
@@ -88,10 +95,10 @@ class SavedGroupCollector(GroupCollector):
         record, s, role_groups = self._saved.records[step], self.settings, self.role_groups
         lines, kept = record.rounds[number]["lines"], record.rounds[number]["kept"]
         fields = s.environment_fields
-        versions = [VERSIONS] if s.partial_rollouts else []
+        versions = [VERSIONS] if self._has_versions else []  # of one policy, none were written
         with self.timers.phase(role_groups.model_role, "read"):
             layers = self.rollout.recorded_layers
-            responses = self._saved.read(record, number, RESPONSES, [*fields, *versions], layers, role_groups)
+            responses = self._saved.read(record, number, RESPONSES, fields, layers, role_groups, versions)
             greedy = self._saved.read(record, number, GREEDY, fields, None, role_groups) if s.greedy_baseline else None
         return GenerationRound(lines=lines, batch=responses, greedy=greedy, kept=kept)
 

@@ -43,7 +43,7 @@ def staleness_metrics(batch: Batch, trained_version: int, settings: Settings, ro
         "rollout/mixed_version_fraction": mixed / max(responses, 1.0),
         **{f"rollout/staleness_share_{age}": tokens / count for age, tokens in enumerate(of_ages)},
     }
-    if settings.partial_rollouts:
+    if settings.partial_rollouts or settings.is_scheduled:
         found["rollout/staleness_max"] = max((age for age, tokens in enumerate(of_ages) if tokens), default=0)
         found["rollout/carried_fraction"] = sum(of_ages[1:]) / count
     return found

@@ -12,7 +12,7 @@ VERSIONS = "versions"  # the field of a batch that partial rollouts add
 
 def extra_fields(settings: Settings) -> tuple[str, ...]:
     """Names of the fields that complete groups have besides `GENERATED_FIELDS` and routes."""
-    return (*settings.sampled_fields, *([VERSIONS] if settings.partial_rollouts else []))
+    return (*settings.sampled_fields, *([VERSIONS] if settings.partial_rollouts or settings.is_scheduled else []))
 
 
 def batch_fields(extra: tuple[str, ...], has_routes: bool) -> set[str]:
@@ -92,8 +92,8 @@ def check_complete(saved: tuple[int, set[str]], wanted: tuple[int, set[str]]):
     if saved != wanted:
         raise UsageError(
             f"--load: the checkpoint holds groups of {saved[0]} responses that wait for their batch to be full; "
-            "--samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts, --router-replay and "
-            "--environment must be those that they were sampled with"
+            "--samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts, --router-replay, "
+            "--generation-schedule and --environment must be those that they were sampled with"
         )
 
 

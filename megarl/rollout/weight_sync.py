@@ -45,6 +45,7 @@ class WeightSync:
         self._transfer = PolicyTransfer(*models, self._group, has_factors)
         self._copies = copies
         self._sent = deque[tuple[PendingSends, int]]()  # copies on their way and their bytes of all ranks, oldest first
+        self._expected: list[dict[str, int]] | None = None  # checksums of weights that are not compared yet
         self._announcements = None
         if set(self._actor.ranks).isdisjoint(self._rollout.ranks):
             self._announcements = Announcements("weights", self._actor.ranks.start, self._rollout.ranks)
@@ -77,11 +78,16 @@ class WeightSync:
             sends, _ = self._sent.popleft()
             sends.wait()
 
-    def run(self) -> dict[str, float]:
-        """Transfers the weights; returns metrics.
+    def is_next_there(self) -> bool:
+        """Whether the actor has begun to send the next weights, on a rank of a rollout that generates ahead."""
+        return self._announcements is not None and self._announcements.has_next()
+
+    def run(self, is_checked: bool = True) -> dict[str, float]:
+        """Transfers the weights; returns metrics. `is_checked`: with `verifies`, compares checksums now, which is a
+        collective of a rollout that generates ahead; False: `check` comes later.
 
         Raises:
-            RuntimeError: with `verifies`, checksums differ.
+            RuntimeError: checksums differ.
         """
         names = [role.role for role in self._roles]
         with self._timers.phase(names[-1], "wait"):
@@ -92,8 +98,17 @@ class WeightSync:
             self._transfer.run()
             if self._verifies:
                 self._verify()
+            if is_checked:
+                self.check()
         seconds = time.perf_counter() - start
         return {"weights/sync_bytes": self._transfer.total_bytes, "weights/sync_s": seconds}
+
+    def check(self):
+        """Compares the checksums of the last weights, if they were not compared yet. A collective of a rollout that
+        generates ahead. RuntimeError if they differ."""
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            self._transfer.check(expected, self._rollout.pg_collection.intra_dist_opt)
 
     def _meet(self):
         """Waits until the actor has the weights and, on ranks of both roles, until the rollout needs them."""
@@ -108,7 +123,7 @@ class WeightSync:
         if self._announcements is None:
             self._transfer.verify()
         elif self._rollout.is_member:
-            self._transfer.check(self._announcements.take()["checksums"], self._rollout.pg_collection.intra_dist_opt)
+            self._expected = self._announcements.take()["checksums"]
         else:
             checksums = self._transfer.source_checksums(self._actor.pg_collection.intra_dist_opt)
             self._announcements.send({"checksums": checksums})

@@ -20,6 +20,7 @@ from megarl.trainers import lead
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
+from megarl.trainers.schedule_inputs import read_schedule
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
@@ -52,7 +53,7 @@ class RLInputs:
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
         self.resume = None
-        is_compared = s.load or s.save or s.load_rollouts
+        is_compared = s.load or s.save or s.load_rollouts or s.replay_schedule
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
         if s.load:
             factors.check_factors(s.load, saved)
@@ -60,6 +61,7 @@ class RLInputs:
             self.resume = resume.check_resume("train_rl", config, self.data, shapes)
             manifest = folders.read_manifest(self.resume, "--load")
             waiting_groups.check(manifest, s, "prompts" in resume.changed_data(manifest, self.data))
+        self.schedule = read_schedule(config, self.data, self.resume)
         if s.debug_train_only or s.debug_rollout_only:
             _check_debug_folder(s, self.resume)
         self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}

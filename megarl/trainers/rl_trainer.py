@@ -72,6 +72,7 @@ class RLTrainer(Trainer):
         if inputs.saved_rollouts:
             self.batcher.check_start(self.step + 1)
         self.rollout.load_weights()
+        self.rollout.restart(self.step)
         self.open(inputs.resume, used)
         self.policy_service = None
         if self.settings.serve_policy:
@@ -117,7 +118,8 @@ class RLTrainer(Trainer):
             vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
             trained = load_policy(actor, mesh["actor"], vocab_size, self.inputs.frozen_policy)
         episodes = EpisodeRunner(s, mesh["rollout"], self.inputs.encoder, self.folder) if s.environment else None
-        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes)
+        schedule = self.inputs.schedule
+        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule)
 
     def _build_batcher(self, *generation) -> RolloutBatcher:
         """`generation`: arguments of the batcher from the settings to the prompts."""
@@ -166,6 +168,12 @@ class RLTrainer(Trainer):
             self._batch = None
             yield step
 
+    def may_stop(self, step: int) -> bool:
+        """Whether the run can end after a step: not if rounds up to `--generation-lag` steps later follow a schedule
+        in which they wait for weights of a step that would not come."""
+        schedule = self.inputs.schedule
+        return schedule is None or schedule.needs(step + self.settings.generation_lag) <= step
+
     def _metric_sources(self) -> list:
         return [self.batcher, self.actor, self.critic, self.reference, self.advantages]
 
@@ -180,7 +188,7 @@ class RLTrainer(Trainer):
     def serve(self, step: int):
         """Answers requests that have come from outside, with `--serve-policy`. Collective."""
         if self.policy_service is not None and self.ends_step:
-            self.policy_service.answer(self.step)
+            self.policy_service.answer(self.rollout.weights_at(self.step))
 
     def evaluate(self, step: int):
         """Evaluates on held-out prompts every `--eval-interval` steps. Collective.

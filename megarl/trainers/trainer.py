@@ -125,10 +125,13 @@ class Trainer(abc.ABC):
         """
         self._started, first, iteration = time.perf_counter(), self.step + 1, self.step
         self._run_stop.listen(self.step)
+        is_stopping = False
         while self.step < self.last_step:
             ending = iteration + 1 - self.lead
             self.ends_step = ending > self.step
             if self.ends_step and not self._run_stop.may_begin(ending):
+                is_stopping = True
+            if self.ends_step and is_stopping and self.may_stop(ending - 1):
                 self._stop(first)
                 return
             run_lock.check()
@@ -138,6 +141,10 @@ class Trainer(abc.ABC):
                 model.begin_step(self.step)
             with self._profiler.step(iteration) if self._profiler else contextlib.nullcontext():
                 yield iteration
+
+    def may_stop(self, step: int) -> bool:
+        """Whether the run can end after a step; the same on all ranks."""
+        return True
 
     @abc.abstractmethod
     def trained_models(self) -> list[TrainableModel]:

@@ -26,6 +26,8 @@ TURNS = (
     "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-response-length 18"
     " --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
 )
+FIXED = "--over-sampling 1.5 --partial-rollouts"
+RECORDED = "--generation-schedule recorded --rollout-prefix-caching --eval-interval 0 --save-interval 0"
 RUNS = {  # ranks, flags
     "ppo": (2, f"{GRADED} {APART}"),
     "reward of the trained ranks": (2, f"{GRADED} --role-map actor=0;critic=0;reward=0;reference=1;rollout=1"),

@@ -19,7 +19,7 @@ from megarl.mcore.kernels.linear import prepacked_weights
 # On CUDA a step in which requests join is not a graph and takes several times as long as others. Therefore requests
 # wait until a sixteenth of the places is free, and join together.
 JOIN_SHARE = 16
-POLL_STEPS = 16  # engine steps between two calls of `response_limit`
+POLL_STEPS = 16  # engine steps between two calls of `response_limit` or `interrupt`
 
 
 class RequestSource(Protocol):
@@ -56,6 +56,8 @@ class RequestList:
 class RolloutEngine(BuiltEngine):
     """Generates with continuous batching on the actor's own model; suspended except inside `stream`."""
 
+    interrupted = 0  # what ended the last `stream`: above 0, its `interrupt`
+
     def generate(
         self, requests: list[GenerationRequest], end_ids: tuple[int, ...], settings: SamplingSettings,
         routes: bool = False,
@@ -75,6 +77,7 @@ class RolloutEngine(BuiltEngine):
     def stream(
         self, source: RequestSource, end_ids: tuple[int, ...], settings: SamplingSettings, routes: bool = False,
         max_requests: int | None = None, response_limit: Callable[[], int | None] | None = None,
+        interrupt: Callable[[], int] | None = None,
     ) -> Iterator[tuple[int, Completion]]:  # fmt: skip
         """Generates responses to all requests of a source; yields (request number, completion) as each ends.
 
@@ -89,13 +92,18 @@ class RolloutEngine(BuiltEngine):
             max_requests: maximum number of requests in the engine at a time; default: as many as it can hold.
             response_limit: called every `POLL_STEPS` steps; returns the maximum response length in tokens from now
                 on, None: that of each request. It may decrease: longer responses end soon, with their tokens so far.
+            interrupt: called every `POLL_STEPS` steps; above 0, it ends the stream, which then yields all requests in
+                the engine with their tokens so far and without routes. `interrupted` is its last result, the highest of
+                the replicas that share experts.
         """
-        self._steps = 0
+        self._steps = self.interrupted = 0
         self._max_response: int | None = None
         with self.session(end_ids, settings, routes) as session:
             max_requests = min(max_requests or self.max_requests, self.max_requests)
-            while finished := self._run_until_finished(session, source, max_requests, response_limit):
+            while finished := self._run_until_finished(session, source, max_requests, response_limit, interrupt):
                 yield from finished
+                if self.interrupted:
+                    return
 
     @contextlib.contextmanager
     def session(
@@ -115,7 +123,7 @@ class RolloutEngine(BuiltEngine):
 
     def _run_until_finished(
         self, session: GenerationSession, source: RequestSource, max_requests: int,
-        response_limit: Callable[[], int | None] | None,
+        response_limit: Callable[[], int | None] | None, interrupt: Callable[[], int] | None,
     ) -> list[tuple[int, Completion]]:  # fmt: skip
         """Runs steps until some requests finish and returns their completions; empty when all requests are done."""
         with session.inference():
@@ -123,6 +131,10 @@ class RolloutEngine(BuiltEngine):
                 self._steps += 1
                 if response_limit and self._steps % POLL_STEPS == 0:
                     self._max_response = response_limit()
+                if interrupt and self._steps % POLL_STEPS == 0:
+                    self.interrupted = session.highest_of_replicas(interrupt())
+                    if self.interrupted:
+                        return session.unfinished()
                 session.limit_responses(self._max_response)
                 self._admit(session, source, max_requests)
                 own = session.wanted_step if session.has_requests else NONE if source.is_empty() else WAIT

@@ -154,6 +154,14 @@ class GenerationSession:
                     top_logprobs=top,
                 )
 
+    def unfinished(self) -> list[tuple[int, Completion]]:
+        """All requests that have not ended, with their tokens so far and without routes."""
+        numbers = list(self._numbers.values())
+        chunks = {chunk.number: chunk for chunk in self.new_tokens(dict.fromkeys(numbers, 0))}
+        empty = TokenChunk(number=-1, tokens=[], logprobs=[])
+        found = ((number, chunks.get(number, empty)) for number in numbers)
+        return [(number, Completion(chunk.tokens, chunk.logprobs, finished=False)) for number, chunk in found]
+
     def _end_aborted(self):
         active = slice(self.context.total_request_count)
         is_aborted = [i in self._aborted for i in self.context.request_ids[active].tolist()]

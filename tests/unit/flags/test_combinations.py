@@ -197,6 +197,14 @@ WRONG = {
                                        "at most --max-response-length 8"),
     "older than the lag allows": ("--generation-lag 3 --over-sampling 2 --partial-rollouts --rollout-correction tis"
                                   " --max-staleness 2", "--max-staleness 2: allowed is 0, or at least --generation-l"),
+    "a choice of one": ("--generation-schedule recorded --save x", "--generation-schedule recorded: needs --generati"),
+    "a schedule nowhere": ("--generation-schedule recorded --generation-lag 1", "--generation-schedule recorded: needs "
+                           "--save"),
+    "a schedule and the clock": ("--generation-schedule recorded --generation-lag 1 --save x --replay-schedule y",
+                                 "--generation-schedule recorded: not allowed with --replay-schedule"),
+    "a schedule without a choice": ("--replay-schedule x", "--replay-schedule x: needs the --generation-lag of the"),
+    "a bank of several policies": ("--replay-schedule x --generation-lag 1 --rollout-bank y --save z",
+                                   "--rollout-bank y: keeps responses of one policy"),
     "group of one": ("--advantage grpo --samples-per-prompt 1", "--samples-per-prompt 1: --advantage grpo compares"),
     "no baseline": ("--advantage remax", "--advantage remax: needs --greedy-baseline"),
     "gradient of a reward": ("--kl-estimator k3+", "--kl-estimator k3+: needs --kl-in loss"),
@@ -243,6 +251,8 @@ RIGHT = [
     "--environment x:y --over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction tis",
     "--policy-loss gspo --clip-range 3e-4 --clip-range-high 4e-4", "--policy-loss gmpo",
     "--generation-lag 1 --rollout-correction tis",
+    "--generation-lag 2 --generation-schedule recorded --save x --rollout-correction tis",
+    "--generation-lag 2 --replay-schedule x --rollout-correction tis",
     "--over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction icepop"
     " --rollout-correction-floor 0.5 --group-filter reward --dynamic-sampling --router-replay rollout",
     "--rollout-correction-level sequence", "--rollout-correction tis --rollout-correction-level sequence",

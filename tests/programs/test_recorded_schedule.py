@@ -1,0 +1,285 @@
+"""Weights that change within a round: what the clock decides is recorded, and its replay has the same bytes."""
+
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl.errors import UsageError
+from megarl.trainers.rl_trainer import RLInputs
+from tests.helpers import seeded_clock
+from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless
+from tests.helpers.tiers import by_default, long
+from tests.helpers.waiting import wait_until
+from tests.helpers.worlds import RankFailed, run_world
+from tools.record_runs import checkpoints_of
+
+STEPS, SAVED = 7, 4
+RECORDED = "--generation-schedule recorded"
+LAG = f"--rollout-correction tis --generation-lag 2 --train-iters {STEPS} --lr-decay-iters 9 --save-interval {SAVED}"
+GRPO = (
+    "--advantage grpo --kl-coefficient 0 --lr 1e-4 --reward tests.helpers.programs:coarse_reward --temperature 1"
+    " --max-response-length 30 --max-tokens-per-microbatch 100"
+)
+ONE, TWO, REWARD_APART = "actor=0;reward=1;rollout=1", "actor=0;reward=1-2;rollout=1-2", "actor=0;reward=1;rollout=2-3"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+TURNS = (
+    "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-response-length 18"
+    " --rollout-max-requests 64 --environment-timeout 60"
+)
+RUNS = {  # flags but for the role map, role map, (role map, other flags) of replays
+    "one replica": (GRPO, ONE, [(ONE, ""), (TWO, "")]),
+    "two replicas": (f"{GRPO} --verify-weights", TWO, [(ONE, ""), (TWO, "--rollout-dispatch static")]),
+    "over-sampling": (f"{GRPO} --over-sampling 1.5", TWO, [(ONE, "")]),
+    "partial rollouts": (f"{GRPO} --group-filter reward --dynamic-sampling --over-sampling 1.5 --partial-rollouts",
+                         TWO, [(ONE, ""), (TWO, "")]),
+    "routes of experts": (f"{GRPO} {EXPERTS} --router-replay rollout --partial-rollouts --over-sampling 1.5", TWO,
+                          [(ONE, ""), (TWO, "")]),
+    "shared experts": (f"{GRPO} {EXPERTS}", f"{TWO} --rollout-expert-model-parallel-size 2", [(ONE, "")]),
+    "tensor parallelism": (GRPO, f"{TWO} --rollout-tensor-model-parallel-size 2",
+                           [(f"{TWO} --rollout-tensor-model-parallel-size 2", "")]),
+    "factors": (f"{GRPO} --lora-rank 4 --verify-weights --rollout-prefix-caching", ONE, [(ONE, "")]),
+    "turns": (f"{GRPO} {TURNS}", TWO, [(ONE, "")]),
+}  # fmt: skip
+DEFAULT = ("two replicas", "partial rollouts")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("schedule")
+
+
+def parsed_of(save: Path, roles: str, flags: str):
+    """The command line of a run on as many ranks as its roles name."""
+    size = 1 + int(max(c for c in roles.split(maxsplit=1)[0] if c.isdigit()))
+    return program(
+        "rl", rl_argv(save, f"{LAG} --role-map {roles} {flags}", warm_start=EXPERTS not in flags), size
+    ), size
+
+
+def clocked(rank: int, parsed, seed: int | None, sleeps: int):
+    """Runs a program whose clock is a seed, with random sleeps."""
+    from megarl.mcore.inference.session import GenerationSession
+    from megarl.roles.actor import Actor
+
+    seeded_clock.install(rank, seed)
+    generator = random.Random(100 * sleeps + rank)
+
+    def slowed(method, longest: float):
+        def slow(*args, **kwargs):
+            time.sleep(generator.uniform(0, longest))
+            return method(*args, **kwargs)
+
+        return slow
+
+    GenerationSession.step = slowed(GenerationSession.step, 0.004)
+    Actor.update = slowed(Actor.update, 0.1)
+    in_world(rank, "rl", parsed)
+
+
+def run(save: Path, roles: str, flags: str, seed: int | None = None, sleeps: int = 0) -> Path:
+    parsed, size = parsed_of(save, roles, flags)
+    run_world(clocked, size, parsed, seed, sleeps)
+    return save
+
+
+@functools.cache
+def recording(folder: Path, name: str, seed: int = 1) -> Path:
+    flags, roles, _ = RUNS[name]
+    return run(folder / f"{name.replace(' ', '-')}-{seed}", roles, f"{flags} {RECORDED}", seed, seed)
+
+
+def lines_of(save: Path) -> list[dict]:
+    """The lines of all replicas about rounds."""
+    files = sorted((save / "schedule").glob("replica_*.jsonl"))
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [line for line in lines if "run" not in line]
+
+
+def layout_free(save: Path) -> dict[int, dict]:
+    """Rows of metrics without those of time and layout."""
+    of_layout = ("weights/sync_bytes", "waiting_share")
+    rows = {step: timeless(row) for step, row in metrics(save).items()}
+    return {step: {n: v for n, v in row.items() if not n.endswith(of_layout)} for step, row in rows.items()}
+
+
+def weights_of(save: Path) -> dict[str, str]:
+    """Digests of checkpoints, without what each rank has for itself."""
+    found = {key: value for key, value in checkpoints_of(save).items() if "/rng/" not in key}
+    return {key: value for key, value in found.items() if not key.endswith("/manifest")}
+
+
+def assert_same(found: Path, expected: Path):
+    rows, wanted = layout_free(found), layout_free(expected)
+    for step in range(1, STEPS + 1):
+        assert rows[step] == wanted[step]
+        assert samples(found, step) == samples(expected, step)
+    assert weights_of(found) == weights_of(expected)
+
+
+# -- replays -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", by_default(RUNS, DEFAULT))
+def test_a_replay_has_the_bytes_of_the_recording(name, folder, tmp_path):
+    recorded, (flags, _, replays) = recording(folder, name), RUNS[name]
+    rows = metrics(recorded)
+    mixed = max(row["rollout/mixed_version_fraction"] for row in rows.values())
+    assert mixed == 0 if name == "turns" else mixed > 0
+    assert len({row["rollout/staleness"] for row in rows.values()}) > 2
+    assert all(row["rollout/staleness_max"] <= 2 or "--partial" in flags for row in rows.values())
+    for number, (roles, more) in enumerate(replays):
+        replay = run(tmp_path / str(number), roles, f"{flags} {more} --replay-schedule {recorded}", sleeps=7 + number)
+        assert_same(replay, recorded)
+        assert not (replay / "schedule").exists()
+
+
+def test_staleness_is_that_of_the_recorded_weights(folder):
+    ages: dict[int, list[int]] = {step: [] for step in range(1, STEPS + 1)}
+    for line in lines_of(recording(folder, "two replicas")):
+        for weights, count in (segment for segments in line["segments"].values() for segment in segments):
+            ages[line["step"]] += [line["step"] - 1 - weights] * count
+    for step, row in metrics(recording(folder, "two replicas")).items():
+        assert row["rollout/staleness"] == sum(ages[step]) / len(ages[step])
+        assert row["rollout/staleness_max"] == max(ages[step])
+
+
+def test_the_clock_decides(folder):
+    one, other = (recording(folder, "two replicas", seed) for seed in (1, 2))
+    assert [line["segments"] for line in lines_of(one)] != [line["segments"] for line in lines_of(other)]
+    assert weights_of(one) != weights_of(other)
+
+
+# -- restarts ------------------------------------------------------------------------------------------------------
+
+
+def killed(rank: int, parsed, save: Path):
+    """Runs a program until the second replica is about to write its line of the last step, and the first one has."""
+    from megarl.rollout.schedule import Schedule
+
+    append, first = Schedule.append, save / "schedule" / "replica_00000.jsonl"
+
+    def appended(schedule, record, replica, replicas):
+        if record.round[0] == STEPS and replica == 1:
+            assert wait_until(lambda: f'"step": {STEPS},' in first.read_text())
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(schedule, record, replica, replicas)
+
+    Schedule.append = appended
+    clocked(rank, parsed, 1, 0)
+
+
+@pytest.mark.parametrize("roles", [TWO, long(ONE)])
+def test_a_killed_run_follows_its_own_lines(roles, folder, tmp_path):
+    save, flags = tmp_path / "run", f"{RUNS['two replicas'][0]} {RECORDED}"
+    parsed, size = parsed_of(save, TWO, f"{flags} --train-iters {STEPS} --save-interval 2")
+    with pytest.raises(RankFailed):  # whichever rank notices first
+        run_world(killed, size, parsed, save)
+    before = {(line["step"], line["replica"]): line for line in lines_of(save)}
+    assert (STEPS, 0) in before and (STEPS, 1) not in before
+    shutil.copytree(save, tmp_path / "copy")
+    (latest,) = (int((save / "checkpoints" / "latest").read_text()[5:]),)
+    assert latest < STEPS - 2
+    run(save, roles, f"{flags} --save-interval 2 --load {save}", seed=9)
+    after = {(line["step"], line["replica"]): line for line in lines_of(save)}
+    assert all(after[key] == line for key, line in before.items() if key[0] < STEPS)
+    assert after[STEPS, 0] != before[STEPS, 0]
+    of_before = metrics(tmp_path / "copy")
+    assert all(timeless(metrics(save)[step]) == timeless(row) for step, row in of_before.items())
+    flags = RUNS["two replicas"][0]
+    assert_same(run(tmp_path / "replay", ONE, f"{flags} --save-interval 2 --replay-schedule {save}"), save)
+
+
+def test_a_run_that_follows_a_schedule_ends_where_no_round_waits(folder, tmp_path):
+    """A signal in step 1: rounds up to step 3 wait for weights that the schedule names."""
+    from megarl.rollout.schedule import Recording
+
+    recorded = recording(folder, "two replicas")
+    rounds = Recording.read(recorded / "schedule", "", "").rounds
+    needed = {step: max(rounds[i, 0].last for i in range(1, step + 3)) for step in range(1, STEPS - 1)}
+    end = next(step for step in needed if needed[step] <= step)
+    assert end > 1
+    parsed, size = parsed_of(tmp_path, ONE, f"{RUNS['two replicas'][0]} --replay-schedule {recorded}")
+    run_world(stopped, size, parsed)
+    assert sorted(metrics(tmp_path)) == list(range(1, end + 1))
+    for step in range(1, end + 1):
+        assert samples(tmp_path, step) == samples(recorded, step)
+    assert (tmp_path / "checkpoints" / f"step_{end:08d}").is_dir()
+
+
+def stopped(rank: int, parsed):
+    from megarl.faults.stop import refuse_next_step
+    from megarl.roles.actor import Actor
+
+    update = Actor.update
+
+    def updated(actor, batch, kl_coefficient):
+        if rank == 0 and batch.step == 1:
+            refuse_next_step(dist.distributed_c10d._get_default_store(), 1)
+        update(actor, batch, kl_coefficient)
+
+    Actor.update = updated
+    in_world(rank, "rl", parsed)
+
+
+# -- wrong input ---------------------------------------------------------------------------------------------------
+
+
+def with_other_number(content: str) -> str:
+    """A file in which one response of the last round has one token less."""
+    lines = content.splitlines()
+    line = json.loads(lines[-1])
+    segments = next(iter(line["segments"].values()))
+    segments[-1][1] -= 1
+    return "\n".join([*lines[:-1], json.dumps(line)]) + "\n"
+
+
+CUT = {"a number": with_other_number, "a lost line": lambda text: "\n".join(text.splitlines()[:-1]) + "\n",
+       "a cut line": lambda text: text[:-9], "a lost line within": lambda text: "\n".join(
+           line for i, line in enumerate(text.split("\n")) if i != 2),
+       "other text": lambda text: "x\n"}  # fmt: skip
+REFUSED = [  # damage, other flags, message after the flag and the folder
+    ("a number", "", "line 8 is damaged (its checksum is wrong)"),
+    ("a lost line within", "", "line 3 is damaged (its checksum is wrong)"),
+    ("other text", "", "line 1 is damaged"),
+    ("a lost line", "", "the schedule has no step 7, but steps 1 to 6; this run follows it from step 1 to 7"),
+    ("a cut line", "", "the schedule has no step 7"),
+    ("", "--train-iters 8", "the schedule has no step 8"),
+    ("", "--train-iters 6", None),
+    ("", "--seed 6", "was recorded with --seed 5; this run has 6"),
+    ("", "--lr 2e-4", "was recorded with other settings: --actor-lr 0.0002 (before: 0.0001)"),
+    ("", "--generation-lag 3", "was recorded with other settings: --generation-lag 3 (before: 2)"),
+    ("", "--prompts heldout", "was recorded with another --prompts"),
+    ("", "--save-interval 1", "step 3 has the weights of step 2, and this run meets for an evaluation or a checkpoint"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage, more, message", REFUSED)
+def test_a_schedule_that_cannot_be_followed_is_wrong_input(damage, more, message, folder, tmp_path):
+    recorded, flags = recording(folder, "two replicas"), RUNS["two replicas"][0]
+    shutil.copytree(recorded / "schedule", tmp_path / "schedule")
+    file = tmp_path / "schedule" / "replica_00001.jsonl"
+    if damage:
+        file.write_text(CUT[damage](file.read_text()))
+    more = more.replace("heldout", str(inputs() / "heldout.jsonl"))
+    parsed, _ = parsed_of(tmp_path / "run", TWO, f"{flags} --replay-schedule {tmp_path} {more}")
+    if message is None:
+        RLInputs(parsed)
+        return
+    with pytest.raises(UsageError) as caught:
+        RLInputs(parsed)
+    text = str(caught.value)
+    assert text.startswith(f"--replay-schedule {tmp_path}") and message in text and "\n" not in text
+
+
+def test_a_folder_without_a_schedule_is_wrong_input(tmp_path):
+    parsed, _ = parsed_of(tmp_path / "run", ONE, f"{GRPO} --replay-schedule {tmp_path}")
+    with pytest.raises(UsageError, match="holds no schedule; allowed is the folder of a run with --generation-sched"):
+        RLInputs(parsed)
