@@ -131,6 +131,10 @@ class Trainer(abc.ABC):
             self.ends_step = ending > self.step
             if self.ends_step and not self._run_stop.may_begin(ending):
                 is_stopping = True
+                if self.mesh.rank == 0 and not self.may_stop(ending - 1):
+                    print(f"megarl: step {ending} is trained on all the same: the schedule that the run follows needs"
+                          " its weights; the run stops as soon as it needs none of a later step",
+                          file=sys.stderr, flush=True)  # fmt: skip
             if self.ends_step and is_stopping and self.may_stop(ending - 1):
                 self._stop(first)
                 return

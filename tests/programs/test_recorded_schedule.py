@@ -35,7 +35,7 @@ TURNS = (
     " --rollout-max-requests 64 --environment-timeout 60"
 )
 RUNS = {  # flags but for the role map, role map, (role map, other flags) of replays
-    "one replica": (GRPO, ONE, [(ONE, ""), (TWO, "")]),
+    "one replica": (GRPO, ONE, [(ONE, ""), (TWO, ""), (f"{TWO} --rollout-pipeline-model-parallel-size 2", "")]),
     "two replicas": (f"{GRPO} --verify-weights", TWO, [(ONE, ""), (TWO, "--rollout-dispatch static")]),
     "over-sampling": (f"{GRPO} --over-sampling 1.5", TWO, [(ONE, "")]),
     "partial rollouts": (f"{GRPO} --group-filter reward --dynamic-sampling --over-sampling 1.5 --partial-rollouts",
@@ -229,6 +229,15 @@ def stopped(rank: int, parsed):
     in_world(rank, "rl", parsed)
 
 
+@pytest.mark.long
+def test_saved_rollouts_of_a_recording_are_trained_on_alone(tmp_path):
+    flags = f"{GRPO} --over-sampling 1.5"
+    recorded = run(tmp_path / "recorded", TWO, f"{flags} {RECORDED} --save-rollouts", seed=1)
+    alone = f"{flags} {RECORDED} --debug-train-only --load-rollouts {recorded}"
+    assert_same(run(tmp_path / "alone", TWO, alone), recorded)
+    assert not (tmp_path / "alone" / "schedule").exists()
+
+
 # -- wrong input ---------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +286,28 @@ def test_a_schedule_that_cannot_be_followed_is_wrong_input(damage, more, message
         RLInputs(parsed)
     text = str(caught.value)
     assert text.startswith(f"--replay-schedule {tmp_path}") and message in text and "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "change, message", [(-1, "has not ended after"), long((1, "it has other responses|ended after"))]
+)
+def test_other_responses_than_recorded_end_the_run(change, message, folder, tmp_path):
+    """Checksums that fit: as if the weights at the start had been others."""
+    from megarl.rollout import schedule
+
+    recorded, sha = recording(folder, "two replicas"), ""
+    shutil.copytree(recorded / "schedule", tmp_path / "schedule")
+    file, written = tmp_path / "schedule" / "replica_00001.jsonl", []
+    for line in map(json.loads, file.read_text().splitlines()):
+        del line["sha"]
+        if line.get("step") == 2:
+            next(iter(line["segments"].values()))[-1][1] += change
+        text = json.dumps(line)[:-1]
+        sha = schedule._sha(sha, text)
+        written.append(f'{text}, "sha": "{sha}"}}\n')
+    file.write_text("".join(written))
+    with pytest.raises(RankFailed, match=f"UsageError: --replay-schedule {tmp_path}: step 2: .*({message})"):
+        run(tmp_path / "run", ONE, f"{RUNS['two replicas'][0]} --replay-schedule {tmp_path}")
 
 
 def test_a_folder_without_a_schedule_is_wrong_input(tmp_path):
