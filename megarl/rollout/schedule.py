@@ -210,7 +210,7 @@ class Schedule:
     def _open(self, replica: int):
         """Begins to write after the last line of a whole round, whatever else a killed run has left."""
         assert self._folder is not None  # the clock decides
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._file, end, run = self._folder / f"replica_{replica:05d}.jsonl", 0, None
         known = self._recording.rounds
         if self._file.exists():

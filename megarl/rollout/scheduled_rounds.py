@@ -242,7 +242,8 @@ class ScheduledRounds:
             ids = [i for i in mine if counts[i]]
             asked = zip(ids, requests.build(ids), strict=True)
             own = [(i, progress.setdefault(i, _Progress()).continuation(one, counts[i])) for i, one in asked]
-            for i, completion in stream(None, RequestList(own), None):
+            running = stream(None, RequestList(own), None) if own or self.engine.is_coupled else ()
+            for i, completion in running:
                 done[i] = progress[i].add(completion, weights)
                 is_last = record.segments[i][-1][0] == weights
                 if len(completion.tokens) != counts[i] or (completion.finished and not is_last):

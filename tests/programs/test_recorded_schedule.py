@@ -193,8 +193,13 @@ def test_a_killed_run_follows_its_own_lines(roles, folder, tmp_path):
     assert after[STEPS, 0] != before[STEPS, 0]
     of_before = metrics(tmp_path / "copy")
     assert all(timeless(metrics(save)[step]) == timeless(row) for step, row in of_before.items())
+    whole = shutil.copytree(save, tmp_path / "whole")
+    if roles == ONE:  # another branch from an earlier checkpoint follows all lines, and adds none
+        run(save, TWO, f"{flags} --save-interval 2 --load {save}/checkpoints/step_00000002")
+        assert_same(save, whole)
+        assert lines_of(save) == lines_of(whole)
     flags = RUNS["two replicas"][0]
-    assert_same(run(tmp_path / "replay", ONE, f"{flags} --save-interval 2 --replay-schedule {save}"), save)
+    assert_same(run(tmp_path / "replay", ONE, f"{flags} --save-interval 2 --replay-schedule {save}"), whole)
 
 
 def test_a_run_that_follows_a_schedule_ends_where_no_round_waits(folder, tmp_path):
@@ -308,6 +313,20 @@ def test_other_responses_than_recorded_end_the_run(change, message, folder, tmp_
     file.write_text("".join(written))
     with pytest.raises(RankFailed, match=f"UsageError: --replay-schedule {tmp_path}: step 2: .*({message})"):
         run(tmp_path / "run", ONE, f"{RUNS['two replicas'][0]} --replay-schedule {tmp_path}")
+
+
+@pytest.mark.parametrize("more, message", [
+    (f"{RECORDED} --temperature 2", "was recorded with other settings: --temperature 2.0 (before: 1.0); move "),
+    (f"{RECORDED} --prompts heldout --load-changed-data", "--load-changed-data: the checkpoint of "),
+    ("", "--load: the checkpoint holds groups of 2 responses"),
+])  # fmt: skip
+def test_a_recorded_run_resumes_as_it_was(more, message, folder):
+    save, flags = recording(folder, "two replicas"), RUNS["two replicas"][0]
+    more = more.replace("heldout", str(inputs() / "heldout.jsonl"))
+    parsed, _ = parsed_of(save, TWO, f"{flags} --load {save}/checkpoints/step_{SAVED:08d} {more}")
+    with pytest.raises(UsageError) as caught:
+        RLInputs(parsed)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_folder_without_a_schedule_is_wrong_input(tmp_path):
