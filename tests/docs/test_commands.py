@@ -15,6 +15,7 @@ FOREIGN_FLAGS = {
     "--no-build-isolation": "pip",
     "--squared-weight": "of the example in extending.md",
 }
+OTHERS_IN_CODE = set("--abbrev --exclude --local-dir --resv-ports --flag --off".split())  # of git, hf, srun; examples
 
 
 def problem_of(command: documents.Command) -> str:
@@ -60,6 +61,13 @@ def test_every_flag_in_prose_exists(name):
         if match and match[1] not in known and not match[1].endswith("-") and match[2] not in ("…", "."):
             unknown.append(f"{name}:{line} {span}")
     assert not unknown, "\n".join(unknown)
+
+
+def test_every_flag_in_a_message_exists():
+    known, unknown = all_flags() | set(FOREIGN_FLAGS) | OTHERS_IN_CODE, set()
+    for text in (*documents.code_texts(), "an invented --clip-rang 0.1"):
+        unknown |= set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w…-])", text)) - known
+    assert unknown == {"--clip-rang"}
 
 
 RIGHT = (

@@ -1,5 +1,6 @@
 """The Markdown pages of the project: their code, links, headings, and the shell commands in them."""
 
+import ast
 import functools
 import re
 import shlex
@@ -15,6 +16,7 @@ STARTS = re.compile(r"(\w+=\S+ )*(bash|sbatch|srun|torchrun|pip|curl|lm_eval|\S*
 ERROR = "megarl: error: "
 KEYWORDS = ("do", "then", "else", "!", "time", "exec")  # that may come before a command
 CONTROL = ("for", "while", "until", "if", "elif", "done", "fi", "do", "then", "else", "case", "esac", "{", "}")
+HOLE = "…"  # a value in a text of the code
 HERE = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?")
 
 
@@ -94,6 +96,21 @@ def anchors(text: str) -> set[str]:
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
         found[slug] = found.get(slug, -1) + 1
     return {f"{slug}-{number}" if number else slug for slug, last in found.items() for number in range(last + 1)}
+
+
+@functools.cache
+def code_texts() -> tuple[str, ...]:
+    """The texts of the programs: literals, with a `HOLE` for each value, and the lines of the scripts."""
+    found = []
+    for path in sorted((ROOT / "megarl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("".join(v.value if isinstance(v, ast.Constant) else HOLE for v in node.values))
+    for path in sorted((ROOT / "launch").glob("*.sh")):
+        found += [re.sub(r"\$\{[^}]*\}|\$\w+", HOLE, line) for line in path.read_text().split("\n")]
+    return tuple(found)
 
 
 # -- shell commands ----------------------------------------------------------------------------------------------
