@@ -73,7 +73,7 @@ class Emulator:
         answer = self._process.stdout.readline()
         assert answer, "the emulator has ended"
         logs = [Path(folder, str(rank)) / "err" for rank in range(ranks)]
-        texts = [log.read_text()[-3000:] if log.exists() else "killed as it started" for log in logs]
+        texts = [_last_of(log) if log.exists() else "killed as it started" for log in logs]
         errors = [
             f"rank {rank}, status {status}: {texts[rank]}" for rank, status in enumerate(json.loads(answer)) if status
         ]
@@ -83,6 +83,12 @@ class Emulator:
         """Ends the process."""
         self._process.kill()
         self._process.wait()
+
+
+def _last_of(log: Path) -> str:
+    """The end of a rank's errors, after what the runtime has said, which long stacks of all threads may follow."""
+    text = log.read_text()
+    return "\n".join([*(line for line in text.splitlines() if line.startswith("emulator: ")), text[-3000:]])
 
 
 def _announced(out: Path) -> str | None:
