@@ -95,10 +95,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/mixed_version_fraction", "fraction", "responses with tokens of several policy versions", STALE),
         Metric("rollout/lead", "batches", "batches after the step's that were generated when the actor began the step",
                "with --generation-lag"),
-        Metric("rollout/staleness_max", "updates", "the largest of the same",
-               "with --partial-rollouts or a schedule (--generation-schedule recorded, --replay-schedule)"),
+        Metric("rollout/staleness_max", "updates", "that of the oldest token", STALE),
         Metric("rollout/carried_fraction", "fraction", "trained tokens that are older than the step",
-               "with --partial-rollouts or a schedule"),
+               "with --partial-rollouts"),
         Metric("rollout/carried_groups", "groups", "unfinished groups that the next step continues",
                "with --partial-rollouts"),
         Metric("rollout/dropped_groups", "groups", "groups that were older than --max-staleness, or whose"

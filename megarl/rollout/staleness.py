@@ -40,11 +40,11 @@ def staleness_metrics(batch: Batch, trained_version: int, settings: Settings, ro
     count = max(sum(of_ages), 1.0)
     found = {
         "rollout/staleness": sum(age * tokens for age, tokens in enumerate(of_ages)) / count,
+        "rollout/staleness_max": max((age for age, tokens in enumerate(of_ages) if tokens), default=0),
         "rollout/mixed_version_fraction": mixed / max(responses, 1.0),
         **{f"rollout/staleness_share_{age}": tokens / count for age, tokens in enumerate(of_ages)},
     }
-    if settings.partial_rollouts or settings.is_scheduled:
-        found["rollout/staleness_max"] = max((age for age, tokens in enumerate(of_ages) if tokens), default=0)
+    if settings.partial_rollouts:
         found["rollout/carried_fraction"] = sum(of_ages[1:]) / count
     return found
 

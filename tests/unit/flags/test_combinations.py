@@ -183,6 +183,8 @@ WRONG = {
                                      "--advantage rloo"),
     "a bank of turns": ("--environment x:y --rollout-bank z --save w",
                         "--environment x:y: not allowed with --rollout-bank"),
+    "the clock and turns": ("--environment x:y --over-sampling 2 --generation-lag 1 --rollout-correction tis --save w"
+                            " --generation-schedule recorded", "--environment x:y: not allowed with --over-sampling"),
     "a turn longer than all": ("--environment x:y --max-turn-length 65 --max-response-length 64",
                                "--max-turn-length 65: allowed is at most --max-response-length 64, which holds all"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
