@@ -51,8 +51,13 @@ class HeldWeights:
         self._has_trained[step] = has_trained
 
     def is_next_there(self) -> bool:
-        """Whether `take_through` of the next step would not wait."""
-        return not self._has_trained[self.step + 1] or self._sync.is_next_there()
+        """Whether the actor has sent the next weights."""
+        return self._sync.is_next_there()
+
+    def skip_unchanged(self, newest: int):
+        """Goes on to the last of the next steps, up to `newest`, whose weights are the same."""
+        while self.step < newest and not self._has_trained.get(self.step + 1, True):
+            self.take_through(self.step + 1)
 
     def take_through(self, step: int):
         """Takes the weights up to those of a step, one step's after the other; waits for them."""
@@ -138,8 +143,9 @@ class ScheduledRounds:
         if self._record is not None:
             self.weights.take_through(self._record.first)
         else:
+            self.weights.skip_unchanged(self._newest)
             while min(self._of_replicas(self.role_groups.broadcast_number(int(self._may_take())))):
-                self.weights.take_through(self.weights.step + 1)
+                self._take_next()
         self.first = self.weights.step
 
     def end(self):
@@ -189,6 +195,10 @@ class ScheduledRounds:
         """Whether the next weights are there and allowed in this round. For leaders."""
         return self.role_groups.is_leader and self.weights.step < self._newest and self.weights.is_next_there()
 
+    def _take_next(self):
+        self.weights.take_through(self.weights.step + 1)
+        self.weights.skip_unchanged(self._newest)
+
     def _of_replicas(self, number: int) -> list[int]:
         """A number of each replica. A collective of the rollout."""
         table = torch.zeros(len(self.role_groups.replicas), dtype=torch.int64, device=device.device())
@@ -218,7 +228,7 @@ class ScheduledRounds:
                     unfinished[i] = whole
             if self.engine.interrupted != _TAKE_WEIGHTS:
                 break
-            self.weights.take_through(self.weights.step + 1)
+            self._take_next()
             asked = zip(unfinished, requests.build([*unfinished]), strict=True)
             continued = [
                 (i, progress[i].continuation(request, request.max_new_tokens - len(progress[i].tokens)))

@@ -39,7 +39,10 @@ RUNS = {  # flags but for the role map, role map, (role map, other flags) of rep
     "two replicas": (f"{GRPO} --verify-weights", TWO, [(ONE, ""), (TWO, "--rollout-dispatch static")]),
     "over-sampling": (f"{GRPO} --over-sampling 1.5", TWO, [(ONE, "")]),
     "partial rollouts": (f"{GRPO} --group-filter reward --dynamic-sampling --over-sampling 1.5 --partial-rollouts",
-                         TWO, [(ONE, ""), (TWO, "")]),
+                         TWO, [(ONE, ""), (REWARD_APART, "")]),
+    "steps without a batch": (f"{GRPO} --group-filter reward --dynamic-sampling --max-sampling-rounds 1", REWARD_APART,
+                              [(ONE, "")]),
+    "greedy baselines": (GRPO.replace("grpo", "remax --greedy-baseline"), TWO, [(ONE, "")]),
     "routes of experts": (f"{GRPO} {EXPERTS} --router-replay rollout --partial-rollouts --over-sampling 1.5", TWO,
                           [(ONE, ""), (TWO, "")]),
     "shared experts": (f"{GRPO} {EXPERTS}", f"{TWO} --rollout-expert-model-parallel-size 2", [(ONE, "")]),
@@ -131,10 +134,12 @@ def assert_same(found: Path, expected: Path):
 def test_a_replay_has_the_bytes_of_the_recording(name, folder, tmp_path):
     recorded, (flags, _, replays) = recording(folder, name), RUNS[name]
     rows = metrics(recorded)
-    mixed = max(row["rollout/mixed_version_fraction"] for row in rows.values())
+    with_batch = [row for row in rows.values() if "rollout/staleness" in row]
+    assert (len(with_batch) < STEPS) == (name == "steps without a batch")
+    mixed = max(row["rollout/mixed_version_fraction"] for row in with_batch)
     assert mixed == 0 if name == "turns" else mixed > 0
-    assert len({row["rollout/staleness"] for row in rows.values()}) > 2
-    assert all(row["rollout/staleness_max"] <= 2 or "--partial" in flags for row in rows.values())
+    assert len({row["rollout/staleness"] for row in with_batch}) > 1
+    assert all(row["rollout/staleness_max"] <= 2 or "filter" in flags or "partial" in flags for row in with_batch)
     for number, (roles, more) in enumerate(replays):
         replay = run(tmp_path / str(number), roles, f"{flags} {more} --replay-schedule {recorded}", sleeps=7 + number)
         assert_same(replay, recorded)
