@@ -4,21 +4,27 @@ import random
 
 from tests.helpers.waiting import wait_until
 
+NEVER = 1000
+
 
 def install(rank: int, seed: int | None):
-    """From now on a poll finds the next weights, or does not, as the seed says; None: the clock decides, and polls are
-    only more frequent. For a rank of the rollout."""
+    """From now on the seed says at which look of a replica, of those in a round with the same weights, the next ones
+    are there; None: the clock decides, and looks are only more frequent. For a rank of the rollout."""
     from megarl.mcore.inference import engine
     from megarl.rollout.scheduled_rounds import ScheduledRounds
 
-    engine.POLL_STEPS = 2
+    engine.POLL_STEPS = 1
     if seed is None:
         return
-    generator = random.Random(1000 * seed + rank)
+    looks: dict[tuple, int] = {}
 
     def may_take(rounds) -> bool:
         weights = rounds.weights
-        is_chosen = rounds.role_groups.is_leader and weights.step < rounds._newest and generator.random() < 0.4
-        return is_chosen and wait_until(weights.is_next_there)  # no rank that trains waits for this round
+        if not rounds.role_groups.is_leader or weights.step >= rounds._newest:
+            return False
+        place = (*rounds._round, weights.step)
+        looks[place] = looks.get(place, 0) + 1
+        found_at = random.Random(f"{seed} {rank} {place}").choice([1, 3, 3, 4, NEVER])
+        return looks[place] >= found_at and wait_until(weights.is_next_there)  # no trained rank waits for this round
 
     ScheduledRounds._may_take = may_take
