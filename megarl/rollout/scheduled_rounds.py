@@ -218,7 +218,8 @@ class ScheduledRounds:
         continued: list[tuple[int, GenerationRequest]] = []
         while True:
             unfinished: dict[int, Completion] = {}
-            for i, completion in stream(_Continued(RequestList(continued), source), self._look):
+            waiting = RequestList(continued)
+            for i, completion in stream(_Continued(waiting, source), self._look):
                 whole = progress.setdefault(i, _Progress()).add(completion, self.weights.step)
                 if completion.finished or len(whole.tokens) == requests.limits[i]:
                     done[i] = whole
@@ -226,6 +227,8 @@ class ScheduledRounds:
                         self._first_groups.ended(i, whole)
                 else:
                     unfinished[i] = whole
+            for i, _ in waiting.take(len(requests)):  # the engine had no room for them yet
+                unfinished[i] = progress[i].add(_EMPTY, self.weights.step)
             if self.engine.interrupted != _TAKE_WEIGHTS:
                 break
             self._take_next()

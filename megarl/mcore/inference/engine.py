@@ -101,6 +101,8 @@ class RolloutEngine(BuiltEngine):
         with self.session(end_ids, settings, routes) as session:
             max_requests = min(max_requests or self.max_requests, self.max_requests)
             while finished := self._run_until_finished(session, source, max_requests, response_limit, interrupt):
+                if self.interrupted:
+                    session.clear()  # the engine must not hold requests when it is suspended
                 yield from finished
                 if self.interrupted:
                     return
