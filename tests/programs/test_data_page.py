@@ -143,11 +143,13 @@ def test_the_errors_of_the_page(folder, monkeypatch):
 
 def test_the_tables_of_the_page():
     programs, known = {"`train_rl`, `evaluate`": columns.RL, "`train_sft`": columns.SFT}, {}
-    programs["`train_reward`"] = columns.REWARD
+    programs |= {"`train_reward`, `train_preference`": columns.REWARD}
+    programs |= {"`train_preference` with `kto`, also": columns.LABELLED}
     part = TEXT.partition("## Columns that are recognised")[2].partition("| files of |")[0]
     for row in re.findall(r"^\| (.*?) ?\| (\w+) \| (`.*`) \|$", part, re.MULTILINE):
         purpose = programs.get(row[0]) or purpose  # noqa: F821  of the row above
         known.setdefault(purpose, {})[row[1]] = tuple(re.findall("`(.*?)`", row[2]))
+    known[columns.LABELLED] |= known[columns.REWARD]
     assert known == columns._NAMES
     own = TEXT.partition("## megarl's own fields")[2].partition("##")[0]
     rows = re.findall(r"^\| (`.*?`) \|", own, re.MULTILINE)
