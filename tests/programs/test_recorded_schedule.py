@@ -137,7 +137,8 @@ def test_a_replay_has_the_bytes_of_the_recording(name, folder, tmp_path):
     recorded, (flags, _, replays) = recording(folder, name), RUNS[name]
     rows = metrics(recorded)
     with_batch = [row for row in rows.values() if "rollout/staleness" in row]
-    assert (len(with_batch) < STEPS) == (name == "steps without a batch")
+    # With a filter the clock, which decides about groups, may leave a step without a batch in other runs, too.
+    assert len(with_batch) < STEPS or name != "steps without a batch"
     mixed = max(row["rollout/mixed_version_fraction"] for row in with_batch)
     assert mixed == 0 if name == "turns" else mixed > 0
     assert len({row["rollout/staleness"] for row in with_batch}) > 1
