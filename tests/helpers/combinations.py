@@ -7,6 +7,12 @@ from tests.helpers import programs
 BASE = "--train-iters 1 --kl-coefficient 0 --prompts-per-step 4 --minibatch-size 4 --ppo-epochs 1"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+# Reference and critic have no place here: runs with them are refused, or run as the other values say.
+APART = "--train-iters 3 --advantage grpo --role-map actor=0;reward=1;rollout=1"
+TURNS = (
+    "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-response-length 18"
+    " --max-tokens-per-microbatch 100 --environment-timeout 60 --reward environment"
+)
 
 # A case has one value of some of these axes. A value may need another one's: then the case is not accepted, and ends.
 AXES = {
@@ -24,8 +30,12 @@ AXES = {
                "--group-filter correct --dynamic-sampling --over-sampling 2"],
     "correction": ["--rollout-correction tis", "--rollout-correction mis --rollout-correction-level sequence",
                    "--rollout-correction icepop --rollout-correction-floor 0.5"],
-    "overlap": ["--generation-lag 1 --rollout-correction tis", "--generation-lag 3 --rollout-correction mis",
+    "overlap": [f"{APART} --generation-lag 1 --rollout-correction tis",
+                f"{APART} --generation-lag 2 --rollout-correction mis",
+                f"{APART} --generation-lag 1 --rollout-correction tis --generation-schedule recorded",
                 "--partial-rollouts --over-sampling 2 --rollout-correction tis"],
+    "turns": [TURNS, f"{TURNS} --partial-rollouts --over-sampling 2 --rollout-correction tis",
+              f"{TURNS} {APART} --generation-lag 1 --rollout-correction tis"],
     "experts": [f"{EXPERTS} {flags}" for flags in (
         "", "--moe-z-loss-coeff 0.1", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
         "--moe-shared-expert-intermediate-size 16", "--moe-layer-freq 2", "--router-replay rollout",

@@ -30,7 +30,7 @@ def case_of(seed: int, number: int) -> tuple[list[str], str | None]:
 
 
 def size_of(values: list[str]) -> int:
-    return 2 if any(value in AXES["layout"] for value in values) else 1
+    return 2 if any(value in AXES["layout"] or "--role-map" in value for value in values) else 1
 
 
 def outcome(values: list[str], save: Path) -> str:
