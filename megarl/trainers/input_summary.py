@@ -116,6 +116,8 @@ def _training(config: RunConfig) -> list[tuple[str, str]]:
         rows.append(("step", f"{s.prompts_per_step:,} prompts, {responses:,} responses of at most "
                              f"{s.max_response_length:,} tokens, mini-batches of {size:,}"))  # fmt: skip
     else:
+        if config.command_line[0].endswith("preference"):
+            rows.append(("algorithm", f"--preference-loss {s.preference_loss}"))
         batch = next(config.roles[name].megatron.global_batch_size for name in config.trained)
         rows.append(("step", f"--global-batch-size {batch}"))
     run = f"{s.train_iters:,} steps"
