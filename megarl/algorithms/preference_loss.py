@@ -98,12 +98,10 @@ def token_means(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
 
 
 def smoothed(chosen: Tensor, rejected: Tensor, margin: Tensor, epsilon: float) -> Tensor:
-    """(1 − ε)·L(chosen, rejected) + ε·L(rejected, chosen), where L is `bradley_terry`: labels may be wrong with
-    probability ε (1707.02286; Mitchell 2023, "A note on DPO with noisy preferences")."""
+    """(1 − ε)·L(chosen, rejected, m) + ε·L(rejected, chosen, −m), where L is `bradley_terry`: labels may be wrong with
+    probability ε (Mitchell 2023, "A note on DPO with noisy preferences")."""
     terms = bradley_terry(chosen, rejected, margin)
-    if not epsilon:
-        return terms
-    return (1 - epsilon) * terms + epsilon * -logsigmoid(rejected - chosen + margin)
+    return terms if not epsilon else (1 - epsilon) * terms + epsilon * bradley_terry(rejected, chosen, -margin)
 
 
 def terms_of(loss: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> PreferenceTerms:

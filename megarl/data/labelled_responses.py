@@ -11,7 +11,7 @@ from megarl.data.preferences import check_pair
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, TooLong
 from megarl.data.ragged import Ragged, RaggedBuilder
-from megarl.data.sft import Example, prompt_and_response
+from megarl.data.sft import Example, arrays_within_limits, prompt_and_response
 from megarl.errors import UsageError
 
 
@@ -41,10 +41,7 @@ class LabelledResponses(Examples):
         prompt.
         """
         options = max_prompt_length, max_response_length, drops_long
-        arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *options), "labelled", encoder, *options)
-        flags = f"--max-prompt-length {max_prompt_length} --max-response-length {max_response_length}"
-        limits = f"{max_prompt_length} + {max_response_length}"
-        prompts = prompts.without_long(arrays["kept"], "lines", flags, limits)
+        prompts, arrays = arrays_within_limits(_arrays, prompts, encoder, "labelled", "lines", *options)
         super().__init__(prompts, Ragged.of_arrays(arrays), self._labelled)
         self.labels = arrays["labels"]  # [N] bool
         self._responses = arrays["responses"]  # [N] tokens of each response

@@ -10,7 +10,7 @@ from megarl.data.preferences import check_pair
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, TooLong
 from megarl.data.ragged import Ragged, RaggedBuilder
-from megarl.data.sft import Example, prompt_and_response
+from megarl.data.sft import Example, arrays_within_limits, prompt_and_response
 from megarl.errors import UsageError
 
 
@@ -37,10 +37,7 @@ class ResponsePairs(Examples):
         all are too long.
         """
         options = max_prompt_length, max_response_length, drops_long
-        arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *options), "pairs", encoder, *options)
-        flags = f"--max-prompt-length {max_prompt_length} --max-response-length {max_response_length}"
-        limits = f"{max_prompt_length} + {max_response_length}"
-        prompts = prompts.without_long(arrays["kept"], "pairs", flags, limits)
+        prompts, arrays = arrays_within_limits(_arrays, prompts, encoder, "pairs", "pairs", *options)
         super().__init__(prompts, Ragged.of_arrays(arrays), self._pair, sequences=2)
         self._responses, self._margins = arrays["responses"], arrays["margins"]
         self.has_margins = bool(self._margins.any())

@@ -1,5 +1,7 @@
 """Supervised examples: tokens of conversations, with the mask of the tokens to train on."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from megarl.data.conversations import Encoder
@@ -24,11 +26,30 @@ def sft_examples(
     response, or too long, and if all are.
     """
     options = max_prompt_length, max_response_length, drops_long
-    arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *options), "sft", encoder, *options)
-    flags = f"--max-prompt-length {max_prompt_length} --max-response-length {max_response_length}"
-    prompts = prompts.without_long(arrays["kept"], "examples", flags, f"{max_prompt_length} + {max_response_length}")
+    prompts, arrays = arrays_within_limits(_arrays, prompts, encoder, "sft", "examples", *options)
     tokens, mask = (Ragged(arrays[name], arrays["offsets"]) for name in ("values", "mask"))
     return Examples(prompts, tokens, lambda line: (tokens[line], mask[line]))
+
+
+def arrays_within_limits(
+    compute: Callable[..., dict[str, np.ndarray]], prompts: PromptSet, encoder: Encoder, name: str, unit: str,
+    max_prompt_length: int, max_response_length: int, drops_long: bool,
+) -> tuple[PromptSet, dict[str, np.ndarray]]:  # fmt: skip
+    """(the set of the lines that are kept, arrays of tokens that one rank of a node computes for all).
+
+    Args:
+        compute: makes the arrays of prompts, encoder, both limits and `drops_long`; "kept" has the numbers of the
+            lines. UsageError for a wrong line.
+        name: of what is computed; `unit`: what a line is, for messages.
+
+    Raises:
+        UsageError: also if all lines are too long.
+    """
+    options = max_prompt_length, max_response_length, drops_long
+    arrays = prompts.on_node(lambda: compute(prompts, encoder, *options), name, encoder, *options)
+    flags = f"--max-prompt-length {max_prompt_length} --max-response-length {max_response_length}"
+    limits = f"{max_prompt_length} + {max_response_length}"
+    return prompts.without_long(arrays["kept"], unit, flags, limits), arrays
 
 
 def _arrays(

@@ -52,7 +52,7 @@ class KTOTrainer(PreferenceTrainer):
         with self.timers.phase(self.task.role, "divergence"):
             self._divergence = self._estimate_divergence(examples, PROMPTS)
         super().update(examples._replace(batch=_part(examples.batch, _OWN)))
-        self.metrics = self._named(self.metrics, "preference", self._counts(examples, PROMPTS))
+        self.metrics = self._named(self.metrics, "preference", _counts(self._labels(examples, PROMPTS)))
 
     def _estimate_divergence(self, examples: ExampleBatch, set_name: str) -> Tensor:
         """[] float64, on every rank of the role. Collective."""
@@ -70,15 +70,7 @@ class KTOTrainer(PreferenceTrainer):
                 part = batch.select(positions)
                 yield part, response_sums(scores, part)
 
-    def _counts(self, examples: ExampleBatch, set_name: str) -> Tensor:
-        """[M] float64: of how many responses each of `metric_names` is the mean."""
-        held = self.inputs.examples if set_name == PROMPTS else self.inputs.held_out
-        desirable = int(held.labels[list(examples.lines)].sum())
-        undesirable, count = examples.count - desirable, examples.count
-        counts = [count, count, desirable, undesirable, desirable, undesirable]
-        return torch.tensor(counts, dtype=torch.float64, device=device.device())
-
-    def _terms(self, sums: Tensor, part: Batch, known: Tensor, labels: Tensor, counts: Tensor):
+    def _terms(self, sums: Tensor, part: Batch, known: Tensor, labels: Tensor):
         """(loss of these responses, their part of the means of `metric_names`)."""
         is_response = response_counts(part.response_mask, part.cu_seqlens) > 0  # False in a padding micro-batch
         numbers = part.sequence_ids // 2
@@ -91,19 +83,19 @@ class KTOTrainer(PreferenceTrainer):
             masked_sum(rewards, liked), masked_sum(rewards, disliked),
             masked_sum(sums.detach(), liked), masked_sum(sums.detach(), disliked),
         ]  # fmt: skip
-        return masked_sum(losses, is_response) / counts[0], torch.stack(found) / counts.clamp(min=1)
+        return masked_sum(losses, is_response) / len(labels), torch.stack(found) / _counts(labels).clamp(min=1)
 
     def _labels(self, examples: ExampleBatch, set_name: str) -> Tensor:
+        """[N] bool of all responses of the batch, by number: whether they are desirable."""
         held = self.inputs.examples if set_name == PROMPTS else self.inputs.held_out
         return torch.from_numpy(held.labels[list(examples.lines)]).to(device.device())
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
         """The mean loss of the responses."""
         known, labels = self._reference_of(examples, PROMPTS), self._labels(examples, PROMPTS)
-        counts = self._counts(examples, PROMPTS)
 
         def loss(scores: forward_pass.TokenScores, microbatch: Batch):
-            value, means = self._terms(response_sums(scores, microbatch), microbatch, known, labels, counts)
+            value, means = self._terms(response_sums(scores, microbatch), microbatch, known, labels)
             return value, (means,)
 
         return loss
@@ -112,12 +104,11 @@ class KTOTrainer(PreferenceTrainer):
         """The metrics of `metric_names` of held-out responses. Collective."""
         self._divergence = self._estimate_divergence(examples, EVAL_PROMPTS)
         known, labels = self._reference_of(examples, EVAL_PROMPTS), self._labels(examples, EVAL_PROMPTS)
-        counts = self._counts(examples, EVAL_PROMPTS)
-        means = torch.zeros_like(counts)
+        means = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
         for part, sums in self._sums_without_gradient(_part(examples.batch, _OWN)):
-            means += self._terms(sums, part, known, labels, counts)[1]
+            means += self._terms(sums, part, known, labels)[1]
         found = dict(zip(self.metric_names, self.role_groups.dp_all_reduce(means).tolist(), strict=True))
-        return self._named({f"eval/{name}": mean for name, mean in found.items()}, "eval", counts)
+        return self._named({f"eval/{name}": mean for name, mean in found.items()}, "eval", _counts(labels))
 
     def _named(self, metrics: dict[str, float], prefix: str, counts: Tensor) -> dict[str, float]:
         """Without the means over no response; with the divergence, and the margin between the mean rewards."""
@@ -126,6 +117,12 @@ class KTOTrainer(PreferenceTrainer):
         found[f"{prefix}/kl"] = float(self._divergence)
         chosen, rejected = (found.get(f"{prefix}/{name}_reward") for name in ("chosen", "rejected"))
         return found | ({} if chosen is None or rejected is None else {f"{prefix}/margin": chosen - rejected})
+
+
+def _counts(labels: Tensor) -> Tensor:
+    """[M] float64: of how many responses each of `KTOTrainer.metric_names` is the mean."""
+    desirable, undesirable = labels.sum(), (~labels).sum()
+    return torch.stack([desirable + undesirable] * 2 + [desirable, undesirable] * 2).double()
 
 
 def _part(batch: Batch, which: int) -> Batch:
