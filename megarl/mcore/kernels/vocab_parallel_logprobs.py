@@ -36,13 +36,14 @@ class HeadScores(NamedTuple):
     square_sum: Tensor | None  # None: not requested
 
 
-def row_chunks(rows: int, columns: int) -> list[slice]:
+def row_chunks(rows: int, columns: int, share: int = 1) -> list[slice]:
     """Splits n = `rows` (at least `MIN_ROWS`) evenly into chunks of at least `MIN_ROWS`: fewer would round differently.
 
     Args:
         columns: V/tp; a chunk has at most about `MAX_CHUNK` elements, rows times columns.
+        share: chunks are this many times smaller, for a caller that needs as many more buffers.
     """
-    budget = min(max(rows * columns // CHUNKS, MIN_CHUNK), MAX_CHUNK)
+    budget = min(max(rows * columns // CHUNKS, MIN_CHUNK), MAX_CHUNK) // share
     chunk_rows = max(budget // columns, MIN_ROWS)
     count = min(-(-rows // chunk_rows), rows // MIN_ROWS)
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
@@ -245,17 +246,12 @@ class _HeadScores(torch.autograd.Function):
         hidden, weight, targets, indices, kept, top, total, entropy, square_sum = ctx.saved_tensors
         product = linear.logits_with(weight, ctx.options["is_exact"]) if kept is None else None
         head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **ctx.options)
-        allocate = torch.empty_like if head.indices is None else torch.zeros_like
-        grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight, adds = None, linear.adds_to_main_grad(weight)
-        if ctx.needs_input_grad[1]:
-            dtype = at_least_fp32(weight)
-            grad_weight = weight.main_grad if adds else weight.new_zeros(weight.shape, dtype=dtype)
+        gradients = HeadGradients(head, *ctx.needs_input_grad[:2])
         if head.has_row_kernels:
             statistics = torch.stack([top, total, entropy, torch.zeros_like(top) if square_sum is None else square_sum])
             for rows, grad in _gradients_by_rows(head, statistics, grads):
-                _add_products(grad_hidden, grad_weight, head, rows, grad)
-            return grad_hidden, _returned(grad_weight, weight, adds), *[None] * 8
+                gradients.add_products(rows, grad)
+            return *gradients.returned(), *[None] * 8
         for rows in row_chunks(len(head.targets), len(weight)):
             weights, slope = None if kept is None else kept[rows], None
             if weights is None:
@@ -266,32 +262,54 @@ class _HeadScores(torch.autograd.Function):
                 else:
                     weights.sub_(_column(top, rows)).exp_()
             columns = [None if x is None else _column(x, rows) for x in (total, entropy, square_sum, *grads)]
-            _accumulate(  # nested calls, so that no name keeps the logits' gradient during the next chunk
-                grad_hidden, grad_weight, head, rows,
-                _logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3], slope,
+            gradients.add(  # nested calls, so that no name keeps the logits' gradient during the next chunk
+                rows, _with_target(_logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3],
+                                   *head.columns(rows)), slope,
             )  # fmt: skip
-        return grad_hidden, _returned(grad_weight, weight, adds), *[None] * 8
+        return *gradients.returned(), *[None] * 8
 
 
-def _returned(grad_weight: Tensor | None, weight: Tensor, adds: bool) -> Tensor | None:
-    """What autograd gets for the weight's gradient, in its type; a stand-in if it was added to Megatron's buffer."""
-    if grad_weight is None:
-        return None
-    return linear.stand_in(weight) if adds else grad_weight.to(weight.dtype)
+def _with_target(grad: Tensor, grad_logprob: Tensor | None, columns: Tensor, here: Tensor) -> Tensor:
+    """Adds the 1_y term to a chunk's gradient [C, V/tp], in place."""
+    return grad if grad_logprob is None else grad.scatter_add_(-1, columns, grad_logprob * here)
 
 
-def _accumulate(
-    grad_hidden, grad_weight, head: Head, rows: slice, grad: Tensor, grad_logprob: Tensor | None, slope: Tensor | None
-):
-    """Adds the 1_y term to a chunk's gradient [C, V/tp]; writes its rows of `grad_hidden`, adds to `grad_weight`."""
-    if grad_logprob is not None:
-        columns, here = head.columns(rows)
-        grad.scatter_add_(-1, columns, grad_logprob * here)
-    if isinstance(head.temperature, Tensor) or head.temperature != 1.0:
-        grad.div_(_column(head.temperature, rows))
-    if slope is not None:
-        grad.mul_(slope)
-    _add_products(grad_hidden, grad_weight, head, rows, grad.to(head.hidden.dtype))
+class HeadGradients:
+    """Gradients of a head's hidden states and weight, summed chunk by chunk."""
+
+    def __init__(self, head: Head, needs_hidden: bool, needs_weight: bool):
+        self.head, weight = head, head.weight
+        allocate = torch.empty_like if head.indices is None else torch.zeros_like
+        self.grad_hidden = allocate(head.hidden) if needs_hidden else None
+        self.grad_weight, self._adds = None, linear.adds_to_main_grad(weight)
+        if needs_weight:
+            self.grad_weight = weight.main_grad if self._adds else weight.new_zeros(
+                weight.shape, dtype=at_least_fp32(weight)
+            )  # fmt: skip
+
+    def add(self, rows: slice, grad: Tensor, slope: Tensor | None):
+        """Adds a chunk's gradient [C, V/tp] of scaled logits, which it overwrites; `slope`: of the softcap."""
+        if isinstance(self.head.temperature, Tensor) or self.head.temperature != 1.0:
+            grad.div_(_column(self.head.temperature, rows))
+        if slope is not None:
+            grad.mul_(slope)
+        self.add_products(rows, grad.to(self.head.hidden.dtype))
+
+    def add_products(self, rows: slice, grad: Tensor):
+        """Adds the gradient [C, V/tp] of logits, in the hidden states' type."""
+        head = self.head
+        if self.grad_hidden is not None:
+            at = rows if head.indices is None else head.indices[rows]
+            self.grad_hidden[at] = linear.input_gradient(grad, head.weight)
+        if self.grad_weight is not None:
+            linear.add_weight_gradient(self.grad_weight, grad, head.inputs(rows))
+
+    def returned(self) -> tuple[Tensor | None, Tensor | None]:
+        """What autograd gets for both; a stand-in for a weight's gradient that was added to Megatron's buffer."""
+        grad_weight, weight = self.grad_weight, self.head.weight
+        if grad_weight is not None:
+            grad_weight = linear.stand_in(weight) if self._adds else grad_weight.to(weight.dtype)
+        return self.grad_hidden, grad_weight
 
 
 def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[slice, Tensor]]:
@@ -315,14 +333,6 @@ def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[
             head_gradient(out, head.logits(rows), *arguments, statistics[:, rows].contiguous(),
                           given[:, rows].contiguous())  # fmt: skip
         yield whole, grad
-
-
-def _add_products(grad_hidden, grad_weight, head: Head, rows: slice, grad: Tensor):
-    """Writes some rows of `grad_hidden`, and adds to `grad_weight`, from the logits' gradient [C, V/tp]."""
-    if grad_hidden is not None:
-        grad_hidden[rows if head.indices is None else head.indices[rows]] = linear.input_gradient(grad, head.weight)
-    if grad_weight is not None:
-        linear.add_weight_gradient(grad_weight, grad, head.inputs(rows))
 
 
 def head_scores(
