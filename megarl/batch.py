@@ -42,6 +42,9 @@ class Batch:
     logprobs: Tensor = _token(torch.float32)  # [T] log π_old, recomputed by the training forward
     entropy: Tensor = _token(torch.float32)  # [T] of π_old over the vocabulary
     reference_logprobs: Tensor = _token(torch.float32)  # [T]
+    teacher_logprobs: Tensor = _token(torch.float32)  # [T]
+    # [T, B] bytes of the teacher's hidden state before each token, in its model's dtype; 0 outside responses.
+    teacher_states: Tensor = _token(torch.uint8)
     values: Tensor = _token(torch.float32)  # [T] V_old
     advantages: Tensor = _token(torch.float32)  # [T]
     returns: Tensor = _token(torch.float32)  # [T]
@@ -128,7 +131,7 @@ class HostMetadata:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Kind ('token' or 'sequence') and dtype of a field."""
+    """Kind ('token' or 'sequence') and dtype of a field; a token's item may be a row of that dtype."""
 
     kind: str
     dtype: torch.dtype

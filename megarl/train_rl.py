@@ -1,8 +1,8 @@
 """Reinforcement learning of a policy: PPO, GRPO and their family in one SPMD program.
 
 Every rank runs this file from top to bottom. A call on a role computes on the role's ranks and returns at once on all
-others, so roles on different ranks work at the same time. Without a critic or a reference, their calls do
-nothing. Launch it with torchrun or srun:
+others, so roles on different ranks work at the same time. Without a critic, a reference or a teacher, their
+calls do nothing. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 4 -m megarl.train_rl --config configs/quickstart.yaml
 """
@@ -14,7 +14,8 @@ from megarl.trainers.rl_trainer import RLTrainer
 def train(config, timers):
     """The whole algorithm."""
     run = RLTrainer(config, timers)
-    batcher, rollout, reward, reference = run.batcher, run.rollout, run.reward, run.reference
+    batcher, rollout, reward = run.batcher, run.rollout, run.reward
+    reference, teacher = run.reference, run.teacher
     actor, critic, advantages = run.actor, run.critic, run.advantages
     for step in run.steps():
         batch = batcher.generate(step)
@@ -22,10 +23,11 @@ def train(config, timers):
             run.dispatch(batch)
             reward.score(batch)
             reference.logprobs(batch)
+            teacher.score(batch)
             critic.values(batch)
             actor.old_logprobs(batch)
 
-            batch.gather(reward, reference, critic)
+            batch.gather(reward, reference, teacher, critic)
             advantages.compute(batch)
             batch.scatter(critic)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
-    "role": "actor|critic|reward|reference|rollout|sft|preference",
+    "role": "actor|critic|reward|reference|teacher|rollout|sft|preference",
     "phase": "[a-z_]+",
     "term": "[^/]+",  # of --reward; a plug-in's has a colon
     "task": ".+?",  # of a prompt's metadata: any text
@@ -175,6 +175,24 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("kl/reference", "nats", "sum of log π − log π_ref (k1) over a response, mean over responses, whichever"
                " estimator is optimised", "with a reference"),
         Metric("kl/coefficient", "–", "the coefficient β of the step", "with a reference"),
+    ),
+    "Distillation": (
+        *(
+            metric._replace(when="with --distill loss", programs=("train_rl", "train_sft")) for metric in (
+                Metric("distill/divergence", "nats", "divergence from the teacher, as of --distill-divergence, over the"
+                       " whole vocabulary, before its coefficient, mean over the updates' response tokens"),
+                Metric("distill/forward_kl", "nats", "KL(teacher ‖ policy), whichever divergence is the loss"),
+                Metric("distill/top1_agreement", "fraction", "tokens at which both have the same most likely token"),
+            )
+        ),
+        Metric("distill/reverse_kl", "nats", "KL(policy ‖ teacher); with --distill reward the mean of log π_old −"
+               " log π_T over the step's response tokens", "with --distill", ("train_rl", "train_sft")),
+        Metric("teacher/logprob", "nats", "mean log-prob of the response tokens under the teacher, at its own"
+               " temperature", "with --distill", ("train_rl", "train_sft")),
+        Metric("sft/negative_logprob", "nats", "mean negative log-prob of the response tokens, whatever the loss is",
+               "with --distill loss", ("train_sft",)),
+        Metric("eval/divergence", "nats", "the same divergence of held-out responses", "with --distill loss",
+               ("train_sft",)),
     ),
     "Rollout correction": (
         Metric("correction/weight_mean", "ratio", "mean of the unbounded weights π_old/μ, per token or response as"

@@ -21,6 +21,7 @@ from megarl.algorithms.statistics import local_moments, whiten
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
 
 NEEDS = frozenset({"values", "groups", "baselines"})
+NO_ADVANTAGE = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,14 @@ def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     return _finished(step, options, to_go - broadcast_to_tokens(step.baselines[step.sequence_ids].double(), *where))
 
 
+def no_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_t = 0: of a policy that learns from a teacher alone."""
+    return Advantages(torch.zeros_like(step.token_rewards), None)
+
+
 ESTIMATORS: dict[str, Estimator] = {
+    NO_ADVANTAGE: Estimator(function=no_advantages, needs=frozenset(), options=frozenset(), whiten=False),
+} | {
     name: Estimator(function=function, needs=frozenset(needs), options=frozenset({*options, "whiten"}), whiten=whitens)
     for name, function, needs, options, whitens in (
         ("gae", gae_advantages, ["values"], ["gamma", "lam"], True),

@@ -49,9 +49,11 @@ class FactorWeights(NamedTuple):
     def load(self, stages, pg_collection, optimizer=None):
         """Loads the weights, then adds the factors to them; a frozen model keeps factors of 16 bits apart.
 
-        The reference is the policy that training starts from, whose weights contain them.
+        Reference and teacher are policies whose weights contain them.
         """
-        self._load(stages, pg_collection, is_frozen=optimizer is None and self.role.name != "reference")
+        self._load(
+            stages, pg_collection, is_frozen=optimizer is None and self.role.name not in ("reference", "teacher")
+        )
         if optimizer is not None:
             optimizer.reload_model_params()
 

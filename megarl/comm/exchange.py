@@ -6,6 +6,8 @@ broadcasts inside itself. Roles that hold the same sequences on the same ranks p
 that only sends does not wait until its data are received.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +17,7 @@ from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.mcore import device
 
 HEADER = ["sequence_ids", "lengths"]  # always sent: they identify the sequences of the other fields
+STATES = "teacher_states"  # the field whose items are rows of bytes
 
 
 def _in_wire_order(names: list[str]) -> list[str]:
@@ -24,24 +27,30 @@ def _in_wire_order(names: list[str]) -> list[str]:
 
 
 def to_bytes(batch: Batch, names: list[str]) -> Tensor:
-    """Serializes fields into one uint8 tensor: count (int64), header, fields, padding to a multiple of 8 bytes."""
-    count = torch.tensor([len(batch)], dtype=torch.int64, device=batch.lengths.device)
-    chunks = [count.view(torch.uint8)]
-    chunks += [getattr(batch, name).contiguous().view(torch.uint8) for name in _in_wire_order(names)]
+    """Serializes fields into one uint8 tensor: count (int64), with states the bytes of a row (int64), header, fields,
+    padding to a multiple of 8 bytes."""
+    sizes = [len(batch)]
+    if STATES in names:
+        states = getattr(batch, STATES)
+        sizes.append(states.shape[1] if states.dim() > 1 else 1)
+    start = torch.tensor(sizes, dtype=torch.int64, device=batch.lengths.device)
+    chunks = [start.view(torch.uint8)]
+    chunks += [getattr(batch, name).contiguous().flatten().view(torch.uint8) for name in _in_wire_order(names)]
     size = sum(len(chunk) for chunk in chunks)
-    chunks.append(torch.zeros(-size % 8, dtype=torch.uint8, device=count.device))
+    chunks.append(torch.zeros(-size % 8, dtype=torch.uint8, device=start.device))
     return torch.cat(chunks)
 
 
 def from_bytes(buffer: Tensor, names: list[str]) -> Batch:
     """Restores a batch from the bytes of `to_bytes`, as views of the buffer."""
-    count, position = int(buffer[:8].view(torch.int64)), 8
+    position = 16 if STATES in names else 8
+    count, *width = buffer[:position].view(torch.int64).tolist()
     fields, total = {}, None
     for name in _in_wire_order(names):
         spec = FIELDS[name]
-        items = count if spec.kind == "sequence" else total
-        size = items * spec.dtype.itemsize
-        fields[name] = buffer[position : position + size].view(spec.dtype)
+        shape = (count,) if spec.kind == "sequence" else (total, *(width if name == STATES else ()))
+        size = math.prod(shape) * spec.dtype.itemsize
+        fields[name] = buffer[position : position + size].view(spec.dtype).view(shape)
         position += size
         if name == "lengths":
             total = int(fields[name].sum())
@@ -156,10 +165,11 @@ def _exchange(
     if batch is not None:
         # Read once: what is sent where is decided on the host, and does not wait for the device again.
         host = Batch(sequence_ids=batch.sequence_ids.cpu(), lengths=batch.lengths.cpu())
+        sent = Batch(**{name: getattr(batch, name) for name in names})
         dp_ranks = dp_assignment[host.sequence_ids]
         for dp_rank in dp_ranks.unique().tolist():  # others get nothing: their number grows with the world
             index = (dp_ranks == dp_rank).nonzero().flatten()
             places = device.to_device([index.numpy(), host.token_positions(index).numpy()])
-            buffers[receiver.leaders[dp_rank]] = to_bytes(batch.take(*places), names)
+            buffers[receiver.leaders[dp_rank]] = to_bytes(sent.take(*places), names)
     arrived = filter(len, all_to_all([buffers[rank] for rank in ranks], group, pending))
     return concatenate([from_bytes(buffer, names) for buffer in arrived] or [empty_batch(names, device.device())])

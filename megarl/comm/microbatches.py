@@ -285,6 +285,16 @@ def role_microbatches(
     return microbatches + [(blank, batch.lengths.new_zeros(0))] * (count - len(microbatches))
 
 
+def write_back_rows(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]]):
+    """As `write_back`, of a row [H] per token, as bytes: [(values [T_m, H], positions of their sequences)]."""
+    width = results[0][0].shape[1] * results[0][0].element_size()
+    field = torch.zeros(len(batch.tokens), width, dtype=torch.uint8, device=batch.tokens.device)
+    for values, positions in results:
+        if len(positions):
+            field[batch.token_positions(positions)] = values.contiguous().view(torch.uint8)
+    setattr(batch, name, field)
+
+
 def write_back(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]]):
     """Fills a per-token field from results of micro-batches: [(values [T_m], positions of their sequences)]."""
     field = torch.zeros(len(batch.tokens), dtype=FIELDS[name].dtype, device=batch.tokens.device)

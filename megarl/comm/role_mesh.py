@@ -27,6 +27,7 @@ CHANNELS = {
     "scores": ("rollout", "reward"),  # of a round, before the batch is full
     "routes/actor": ("rollout", "actor"),
     "routes/reference": ("rollout", "reference"),
+    "teacher": ("teacher", "actor"),  # its output layer
     "evaluation": ("rollout", "reward"),  # responses; a rollout that generates ahead has sent later batches by then
 }
 OF_LEADERS = {"evaluation"}  # channels of the replica leaders; the others are of all ranks

@@ -8,14 +8,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megarl.algorithms.estimators import AdvantageOptions, Estimator
+from megarl.algorithms.divergence import JSD
+from megarl.algorithms.estimators import NO_ADVANTAGE, AdvantageOptions, Estimator
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
+from megarl.flags.distill_settings import LOSS, NONE
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
-from megarl.rewards.expression import ENVIRONMENT, UNVERIFIED, Term
+from megarl.rewards.expression import ENVIRONMENT, EXACT_MATCH, UNVERIFIED, Term
 
 
 class FlagContext(NamedTuple):
@@ -92,6 +94,11 @@ CONDITIONS: dict[str, Condition] = {
     "critic": Condition(lambda context: "critic" in context.roles, "--advantage {advantage} needs no critic"),
     "reference": Condition(lambda context: "reference" in context.roles,
                            "--kl-coefficient is 0 and --role-map has no reference"),
+    "distill": _when(lambda s: s.distill != NONE, "--distill is none"),
+    "distill-loss": _when(lambda s: s.distill == LOSS, "needs --distill loss"),
+    "jsd": _when(lambda s: s.distill == LOSS and s.distill_divergence == JSD,
+                 "needs --distill loss and --distill-divergence jsd"),
+    "teacher": Condition(lambda context: "teacher" in context.roles, "--distill is none"),
     "baselines": Condition(lambda context: "baselines" in context.estimator.needs,
                            "--advantage {advantage} needs no greedy responses"),
     "sampled": Condition(lambda context: context.program != "evaluate" or context.settings.eval_temperature > 0,
@@ -184,7 +191,7 @@ def check(context: FlagContext):
 
 def reason(context: FlagContext, name: str) -> str:
     """Why flags that need a condition have no effect."""
-    if name in ("critic", "reference") and context.settings.debug_rollout_only:
+    if name in ("critic", "reference", "teacher") and context.settings.debug_rollout_only:
         return "--debug-rollout-only trains nothing"
     return condition(name).reason.format_map(vars(context.settings))
 
@@ -192,7 +199,7 @@ def reason(context: FlagContext, name: str) -> str:
 def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
-    with_context = (_rewards(context), _sampling(context), _training(context))
+    with_context = (_rewards(context), _sampling(context), _training(context), _distillation(context))
     groups = (
         *with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s), _environments(s)
     )  # fmt: skip
@@ -266,6 +273,30 @@ def _training(context: FlagContext) -> list[FlagRule]:
         FlagRule("--router-replay-reference", s.router_replay_reference,
              not s.router_replay_reference or "reference" in context.roles or s.debug_rollout_only,
              "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
+    ]  # fmt: skip
+
+
+def _distillation(context: FlagContext) -> list[FlagRule]:
+    s, is_rl = context.settings, context.program == "rl"
+    counts, has_teacher = any(term.weight for term in context.terms), s.distill != NONE
+    has_advantage = s.advantage != NO_ADVANTAGE
+    return [
+        FlagRule("--reward", s.reward, bool(context.terms) or has_teacher,
+             "needs --distill: nothing else would be learnt"),
+        FlagRule("--reward", s.reward, counts or not context.terms or (has_teacher and is_rl),
+             "every weight is 0; at least one term must count"),
+        FlagRule("--advantage", s.advantage, has_advantage or has_teacher,
+             "needs --distill: nothing else would be learnt"),
+        FlagRule("--advantage", s.advantage, counts or not has_advantage or not is_rl or not has_teacher,
+             "no reward counts, so that all advantages are 0; allowed is none"),
+        FlagRule("--advantage", s.advantage, has_advantage or not counts,
+             f"leaves out what --reward {s.reward} says; give it weight 0, or take another estimator"),
+        FlagRule("--advantage", s.advantage, has_advantage or s.kl_in == "loss" or not s.kl_coefficient,
+             "leaves out the KL in the reward; give --kl-in loss or --kl-coefficient 0"),
+        FlagRule("--group-filter", s.group_filter, s.group_filter != "reward" or counts or not is_rl,
+             "no reward counts, so that all groups would be dropped"),
+        FlagRule("--eval-prompts", s.eval_prompts, s.eval_prompts is None or bool(context.terms),
+             f"needs a --reward that measures the responses; one of weight 0, as 0*{EXACT_MATCH}, is not learnt"),
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 from megarl.errors import UsageError
 
-ROLES = ("actor", "critic", "reward", "reference", "rollout")
+ROLES = ("actor", "critic", "reward", "reference", "teacher", "rollout")
 OFF = "--off:"  # prefix of a switch that a config file turns off (`--no-…` is set) or unsets; its name is checked
 
 # Flags that may have a --rollout- prefix: they split the policy's weights. All others are the actor's.
@@ -33,15 +33,15 @@ PIPELINE_LAYOUT = (
 _INTERVAL = re.compile(r"(?P<nodes>nodes?\s+)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 
 # Roles that each program may have.
-ROLES_OF = {"rl": ROLES, "sft": ("actor",), "reward": ("reward",), "preference": ("actor",),
+ROLES_OF = {"rl": ROLES, "sft": ("actor", "teacher"), "reward": ("reward",), "preference": ("actor",),
             "evaluate": ("actor", "reward", "rollout"), "serve": ("actor", "rollout")}  # fmt: skip
 TRAINED_ROLES = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "preference": ("actor",),
                  "evaluate": (), "serve": ()}  # fmt: skip
 
 
-def roles_of(program: str, has_critic: bool, has_reference: bool) -> tuple[str, ...]:
+def roles_of(program: str, has_critic: bool, has_reference: bool, has_teacher: bool) -> tuple[str, ...]:
     """Roles of a run, in the order of `ROLES`."""
-    absent = {"critic": not has_critic, "reference": not has_reference}
+    absent = {"critic": not has_critic, "reference": not has_reference, "teacher": not has_teacher}
     return tuple(role for role in ROLES_OF[program] if not absent.get(role))
 
 

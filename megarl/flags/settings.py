@@ -9,13 +9,14 @@ import dataclasses
 import math
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.estimators import ESTIMATORS
+from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
 from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
 from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
+from megarl.flags.distill_settings import LOSS, REWARD, DistillSettings
 from megarl.flags.environment_settings import EnvironmentSettings
 from megarl.flags.fields import (
     ALL,
@@ -40,7 +41,7 @@ from megarl.flags.tracker_settings import TrackerSettings
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
 from megarl.rewards.expression import NAMES
 
-MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed sequences
+MODELS = ("actor", "critic", "reward", "reference", "teacher")  # roles that run a model over packed sequences
 TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 SCHEDULES = ("fixed", "recorded")
@@ -59,7 +60,7 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings, TrackerSettings,
-    DebugSettings,
+    DebugSettings, DistillSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -67,11 +68,12 @@ class Settings(
                                  " every role on all ranks", programs=GENERATING)  # fmt: skip
     hf_model: str | None = flag(None, "Hugging Face folder: gives architecture, weights, tokenizer, chat template and"
                                  " end tokens; may differ per role", programs=ALL,
-                                 roles=("actor", "critic", "reference"))  # fmt: skip
+                                 roles=("actor", "critic", "reference", "teacher"))  # fmt: skip
     # Rewards.
     reward: str = flag("exact-match", "weighted sum of reward terms, as 'model+0.2*format' (weight 0: logged, not"
                         f" added); terms: {', '.join(NAMES)}, or package.module:function; default with"
-                        " --environment: environment", programs=GENERATING)  # fmt: skip
+                        " --environment: environment, with --distill: none, without any term",
+                        programs=GENERATING)  # fmt: skip
     reward_model: str | None = flag(None, "run folder of train_reward; several, separated by commas, form an ensemble",
                                      programs=GENERATING, when="model")  # fmt: skip
     reward_hf_model: str | None = flag(None, "Hugging Face folder of a reward model (sequence classification with one"
@@ -174,7 +176,8 @@ class Settings(
                                            " losses of actor and critic (2503.14476 §3.4); their rewards stay in"
                                            " the group's baseline")  # fmt: skip
     # Advantages.
-    advantage: str = flag("gae", f"advantage estimator: {', '.join(ESTIMATORS)}, or package.module:function")
+    advantage: str = flag("gae", f"advantage estimator: {', '.join(ESTIMATORS)}, or package.module:function;"
+                           " default with --distill and no --reward: none")  # fmt: skip
     gamma: float = fraction(1.0, "discount γ (1506.02438)", when="estimator:gamma")
     gae_lambda: float = fraction(0.95, "λ of GAE (1506.02438)", when="estimator:lam")
     group_std: bool = flag(True, "divide by the group's standard deviation (2402.03300); false: Dr. GRPO (2503.20783)",
@@ -310,7 +313,14 @@ class Settings(
     def updates_on_policy(self, sequences: int) -> bool:
         """Whether the batch's only update is also its first actor forward, so that old log-probs come from it."""
         is_only_update = self.ppo_epochs == 1 and (self.minibatch_size or sequences) >= sequences
-        return is_only_update and not (self.kl_in == "reward" and self.kl_coefficient > 0)
+        reads_old_logprobs = self.kl_in == "reward" and self.kl_coefficient > 0 or self.distill == REWARD
+        return is_only_update and not reads_old_logprobs
+
+    @property
+    def only_distills(self) -> bool:
+        """Whether the divergence from the teacher is all of the loss."""
+        other_terms = self.entropy_coefficient or self.kl_in == "loss" and self.kl_coefficient
+        return self.distill == LOSS and self.advantage == NO_ADVANTAGE and not other_terms
 
     @property
     def environment_fields(self) -> tuple[str, ...]:

@@ -24,6 +24,8 @@ DEFAULT_ALARMS = "; ".join((
     "actor/updates < 1 for 3: warn", "actor/grad_norm < 1e-12 for 5: warn", "reward/std < 1e-09 for 5: warn",
     "environment/failed_fraction > 0.9: warn",
 ))  # fmt: skip
+# Of runs whose rewards do not count.
+ALARMS_WITHOUT_REWARD = "; ".join(alarm for alarm in DEFAULT_ALARMS.split("; ") if not alarm.startswith("reward/"))
 ACTIONS = ("warn", "skip", "stop")
 # Metrics of one update, which all ranks of the role have before they apply it.
 OF_UPDATE = {
@@ -109,7 +111,7 @@ class Alarms:
     def __init__(self, text: str):
         """`text`: value of `--alarms`."""
         self._alarms = [alarm for alarm in parse_alarms(text) if alarm.action != "skip"]
-        self._is_default = text == DEFAULT_ALARMS
+        self._is_default = text in (DEFAULT_ALARMS, ALARMS_WITHOUT_REWARD)
         self._unseen = set() if self._is_default else {alarm.metric for alarm in self._alarms}
         self._history = defaultdict(lambda: deque(maxlen=HISTORY))
         self._holding: set[Alarm] = set()

@@ -16,7 +16,8 @@ from megarl.planning.memory import GIB, Memory, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
 # How each role uses its model; a reward role with verifiers only has none.
-KINDS = {"actor": "train", "critic": "value", "reward": "reward model", "reference": "score", "rollout": "generate"}
+KINDS = {"actor": "train", "critic": "value", "reward": "reward model", "reference": "score", "teacher": "score",
+         "rollout": "generate"}  # fmt: skip
 PREFILL = 4096  # minimum token budget of a prefill of the rollout engine
 
 

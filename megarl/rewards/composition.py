@@ -24,8 +24,11 @@ def correctness_term(terms: Sequence[Term]) -> str:
 def compose(terms: Sequence[Term], scores: dict[str, Score]) -> Score:
     """The sum Σ weight · reward of one sample's scores by name, with each term's share of it as a component.
 
-    A single verifier of weight 1 keeps its score and its components. Terms of weight 0 have no component.
+    A single verifier of weight 1 keeps its score and its components. Terms of weight 0 have no component. Without terms
+    the reward is 0.
     """
+    if not terms:
+        return Score(reward=0.0, correct=False)
     if len(terms) == 1 and terms[0].weight == 1.0 and terms[0].name != MODEL:
         return scores[terms[0].name]
     parts: dict[str, float] = {}

@@ -12,8 +12,10 @@ from megarl.errors import UsageError
 MODEL = "model"
 ENVIRONMENT = "environment"
 UNVERIFIED = (MODEL, ENVIRONMENT)  # terms that no verifier scores
+NONE = "none"  # no term at all
+EXACT_MATCH = "exact-match"
 NAMES = (
-    MODEL, ENVIRONMENT, "exact-match", "regex", "math-verify", "reasoning-gym", "format", "length", "code", "remote"
+    MODEL, ENVIRONMENT, EXACT_MATCH, "regex", "math-verify", "reasoning-gym", "format", "length", "code", "remote"
 )  # fmt: skip
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -30,11 +32,13 @@ class Term(NamedTuple):
 def parse(text: str) -> tuple[Term, ...]:
     """The terms of `weight*name+name+…` in order; the default weight is 1.
 
-    A name is one of `NAMES` or a plug-in as `package.module:function`, which is imported later.
+    A name is one of `NAMES` or a plug-in as `package.module:function`, which is imported later. `none` has no terms.
 
     Raises:
-        UsageError: malformed, an unknown name, a name twice, a weight that is not finite, or all weights 0.
+        UsageError: malformed, an unknown name, a name twice, or a weight that is not finite.
     """
+    if text.strip() == NONE:
+        return ()
     terms, position, more = [], 0, True
     while more:
         match = _TERM.match(text, position)
@@ -63,8 +67,6 @@ def _check(text: str, terms: list[Term]) -> None:
         if not math.isfinite(weight):
             raise UsageError(f"--reward {text}: the weight of {name} is not a finite number")
         seen.add(name)
-    if not any(weight for weight, _ in terms):
-        raise UsageError(f"--reward {text}: every weight is 0; at least one term must count")
 
 
 def _allowed() -> str:

@@ -18,8 +18,9 @@ from megarl.comm.step_batch import StepBatch
 from megarl.mcore.model.forward_pass import TokenScores, token_scores
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
-from megarl.roles.actor_loss import METRIC_NAMES, ActorLoss
+from megarl.roles.actor_loss import PPO_KL, ActorLoss
 from megarl.roles.loss_mask import is_all_masked, loss_mask
+from megarl.roles.teacher import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay import probe
 
@@ -36,7 +37,8 @@ class Actor:
         self.settings, self.role_groups = settings, role_groups
         self.timers, self.vocab_size = timers, vocab_size
         self.loss, self.update_check = ActorLoss(settings, policy_loss), UpdateCheck(settings.alarms, self.name)
-        self.trainable_model = None
+        self.trainable_model: TrainableModel | None = None
+        self.teacher_output: TeacherOutput | None = None  # with `--distill loss`
         self.metrics: dict[str, float] = {}
         if role_groups.is_member and not settings.debug_rollout_only:
             self.trainable_model = TrainableModel(role, role_groups, vocab_size, settings.updates_per_step)
@@ -111,10 +113,17 @@ class Actor:
         self.metrics |= staleness_report(maxima, sums)
 
     def _forward(self, chunk, microbatch: Batch) -> TokenScores:
+        return self._scores(chunk, microbatch, None)
+
+    def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores:
+        return self._scores(chunk, microbatch, self.teacher_output)
+
+    def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None) -> TokenScores:
         host = microbatch.host_metadata
         return token_scores(
             chunk, microbatch.tokens, host.lengths, self.settings.temperature, self.vocab_size, microbatch.routing,
-            host.response_mask, host.shared,
+            host.response_mask, host.shared, None if output is None else output.rows(microbatch),
+            only_distills=output is not None and self.settings.only_distills,
         )  # fmt: skip
 
     def update(self, step_batch: StepBatch, kl_coefficient: float):
@@ -137,9 +146,9 @@ class Actor:
         with self.timers.phase(self.name, "update"):
             with self.trainable_model.present_for_updates():
                 updates = [self._update(batch, positions, kl_coefficient, on_policy) for positions in passes]
-            self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES, self.name)
+            self.metrics |= self.trainable_model.update_metrics(updates, self.loss.names, self.name)
             if updates[0].has_loss:
-                self.metrics["actor/ppo_kl_first"] = updates[0].means[METRIC_NAMES.index("actor/ppo_kl")].item()
+                self.metrics["actor/ppo_kl_first"] = updates[0].means[self.loss.names.index(PPO_KL)].item()
             if self.settings.kl_in == "reward":
                 self.metrics.pop("actor/kl_loss", None)
 
@@ -158,8 +167,8 @@ class Actor:
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         results, update = self.trainable_model.checked_update(
-            microbatches, self._forward, loss, METRIC_NAMES, self.loss.metric_counts(counts), self.update_check.accepts,
-            has_loss,
+            microbatches, self._forward_of_update, loss, self.loss.names, self.loss.metric_counts(counts),
+            self.update_check.accepts, has_loss,
         )  # fmt: skip
         if on_policy:
             scored = zip(results, microbatches, strict=True)

@@ -9,10 +9,15 @@ from megarl.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from megarl.algorithms.rollout_correction import CorrectionOptions, correction_weights
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.flags.distill_settings import LOSS
 from megarl.mcore.model.forward_pass import TokenScores
 from megarl.roles.loss_mask import loss_mask
 
-METRIC_NAMES = ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction", "actor/kl_loss")
+PPO_KL = "actor/ppo_kl"
+METRIC_NAMES = ("actor/loss", "actor/entropy", PPO_KL, "actor/clip_fraction", "actor/kl_loss")
+DISTILL_NAMES = (
+    "distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement", "teacher/logprob"
+)  # fmt: skip
 
 
 class ActorLoss:
@@ -26,11 +31,12 @@ class ActorLoss:
             floor=s.rollout_correction_floor,
         )  # fmt: skip
         self.norm = s.loss_norm_length or float(s.max_response_length)
+        self.names = METRIC_NAMES + (DISTILL_NAMES if s.distill == LOSS else ())
 
     def __call__(
         self, scores: TokenScores, microbatch: Batch, old_logprobs: Tensor, counts: Tensor, kl_coefficient: float
     ) -> tuple[Tensor, Tensor]:
-        """(differentiable loss, float64 metrics in the order of `METRIC_NAMES`).
+        """(differentiable loss, float64 metrics in the order of `names`).
 
         Args:
             scores: of the present policy.
@@ -63,13 +69,18 @@ class ActorLoss:
             reference = microbatch.reference_logprobs.masked_fill(~mask, 0.0)
             kl = reduce(kl_estimate(scores.logprobs, reference, s.kl_estimator, REFERENCE_LOG_RATIO_LIMIT))
             value = value + kl_coefficient * kl
+        compared = scores.distillation or ()
+        if scores.distillation is not None:
+            divergence = s.distill_coefficient * reduce(scores.distillation.divergence)
+            value = divergence if s.only_distills else value + divergence
         means = [
             masked_sum(x.detach().double(), mask) / counts[0].clamp(min=1)
-            for x in (scores.entropy, terms.approx_kl, terms.clipped)
+            for x in (scores.entropy, terms.approx_kl, terms.clipped, *compared)
         ]
-        return value, torch.stack([value.detach().double(), *means, kl.detach().to(means[0])])
+        return value, torch.stack([value.detach().double(), *means[:3], kl.detach().to(means[0]), *means[3:]])
 
     def metric_counts(self, counts: Tensor) -> Tensor:
         """[M] what each metric of a mini-batch is a mean over: tokens, or for losses sequences, too."""
         tokens, of_losses = counts[0], counts[0 if self.settings.loss_aggregation == "token-mean" else 1]
-        return torch.stack([of_losses, tokens, tokens, tokens, of_losses])
+        compared = [tokens] * (len(self.names) - len(METRIC_NAMES))
+        return torch.stack([of_losses, tokens, tokens, tokens, of_losses, *compared])

@@ -11,6 +11,7 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
+from megarl.flags.distill_settings import REWARD
 from megarl.observe.timers import Timers
 from megarl.rewards import expression
 from megarl.roles.loss_mask import masked_tokens
@@ -52,8 +53,15 @@ class AdvantageComputer:
         with self.timers.phase(ACTOR, "advantages"):
             batch = step_batch[ACTOR]
             batch.advantages, returns = self.estimator.function(self._step_data(batch, step_batch.count), self.options)
+            if self.settings.distill == REWARD:
+                batch.advantages = batch.advantages + self._from_teacher(batch)
             if returns is not None:
                 batch.returns = returns
+
+    def _from_teacher(self, batch: Batch) -> Tensor:
+        """[T] α·(log π_T − log π_old) at response tokens: minus a sample of the reverse KL, which is not whitened."""
+        difference = (batch.teacher_logprobs - batch.logprobs).masked_fill(~batch.response_mask, 0.0)
+        return self.settings.distill_coefficient * difference
 
     def _step_data(self, batch: Batch, count: int) -> StepData:
         """The estimator's inputs; per-sequence sums come from all replicas, exactly: each is summed with zeros."""
@@ -116,6 +124,18 @@ class AdvantageComputer:
         if kl is not None:
             self.controller.update(kl, sequences)
 
+    def _teacher_metrics(self, batch: Batch, generated: float) -> dict[str, float]:
+        """Means over the step's response tokens, of which there are `generated`. A collective of the actor."""
+        mask = batch.response_mask
+        teacher, difference = (
+            x.double().masked_fill(~mask, 0.0).sum()
+            for x in (batch.teacher_logprobs, batch.logprobs - batch.teacher_logprobs)
+        )
+        sums = self.role_groups.dp_all_reduce(torch.stack([teacher, difference])).tolist()
+        return dict(
+            zip(("teacher/logprob", "distill/reverse_kl"), (x / max(generated, 1.0) for x in sums), strict=True)
+        )
+
     def _step_metrics(self, step_batch: StepBatch) -> tuple[dict[str, float], float | None, int]:
         """(metrics, mean KL per response or None without a reference, sequences). A collective of the actor."""
         batch, mask = step_batch[ACTOR], step_batch[ACTOR].response_mask
@@ -126,6 +146,8 @@ class AdvantageComputer:
         metrics, sequences, of_all = step_metrics(batch, self.settings, self.role_groups, *sums)
         kl_sum, entropy, generated, masked = of_all
         metrics["rollout/entropy"] = entropy / max(generated, 1.0)
+        if batch.teacher_logprobs is not None:
+            metrics |= self._teacher_metrics(batch, generated)
         if self.settings.mask_truncated_responses:
             metrics["rollout/masked_fraction"] = masked / max(generated, 1.0)
         if batch.reference_logprobs is None:

@@ -8,7 +8,7 @@ from megarl.arguments import RoleSettings, Settings
 from megarl.errors import UsageError
 
 _TRAINED = ("actor", "critic")
-_FROZEN = ("reward", "reference")
+_FROZEN = ("reward", "reference", "teacher")
 
 
 def leading_ranks(roles: dict[str, RoleSettings]) -> set[int]:

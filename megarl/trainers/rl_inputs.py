@@ -22,6 +22,7 @@ from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_pr
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.schedule_inputs import read_schedule
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
+from megarl.trainers.teacher_inputs import find_teacher
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
 
@@ -52,6 +53,8 @@ class RLInputs:
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
+        if "teacher" in config.roles:
+            self.pretrained["teacher"] = find_teacher(config, encoder)
         self.resume = None
         is_compared = s.load or s.save or s.load_rollouts or s.replay_schedule
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}

@@ -7,12 +7,14 @@ from megarl.arguments import RunConfig
 from megarl.checkpoint import integrity, run_state
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
+from megarl.flags.distill_settings import LOSS
 from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
+from megarl.roles.teacher import Teacher, TeacherOutput
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import replica_files
 from megarl.rollout.batcher import RolloutBatcher
@@ -92,6 +94,7 @@ class RLTrainer(Trainer):
         self.reward = inputs.reward_factory.role(mesh["reward"], self.tokenizer, timers)
         shared = self.actor.trainable_model if shares_base(roles["actor"], roles.get("reference")) else None
         self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers, shared)
+        self.teacher = Teacher(s, roles.get("teacher"), mesh["teacher"], sizes.get("teacher"), timers)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
         states = {name: model.router_state for name, model in self._models().items()}
@@ -136,7 +139,8 @@ class RLTrainer(Trainer):
     def _models(self) -> dict:
         """This rank's models by role."""
         actor, critic = self.actor.trainable_model, self.critic.trainable_model
-        models = {"actor": actor, "critic": critic, "reference": self.reference.frozen_model}
+        frozen = {"reference": self.reference.frozen_model, "teacher": self.teacher.frozen_model}
+        models = {"actor": actor, "critic": critic, **frozen}
         return {name: model for name, model in models.items() if model}
 
     def trained_models(self) -> list[TrainableModel]:
@@ -148,6 +152,13 @@ class RLTrainer(Trainer):
         for name, weights in self.inputs.pretrained.items():
             if name in models and not (name == "reference" and self.reference.is_shared):
                 models[name].load_pretrained(weights)
+        ranks = self.mesh["teacher"].is_member or self.mesh["actor"].is_member
+        if self.settings.distill == LOSS and ranks:
+            policy = self.actor.trainable_model
+            self.actor.teacher_output = TeacherOutput(
+                self.settings, self.teacher, self.mesh, None if policy is None else policy.model,
+                self.config.roles["teacher"],
+            )  # fmt: skip
 
     def _evaluate_before_training(self):
         metrics = self.evaluator.evaluate()
@@ -175,14 +186,14 @@ class RLTrainer(Trainer):
         return schedule is None or schedule.needs(step + self.settings.generation_lag) <= step
 
     def _metric_sources(self) -> list:
-        return [self.batcher, self.actor, self.critic, self.reference, self.advantages]
+        return [self.batcher, self.actor, self.critic, self.reference, self.teacher, self.advantages]
 
     def dispatch(self, batch: StepBatch):
         """Sends the responses to all roles, and the rollout's routes for router replay. Collective."""
         self._batch = batch
         self._sent.append(batch)
         self.flush(wait=False)  # prints earlier steps that all ranks have ended by now
-        batch.dispatch("actor", "reward", "reference", "critic")
+        batch.dispatch("actor", "reward", "reference", "teacher", "critic")
         self.routing_replay.send_routes(batch)
 
     def serve(self, step: int):

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning: the loss is the mean negative log-probability of the response tokens."""
+"""Supervised fine-tuning: the loss is the mean negative log-probability of the response tokens, or with a teacher the
+divergence from its distributions of these tokens."""
 
 from collections.abc import Callable
 
@@ -13,9 +14,12 @@ from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
 from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
+from megarl.flags.distill_settings import LOSS, REWARD
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS
+from megarl.roles.actor_loss import DISTILL_NAMES
+from megarl.trainers.distiller import Distiller
 from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec
 
 
@@ -26,7 +30,7 @@ class SFTTrainer(SupervisedTrainer):
         program="train_sft", role="actor", prefix="sft", value_head=False, sequence_names=("first",), best="loss",
         sources=("actor",), purpose=SFT,
     )  # fmt: skip
-    metric_names = ("loss",)
+    metric_names: tuple[str, ...] = ("loss",)
     fields = SFT_FIELDS
 
     @staticmethod
@@ -37,8 +41,12 @@ class SFTTrainer(SupervisedTrainer):
 
     @staticmethod
     def check(settings: Settings):
-        """The checks of `SupervisedTrainer`, and that a conversation has no parts of its own."""
+        """The checks of `SupervisedTrainer`, of the columns of conversations, and of the form of distillation."""
         SupervisedTrainer.check(settings)
+        if settings.distill == REWARD:
+            raise UsageError(
+                "--distill reward: adds to advantages, which train_sft has none of; allowed are none, loss"
+            )
         for flag, name in (
             ("--prompt-column", settings.prompt_column),
             ("--response-column", settings.response_column),
@@ -51,27 +59,64 @@ class SFTTrainer(SupervisedTrainer):
         """The example is one sequence."""
         return [example]
 
+    def prepare(self):
+        """Builds the teacher, if there is one. Collective."""
+        s, self._distiller = self.settings, None
+        if s.distill == LOSS:
+            self._distiller = Distiller(
+                self.config, self.mesh, self.trainable_model, self.vocab_size, self.inputs.teacher, self.timers
+            )
+            self.metric_names = ("loss", "negative_logprob", *DISTILL_NAMES)
+
+    def update(self, examples: ExampleBatch):
+        """One optimizer update on the mean loss of a batch; sets `metrics`."""
+        self._ask_teacher(examples)
+        super().update(examples)
+
+    def _ask_teacher(self, examples: ExampleBatch):
+        if self._distiller is not None:
+            self._distiller.ask(examples.batch, examples.dp_assignment)
+
     def _forward(self, chunk, microbatch) -> forward_pass.TokenScores:
         lengths, mask = microbatch.host_metadata.lengths, microbatch.host_metadata.response_mask
+        teacher = None if self._distiller is None else self._distiller.output.rows(microbatch)
         return forward_pass.token_scores(
-            chunk, microbatch.tokens, lengths, 1.0, self.vocab_size, microbatch.routing, mask
-        )
+            chunk, microbatch.tokens, lengths, 1.0, self.vocab_size, microbatch.routing, mask, None, teacher,
+            only_distills=teacher is not None and not self.settings.distill_sft_coefficient,
+        )  # fmt: skip
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
-        """The mean negative log-probability of the response tokens."""
+        """The mean negative log-probability of the response tokens; with a teacher, the divergence from it."""
+        s = self.settings
 
         def loss(scores, microbatch):
-            value = token_mean(-scores.logprobs, microbatch.response_mask, tokens)
-            return value, (value.detach().double().view(1),)
+            def mean(values: Tensor) -> Tensor:
+                return token_mean(values, microbatch.response_mask, tokens)
+
+            value = negative_logprob = mean(-scores.logprobs)
+            if scores.distillation is None:
+                return value, (value.detach().double().view(1),)
+            value = s.distill_coefficient * mean(scores.distillation.divergence)
+            if s.distill_sft_coefficient:
+                value = value + s.distill_sft_coefficient * negative_logprob
+            measured = value, negative_logprob, *map(mean, scores.distillation)
+            return value, (torch.stack([each.detach().double() for each in measured]),)
 
         return loss
 
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
-        """Mean negative log-probability of the held-out responses' tokens. Collective."""
-        sums = torch.zeros(2, dtype=torch.float64, device=device.device())
+        """Mean negative log-probability of the held-out responses' tokens, and their divergence from the teacher.
+        Collective."""
+        self._ask_teacher(examples)
+        sums = torch.zeros(3, dtype=torch.float64, device=device.device())
         for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
             mask = examples.batch.select(positions).response_mask
             if len(positions):
-                sums += torch.stack([-masked_sum(scores.logprobs, mask).double(), mask.sum().double()])
-        total, count = self.role_groups.dp_all_reduce(sums).tolist()
-        return {"eval/loss": total / max(count, 1.0)}
+                divergence = torch.zeros_like(scores.logprobs)
+                if scores.distillation is not None:
+                    divergence = scores.distillation.divergence
+                measured = masked_sum(-scores.logprobs, mask), masked_sum(divergence, mask), mask.sum()
+                sums += torch.stack([each.double() for each in measured])
+        total, divergence, count = self.role_groups.dp_all_reduce(sums).tolist()
+        metrics = {"eval/loss": total / max(count, 1.0)}
+        return metrics if self._distiller is None else metrics | {"eval/divergence": divergence / max(count, 1.0)}

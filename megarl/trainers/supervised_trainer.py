@@ -24,6 +24,7 @@ from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
 from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
+from megarl.trainers.teacher_inputs import find_teacher
 from megarl.trainers.trainer import Trainer
 
 
@@ -47,6 +48,7 @@ class ExampleBatch(NamedTuple):
     lines: Sequence[int]  # [count] of the set
     examples: dict[int, Any]  # this replica's, by their number in the batch
     batch: Batch  # this replica's sequences; example i of k sequences has the ids i·k … i·k + k − 1
+    dp_assignment: dict[str, Tensor]  # role -> [count] int64: the dp rank of each example
 
 
 class SupervisedTrainer(Trainer, abc.ABC):
@@ -54,7 +56,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     task: TaskSpec
     sequences_together = 1  # of an example, in one micro-batch
-    metric_names: tuple[str, ...]  # of an update, the loss first
+    metric_names: tuple[str, ...]  # of an update, the loss first; without a slash they get the task's prefix
     fields: tuple  # metrics in the progress line of a step
 
     def __init__(self, config: RunConfig, timers: Timers):
@@ -139,7 +141,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
                 counts=tokens, check=lambda loss, _: math.isfinite(loss),
             )  # fmt: skip
             prefix = self.task.prefix
-            names = tuple(f"{prefix}/{name}" for name in self.metric_names)
+            names = tuple(name if "/" in name else f"{prefix}/{name}" for name in self.metric_names)
             self.metrics = {
                 **self.trainable_model.update_metrics([update], names, prefix),
                 "perf/tokens": int(total),
@@ -155,10 +157,12 @@ class SupervisedTrainer(Trainer, abc.ABC):
         per_example = len(self.task.sequence_names)
         lengths = torch.from_numpy(examples.lengths(lines))
         # The cost of an example is estimated as if its sequences were one.
-        dp_assignment = load_balance.balance_by_flops(
-            lengths.sum(1), [torch.arange(len(lines))], len(self.role_groups.replicas), self.role.megatron.hidden_size
-        )
-        numbers = (dp_assignment == self.role_groups.dp_rank).nonzero().flatten()
+        every, hidden = [torch.arange(len(lines))], self.role.megatron.hidden_size
+        dp_assignment = {
+            role: load_balance.balance_by_flops(lengths.sum(1), every, len(role_groups.replicas), hidden)
+            for role, role_groups in self.mesh.roles.items()
+        }
+        numbers = (dp_assignment[self.task.role] == self.role_groups.dp_rank).nonzero().flatten()
         mine = {number: examples[lines[number]] for number in numbers.tolist()}
         sequences = [sequence for example in mine.values() for sequence in self.sequences(example)]
         prompts = {}
@@ -173,7 +177,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             response_mask=torch.tensor([m for _, mask in sequences for m in mask], dtype=torch.bool),
             **prompts,
         )
-        return ExampleBatch(len(lines), lines, mine, batch.to(device.device()))
+        return ExampleBatch(len(lines), lines, mine, batch.to(device.device()), dp_assignment)
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This replica's micro-batches, equally many on every replica."""
@@ -232,6 +236,7 @@ class SupervisedInputs:
         encoder.check_turns()
         setup.check_vocabulary(role, encoder.tokenizer.vocab_size)
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
+        self.teacher = find_teacher(config, encoder) if "teacher" in config.roles else None
         prompt_sets = read_prompts(s, task.purpose, encoder)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in prompt_sets.items()}
         self.prompt_sets = {name: found.prompts for name, found in examples.items()}

@@ -3,10 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from megarl.batch import (
-    FIELDS,
-    Batch,
-)
+from megarl.batch import FIELDS, Batch
+from megarl.comm.exchange import STATES
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY
 
@@ -27,6 +25,8 @@ def random_batch(seed: int, names=tuple(FIELDS), count=None, ids=None) -> Batch:
     values = {name: integers(2**16, sizes[FIELDS[name].kind]) for name in names}
     values = {name: (v % 2 == 0 if FIELDS[name].dtype == torch.bool else v) for name, v in values.items()}
     values = {name: v.to(FIELDS[name].dtype) for name, v in values.items()}
+    if STATES in values:
+        values[STATES] = values[STATES].unsqueeze(1) * torch.arange(1, 4, dtype=torch.uint8)
     return Batch(**values | {"sequence_ids": ids, "lengths": lengths})
 
 

@@ -12,6 +12,8 @@ HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
     "environment": "--environment x:y",
     "critic": "", "reference": "", "kl": "",
+    "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
+    "jsd": "--distill loss --distill-divergence jsd",
     "baselines": "--advantage remax", "norm": "--loss-aggregation seq-mean-token-sum-norm",
     "adaptive": "--kl-controller adaptive --kl-target 1", "correction": "--rollout-correction tis",
     "icepop": "--rollout-correction icepop --rollout-correction-floor 0.1",
@@ -34,7 +36,7 @@ HOLDS = {
 }  # fmt: skip
 FAILS = {
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
-    "environment": "",
+    "environment": "", "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "baselines": "",
     "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
     "routes": "--router-replay old-logprob",
@@ -62,7 +64,8 @@ VALUES = {
     "credit": "turns", "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
     "bos": "never", "reward_failure": "fallback", "decode_graphs": "off",
     "preference_loss": "rpo", "preference_label_smoothing": 0.25,
-    "generation_schedule": "recorded",
+    "generation_schedule": "recorded", "distill": "loss", "teacher": "self", "distill_divergence": "forward",
+    "distill_beta": 0.25,
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",

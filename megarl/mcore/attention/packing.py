@@ -49,6 +49,12 @@ class PackedLayout(PackedSeqParams):
     # core attention rotates queries and keys.
     rotations: tuple | None = field(default=None, init=False)
 
+    @property
+    def next_tokens(self) -> Tensor:
+        """[T/c] int64 index in the unshared sequences of the token after each of this rank's; any one at their ends."""
+        following = ((self.token_indices + 1) % (self.tokens + self.padding)).clamp_(max=self.tokens - 1)
+        return following if self.held is None else self.held[following]
+
 
 class ScoredTokens(NamedTuple):
     """The tokens that a rank scores: those whose next token is requested, and the first `MIN_ROWS` for enough rows.

@@ -12,10 +12,12 @@ from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
 from megarl.batch import SharedPrefix
+from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
 from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
+from megarl.mcore.kernels.head_divergence import DistillScores, TeacherHead, head_divergence
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.routing import Routing
@@ -23,15 +25,23 @@ from megarl.mcore.parallel.context_parallel import gather_result
 
 
 class TokenScores(NamedTuple):
-    """Scores of packed tokens under a language model; both [T] fp32, 0 at tokens that were not requested."""
+    """Scores of packed tokens under a language model; all [T] fp32, 0 at tokens that were not requested."""
 
     logprobs: Tensor
     entropy: Tensor
+    distillation: DistillScores | None = None  # with a teacher
+
+
+class TeacherRows(NamedTuple):
+    """A micro-batch's teacher: its hidden states before each token [T, H_T], and its output layer."""
+
+    states: Tensor
+    head: TeacherHead
 
 
 def align_to_tokens(next_token_values: Tensor, packing: PackedLayout) -> Tensor:
-    """Shifts values of each stream position's next token onto that token -> [T]; 0 at first tokens of sequences."""
-    shifted = torch.cat([next_token_values.new_zeros(1), next_token_values[:-1]])
+    """Shifts values of each stream position's next token onto that token -> [T, …]; 0 at first tokens of sequences."""
+    shifted = torch.cat([torch.zeros_like(next_token_values[:1]), next_token_values[:-1]])
     aligned = shifted.index_fill(0, packing.first, 0.0)
     return aligned if packing.source is None else aligned.index_select(0, packing.source)
 
@@ -81,7 +91,8 @@ def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routin
 
 def token_scores(
     chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
-    mask: Tensor | None = None, shared: SharedPrefix | None = None,
+    mask: Tensor | None = None, shared: SharedPrefix | None = None, teacher: TeacherRows | None = None,
+    only_distills: bool = False,
 ):  # fmt: skip
     """Returns log-probabilities and entropies of packed tokens under a language model.
 
@@ -94,6 +105,8 @@ def token_scores(
         routing: routes of this micro-batch to replay or record; None: the routers choose the experts.
         mask: [T] bool on the host, the tokens to score; None: all except the first of each sequence.
         shared: which sequences share a prefix: it is computed once, with results equal to the last bit.
+        teacher: whose distributions are compared with the model's.
+        only_distills: log-probs and entropies need no gradient.
 
     Returns:
         TokenScores from a model's last chunk, hidden states for the next stage from other chunks.
@@ -105,10 +118,12 @@ def token_scores(
         scored = None if mask is None else scored_tokens(mask, packing)
         rows = None if scored is None or len(targets) <= MIN_ROWS else scored.rows
         row_targets = targets if rows is None else targets[rows]
-        logprobs, entropy, _ = head_scores(
-            hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=False,
-            softcap=model.config.final_logit_softcapping, is_exact=is_exact(model.config),
-        )  # fmt: skip
+        of_head = {"softcap": model.config.final_logit_softcapping, "is_exact": is_exact(model.config)}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not only_distills):
+            logprobs, entropy, _ = head_scores(
+                hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=False,
+                **of_head,
+            )  # fmt: skip
 
         def aligned(score: Tensor) -> Tensor:
             if scored is not None:
@@ -116,7 +131,30 @@ def token_scores(
                 score = score.new_zeros(len(targets)).index_copy(0, scored.requested, requested)
             return align_to_tokens(gather_stream(score, packing), packing)
 
-        return TokenScores(aligned(logprobs), aligned(entropy))
+        if teacher is None:
+            return TokenScores(aligned(logprobs), aligned(entropy))
+        places = packing.next_tokens if rows is None else packing.next_tokens[rows]
+        divergences = head_divergence(
+            hidden, weight, teacher.states[places], teacher.head, row_targets, temperature, vocab_size, group,
+            sequence_parallel, rows, **of_head,
+        )  # fmt: skip
+        return TokenScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
+
+    return run_chunk(chunk, tokens, lengths, processor, routing, shared)
+
+
+def token_states(
+    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, mask: Tensor | None = None,
+    shared: SharedPrefix | None = None,
+) -> Tensor:  # fmt: skip
+    """Returns [T, H] hidden states before each token, after the final norm; 0 at tokens that were not requested. Hidden
+    states for the next stage from other chunks than the last. Arguments as of `token_scores`."""
+
+    def processor(hidden, output_layer, weight, targets, packing, model):
+        if model.config.sequence_parallel:
+            hidden = gather_result(hidden, output_layer.tp_group)
+        states = align_to_tokens(gather_stream(hidden, packing), packing)
+        return states if mask is None else states.masked_fill_(~device.to_device([mask.numpy()])[0].unsqueeze(-1), 0)
 
     return run_chunk(chunk, tokens, lengths, processor, routing, shared)
 

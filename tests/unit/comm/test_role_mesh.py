@@ -213,7 +213,12 @@ def test_a_cache_creates_a_group_once():
 def channel_groups(rank: int) -> tuple[dict, int]:
     """(ranks of the channels and of the group of batches that this rank belongs to, how many groups these are)."""
     here = role_mesh.create_mesh(
-        parse_roles("--role-map actor=0;critic=0;reward=1;reference=1;rollout=1", 2, program="rl"), SAFETY
+        parse_roles(
+            "--role-map actor=0;critic=0;reward=1;reference=1;teacher=1;rollout=1 --reward format --distill loss",
+            2,
+            program="rl",
+        ),
+        SAFETY,
     )
     groups = {name: here.channel(name) for name in role_mesh.CHANNELS} | {
         "batches": here.leaders_group("rollout", "actor")
@@ -224,10 +229,10 @@ def channel_groups(rank: int) -> tuple[dict, int]:
 
 def test_each_channel_has_a_group_of_its_own():
     """Two channels between the same ranks that shared a group would order each other's collectives."""
-    both = {"weights": [0, 1], "routes/actor": [0, 1], "batches": [0, 1]}
+    both = {"weights": [0, 1], "routes/actor": [0, 1], "teacher": [0, 1], "batches": [0, 1]}
     assert run_world(channel_groups, 2) == [
-        (both, 3),
-        (both | {"scores": [1], "routes/reference": [1], "evaluation": [1]}, 4),
+        (both, 4),
+        (both | {"scores": [1], "routes/reference": [1], "evaluation": [1]}, 5),
     ]
 
 

@@ -13,6 +13,7 @@ from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
 MINIMAL = {name: "--greedy-baseline" if "baselines" in e.needs else "" for name, e in ESTIMATORS.items()}
+MINIMAL["none"] = "--distill loss"
 
 
 def parsed(flags: str, program: str = "rl", size: int = 4):
@@ -36,6 +37,8 @@ def refused(flags: str, program: str = "rl") -> str:
     ("--advantage grpo --kl-coefficient 0", "actor reward rollout"),
     ("--advantage grpo --kl-coefficient 0 --role-map actor=0;reward=1;reference=2", "actor reward reference rollout"),
     ("--kl-coefficient 0 --role-map actor=0;reward=1;critic=2-3", "actor critic reward rollout"),
+    ("--distill loss", "actor reward teacher rollout"),
+    ("--distill reward --reward exact-match", "actor critic reward reference teacher rollout"),
 ])  # fmt: skip
 def test_a_run_has_the_roles_that_it_needs(flags, expected):
     roles = parsed(flags).roles
@@ -75,8 +78,10 @@ def test_a_map_without_a_reference_that_the_kl_needs():
 
 def test_every_condition_is_used_and_tried():
     named = {field.metadata["when"] for field in FIELDS} - {None}
-    assert named | {"critic", "reference"} == set(combinations.CONDITIONS) == set(HOLDS)
-    assert all("whiten" in estimator.options for estimator in ESTIMATORS.values())  # so this one never fails
+    assert named | {"critic", "reference", "teacher"} == set(combinations.CONDITIONS) == set(HOLDS)
+    assert all(
+        "whiten" in estimator.options for name, estimator in ESTIMATORS.items() if name != "none"
+    )  # so this one never fails
     assert set(HOLDS) - set(FAILS) == {"estimator:whiten", "sampled"}  # the last has its own test
 
 
@@ -187,6 +192,15 @@ WRONG = {
                             " --generation-schedule recorded", "--environment x:y: not allowed with --over-sampling"),
     "a turn longer than all": ("--environment x:y --max-turn-length 65 --max-response-length 64",
                                "--max-turn-length 65: allowed is at most --max-response-length 64, which holds all"),
+    "rewards that do not count": ("--reward 0*exact-match", "--reward 0*exact-match: every weight is 0; at least one"),
+    "nothing to learn from": ("--reward none", "--reward none: needs --distill"),
+    "no advantage": ("--advantage none", "--advantage none: needs --distill"),
+    "an estimator of nothing": ("--distill loss --advantage grpo", "--advantage grpo: no reward counts"),
+    "a reward that is left out": ("--distill loss --reward format --advantage none", "--advantage none: leaves out what"
+                                  " --reward format says"),
+    "a KL that is left out": ("--distill loss --kl-coefficient 0.1", "--advantage none: leaves out the KL"),
+    "groups without rewards": ("--distill loss --group-filter reward", "--group-filter reward: no reward counts"),
+    "an evaluation of nothing": ("--distill loss --eval-prompts x", "--eval-prompts x: needs a --reward that measures"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),

@@ -1,0 +1,38 @@
+"""Flags of distillation: a teacher whose distributions the policy learns, on its own responses or on given ones."""
+
+import dataclasses
+
+from megarl.algorithms.divergence import DIVERGENCES
+from megarl.flags.fields import flag, not_negative, one_of, positive
+
+NONE, REWARD, LOSS = FORMS = ("none", "reward", "loss")
+STUDENTS = "rl sft"
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillSettings:
+    """How the policy learns from the teacher."""
+
+    distill: str = one_of(NONE, FORMS, "learn from a teacher: its log-prob of each token adds to the advantage"
+                           " (reward), or a divergence over the whole vocabulary is a loss (loss, 2306.13649)",
+                           programs=STUDENTS, when="trained")  # fmt: skip
+    teacher: str = one_of("given", ("given", "self"), "the teacher's weights: those of --teacher-hf-model or"
+                           " --teacher-pretrained-checkpoint (given), or those that the policy starts from (self)",
+                           programs=STUDENTS, when="distill")  # fmt: skip
+    teacher_temperature: float = positive(1.0, "temperature of the teacher's distributions, whatever the policy's is",
+                                          programs=STUDENTS, when="distill")  # fmt: skip
+    distill_coefficient: float = positive(1.0, "weight of what the teacher says: of its share of the advantage, or"
+                                           " of the divergence in the loss", programs=STUDENTS,
+                                           when="distill")  # fmt: skip
+    distill_divergence: str = one_of("reverse", DIVERGENCES, "divergence of the loss: KL(teacher‖policy) (forward),"
+                                      " KL(policy‖teacher) (reverse), or the generalized Jensen-Shannon divergence"
+                                      " (jsd)", programs=STUDENTS, when="distill-loss")  # fmt: skip
+    distill_beta: float = flag(0.5, "share β of the teacher in the mixture of jsd", lambda v: 0 < v < 1,
+                                "between 0 and 1", programs=STUDENTS, when="jsd")  # fmt: skip
+    distill_sft_coefficient: float = not_negative(0.0, "weight of the cross-entropy of the given tokens beside the"
+                                                   " divergence", programs="sft", when="distill-loss")  # fmt: skip
+
+    @property
+    def teacher_fields(self) -> tuple[str, ...]:
+        """Batch fields that the teacher computes for the actor."""
+        return {NONE: (), REWARD: ("teacher_logprobs",), LOSS: ("teacher_states",)}[self.distill]

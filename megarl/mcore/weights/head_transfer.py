@@ -1,0 +1,85 @@
+"""Copies the output layer of one model to the ranks of another, whose tensor-parallel ranks hold other rows of it."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.mcore import device
+from megarl.mcore.weights.reshard import WeightTransfer
+from megarl.mcore.weights.reshard_plan import Coordinates, GlobalTensor, ShardDescription, WeightShard
+
+KEY = "output_layer"
+
+
+class HeadRows(NamedTuple):
+    """Some rows of an output layer [V, H] on this rank, in the form that `WeightTransfer` takes."""
+
+    rows: Tensor | None  # [n, H]; None: this rank has none
+    first: int = 0  # of them
+    total: int = 0  # V
+
+    def description(self) -> ShardDescription:
+        """What this rank holds."""
+        if self.rows is None or not len(self.rows):
+            return ShardDescription({}, [])
+        shape = self.total, self.rows.shape[1]
+        return ShardDescription(
+            {KEY: GlobalTensor(shape, self.rows.dtype)}, [WeightShard(KEY, (), (self.first, 0), tuple(self.rows.shape))]
+        )
+
+    def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
+        """A box of the rows, or all of them."""
+        start, (count, width) = (self.first, 0) if offset is None else offset, shard.shape if shape is None else shape
+        return self.rows[start[0] - self.first : start[0] - self.first + count, start[1] : start[1] + width]
+
+
+def output_weight(model) -> Tensor | None:
+    """A model's output weight [V/tp, H] on this rank, whether or not it is tied; None without the last stage."""
+    last = list(model)[-1]
+    last = last.module if hasattr(last, "module") else last
+    if not last.post_process:
+        return None
+    weight = last.shared_embedding_or_output_weight()
+    return (last.output_layer.weight if weight is None else weight).detach()
+
+
+def copy_head(source, policy, pg_collection, group, dtype: torch.dtype) -> Tensor | None:
+    """Copies the source's output layer [V_T, H_T]: [V/tp, H_T] on the ranks of the policy's last stage, None elsewhere.
+
+    Rows that the source does not have are 0; they are beyond the vocabulary. A collective of the group.
+
+    Args:
+        source: the frozen model on this rank; None on others.
+        policy: the other model on this rank; None on others.
+        pg_collection: the policy's groups.
+        group: the ranks of both.
+        dtype: of the source.
+    """
+    held = HeadRows(None)
+    if source is not None:
+        with source.offload.present("weights"):
+            return _copy(_rows_of(source), policy, pg_collection, group, dtype)
+    return _copy(held, policy, pg_collection, group, dtype)
+
+
+def _rows_of(source) -> HeadRows:
+    weight, tp = output_weight(source.model), source.role_groups.pg_collection.tp
+    if weight is None:
+        return HeadRows(None)
+    return HeadRows(weight, dist.get_rank(tp) * len(weight), dist.get_world_size(tp) * len(weight))
+
+
+def _copy(held: HeadRows, policy, pg_collection, group, dtype: torch.dtype) -> Tensor | None:
+    shapes: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, None if held.rows is None else (held.total, held.rows.shape[1]), group=group)
+    total, width = next(shape for shape in shapes if shape is not None)
+    own = None if policy is None else output_weight(policy)
+    if own is None:
+        WeightTransfer(held, HeadRows(None), group).run()
+        return None
+    weight = torch.zeros(len(own), width, dtype=dtype, device=device.device())
+    first = dist.get_rank(pg_collection.tp) * len(own)
+    WeightTransfer(held, HeadRows(weight[: max(total - first, 0)], first, total), group).run()
+    return weight

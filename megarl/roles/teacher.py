@@ -1,0 +1,104 @@
+"""The teacher role: a frozen model whose distributions the policy learns, and the policy's copy of its output layer.
+
+With `--distill reward` the teacher sends its log-prob of each response token. With `--distill loss` it sends hidden
+states, and the policy's last stage forms both models' logits itself from its own rows of the teacher's output layer:
+T · H_T numbers instead of T · V, and no token of the vocabulary is left out.
+"""
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.divergence import Divergence
+from megarl.arguments import RoleSettings, Settings
+from megarl.batch import Batch
+from megarl.comm import microbatches as mb
+from megarl.comm.role_mesh import RoleGroups, RoleMesh
+from megarl.comm.step_batch import ACTOR, StepBatch
+from megarl.flags.distill_settings import REWARD
+from megarl.mcore.kernels.head_divergence import TeacherHead
+from megarl.mcore.model import forward_pass
+from megarl.mcore.model.forward_pass import TeacherRows
+from megarl.mcore.model.gpt import ModelChunks
+from megarl.mcore.weights.head_transfer import copy_head
+from megarl.observe.timers import Timers
+from megarl.roles.frozen_model import FrozenModel
+
+
+class Teacher:
+    """The frozen teacher; only for runs with `--distill`."""
+
+    name = "teacher"
+
+    def __init__(
+        self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
+    ):
+        """Arguments as of `Reference`. `vocab_size`: tokens that the teacher's model knows."""
+        self.settings, self.role, self.role_groups = settings, role, role_groups
+        self.vocab_size, self.timers = vocab_size, timers
+        self.outputs = settings.teacher_fields
+        self.metrics: dict[str, float] = {}
+        self.frozen_model: FrozenModel | None = None
+        if role_groups.is_member:
+            self.frozen_model = FrozenModel(role, role_groups, vocab_size, timers)
+
+    def score(self, step_batch: StepBatch):
+        """Fills `teacher_logprobs` or `teacher_states`."""
+        batch = step_batch[self.name]
+        if batch is None:
+            return
+        with self.timers.phase(self.name, "logprobs"):
+            self.score_batch(batch)
+            self.metrics = self.frozen_model.offload.metrics(self.name)
+
+    def score_batch(self, batch: Batch):
+        """`score` of a replica's batch. A collective of the role."""
+        if self.settings.distill == REWARD:
+            results = self.frozen_model.forward_only(batch, self._logprobs)
+            mb.write_back(batch, "teacher_logprobs", [(scores.logprobs, at) for scores, at in results])
+        else:
+            results = self.frozen_model.forward_only(batch, self._states)
+            mb.write_back_rows(batch, "teacher_states", results)
+
+    def _logprobs(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
+        host = microbatch.host_metadata
+        return forward_pass.token_scores(
+            chunk, microbatch.tokens, host.lengths, self.settings.teacher_temperature, self.vocab_size,
+            microbatch.routing, host.response_mask, host.shared,
+        )  # fmt: skip
+
+    def _states(self, chunk, microbatch: Batch) -> Tensor:
+        host = microbatch.host_metadata
+        return forward_pass.token_states(
+            chunk, microbatch.tokens, host.lengths, microbatch.routing, host.response_mask, host.shared
+        )
+
+
+class TeacherOutput:
+    """The teacher's output layer on the policy's ranks, in the policy's tensor-parallel layout."""
+
+    def __init__(
+        self, settings: Settings, teacher: Teacher, mesh: RoleMesh, policy: ModelChunks | None, role: RoleSettings
+    ):
+        """Copies the output layer from the teacher's ranks. A collective of the ranks of teacher and actor.
+
+        Args:
+            policy: the actor's model on this rank.
+            role: the teacher's settings, on every rank.
+        """
+        divergence = Divergence(settings.distill_divergence, settings.distill_beta)
+        self.dtype = role.megatron.params_dtype
+        self.head: TeacherHead | None = None
+        weight = copy_head(teacher.frozen_model, policy, mesh[ACTOR].pg_collection, mesh.channel("teacher"), self.dtype)
+        if weight is not None:
+            self.head = TeacherHead(
+                weight, settings.teacher_temperature, role.megatron.final_logit_softcapping, divergence
+            )
+
+    def rows(self, microbatch: Batch) -> TeacherRows | None:
+        """What `token_scores` compares a micro-batch with; None except on the ranks of the policy's last stage."""
+        if self.head is None:
+            return None
+        states = microbatch.teacher_states
+        if states.dim() == 1:  # of a micro-batch without tokens that count
+            states = torch.zeros(len(states), self.head.weight.shape[1], dtype=self.dtype, device=states.device)
+        return TeacherRows(states.view(self.dtype), self.head)

@@ -1,0 +1,58 @@
+"""The teacher's weights and tokenizer, checked before any work starts."""
+
+from megarl.arguments import RoleSettings, RunConfig
+from megarl.checkpoint.pretrained import PretrainedWeights, find_pretrained, folder_weights
+from megarl.data.conversations import Encoder
+from megarl.data.tokenizers import Tokenizer
+from megarl.errors import UsageError
+from megarl.trainers.setup import build_role_encoder, check_vocabulary
+
+
+def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights:
+    """The teacher's weights.
+
+    Args:
+        encoder: the policy's.
+
+    Raises:
+        UsageError: no teacher, other weights than those of `--teacher self`, or another tokenizer.
+    """
+    s, teacher, actor = config.settings, config.roles["teacher"], config.roles["actor"]
+    own_folder = teacher.hf_model is not None and _folder(teacher) != _folder(actor)
+    own_checkpoint = teacher.megatron.pretrained_checkpoint != actor.megatron.pretrained_checkpoint
+    if s.teacher == "self" and (own_folder or own_checkpoint):
+        flag = "--teacher-hf-model" if own_folder else "--teacher-pretrained-checkpoint"
+        raise UsageError(f"--teacher self: the policy's start is the teacher; leave out {flag}")
+    if s.teacher == "given" and not (own_folder or own_checkpoint):
+        raise UsageError(
+            f"--distill {s.distill}: needs a teacher: --teacher-hf-model, --teacher-pretrained-checkpoint or "
+            "--teacher self"
+        )
+    check_vocabulary(teacher, actor.model_vocab_size(encoder.tokenizer.vocab_size))
+    _check_tokens(encoder.tokenizer, build_role_encoder(teacher, s).tokenizer, teacher)
+    # A checkpoint that only the policy is meant to start from says nothing about a teacher in a folder of its own.
+    if own_folder and not own_checkpoint:
+        return folder_weights(teacher)
+    found = find_pretrained(teacher, teacher.model_vocab_size(encoder.tokenizer.vocab_size))
+    if found is None:
+        raise UsageError(
+            "--teacher self: needs weights that the policy starts from: --hf-model or --pretrained-checkpoint"
+        )
+    return found
+
+
+def _folder(role: RoleSettings) -> str | None:
+    return None if role.hf_model is None else str(role.hf_model.folder.path)
+
+
+def _check_tokens(policy: Tokenizer, teacher: Tokenizer, role: RoleSettings):
+    """UsageError unless every token of the policy is the same token of the teacher."""
+    if policy.fingerprint == teacher.fingerprint:
+        return
+    for number in range(policy.vocab_size):
+        pieces = policy.piece(number), teacher.piece(number)
+        if pieces[0] != pieces[1]:
+            raise UsageError(
+                f"--teacher-tokenizer-model {role.tokenizer_model}: token {number} is {pieces[1]!r}, of the policy "
+                f"{pieces[0]!r}; a teacher must have the policy's vocabulary"
+            )
