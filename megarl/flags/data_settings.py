@@ -31,9 +31,9 @@ class DataSettings:
                                     " are drawn from their start; or although the tokenizer of an earlier version's"
                                     " checkpoint cannot be compared", programs=TRAINING, when="load")  # fmt: skip
     tokenizer_type: str = one_of("SentencePieceTokenizer", TOKENIZERS, "tokenizer class: " + " or ".join(TOKENIZERS),
-                                  programs=ALL, roles=("reward",))  # fmt: skip
+                                  programs=ALL, roles=("reward", "teacher"))  # fmt: skip
     tokenizer_model: str | None = flag(None, "tokenizer file (SentencePiece) or folder (Hugging Face)",
-                                        programs=ALL, roles=("reward",))  # fmt: skip
+                                        programs=ALL, roles=("reward", "teacher"))  # fmt: skip
     chat_template: str | None = flag(None, "Jinja file of the chat template, 'tokenizer' (the tokenizer's own) or"
                                       " 'none' (plain text, the default)", programs=ALL, roles=("reward",))  # fmt: skip
     chat_template_kwargs: str | None = flag(None, "JSON object of variables that the chat template reads, such as"

@@ -3,9 +3,9 @@
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint.pretrained import PretrainedWeights, find_pretrained, folder_weights
 from megarl.data.conversations import Encoder
-from megarl.data.tokenizers import Tokenizer
+from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError
-from megarl.trainers.setup import build_role_encoder, check_vocabulary
+from megarl.trainers.setup import check_vocabulary
 
 
 def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights:
@@ -29,7 +29,7 @@ def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights:
             "--teacher self"
         )
     check_vocabulary(teacher, actor.model_vocab_size(encoder.tokenizer.vocab_size))
-    _check_tokens(encoder.tokenizer, build_role_encoder(teacher, s).tokenizer, teacher)
+    _check_tokens(encoder.tokenizer, teacher)
     # A checkpoint that only the policy is meant to start from says nothing about a teacher in a folder of its own.
     if own_folder and not own_checkpoint:
         return folder_weights(teacher)
@@ -45,14 +45,18 @@ def _folder(role: RoleSettings) -> str | None:
     return None if role.hf_model is None else str(role.hf_model.folder.path)
 
 
-def _check_tokens(policy: Tokenizer, teacher: Tokenizer, role: RoleSettings):
+def _check_tokens(policy: Tokenizer, role: RoleSettings):
     """UsageError unless every token of the policy is the same token of the teacher."""
+    flag = "--teacher-tokenizer-model"
+    if role.hf_model is not None and str(role.hf_model.folder.path) == role.tokenizer_model:
+        flag = role.hf_model.folder.flag
+    teacher = build_tokenizer(role.tokenizer_type, role.tokenizer_model, "teacher-", flag)
     if policy.fingerprint == teacher.fingerprint:
         return
     for number in range(policy.vocab_size):
-        pieces = policy.piece(number), teacher.piece(number)
-        if pieces[0] != pieces[1]:
+        own, other = policy.piece(number), teacher.piece(number)
+        if own != other:
             raise UsageError(
-                f"--teacher-tokenizer-model {role.tokenizer_model}: token {number} is {pieces[1]!r}, of the policy "
-                f"{pieces[0]!r}; a teacher must have the policy's vocabulary"
+                f"{flag} {role.tokenizer_model}: token {number} is {other!r}, of the policy {own!r}; a teacher must "
+                "have the policy's vocabulary"
             )

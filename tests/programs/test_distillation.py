@@ -1,0 +1,267 @@
+"""Distillation: the loss from whole logits, a policy that is its own teacher, layouts, resume, and wrong input."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.errors import UsageError
+from tests.helpers.programs import (
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    program,
+    rl_argv,
+    sft_argv,
+    timeless_rows,
+    train,
+)
+from tests.helpers.tiers import long
+from tests.helpers.worlds import run_world
+
+WIDE = "--num-layers 3 --hidden-size 48 --ffn-hidden-size 96"  # another width and depth than the policy's
+TAU = 0.9  # of the policy; the teacher's is 1
+COMPARED = ["distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement",
+            "teacher/logprob"]  # fmt: skip
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("distillation")
+
+
+@functools.cache
+def teacher(folder: Path) -> str:
+    """Flags of a wider teacher."""
+    train("sft", sft_argv(folder / "teacher", f"{WIDE} --train-iters 60"))
+    shape = WIDE.replace("--", "--teacher-")
+    return f"{shape} --teacher-pretrained-checkpoint {folder}/teacher"
+
+
+def argv_of(folder: Path, save: Path, flags: str) -> list[str]:
+    """Command line of a run that only distils; `flags` win over the defaults."""
+    own = "--advantage none --kl-coefficient 0 --entropy-coefficient 0 --reward none --ppo-epochs 1 --minibatch-size 12"
+    return rl_argv(save, f"{own} --temperature {TAU} {teacher(folder)} {flags}")
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------
+
+
+def logits_alone(model, sequence, vocab: int):
+    """[T, V] float64 logits before each token of a sequence that is alone in its batch."""
+    from megarl.mcore.model.forward_pass import inference_mode, token_states
+    from megarl.mcore.weights.head_transfer import output_weight
+
+    with inference_mode(model):
+        states = token_states(model[0], sequence, torch.tensor([len(sequence)]))
+    return states.double() @ output_weight(model)[:vocab].double().T
+
+
+def watched(rank: int, parsed) -> list[dict]:
+    """For each step the metrics, and the same from whole logits, sequence by sequence."""
+    from megarl import train_rl
+    from megarl.trainers import rl_trainer
+
+    seen = []
+
+    class Watched(rl_trainer.RLTrainer):
+        def dispatch(self, batch):
+            super().dispatch(batch)
+            own, shared = batch["actor"], []
+            spans = zip(
+                own.tokens.split(own.lengths.tolist()), own.response_mask.split(own.lengths.tolist()), strict=True
+            )
+            vocab, rows = self.tokenizer.vocab_size, []
+            for tokens, mask in spans:
+                student = (logits_alone(self.actor.trainable_model.model, tokens, vocab) / TAU).log_softmax(-1)[mask]
+                other = logits_alone(self.teacher.frozen_model.model, tokens, vocab).log_softmax(-1)[mask]
+                forward = (other.exp() * (other - student)).sum(-1)
+                reverse = (student.exp() * (student - other)).sum(-1)
+                agrees = (student.argmax(-1) == other.argmax(-1)).double()
+                chosen = other.gather(-1, tokens[mask].unsqueeze(-1)).squeeze(-1)
+                rows.append(torch.stack([reverse, forward, reverse, agrees, chosen], dim=1))
+            seen.append(dict(zip(COMPARED, torch.cat(rows).mean(0).tolist(), strict=True)))
+            positions = torch.arange(len(own))
+            shared = [m.host_metadata.shared for m, _ in self.actor.trainable_model.microbatches(own, positions)]
+            seen[-1]["shared"] = any(each is not None for each in shared)
+
+        def log(self, step):
+            super().log(step)
+            seen[-1] = (self._metrics, seen[-1])
+
+    rl_trainer.RLTrainer = train_rl.RLTrainer = Watched
+    in_world(rank, "rl", parsed)
+    return seen
+
+
+def test_the_loss_is_the_divergence_of_whole_logits_sequence_by_sequence(folder, tmp_path):
+    argv = argv_of(folder, tmp_path, "--distill loss --train-iters 2 --distill-coefficient 0.5")
+    for row, exact in run_world(watched, 1, program("rl", argv, 1))[0]:
+        assert exact.pop("shared")  # prompts of a group are computed once
+        assert row["actor/loss"] == pytest.approx(0.5 * exact["distill/reverse_kl"], rel=1e-4)
+        assert_close(row, exact, COMPARED, 1e-4)
+
+
+@pytest.mark.parametrize("divergence", ["forward", "jsd"])
+def test_a_policy_that_is_its_own_teacher_learns_nothing_to_the_bit(folder, tmp_path, divergence):
+    flags = f"--distill loss --distill-divergence {divergence} --teacher self --teacher-temperature {TAU}"
+    argv = argv_of(folder, tmp_path, f"{flags} --train-iters 3 --weight-decay 0")
+    start = argv.index("--teacher-num-layers")
+    del argv[start : start + len(teacher(folder).split())]
+    train("rl", argv)
+    for row in list(metrics(tmp_path).values()):
+        assert [row[name] for name in COMPARED[:4]] == [0, 0, 0, 1] and row["teacher/logprob"] < 0
+        assert row["actor/loss"] == row["actor/grad_norm"] == row["rollout/logprob_gap_max"] == 0
+
+
+def test_rewards_of_the_teacher_are_samples_of_the_reverse_divergence(folder, tmp_path):
+    train("rl", argv_of(folder, tmp_path, "--distill reward --train-iters 2 --distill-coefficient 2"))
+    for row in metrics(tmp_path).values():
+        # On policy the ratio is 1: the loss is minus the mean advantage.
+        assert (
+            row["actor/loss"] == pytest.approx(2 * row["distill/reverse_kl"], rel=1e-4) and row["actor/grad_norm"] > 0
+        )
+        assert "critic/loss" not in row and "kl/reference" not in row
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------
+
+TP2, OWN = "--tensor-model-parallel-size 2", "--role-map actor=0-1;reward=0;teacher=2-3"
+
+
+@functools.cache
+def run_of(folder: Path, flags: str, size: int = 1) -> dict[int, dict]:
+    save = folder / f"{size}{flags}".replace("/", "")[:200].strip()
+    train("rl", argv_of(folder, save, f"--train-iters 2 {flags}"), size)
+    return metrics(save)
+
+
+@pytest.mark.parametrize("size, form, layout", [
+    (4, "loss", f"{OWN} --actor-tensor-model-parallel-size 2 --actor-sequence-parallel"
+     " --teacher-pipeline-model-parallel-size 2 --teacher-decoder-first-pipeline-num-layers 1"),
+    long((2, "loss", "")), long((2, "loss", TP2)), long((2, "loss", f"{TP2} --teacher-tensor-model-parallel-size 1")),
+    long((2, "loss", "--context-parallel-size 2")), long((2, "loss", "--actor-pipeline-model-parallel-size 2")),
+    long((2, "loss", "--role-map actor=0;reward=0;teacher=1 --offload")), long((2, "loss", "--use-torch-fsdp2")),
+    long((2, "reward", "--role-map actor=0;reward=0;teacher=1")), long((2, "reward", TP2)),
+    long((2, "loss", "--role-map actor=0;reward=1;teacher=1;rollout=1 --generation-lag 1 --rollout-correction tis")),
+])  # fmt: skip
+def test_updates_are_the_same_in_every_layout(size, form, layout, folder):
+    common = layout[layout.index("--generation-lag") :] if "--generation-lag" in layout else ""
+    alone = run_of(folder, f"--distill {form}") if not common else None
+    found = run_of(folder, f"--distill {form} {layout}", size)
+    names = [name for name in [*COMPARED, "actor/loss", "actor/grad_norm"] if name in found[1]]
+    assert len(names) >= 4
+    if alone is None:
+        assert found[2]["staleness/mean"] > 0 and found[2]["actor/grad_norm"] > 0
+    else:
+        for step, row in found.items():
+            assert_close(row, alone[step], names, 2e-5)
+
+
+@functools.cache
+def sft_run(folder: Path, flags: str = "", size: int = 1) -> dict[int, dict]:
+    save = folder / f"sft{size}{flags}".replace("/", "")[:200].strip()
+    own = "--distill loss --distill-divergence forward --distill-sft-coefficient 0.3 --train-iters 3 --eval-interval 3"
+    train("sft", sft_argv(save, f"{own} --eval-prompts {inputs()}/heldout.jsonl {teacher(folder)} {flags}"), size)
+    return metrics(save)
+
+
+@pytest.mark.parametrize("size, layout", [
+    (2, "--actor-tensor-model-parallel-size 2"),
+    long((2, "--teacher-tensor-model-parallel-size 2")), long((2, "--actor-pipeline-model-parallel-size 2")),
+    long((2, "--context-parallel-size 2")),
+])  # fmt: skip
+def test_supervised_distillation_is_the_same_in_every_layout(size, layout, folder):
+    alone, found = sft_run(folder), sft_run(folder, layout, size)
+    for step, row in found.items():
+        parts = row["distill/forward_kl"] + 0.3 * row["sft/negative_logprob"]
+        assert (
+            row["sft/loss"] == pytest.approx(parts, rel=1e-5) and row["distill/divergence"] == row["distill/forward_kl"]
+        )
+        assert_close(row, alone[step], [*COMPARED, "sft/loss", "sft/grad_norm"], 2e-5)
+    assert_close(found[3], alone[3], ["eval/loss", "eval/divergence"], 2e-5)
+
+
+@pytest.mark.parametrize("flags", [
+    "--lora-rank 4", long(f"{MOE} --teacher-num-experts 4"), long("--reward exact-match --advantage grpo"),
+    long("--bf16 --teacher-bf16"), long("--ppo-epochs 2 --minibatch-size 4 --kl-in loss --kl-coefficient 0.1"),
+    long("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+])  # fmt: skip
+def test_beside_other_features(flags, folder):
+    flags = f"--distill loss {flags}"
+    argv = argv_of(folder, folder / flags.replace("/", "")[:80], f"{flags} --train-iters 2")
+    if "experts" in flags:
+        argv[argv.index("--pretrained-checkpoint") : argv.index("--pretrained-checkpoint") + 2] = []
+    if "--reward exact-match" in flags:
+        argv.remove("--advantage"), argv.remove("none")
+    train("rl", argv)
+    for row in metrics(folder / flags.replace("/", "")[:80]).values():
+        assert row["distill/divergence"] > 0 and row["actor/grad_norm"] > 0 and row["actor/updates"] > 0
+
+
+# -- resume ------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(folder, tmp_path):
+    flags = "--distill loss --reward exact-match --advantage grpo --minibatch-size 6 --lr-decay-iters 4"
+    train("rl", argv_of(folder, tmp_path / "whole", f"{flags} --train-iters 4"))
+    train("rl", argv_of(folder, tmp_path / "a", f"{flags} --train-iters 2"))
+    train("rl", argv_of(folder, tmp_path / "b", f"{flags} --train-iters 4 --load {tmp_path}/a"))
+    assert timeless_rows(tmp_path / "b", (3, 4)) == timeless_rows(tmp_path / "whole", (3, 4))
+    assert timeless_rows(tmp_path / "b", (4,))[4]["distill/divergence"] > 0
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------
+
+NO_TEACHER = "needs a teacher: --teacher-hf-model, --teacher-pretrained-checkpoint or --teacher self"
+
+
+def check(argv: list[str], name: str = "rl"):
+    """What a program checks before any work."""
+    from megarl.trainers.rl_inputs import RLInputs
+    from megarl.trainers.sft_trainer import SFTTrainer
+    from megarl.trainers.supervised_trainer import SupervisedInputs
+
+    config = program(name, argv, 1)
+    return RLInputs(config) if name == "rl" else SupervisedInputs(config, SFTTrainer)
+
+
+@pytest.mark.parametrize("name, flags, message", [
+    ("rl", "--distill loss --reward none", NO_TEACHER),
+    ("sft", "--distill loss", NO_TEACHER),
+    ("rl", "--distill reward --reward none --teacher self {teacher}", "--teacher self: the policy's start is the"),
+    ("sft", "--distill loss --teacher self", "--teacher self: needs weights that the policy starts from"),
+    ("sft", "--distill reward {teacher}", "--distill reward: adds to advantages"),
+    ("rl", "--distill loss --reward none {teacher} --teacher-tokenizer-model {other}", "token 4 is "),
+    ("rl", "--distill loss --reward none {teacher} --role-map actor=0;reward=0;teacher=1", "rank 1 of teacher"),
+    ("rl", "--reward exact-match --role-map actor=0;reward=0;reference=0;teacher=0", "'teacher' has nothing"),
+    ("rl", "--distill loss --reward none {teacher} --teacher-lr 1", "--teacher-lr: the teacher is not trained"),
+    ("rl", "--distill loss --reward none {teacher} --teacher-hidden-size 40", "the flags of teacher describe"),
+])  # fmt: skip
+def test_wrong_input(folder, tmp_path, name, flags, message):
+    from tools.train_tokenizer import train as train_tokenizer
+
+    other = tmp_path / "other.model"
+    other.write_bytes(train_tokenizer(["ab", "ba", "cd", "dc", "ef", "xyz"], 16, False))
+    flags = flags.format(teacher=teacher(folder) if "{teacher}" in flags else "", other=other)
+    argv = rl_argv(tmp_path, f"--advantage none {flags}") if name == "rl" else sft_argv(tmp_path, flags)
+    if "--reward exact-match" in flags:
+        argv.remove("--advantage"), argv.remove("none")
+    elif name == "rl":
+        argv += ["--kl-coefficient", "0"]
+    with pytest.raises(UsageError, match=message.replace("(", r"\(").replace("[", r"\[")) as caught:
+        check(argv, name)
+    assert "\n" not in str(caught.value)
+
+
+def test_check_names_the_teacher(folder, tmp_path):
+    argv = argv_of(folder, tmp_path, "--distill loss")
+    from megarl.trainers import input_summary
+
+    config = program("rl", argv, 1)
+    assert "teacher" in "\n".join(input_summary.summary(config, check(argv)))
+    assert json.dumps(config.megarl_settings()["distill"]) == '"loss"'
