@@ -37,7 +37,8 @@ class Memory:
     `offloaded` names the fields that are on the device only while the role computes. `kv_cache_in_gradients` is the
     share of the KV cache in the actor's gradient buffer; it counts as gradients. If the gradients are offloaded, the
     peak is that of the actor, which loads them, not that of the rollout. `sent_weights` are the copies of the actor's
-    weights on their way to a rollout that generates ahead.
+    weights on their way to a rollout that generates ahead. `teacher_data` are the actor's rows of the teacher's output
+    layer and the teacher's hidden states of a step, with those of the micro-batches.
     """
 
     weights: int = 0
@@ -49,12 +50,14 @@ class Memory:
     offloaded: tuple[str, ...] = ()
     kv_cache_in_gradients: int = 0
     sent_weights: int = 0
+    teacher_data: int = 0
 
     @property
     def resident(self) -> int:
         """Bytes that are always on the device."""
         kept = self.weights + self.gradients + self.optimizer + self.kv_cache - self.kv_cache_in_gradients
-        return kept + self.sent_weights - sum(getattr(self, name) for name in self.offloaded)
+        kept += self.sent_weights + self.teacher_data
+        return kept - sum(getattr(self, name) for name in self.offloaded)
 
     @property
     def transient(self) -> int:

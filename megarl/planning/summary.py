@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import ceil
 
 import numpy as np
 import torch.distributed as dist
 
 from megarl.comm import role_mesh
+from megarl.flags.distill_settings import LOSS
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.parallel import fake_world
@@ -88,7 +90,11 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         roles=roles,
         rank_sets=sets_of(roles, world_size),
         exchanges=[
-            *traffic.exchanges(role_groups, program.settings),
+            *traffic.exchanges(
+                role_groups,
+                program.settings,
+                *(traffic.state_bytes(r) for n, r in program.roles.items() if n == "teacher"),
+            ),
             *traffic.routes(program.roles, role_groups, program.settings),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
@@ -105,8 +111,29 @@ def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -
         name: _role(role, program.settings, sizes[name], step, caches[name]) for name, role in program.roles.items()
     }
     copies, actor = traffic.weights_to_rollout(program.roles, vocab_size), plans["actor"]
-    sent = program.settings.generation_lag * copies // len(actor.ranks)
-    return plans | {"actor": replace(actor, stages=[replace(memory, sent_weights=sent) for memory in actor.stages])}
+    sent, taught = (
+        program.settings.generation_lag * copies // len(actor.ranks),
+        _teacher_data(program, vocab_size, step),
+    )
+    stages = [
+        replace(memory, sent_weights=sent, teacher_data=bytes_)
+        for memory, bytes_ in zip(actor.stages, taught, strict=True)
+    ]
+    return plans | {"actor": replace(actor, stages=stages)}
+
+
+def _teacher_data(program, vocab_size: int, step: traffic.StepSizes) -> list[int]:
+    """Bytes on the ranks of each stage of the actor of what it has of the teacher, with `--distill loss`."""
+    actor = program.roles["actor"]
+    sizes = parallel_sizes(actor.megatron)
+    if program.settings.distill != LOSS:
+        return [0] * sizes.pipeline
+    row = traffic.state_bytes(program.roles["teacher"])
+    # The step's states, and once more those of an update's micro-batches.
+    share = ceil(step.epochs / step.updates) if step.updates else 1
+    states = (1 + share) * step.tokens_of_replica(sizes.data(len(actor.ranks))) * row
+    head = padded_vocab_size(actor.megatron, vocab_size) // sizes.tensor * row
+    return [states] * (sizes.pipeline - 1) + [states + head]
 
 
 def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:

@@ -6,6 +6,7 @@ from megarl.observe import terminal
 from megarl.planning.memory import GIB
 from megarl.planning.summary import Plan, RolePlan
 
+RARE = ("sent_weights", "teacher_data")  # shown where some role has them
 MEMORY = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits", "total")
 TRAFFIC = ("tensor", "context", "pipeline", "expert", "gradients")
 
@@ -47,8 +48,8 @@ def _layout(roles: list[RolePlan]) -> list[str]:
 
 def _memory(roles: list[RolePlan]) -> list[str]:
     shown = (*MEMORY, "host") if any(role.largest.offloaded for role in roles) else MEMORY
-    if any(role.largest.sent_weights for role in roles):
-        shown = (*shown[: MEMORY.index("total")], "sent_weights", *shown[MEMORY.index("total") :])
+    rare = [name for name in RARE if any(getattr(role.largest, name) for role in roles)]
+    shown = (*shown[: MEMORY.index("total")], *rare, *shown[MEMORY.index("total") :])
     rows = [["role", "stage", *(name.replace("_", " ") for name in shown), "micro-batches of an update"]]
     for role in roles:
         if role.parameters is None:

@@ -13,7 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
-from megarl.comm.exchange import HEADER
+from megarl.comm.exchange import HEADER, STATES
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
@@ -88,9 +88,10 @@ def moves(settings, roles) -> list[FieldMove]:
     result = [FieldMove("rollout", "reward", RESPONSE_FIELDS, count, round_robin=True) for count in scored]
     batch = [
         ("rollout", "actor", [*ACTOR_FIELDS, *settings.staleness_fields, *known]),
-        *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "critic")),
+        *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "teacher", "critic")),
         ("reward", "actor", list(settings.score_fields)),
         ("reference", "actor", ["reference_logprobs"]),
+        ("teacher", "actor", list(settings.teacher_fields)),
         ("critic", "actor", ["values"]),
         ("actor", "critic", list(settings.return_fields)),
     ]
@@ -98,18 +99,26 @@ def moves(settings, roles) -> list[FieldMove]:
     return [move for move in result if move.source in roles and move.destination in roles]
 
 
-def field_bytes(names: list[str], step: StepSizes) -> int:
-    """Bytes of these fields of a step's whole batch, with the header that identifies the sequences."""
+def field_bytes(names: list[str], step: StepSizes, state: int = 0) -> int:
+    """Bytes of these fields of a step's whole batch, with the header that identifies the sequences; `state`: of one of
+    the teacher's hidden states."""
     names = dict.fromkeys(HEADER + names)
     items = {"token": step.tokens, "sequence": step.sequences}
-    return sum(FIELDS[name].dtype.itemsize * items[FIELDS[name].kind] for name in names)
+    sizes = {name: state if name == STATES else FIELDS[name].dtype.itemsize for name in names}
+    return sum(size * items[FIELDS[name].kind] for name, size in sizes.items())
 
 
-def exchanges(role_groups: dict, settings) -> list[dict]:
+def state_bytes(teacher) -> int:
+    """Bytes of one hidden state of a teacher of these settings."""
+    return teacher.megatron.hidden_size * teacher.megatron.params_dtype.itemsize
+
+
+def exchanges(role_groups: dict, settings, state: int = 0) -> list[dict]:
     """Each field move of a step: payload between the replicas' first ranks, and all bytes sent with broadcasts.
 
     Roles with the same replicas hold the same sequences and need no copy. Sequences of the rollout move after
     generation, because the load is rebalanced, unless it has one replica or they are scored in the rollout's order.
+    `state`: as of `field_bytes`.
     """
     result, served = [], {}
     for move in moves(settings, role_groups):
@@ -119,7 +128,7 @@ def exchanges(role_groups: dict, settings) -> list[dict]:
             is_free = is_free or destination in served.values()
             served[move.destination] = destination
         step = dataclasses.replace(step_sizes(settings), sequences=move.sequences)
-        payload = 0 if is_free else field_bytes(move.fields, step)
+        payload = 0 if is_free else field_bytes(move.fields, step, state)
         names = {"source": move.source, "destination": move.destination, "fields": move.fields}
         result.append(names | {"payload": payload, "sent": payload * len(destination[0])})
     return result

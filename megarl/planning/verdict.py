@@ -10,7 +10,7 @@ from megarl.planning.question import Price, Question
 
 SHOWN = 3  # changes
 MIN_SAVING = 0.01  # of the fullest rank's bytes, of a change that is shown
-RESIDENT = ("weights", "gradients", "optimizer", "kv_cache", "sent_weights")
+RESIDENT = ("weights", "gradients", "optimizer", "kv_cache", "sent_weights", "teacher_data")
 FULL_RECOMPUTE = (
     "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
 )  # fmt: skip

@@ -26,7 +26,7 @@ WIDE = "--num-layers 3 --hidden-size 48 --ffn-hidden-size 96"  # another width a
 TAU = 0.9  # of the policy; the teacher's is 1
 COMPARED = ["distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement",
             "teacher/logprob"]  # fmt: skip
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+MOE = "--actor-num-experts 4 --actor-moe-router-topk 2 --actor-moe-ffn-hidden-size 32"
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_updates_are_the_same_in_every_layout(size, form, layout, folder):
     names = [name for name in [*COMPARED, "actor/loss", "actor/grad_norm"] if name in found[1]]
     assert len(names) >= 4
     if alone is None:
-        assert found[2]["staleness/mean"] > 0 and found[2]["actor/grad_norm"] > 0
+        assert found[2]["rollout/staleness"] > 0 and found[2]["actor/grad_norm"] > 0
     else:
         for step, row in found.items():
             assert_close(row, alone[step], names, 2e-5)
@@ -187,7 +187,7 @@ def test_supervised_distillation_is_the_same_in_every_layout(size, layout, folde
 
 
 @pytest.mark.parametrize("flags", [
-    "--lora-rank 4", long(f"{MOE} --teacher-num-experts 4"), long("--reward exact-match --advantage grpo"),
+    "--lora-rank 4", long(MOE), long("--reward exact-match --advantage grpo"),
     long("--bf16 --teacher-bf16"), long("--ppo-epochs 2 --minibatch-size 4 --kl-in loss --kl-coefficient 0.1"),
     long("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
 ])  # fmt: skip

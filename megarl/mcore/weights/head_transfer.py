@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megarl.mcore import device
 from megarl.mcore.weights.reshard import WeightTransfer
@@ -68,7 +70,11 @@ def _rows_of(source) -> HeadRows:
     weight, tp = output_weight(source.model), source.role_groups.pg_collection.tp
     if weight is None:
         return HeadRows(None)
-    return HeadRows(weight, dist.get_rank(tp) * len(weight), dist.get_world_size(tp) * len(weight))
+    first, count = dist.get_rank(tp) * len(weight), dist.get_world_size(tp) * len(weight)
+    if isinstance(weight, DTensor):  # sharded over the data-parallel ranks, too
+        _, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        return HeadRows(weight.to_local(), first + start[0], count)
+    return HeadRows(weight, first, count)
 
 
 def _copy(held: HeadRows, policy, pg_collection, group, dtype: torch.dtype) -> Tensor | None:
