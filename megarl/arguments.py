@@ -305,7 +305,9 @@ def _role_settings(
 
     settings = context.settings
     max_length = settings.max_prompt_length + settings.max_response_length
+    of_teacher = (settings.teacher_max_prompt_length or settings.max_prompt_length) + settings.max_response_length
     lengths = dict.fromkeys(ranks, max_length) | {"reward": settings.reward_max_length or max_length}
+    lengths = {role: max(of_teacher, max_length) if role == "teacher" else lengths[role] for role in ranks}
     own = {role: _own_of_role(role, settings, values) for role in ranks}
     hf_models = read_hf_models(context.program, settings, own, lengths)
     megatron = {

@@ -25,6 +25,7 @@ _NAMES = {
         "prompt": ("prompt", "question", "problem", "input", "query"),
         "answer": (_VERL_ANSWER, "answer", "solution", "ground_truth", "label"),
         "task": ("task", "data_source"),
+        "teacher_prompt": ("teacher_prompt",),
     },
     SFT: {
         "messages": ("messages", "conversations"),

@@ -21,6 +21,7 @@ FIELD_TYPES: dict[str, tuple[Any, str]] = {
     "margin": (int | float, "a number"),
     "environment": (str, "a string"),
     "desirable": (bool, "true or false"),
+    "teacher_prompt": (str | list, "a string or a list of messages"),
 }
 
 
@@ -61,15 +62,20 @@ def check_fields(fields: dict[str, Any], where: str, columns: Mapping[str, str] 
     columns = columns or {}
     for name, value in fields.items():
         _check_field(name, value, where, columns.get(name, name))
-    prompt = columns.get("prompt", "prompt")
     if "messages" in fields:
         _check_conversation(fields, where)
     elif "prompt" not in fields:
-        raise UsageError(f"{where}: {prompt} is missing")
-    elif not contents(fields["prompt"]).strip():
-        raise UsageError(f"{where}: {prompt} is empty")
-    elif isinstance(fields["prompt"], list) and fields["prompt"][-1]["role"] == "assistant":
-        raise UsageError(f"{where}: the prompt's last message must not be the assistant's, who answers it")
+        raise UsageError(f"{where}: {columns.get('prompt', 'prompt')} is missing")
+    for name in ("prompt", "teacher_prompt"):
+        if name in fields:
+            _check_prompt(name, fields[name], where, columns.get(name, name))
+
+
+def _check_prompt(name: str, prompt: str | list[Message], where: str, column: str) -> None:
+    if not contents(prompt).strip():
+        raise UsageError(f"{where}: {column} is empty")
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        raise UsageError(f"{where}: the {name}'s last message must not be the assistant's, who answers it")
 
 
 def _check_conversation(fields: dict[str, Any], where: str) -> None:

@@ -24,6 +24,7 @@ class Prompt:
     margin: float | None = None
     desirable: bool | None = None  # whether `response` is
     environment: str | None = None
+    teacher_prompt: str | list[Message] | None = None  # what a teacher reads instead of `prompt`
 
     @property
     def key(self) -> str | tuple[MessageKey, ...]:

@@ -111,6 +111,33 @@ class PromptSet:
 
         return Ragged.of_arrays(self.on_node(encoded, "tokens", encoder, max_prompt_length))
 
+    def encode_for_teacher(self, encoder: Encoder, max_length: int) -> Ragged | None:
+        """Tokens of the `teacher_prompt` of every prompt, none for a prompt without; None if no prompt has one.
+
+        One rank of a node encodes them for all. UsageError if one has more than `max_length` tokens.
+        """
+
+        def rows() -> Iterator[list[int]]:
+            for prompt in self:
+                if prompt.teacher_prompt is None:
+                    yield []
+                    continue
+                tokens = encoder.prompt(dataclasses.replace(prompt, prompt=prompt.teacher_prompt))
+                if len(tokens) > max_length:
+                    raise UsageError(
+                        f"{self.where(prompt.index)}: teacher_prompt has {len(tokens)} tokens; "
+                        f"--teacher-max-prompt-length allows {max_length}"
+                    )
+                yield tokens
+
+        arrays = self.on_node(lambda: Ragged.of_rows(rows()).arrays(), "teacher", encoder, max_length)
+        return Ragged.of_arrays(arrays) if len(arrays["values"]) else None
+
+    def note_unread_teacher_prompts(self) -> PromptSet:
+        """The set with a note if one of its first prompts has a `teacher_prompt`, which only a teacher reads."""
+        has_one = any(self[index].teacher_prompt is not None for index in range(min(len(self), _LOOKED_AT)))
+        return self.noted("teacher_prompt is not read without --distill") if has_one else self
+
     def encode_fitting(self, encoder: Encoder, max_prompt_length: int) -> tuple[PromptSet, Ragged]:
         """The prompts of at most `max_prompt_length` tokens, and their tokens. UsageError if there is none.
 

@@ -21,6 +21,8 @@ class DistillSettings:
                            programs=STUDENTS, when="distill")  # fmt: skip
     teacher_temperature: float = positive(1.0, "temperature of the teacher's distributions, whatever the policy's is",
                                           programs=STUDENTS, when="distill")  # fmt: skip
+    teacher_max_prompt_length: int | None = positive(None, "maximum length of a line's teacher_prompt, tokens; default:"
+                                                      " --max-prompt-length", when="distill")  # fmt: skip
     distill_coefficient: float = positive(1.0, "weight of what the teacher says: of its share of the advantage, or"
                                            " of the divergence in the loss", programs=STUDENTS,
                                            when="distill")  # fmt: skip

@@ -10,6 +10,7 @@ from megarl.checkpoint.pretrained import (
     find_pretrained,
     with_stored_factors,
 )
+from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout import waiting_groups
@@ -44,6 +45,7 @@ class RLInputs:
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = self.prompt_sets.get(EVAL_PROMPTS), tokens_of.get(EVAL_PROMPTS)
+        self.teacher_tokens = self._teacher_prompts(config)
         check_environments(s, encoder, self.prompt_sets)
         self.reward_factory.check(*self.prompt_sets.values())
         tokens = self.tokenizer.vocab_size
@@ -70,6 +72,14 @@ class RLInputs:
         self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}
         self.saved_rollouts = self._saved_rollouts(s) if s.load_rollouts else None
         self.frozen_policy = self._frozen_policy(config) if s.debug_rollout_only else None
+
+    def _teacher_prompts(self, config: RunConfig) -> Ragged | None:
+        """The tokens that the teacher reads instead of the prompts; None: it reads the prompts."""
+        if "teacher" in config.roles:
+            limit = config.settings.teacher_max_prompt_length or config.settings.max_prompt_length
+            return self.prompts.encode_for_teacher(self.encoder, limit)
+        self.prompts = self.prompt_sets[PROMPTS] = self.prompts.note_unread_teacher_prompts()
+        return None
 
     def _rollout_facts(self, config: RunConfig) -> dict:
         """What the manifest of a saved rollout says about the run, and what a run that loads it compares."""

@@ -94,7 +94,9 @@ class RLTrainer(Trainer):
         self.reward = inputs.reward_factory.role(mesh["reward"], self.tokenizer, timers)
         shared = self.actor.trainable_model if shares_base(roles["actor"], roles.get("reference")) else None
         self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers, shared)
-        self.teacher = Teacher(s, roles.get("teacher"), mesh["teacher"], sizes.get("teacher"), timers)
+        self.teacher = Teacher(
+            s, roles.get("teacher"), mesh["teacher"], sizes.get("teacher"), timers, inputs.teacher_tokens
+        )
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
         states = {name: model.router_state for name, model in self._models().items()}

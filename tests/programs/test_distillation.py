@@ -18,6 +18,7 @@ from tests.helpers.programs import (
     sft_argv,
     timeless_rows,
     train,
+    write_lines,
 )
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
@@ -76,9 +77,13 @@ def watched(rank: int, parsed) -> list[dict]:
                 own.tokens.split(own.lengths.tolist()), own.response_mask.split(own.lengths.tolist()), strict=True
             )
             vocab, rows = self.tokenizer.vocab_size, []
-            for tokens, mask in spans:
+            for (tokens, mask), line, start in zip(spans, own.prompt_ids, own.prompt_lengths, strict=True):
                 student = (logits_alone(self.actor.trainable_model.model, tokens, vocab) / TAU).log_softmax(-1)[mask]
-                other = logits_alone(self.teacher.frozen_model.model, tokens, vocab).log_softmax(-1)[mask]
+                text = self.inputs.prompts[int(line)].teacher_prompt
+                prompt = tokens[:start] if text is None else torch.tensor(self.tokenizer.encode(text))
+                read = torch.cat([prompt, tokens[start:]])
+                other = logits_alone(self.teacher.frozen_model.model, read, vocab)[len(prompt) :]
+                other = other.log_softmax(-1)[mask[start:]]
                 forward = (other.exp() * (other - student)).sum(-1)
                 reverse = (student.exp() * (student - other)).sum(-1)
                 agrees = (student.argmax(-1) == other.argmax(-1)).double()
@@ -98,8 +103,19 @@ def watched(rank: int, parsed) -> list[dict]:
     return seen
 
 
-def test_the_loss_is_the_divergence_of_whole_logits_sequence_by_sequence(folder, tmp_path):
-    argv = argv_of(folder, tmp_path, "--distill loss --train-iters 2 --distill-coefficient 0.5")
+def hinted_prompts(folder: Path) -> Path:
+    """Prompts, of which every second one has another prompt for the teacher: with a worked sum before it."""
+    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()[:40]]
+    hints = [row | {"teacher_prompt": f"1+{i}={i + 1}{row['prompt']}"} for i, row in enumerate(rows[::2])]
+    return write_lines(folder / "hinted.jsonl", [row for pair in zip(rows[1::2], hints, strict=True) for row in pair])
+
+
+@pytest.mark.parametrize("has_hints", [False, True])
+def test_the_loss_is_the_divergence_of_whole_logits_sequence_by_sequence(folder, tmp_path, has_hints):
+    flags = "--distill loss --train-iters 2 --distill-coefficient 0.5"
+    if has_hints:
+        flags += f" --teacher-max-prompt-length 14 --prompts {hinted_prompts(folder)}"
+    argv = argv_of(folder, tmp_path, flags)
     for row, exact in run_world(watched, 1, program("rl", argv, 1))[0]:
         assert exact.pop("shared")  # prompts of a group are computed once
         assert row["actor/loss"] == pytest.approx(0.5 * exact["distill/reverse_kl"], rel=1e-4)
@@ -135,9 +151,21 @@ TP2, OWN = "--tensor-model-parallel-size 2", "--role-map actor=0-1;reward=0;teac
 
 @functools.cache
 def run_of(folder: Path, flags: str, size: int = 1) -> dict[int, dict]:
-    save = folder / f"{size}{flags}".replace("/", "")[:200].strip()
+    save = folder / f"{size}{flags}".replace("/", "")[-200:].strip()
     train("rl", argv_of(folder, save, f"--train-iters 2 {flags}"), size)
     return metrics(save)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["loss", "reward"])
+def test_another_prompt_of_the_teacher_is_read_in_any_layout(folder, form):
+    flags = f"--distill {form} --teacher-max-prompt-length 14 --prompts {hinted_prompts(folder)}"
+    layout = "--role-map actor=0-1;reward=0;teacher=2-3 --teacher-tensor-model-parallel-size 2"
+    alone, found = run_of(folder, flags), run_of(folder, f"{flags} {layout}", 4)
+    for step, row in found.items():
+        names = [name for name in [*COMPARED, "actor/loss", "actor/grad_norm"] if name in row]
+        assert_close(row, alone[step], names, 2e-5)
+    assert found[1]["teacher/logprob"] != run_of(folder, f"--distill {form}")[1]["teacher/logprob"]
 
 
 @pytest.mark.parametrize("size, form, layout", [
@@ -239,6 +267,7 @@ def check(argv: list[str], name: str = "rl"):
     ("rl", "--distill loss --reward none {teacher} --teacher-tokenizer-model {other}", "token 4 is "),
     ("rl", "--distill loss --reward none {teacher} --role-map actor=0;reward=0;teacher=1", "rank 1 of teacher"),
     ("rl", "--reward exact-match --role-map actor=0;reward=0;reference=0;teacher=0", "'teacher' has nothing"),
+    ("rl", "--distill loss --reward none {teacher} --prompts {hinted}", "hinted.jsonl:2: teacher_prompt has "),
     ("rl", "--distill loss --reward none {teacher} --teacher-lr 1", "--teacher-lr: the teacher is not trained"),
     ("rl", "--distill loss --reward none {teacher} --teacher-hidden-size 40", "the flags of teacher describe"),
 ])  # fmt: skip
@@ -247,7 +276,9 @@ def test_wrong_input(folder, tmp_path, name, flags, message):
 
     other = tmp_path / "other.model"
     other.write_bytes(train_tokenizer(["ab", "ba", "cd", "dc", "ef", "xyz"], 16, False))
-    flags = flags.format(teacher=teacher(folder) if "{teacher}" in flags else "", other=other)
+    flags = flags.format(
+        teacher=teacher(folder) if "{teacher}" in flags else "", other=other, hinted=hinted_prompts(folder)
+    )
     argv = rl_argv(tmp_path, f"--advantage none {flags}") if name == "rl" else sft_argv(tmp_path, flags)
     if "--reward exact-match" in flags:
         argv.remove("--advantage"), argv.remove("none")
