@@ -23,7 +23,8 @@ from tests.helpers.programs import (
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
-WIDE = "--num-layers 3 --hidden-size 48 --ffn-hidden-size 96"  # another width and depth than the policy's
+# Another width and depth than the policy's, and a head of its own.
+WIDE = "--num-layers 3 --hidden-size 48 --ffn-hidden-size 96 --untie-embeddings-and-output-weights"
 TAU = 0.9  # of the policy; the teacher's is 1
 COMPARED = ["distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement",
             "teacher/logprob"]  # fmt: skip
@@ -55,11 +56,12 @@ def argv_of(folder: Path, save: Path, flags: str) -> list[str]:
 def logits_alone(model, sequence, vocab: int):
     """[T, V] float64 logits before each token of a sequence that is alone in its batch."""
     from megarl.mcore.model.forward_pass import inference_mode, token_states
-    from megarl.mcore.weights.head_transfer import output_weight
 
     with inference_mode(model):
         states = token_states(model[0], sequence, torch.tensor([len(sequence)]))
-    return states.double() @ output_weight(model)[:vocab].double().T
+    head = model[0].output_layer.weight  # None: tied
+    head = model[0].embedding.word_embeddings.weight if head is None else head
+    return states.double() @ head.detach()[:vocab].double().T
 
 
 def watched(rank: int, parsed) -> list[dict]:

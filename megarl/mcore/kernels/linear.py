@@ -74,7 +74,8 @@ def prepacked_weights(model):
     """
     kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
-    tied = model.shared_embedding_or_output_weight() if model.post_process else None
+    is_tied = model.post_process and model.share_embeddings_and_output_weights
+    tied = model.shared_embedding_or_output_weight() if is_tied else None
     weights = [w for w in (tied, *(layer.weight for layer in layers)) if w is not None]
     packed = {}
     try:

@@ -43,8 +43,9 @@ def output_weight(model) -> Tensor | None:
     last = last.module if hasattr(last, "module") else last
     if not last.post_process:
         return None
-    weight = last.shared_embedding_or_output_weight()
-    return (last.output_layer.weight if weight is None else weight).detach()
+    # Megatron's method returns the embedding of a first stage also if the head has a weight of its own.
+    is_tied = last.share_embeddings_and_output_weights
+    return (last.shared_embedding_or_output_weight() if is_tied else last.output_layer.weight).detach()
 
 
 def copy_head(source, policy, pg_collection, group, dtype: torch.dtype) -> Tensor | None:
