@@ -40,11 +40,12 @@ def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, 
     flops = sequence_flops(lengths, hidden)
     if group > 1 and min(map(len, minibatches)) >= MIN_GROUPS_PER_REPLICA * replicas * group:
         groups = [ids[::group] // group for ids in minibatches]
-        return _assign(flops.view(-1, group).sum(1), groups, replicas).repeat_interleave(group)
-    return _assign(flops, minibatches, replicas)
+        return assign_by_cost(flops.view(-1, group).sum(1), groups, replicas).repeat_interleave(group)
+    return assign_by_cost(flops, minibatches, replicas)
 
 
-def _assign(costs: Tensor, minibatches: list[Tensor], replicas: int) -> Tensor:
+def assign_by_cost(costs: Tensor, minibatches: list[Tensor], replicas: int) -> Tensor:
+    """[N] int64: the dp rank of each item, by the rule of `balance_by_flops`. `costs`: [N]."""
     flops, dp_assignment = costs.tolist(), [0] * len(costs)
     step_flops = [0] * replicas
     for ids in minibatches:

@@ -36,7 +36,7 @@ class StepBatch:
 
     def __init__(
         self, mesh: RoleMesh, timers: Timers, dp_assignment: dict[str, Tensor], responses: Batch | None, step: int,
-        prompts: PromptSet, extra_fields: tuple[str, ...] = (), in_evaluation: bool = False,
+        prompts: PromptSet, samples_per_prompt: int, extra_fields: tuple[str, ...] = (), in_evaluation: bool = False,
         actor_fields: tuple[str, ...] = (),
     ):  # fmt: skip
         """
@@ -45,6 +45,7 @@ class StepBatch:
             responses: what this rank generated; None outside the rollout.
             step: number of the training step.
             prompts: the set whose lines `prompt_ids` are.
+            samples_per_prompt: sequences with adjacent ids that are the responses to one prompt.
             extra_fields: fields of the responses besides those that generation fills; the same on every rank.
             in_evaluation: it is not a step's batch, but one of an evaluation.
             actor_fields: as `extra_fields`, of which only the actor gets these.
@@ -53,7 +54,7 @@ class StepBatch:
         self._extra_fields, self._in_evaluation = extra_fields, in_evaluation
         self._actor_fields = [*ACTOR_FIELDS, *actor_fields]
         self.dp_assignment, self.step = dp_assignment, step
-        self.prompts = prompts
+        self.prompts, self.samples_per_prompt = prompts, samples_per_prompt
         self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
         self._pending = exchange.PendingSends()
 

@@ -102,7 +102,7 @@ class RoundScorer:
         with self.timers.phase(self.mesh[role].model_role, "exchange"):
             dp_assignment |= {ROLLOUT: dp_assignment_of(batch, count, self.mesh[ROLLOUT])}
         fields = self.settings.environment_fields
-        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, fields)
+        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, samples, fields)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training)
         scores = torch.zeros(count, 3, dtype=torch.float64, device=device.device())

@@ -113,7 +113,7 @@ class Evaluator:
         dp_assignment |= {ROLLOUT: dp_assignment_of(responses, count, self.mesh[ROLLOUT])}
         fields = s.environment_fields
         step_batch = StepBatch(
-            self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, fields, in_evaluation=True
+            self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, n, fields, in_evaluation=True
         )
         self._running = step_batch
         step_batch.dispatch("reward")

@@ -43,7 +43,7 @@ def experience(dp_rank: int, replicas: int) -> Batch:
 class LocalStepBatch(dict):
     """A step batch whose data are already on the ranks of the roles."""
 
-    count, step = SEQUENCES, 1
+    count, step, samples_per_prompt = SEQUENCES, 1, 2
 
 
 def role_of(name: str, parsed):

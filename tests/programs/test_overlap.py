@@ -164,7 +164,7 @@ def dispatch_and_continue(rank: int):
     responses = random_batch(1, [*ACTOR_FIELDS], ids=torch.arange(6))
     if rank == 0:
         store.wait(["gone on"], timedelta(seconds=20))
-    batch = StepBatch(mesh, Timers(), dp_assignment, responses if rank == 1 else None, 1, None)
+    batch = StepBatch(mesh, Timers(), dp_assignment, responses if rank == 1 else None, 1, None, 1)
     batch.dispatch("actor", "reward", "reference", "critic")
     if rank == 1:
         store.set("gone on", "1")

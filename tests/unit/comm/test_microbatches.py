@@ -10,6 +10,7 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
+from megarl.comm.whole_groups import positions_by_group, with_whole_groups
 from tests.helpers.worlds import run_world
 
 HIDDEN = 64
@@ -256,6 +257,24 @@ def test_replicas_get_whole_groups_if_there_are_enough(groups, is_whole):
         assert work.max() < 1.15 * work.mean()
     if not is_whole:
         assert torch.equal(dp_assignment, load_balance.balance_by_flops(lengths, minibatches, 2, HIDDEN))
+
+
+@pytest.mark.parametrize("groups, replicas", [(1, 1), (1, 3), (3, 2), (8, 2), (5, 4)])
+def test_whole_groups_meet_on_one_replica(groups, replicas):
+    lengths = ragged(7, groups * 4).add(20)
+    split = load_balance.balance_by_flops(lengths, [torch.arange(groups * 4)], replicas, HIDDEN)
+    found = with_whole_groups(split, lengths, 4, replicas, HIDDEN)
+    by_group = found.view(-1, 4)
+    assert bool((by_group == by_group[:, :1]).all())
+    assert replicas == 1 or not torch.equal(split, found), "there was something to bring together"
+    counts = by_group[:, 0].bincount(minlength=replicas)
+    assert counts.max() - counts.min() <= 1 and with_whole_groups(found, lengths, 4, replicas, HIDDEN) is found
+
+
+def test_positions_by_group():
+    """Of three samples each: a group of which one is missing, groups that another replica has, a whole one."""
+    assert positions_by_group([0, 2, 9, 10, 11], 3) == [[0, 1], [2, 3, 4]]
+    assert positions_by_group([4, 5], 1) == [[0], [1]] and positions_by_group([], 3) == []
 
 
 def test_the_assignment_depends_on_lengths_and_plan_only():
