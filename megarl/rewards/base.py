@@ -69,7 +69,10 @@ class TimedOut(str):
 
 @dataclass(frozen=True)
 class Job:
-    """One call of the verifier `name`, for one sample, or for all if it is batched; its time limit is `seconds`."""
+    """One call of the verifier `name`, for one sample, for a group if it is grouped, or for all if it is batched.
+
+    Its time limit is `seconds`.
+    """
 
     name: str
     samples: list[Sample]
@@ -79,6 +82,12 @@ class Job:
 def batched(function: Callable) -> Callable:
     """Mark a plug-in that takes the list of all samples of a step and returns one result per sample."""
     function.batched = True  # type: ignore[attr-defined]  # functions have attributes
+    return function
+
+
+def grouped(function: Callable) -> Callable:
+    """Mark a plug-in that takes the list of all samples of one prompt, in order, and returns one result per sample."""
+    function.grouped = True  # type: ignore[attr-defined]
     return function
 
 
@@ -102,25 +111,28 @@ class Verifier:
     """One named reward function, with its results checked.
 
     The function maps a Sample to a Score, or to a number x, short for Score(x, correct=x >= 1, extracted=the whole
-    response if finished). A function marked `batched` maps a list of samples to a list of these.
+    response if finished). A function marked `batched` or `grouped` maps a list of samples to a list of these.
     """
 
     def __init__(self, name: str, function: Callable):
         self.name = name
         self.batched = bool(getattr(function, "batched", False))
+        self.grouped = bool(getattr(function, "grouped", False))
+        self._takes_list = self.batched or self.grouped
         self._function = function
 
     def __call__(self, sample: Sample) -> Score:
         """Score one sample; RuntimeError with verifier and prompt if it raises or returns an invalid result."""
         try:
-            result = self._function([sample])[0] if self.batched else self._function(sample)
+            result = self._function([sample])[0] if self._takes_list else self._function(sample)
         except (Exception, SystemExit) as error:
             raise RuntimeError(failure(self.name, sample, error)) from error
         return self._checked(sample, result)
 
     def outcomes(self, samples: list[Sample]) -> list[Score | str]:
-        """For each sample a Score, or the reason for having none; if a batched function raises, all samples fail."""
-        if not self.batched:
+        """For each sample a Score, or the reason for having none. A function of a list is called once; all samples
+        fail if it raises."""
+        if not self._takes_list:
             return [self._outcome(self, sample) for sample in samples]
         try:
             results = list(self._function(samples))

@@ -125,7 +125,11 @@ def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, V
     functions = {name: plugins.load("--reward", name, built_in) for name in names}
     for name in functions.keys() - built_in.keys():
         _check_signature(name, functions[name])
-    return {name: Verifier(name, function) for name, function in functions.items()}
+    verifiers = {name: Verifier(name, function) for name, function in functions.items()}
+    for name, verifier in verifiers.items():
+        if verifier.batched and verifier.grouped:
+            raise UsageError(f"--reward {name}: is marked both batched and grouped; keep the mark of the list it takes")
+    return verifiers
 
 
 def _check_signature(name: str, function: Callable):

@@ -17,7 +17,7 @@ class VerifierSet:
 
     `reasons` holds for each sample of the last call why it has no score, or None.
 
-    Verifiers in `seconds` may hang: they have that many seconds per sample (a batched call: times its samples) and run
+    Verifiers in `seconds` may hang: they have that many seconds per sample (a call with several: times these) and run
     in `workers`, or without workers in this process under an alarm. Those in `threads` enforce their own limit and run
     concurrently on that many threads. All others run in this process without a limit.
 
@@ -37,9 +37,15 @@ class VerifierSet:
         self._threads = {name: ThreadPoolExecutor(count, f"reward-{name}") for name, count in threads.items()}
         self._fallback = Score(fallback, False)
 
-    def score(self, samples: list[Sample]) -> dict[str, list[Score]]:
+    @property
+    def needs_whole_groups(self) -> bool:
+        """Whether a verifier gets all samples of a prompt together."""
+        return any(verifier.grouped for verifier in self._verifiers.values())
+
+    def score(self, samples: list[Sample], groups: Sequence[Sequence[int]] = ()) -> dict[str, list[Score]]:
         """Each verifier's scores of the samples; a failure gives the fallback score and a line in `failures`.
 
+        `groups`: positions of each prompt's samples, all of 0, 1, … in order; read for grouped verifiers only.
         A verifier fails if it raises, takes too long, or returns anything but finite numbers. UsageError if it needs an
         alarm and none can be set (see `guard`); RuntimeError if a worker cannot start.
         """
@@ -48,7 +54,7 @@ class VerifierSet:
             for name, threads in self._threads.items()
         }
         with activity.limited():
-            outcomes = self._limited(samples)
+            outcomes = self._limited(samples, groups)
             outcomes |= {name: [future.result()[0] for future in futures] for name, futures in in_threads.items()}
         for name in self.names:
             if name not in outcomes:
@@ -71,13 +77,15 @@ class VerifierSet:
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _limited(self, samples: list[Sample]) -> dict[str, list[Score | str]]:
+    def _limited(self, samples: list[Sample], groups: Sequence[Sequence[int]]) -> dict[str, list[Score | str]]:
         jobs: list[Job] = []
         for name, seconds in self._seconds.items():
-            if self._verifiers[name].batched and samples:
-                jobs.append(Job(name, samples, seconds * len(samples)))
-            else:
-                jobs += [Job(name, [sample], seconds) for sample in samples]
+            calls = [[sample] for sample in samples]
+            if self._verifiers[name].grouped:
+                calls = [[samples[i] for i in group] for group in groups]
+            elif self._verifiers[name].batched and samples:
+                calls = [samples]
+            jobs += [Job(name, call, seconds * len(call)) for call in calls]
         outcomes: dict[str, list[Score | str]] = {name: [] for name in self._seconds}
         results = self._run(jobs)
         late = [

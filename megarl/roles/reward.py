@@ -13,6 +13,7 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
+from megarl.comm.whole_groups import positions_by_group
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
@@ -45,6 +46,7 @@ class Reward:
     ):  # fmt: skip
         """`tokenizer`: the policy's. `reward_model`: on the role's ranks, if `terms` contain the model."""
         self.settings, self.terms = settings, terms
+        self.needs_whole_groups = verifiers.needs_whole_groups
         self.drops = settings.reward_failure == "drop" and bool(verifiers.names)
         self.outputs = settings.score_fields
         self.role_groups, self.timers = role_groups, timers
@@ -94,7 +96,7 @@ class Reward:
             model_scores = self._model_scores(texts, scored, step_batch.count, for_training)
             columns = torch.zeros(len(batch), 3, dtype=torch.float64, device=batch.tokens.device)
             if self.role_groups.is_leader:
-                scores = self._scores(texts, model_scores, scored, step_batch.count, for_training)
+                scores = self._scores(texts, model_scores, scored, step_batch, for_training)
                 dropped = [self.drops and reason is not None for reason in self.verifiers.reasons]
                 rows = [(each.reward, each.correct, not drop) for each, drop in zip(scores, dropped, strict=True)]
                 columns[valid] = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 3)
@@ -132,11 +134,14 @@ class Reward:
         scores, is_scored = self.role_groups.dp_all_reduce(of_step)
         return scores[is_scored > 0]
 
-    def _scores(self, texts, model_scores: Tensor | None, batch: Batch, count: int, for_training: bool) -> list[Score]:
+    def _scores(
+        self, texts, model_scores: Tensor | None, batch: Batch, step_batch: StepBatch, for_training: bool
+    ) -> list[Score]:
         """Scores of the replica's responses; sets `rows`. A collective of the replica leaders."""
-        samples = self._samples(texts, batch)
+        samples, count = self._samples(texts, batch), step_batch.count
+        groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.samples_per_prompt)
         self.rows = self._unscored_rows(texts, samples, batch)  # a verifier that ends the run leaves them
-        columns = self.verifiers.score(samples)
+        columns = self.verifiers.score(samples, groups)
         for row, reason in zip(self.rows, self.verifiers.reasons, strict=True):
             if reason is not None:
                 row["failure"] = reason

@@ -18,6 +18,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.announcements import Announcements
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
+from megarl.comm.whole_groups import with_whole_groups
 from megarl.data.order import PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
@@ -178,14 +179,20 @@ class RolloutBatcher:
                 self._scorer.score(GenerationRound(**message["round"]), step)
 
     def _step_batch(self, step: int, responses: Batch | None, header: BatchHeader) -> StepBatch:
-        """The batch, its sequences assigned to replicas by FLOPs."""
+        """The batch, its sequences assigned to replicas by FLOPs; whole groups to a reward that compares responses."""
         count = len(header.lengths)
         minibatches = mb.minibatches_of_step(self.settings, count, step, epoch=0)
         group = self.settings.group_of_minibatches(count)
         dp_assignment = load_balance.balanced_assignment(
             self.mesh, header.lengths, header.generated_on, minibatches, self.hidden_size, group
         )
+        name, samples = self.reward.name, self.settings.samples_per_prompt
+        if self.reward.needs_whole_groups and name in dp_assignment:
+            replicas = len(self.mesh[name].replicas)
+            dp_assignment[name] = with_whole_groups(
+                dp_assignment[name], header.lengths, samples, replicas, self.hidden_size
+            )
         fields, of_actor = self.settings.sampled_fields, self.settings.staleness_fields
         return StepBatch(
-            self.mesh, self.timers, dp_assignment, responses, step, self.prompts, fields, actor_fields=of_actor
+            self.mesh, self.timers, dp_assignment, responses, step, self.prompts, samples, fields, actor_fields=of_actor
         )

@@ -22,12 +22,12 @@ DOCS = ROOT / "docs"
 
 
 def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
-    """A reward, an estimator and a loss in one run, with the flags of the page."""
+    """Two rewards, an estimator and a loss in one run, with the flags of the page."""
     text, _, _ = documents.text_of(DOCS / "extending.md").partition("## A policy loss as part of megarl")
     blocks = documents.blocks(text)
     code = "\n\n".join(block.text for block in blocks if block.language == "python")
     flags = [block.text.strip().removeprefix("... ") for block in blocks if block.text.startswith("... ")]
-    assert len(flags) == 3 and len(re.findall("^def ", code, re.MULTILINE)) == 3
+    assert len(flags) == len(re.findall("^def ", code, re.MULTILINE)) == 4
     (plug_ins / "my_plugins.py").write_text(code)
     train("rl", rl_argv(tmp_path, " ".join([*flags, "--train-iters 2"])))
     rows = metrics(tmp_path)
@@ -36,7 +36,7 @@ def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     always = [m.name for m in METRICS if not m.when and "train_rl" in m.programs and "<" not in m.name]
     assert len(always) > 30 and set(always) <= set(rows[2])  # docs/metrics.md says so
     graded = [json.loads(row) for row in samples(tmp_path, 1).splitlines()]
-    assert {"my_plugins:contains_answer", "length"} <= set(graded[0]["reward_values"])
+    assert {"my_plugins:contains_answer", "my_plugins:agreement"} == set(graded[0]["reward_values"])
     assert len({row["reward"] for row in graded}) > 1
     with pytest.raises(UsageError, match="--samples-per-prompt 1: .*rank_in_group compares"):
         arguments.parse(rl_argv(tmp_path, " ".join([*flags, "--samples-per-prompt 1"])), 1)

@@ -22,7 +22,7 @@ from tests.helpers.tiers import long
 
 PLUG_IN = """
 import os, signal, subprocess, sys, time
-from megarl.rewards import Score, batched
+from megarl.rewards import Score, batched, grouped
 
 def moody(sample):
     print("noise that must not reach the pipes", sys.stdin.read())
@@ -58,6 +58,16 @@ def lengths(samples):
     if samples[0].response == "short": return [1.0]
     if samples[0].response == "hang": time.sleep(600)
     return [None if sample.response == "raise" else len(sample.response) for sample in samples]
+
+@grouped
+def places(samples):
+    if samples[0].response == "short": return [1.0]
+    if samples[0].response == "hang": time.sleep(600)
+    return [None if sample.response == "raise" else len(samples) + i / 10 for i, sample in enumerate(samples)]
+
+@batched
+@grouped
+def confused(samples): return [1.0] * len(samples)
 """
 FAILED = Score(-2.0, False)
 PATIENCE = 300  # seconds of a wait that should be short
@@ -144,6 +154,25 @@ def test_a_batched_verifier_is_called_once(build, workers):
         assert verifiers.score(samples(first, "b", "c"))["moody_rewards:lengths"] == [FAILED] * 3
         lines = [line("lengths", reason, text) for text in (first, "b", "c")]
         assert verifiers.failures["moody_rewards:lengths"] == lines == verifiers.reasons
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_grouped_verifier_fails_on_its_group_alone(build, workers):
+    verifiers = build("moody_rewards:places+exact-match", workers, timeout=0.5)
+    texts = ["a", "b", "raise", "short", "b", "hang", "b", "a"]
+    scores = verifiers.score(samples(*texts), groups=[[0, 1, 2], [3, 4], [5, 6], [7]])
+    assert [score.reward for score in scores["moody_rewards:places"]] == [3.0, 3.1, *[-2.0] * 5, 1.0]
+    reasons = ["returned NoneType, not a Score or a number", *["ValueError: returned 1 results for 2 samples"] * 2,
+               *["no result within 1 s"] * 2]  # fmt: skip
+    lines = [line("places", reason, text) for reason, text in zip(reasons, texts[2:7], strict=True)]
+    assert verifiers.failures["moody_rewards:places"] == lines and verifiers.reasons == [None, None, *lines, None]
+    assert [score.correct for score in scores["exact-match"]] == [text == "a" for text in texts]
+    assert verifiers.needs_whole_groups and not build("moody_rewards:lengths").needs_whole_groups
+
+
+def test_a_plug_in_with_two_marks_is_refused(build):
+    with pytest.raises(UsageError, match="moody_rewards:confused: is marked both batched and grouped; keep the mark"):
+        build("moody_rewards:confused")
 
 
 @pytest.mark.parametrize("workers", [long(0), 1])

@@ -64,7 +64,9 @@ class Engine:
 class NoReward:
     """A reward role without verifiers or models."""
 
+    name = "reward"
     rows: list = []
+    needs_whole_groups = False
 
     def prepare(self, prompts, lines):
         pass
