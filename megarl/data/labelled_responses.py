@@ -44,6 +44,7 @@ class LabelledResponses(Examples):
         prompts, arrays = arrays_within_limits(_arrays, prompts, encoder, "labelled", "lines", *options)
         super().__init__(prompts, Ragged.of_arrays(arrays), self._labelled)
         self.labels = arrays["labels"]  # [N] bool
+        self.has_margins = bool(arrays["margins"].any())
         self._responses = arrays["responses"]  # [N] tokens of each response
         if len(set(arrays["prompt_ids"].tolist())) == 1:
             raise UsageError(
@@ -81,8 +82,8 @@ def next_of_other_prompt(prompt_ids: np.ndarray) -> np.ndarray:
 def _arrays(
     prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int, drops_long: bool
 ) -> dict[str, np.ndarray]:
-    """Tokens of each example, its response's length, label and prompt's number, and the lines' numbers."""
-    tokens, rows, kept, numbers = RaggedBuilder(), [], [], {}
+    """Tokens of each example, its response's length, label and prompt's number, and the lines' numbers and margins."""
+    tokens, rows, kept, margins, numbers = RaggedBuilder(), [], [], [], {}
     for prompt in prompts:
         where = prompts.where(prompt.index)
         try:
@@ -100,9 +101,11 @@ def _arrays(
             number = numbers.setdefault(prompt.key, len(numbers))
             rows.append((sum(mask), label, number))
         kept.append(prompt.index)
+        margins.append(float(prompt.margin or 0))
     responses, labels, prompt_ids = zip(*rows, strict=True) if rows else ((), (), ())
     columns = {"responses": np.array(responses, np.int64), "labels": np.array(labels, np.bool_)}
     columns |= {"prompt_ids": np.array(prompt_ids, np.int64), "kept": np.array(kept, np.int64)}
+    columns["margins"] = np.array(margins)
     return tokens.build().arrays() | columns
 
 

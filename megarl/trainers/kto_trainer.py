@@ -16,7 +16,12 @@ from megarl.data.labelled_responses import LabelledResponse, LabelledResponses
 from megarl.data.prompts import PromptSet
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
-from megarl.trainers.preference_trainer import PreferenceTrainer, preference_task, response_sums
+from megarl.trainers.preference_trainer import (
+    PreferenceTrainer,
+    note_unread_margins,
+    preference_task,
+    response_sums,
+)
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch
 
@@ -38,9 +43,11 @@ class KTOTrainer(PreferenceTrainer):
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> LabelledResponses:
         """The responses of the lines."""
         s = config.settings
-        return LabelledResponses(
+        responses = LabelledResponses(
             prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts
         )  # fmt: skip
+        note_unread_margins(responses, s)
+        return responses
 
     @staticmethod
     def sequences(example: LabelledResponse) -> list[tuple[list[int], list[bool]]]:

@@ -8,7 +8,6 @@ from torch import Tensor
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts
 from megarl.algorithms.preference_loss import PairLogprobs
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.data.columns import REWARD
@@ -17,7 +16,12 @@ from megarl.data.prompts import PromptSet
 from megarl.data.response_pairs import ResponsePair, ResponsePairs
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
-from megarl.trainers.preference_trainer import PreferenceTrainer, preference_task, response_sums
+from megarl.trainers.preference_trainer import (
+    PreferenceTrainer,
+    note_unread_margins,
+    preference_task,
+    response_sums,
+)
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch
 
@@ -37,9 +41,7 @@ class PairTrainer(PreferenceTrainer):
         """The pair of each line."""
         s = config.settings
         pairs = ResponsePairs(prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts)
-        loss = PREFERENCE_LOSSES[s.preference_loss]
-        if pairs.has_margins and not loss.reads_margin:
-            pairs.prompts = pairs.prompts.noted(f"--preference-loss {loss.name} does not read the margins of the pairs")
+        note_unread_margins(pairs, s)
         return pairs
 
     @staticmethod

@@ -13,6 +13,8 @@ from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders, resume
 from megarl.data.examples import Examples
+from megarl.data.labelled_responses import LabelledResponses
+from megarl.data.response_pairs import ResponsePairs
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
@@ -125,6 +127,13 @@ class PreferenceTrainer(SupervisedTrainer):
         if not self._reference:
             return torch.zeros(examples.count, 2, dtype=torch.float64, device=device.device())
         return self._reference[set_name][torch.tensor(list(examples.lines))].to(device.device())
+
+
+def note_unread_margins(examples: ResponsePairs | LabelledResponses, settings: Settings):
+    """Notes in the set of the examples that the run's loss does not read their margins, if they have some."""
+    loss = PREFERENCE_LOSSES[settings.preference_loss]
+    if examples.has_margins and not loss.reads_margin:
+        examples.prompts = examples.prompts.noted(f"--preference-loss {loss.name} does not read the column margin")
 
 
 def preference_task(purpose: str, sequence_names: tuple[str, ...]) -> TaskSpec:

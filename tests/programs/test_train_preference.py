@@ -242,11 +242,21 @@ def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
 
 
 def test_margins_that_a_loss_does_not_read_are_named(tmp_path):
+    from megarl.trainers.kto_trainer import KTOTrainer
     from megarl.trainers.pair_trainer import PairTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
-    rows = write_lines(tmp_path / "rows.jsonl", [GOOD | {"margin": 1, "rejected": ""}])  # EOS alone may be rejected
-    for loss, count in (("ipo", 1), ("dpo", 0)):
-        argv = preference_argv(tmp_path / "run", f"--prompts {rows} --preference-loss {loss}")
-        notes = SupervisedInputs(program("preference", argv, 1), PairTrainer).prompt_sets["prompts"].notes
-        assert sum("does not read the margins" in note for note in notes) == count
+    rows = [GOOD | {"rejected": ""}, GOOD | {"prompt": "2+2="}]  # EOS alone may be rejected
+    cases = [
+        ("ipo", PairTrainer, 1, 1),
+        ("dpo", PairTrainer, 1, 0),
+        ("kto", KTOTrainer, 1, 1),
+        ("kto", KTOTrainer, 0, 0),
+    ]
+    for loss, trainer, margin, count in cases:
+        file = write_lines(tmp_path / f"{margin}.jsonl", [row | {"margin": margin} for row in rows])
+        argv = preference_argv(tmp_path / "run", f"--prompts {file} --preference-loss {loss}")
+        notes = SupervisedInputs(program("preference", argv, 1), trainer).prompt_sets["prompts"].notes
+        assert [f"--preference-loss {loss} does not read the column margin" in note for note in notes].count(
+            True
+        ) == count
