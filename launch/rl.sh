@@ -12,7 +12,7 @@
 #   INIT           checkpoint or run folder to start from (with MODEL; default: random weights)
 #   TOKENIZER      tokenizer file (SentencePiece) or folder (Hugging Face), with MODEL
 #   DTYPE          bf16 (default) or fp32 (CPUs)
-#   ALGORITHM      a file of configs/recipes without .yaml, default grpo
+#   ALGORITHM      a file of configs/recipes with an advantage, without .yaml, default grpo
 #   PROMPTS, EVAL_PROMPTS, REWARD      prompt files; reward, default exact-match
 #   ROLE_MAP       ranks or nodes of the roles, as "actor=nodes 0-1;reference=node 2;…"; default: all roles on all ranks
 #   TP PP CP EP    tensor, pipeline, context and expert parallel sizes of all roles, default 1
@@ -33,7 +33,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 ALGORITHM=${ALGORITHM:-grpo} DTYPE=${DTYPE:-bf16}
 SAVE=${SAVE:-runs/$ALGORITHM}
 RECIPE=$ROOT/configs/recipes/$ALGORITHM.yaml
-[[ -f $RECIPE ]] || wrong "ALGORITHM=$ALGORITHM: allowed: $(names configs/recipes .yaml)"
+algorithms() { grep -l ^advantage: "$ROOT"/configs/recipes/*.yaml | sed 's|.*/||; s|\.yaml$||' | xargs; }
+grep -qs ^advantage: "$RECIPE" || wrong "ALGORITHM=$ALGORITHM: allowed: $(algorithms)"
 [[ $DTYPE == bf16 || $DTYPE == fp32 ]] || wrong "DTYPE=$DTYPE: allowed: bf16, fp32"
 [[ -n ${MODEL:-}${HF_MODEL:-} ]] || wrong "MODEL or HF_MODEL is not set: a shape of launch/models, or a Hugging Face folder"
 check_numbers TP PP CP EP PROMPTS_PER_STEP SAMPLES_PER_PROMPT MINIBATCH_SIZE MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH \

@@ -74,7 +74,8 @@ class Curve(NamedTuple):
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises UsageError."""
-    names = sorted(path.stem for path in (CONFIGS / "recipes").glob("*.yaml"))
+    paths = (CONFIGS / "recipes").glob("*.yaml")
+    names = sorted(path.stem for path in paths if "\nadvantage:" in path.read_text())  # others are of train_preference
     parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for runs, figure and numbers")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=names, metavar="NAME",

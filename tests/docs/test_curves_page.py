@@ -6,12 +6,12 @@ from statistics import fmean
 import pytest
 
 from tests.helpers import documents
-from tests.helpers.programs import ROOT
+from tests.helpers.programs import RL_RECIPES, ROOT
 
 
 def test_the_table_has_the_numbers_of_the_curves():
     curves = json.loads((ROOT / "docs" / "curves.json").read_text())
-    recipes = sorted(path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml"))
+    recipes = [path.stem for path in RL_RECIPES]
     assert sorted({curve["recipe"] for curve in curves}) == recipes
     page = documents.text_of(ROOT / "docs" / "recipes.md")
     for recipe in recipes:

@@ -20,6 +20,8 @@ from tools._metric_catalog import reproducible as timeless
 from tools.train_tokenizer import train as train_tokenizer
 
 ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
+RL_RECIPES = [path for path in RECIPES if "\nadvantage:" in path.read_text()]  # the others are of train_preference
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu --normalization RMSNorm"
     " --disable-bias-linear --group-query-attention --num-query-groups 2 --make-vocab-size-divisible-by 32"

@@ -4,12 +4,12 @@ import pytest
 
 from tests.emulator.programs import needs_emulator
 from tests.helpers import combinations
-from tests.helpers.programs import metrics, reward_argv, samples, sft_argv, timeless, train
+from tests.helpers.programs import RL_RECIPES, metrics, reward_argv, samples, sft_argv, timeless, train
 from tools.gpu import programs
 
 pytestmark = [needs_emulator, pytest.mark.long]
 ALGORITHM, MODEL = programs.flags_of_all()
-RECIPES = [f"--config {path}" for path in sorted((programs.ROOT / "configs/recipes").iterdir())]
+RECIPES = [f"--config {path}" for path in RL_RECIPES]
 TP2, PP2, EXPERTS = combinations.TP2, combinations.PP2, f"{programs.ROUTED} --moe-grouped-gemm"
 APART = "--role-map actor=0;critic=0;reference=0;reward=0;rollout=1"
 LAGGING = "--role-map actor=0;critic=0;reference=0;reward=1;rollout=2 --generation-lag 2 --rollout-correction tis"

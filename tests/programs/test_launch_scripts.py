@@ -16,7 +16,7 @@ from megarl import arguments
 from megarl.environments.loading import BUILT_IN
 from megarl.planning.verdict import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 from tests.helpers.launch_scripts import launch
-from tests.helpers.programs import ROOT, metrics
+from tests.helpers.programs import RL_RECIPES, ROOT, metrics
 
 # Ranks of actor, critic, reward and reference; the actor's expert-parallel size; chunks of a step.
 SPLIT = {
@@ -237,7 +237,7 @@ def test_a_batch_job_goes_back_into_the_queue_if_the_run_can_go_on(end, preempte
     assert (done.returncode == -signal.SIGKILL) == requeued
 
 
-@pytest.mark.parametrize("algorithm", sorted(path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize("algorithm", [path.stem for path in RL_RECIPES])
 def test_the_recipe_of_each_algorithm_is_understood(algorithm, tmp_path):
     given = {"MODEL": "qwen3_30b_a3b", "EP": "2", "TP": "2", "ALGORITHM": algorithm, "RECOMPUTE": "full"}
     given["SAVE"] = str(tmp_path / "run")

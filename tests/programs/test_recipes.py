@@ -11,11 +11,29 @@ from megarl import arguments
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.estimators import ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from tests.helpers.programs import ROOT, SHAPE, assert_close, inputs, metrics
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from tests.helpers.forked_programs import accepted
+from tests.helpers.programs import RL_RECIPES, ROOT, SHAPE, assert_close, inputs, metrics, preference_argv, train
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 FOLDER = ROOT / "configs" / "recipes"
+PREFERENCE = {  # paper, values, whether it has a reference
+    "dpo": ("2305.18290", {"preference-beta": 0.1, "preference-label-smoothing": 0.0}, True),
+    "ipo": ("2310.12036", {"preference-beta": 0.1}, True),
+    "simpo": (
+        "2405.14734", {"preference-beta": 2.0, "preference-gamma": 1.0, "preference-label-smoothing": 0.0}, False
+    ),
+    "orpo": ("2403.07691", {"preference-coefficient": 0.1}, False),
+    "kto": (
+        "2402.01306",
+        {"preference-beta": 0.1, "preference-desirable-weight": 1.0, "preference-undesirable-weight": 1.0}, True,
+    ),
+    "rpo": (
+        "2404.19733",
+        {"preference-beta": 0.1, "preference-coefficient": 1.0, "preference-label-smoothing": 0.0}, True,
+    ),
+}  # fmt: skip
 MODELS = {  # besides the actor
     "ppo": ["critic", "reference"], "grpo": ["reference"], "rloo": ["reference"], "remax": ["reference"],
     "reinforce_plus_plus": ["reference"], "dr_grpo": [], "dapo": [], "gspo": [], "cispo": [], "gmpo": [],
@@ -107,7 +125,22 @@ def check_rows(save: Path, recipe: str):
 
 
 def test_every_recipe_exists():
-    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(MODELS)
+    assert sorted(path.name for path in FOLDER.iterdir()) == sorted(f"{name}.yaml" for name in (*MODELS, *PREFERENCE))
+    assert sorted(PREFERENCE) == sorted(PREFERENCE_LOSSES) and [path.stem for path in RL_RECIPES] == sorted(MODELS)
+
+
+@pytest.mark.parametrize("recipe", by_default(PREFERENCE, ("dpo", "kto")))
+def test_a_recipe_of_preferences_sets_its_papers_values_and_trains(recipe, tmp_path):
+    paper, values, has_reference = PREFERENCE[recipe]
+    text = (FOLDER / f"{recipe}.yaml").read_text()
+    assert paper in text.splitlines()[0] and yaml.safe_load(text) == values | {"preference-loss": recipe}
+    argv = preference_argv(tmp_path, f"--config {FOLDER}/{recipe}.yaml --train-iters 2")
+    assert any(recipe in line for line in accepted(argv, "preference"))  # says the loss, and no flag has no effect
+    train("preference", argv)
+    found = metrics(tmp_path)
+    assert all(math.isfinite(value) for row in found.values() for value in row.values())
+    assert sorted(found) == [1, 2] and all(row["preference/grad_norm"] > 0 for row in found.values())
+    assert (tmp_path / "checkpoints/step_00000002/reference_logprobs.pt").exists() == has_reference
 
 
 @pytest.mark.parametrize("recipe", by_default(MODELS, ("ppo", "grpo", "dapo", "gspo")))
