@@ -16,6 +16,7 @@ from megarl import plugins, process_state
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE, Estimator, estimator_of
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, parser, role_flags
 from megarl.flags.distill_settings import NONE
@@ -221,6 +222,8 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
     estimator = _named("--advantage", settings.advantage, ESTIMATORS, estimator_of)
     trains = not settings.debug_rollout_only
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
+    if "logprobs" in estimator.needs:
+        has_reference |= PREFERENCE_LOSSES[settings.preference_loss].needs_reference
     return combinations.FlagContext(
         program=program,
         settings=settings,

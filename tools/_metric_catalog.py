@@ -39,6 +39,7 @@ class Metric(NamedTuple):
 TRAINING = ("train_rl", "train_sft", "train_reward", "train_preference")
 LOSSES = ("train_sft", "train_reward", "train_preference")
 PREFERENCE = ("train_preference",)
+ONLINE = "in train_rl with --advantage preference"
 PAIR_METRICS = (
     ("loss", "nats", "loss of --preference-loss, mean over pairs"),
     ("accuracy", "fraction", "pairs whose chosen response has the higher implicit reward; of kto, responses whose"
@@ -259,7 +260,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                ("train_reward",)),
     ),
     "Preferences": (
-        *(Metric(f"preference/{name}", unit, text, "", PREFERENCE) for name, unit, text in PAIR_METRICS),
+        *(
+            Metric(f"preference/{name}", unit, text, f"always; {ONLINE}", (*PREFERENCE, "train_rl"))
+            for name, unit, text in PAIR_METRICS
+        ),
+        Metric("preference/pairs", "groups", "groups whose best and worst response are a pair", ONLINE, ("train_rl",)),
+        Metric("preference/ties", "groups", "groups whose rewards are all equal: they have no pair", ONLINE,
+               ("train_rl",)),
         Metric("preference/kl", "nats", "KL from the reference, estimated on responses to other prompts, at least 0",
                "with --preference-loss kto", PREFERENCE),
         Metric("preference/grad_norm", "norm", "gradient norm before clipping", "", PREFERENCE),

@@ -16,11 +16,14 @@ from torch import Tensor
 from megarl.algorithms.advantages import gae
 from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
 from megarl.algorithms.packed import broadcast_to_tokens
+from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.algorithms.preference_pairs import GroupPairs, PairGradient, best_and_worst, pair_gradient
 from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
 
-NEEDS = frozenset({"values", "groups", "baselines"})
+NEEDS = frozenset({"values", "groups", "baselines"})  # of plug-ins; "logprobs" is a need of built-in ones alone
 NO_ADVANTAGE = "none"
 
 
@@ -43,6 +46,10 @@ class StepData:
     cu_seqlens: Tensor  # [N+1]
     total: Callable[[Tensor], Tensor]  # sums a tensor over the ranks
     raw_token_rewards: Tensor | None = None  # [T] `token_rewards` without the KL penalty; None: there is none in them
+    # [S] float64 Σ log π_old over the response tokens of all responses, and Σ log π_ref, 0 without a reference; None:
+    # the estimator does not need log-probs
+    logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +61,8 @@ class AdvantageOptions:
     group_std: bool = True  # grpo: divide by the group's standard deviation
     whiten: bool = False  # mean 0 and variance 1 over the response tokens of all ranks
     credit_turns: int = 0  # rloo: one advantage per turn, of episodes with at most so many; 0: one per episode
+    # preference: the loss of the pairs, and its options
+    preference: tuple[PreferenceLoss, PreferenceOptions] = (PREFERENCE_LOSSES["dpo"], PreferenceOptions())
 
 
 class Advantages(NamedTuple):
@@ -67,9 +76,11 @@ class Estimator(NamedTuple):
     """An estimator with its requirements."""
 
     function: Callable[[StepData, AdvantageOptions], Advantages]
-    needs: frozenset[str]  # of `NEEDS`: critic's values, several samples per prompt, greedy baselines
+    needs: frozenset[str]  # critic's values, several samples per prompt, greedy baselines, log-probs before the update
     options: frozenset[str]  # names of the AdvantageOptions that it reads
     whiten: bool  # default of the option `whiten`
+    # Metrics by name, the same on every rank.
+    measure: Callable[[StepData, AdvantageOptions], dict[str, float]] | None = None
 
 
 def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -128,18 +139,42 @@ def no_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     return Advantages(torch.zeros_like(step.token_rewards), None)
 
 
+def preference_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """Online preference learning: the gradient of a loss of each group's best and worst response, as advantages.
+
+    A_i = −n · ∂L/∂ log π(y_i) for the mean loss L of the pairs, 0 for a response in no pair; n is the number of
+    responses with tokens, by which `seq-mean-token-sum` divides. With it and `reinforce` the gradient is that of L.
+    """
+    pairs, gradient = _pairs(step, options)
+    advantages = torch.zeros_like(step.logprobs)
+    advantages[pairs.chosen], advantages[pairs.rejected] = -gradient.chosen, -gradient.rejected
+    unchanged = dataclasses.replace(options, whiten=False)
+    return _on_tokens(step, unchanged, (step.response_lengths > 0).sum() * advantages)
+
+
+def preference_metrics(step: StepData, options: AdvantageOptions) -> dict[str, float]:
+    """`preference/…` of the pairs, at the policy before the update."""
+    _, gradient = _pairs(step, options)
+    return {f"preference/{name}": value for name, value in gradient.metrics.items()}
+
+
+def _pairs(step: StepData, options: AdvantageOptions) -> tuple[GroupPairs, PairGradient]:
+    pairs, sums = best_and_worst(step.raw_scores, step.groups), (step.logprobs, step.reference_logprobs)
+    return pairs, pair_gradient(pairs, *sums, step.response_lengths, *options.preference)
+
+
 ESTIMATORS: dict[str, Estimator] = {
-    NO_ADVANTAGE: Estimator(function=no_advantages, needs=frozenset(), options=frozenset(), whiten=False),
-} | {
-    name: Estimator(function=function, needs=frozenset(needs), options=frozenset({*options, "whiten"}), whiten=whitens)
-    for name, function, needs, options, whitens in (
-        ("gae", gae_advantages, ["values"], ["gamma", "lam"], True),
-        ("grpo", grpo_advantages, ["groups"], ["group_std"], False),
-        ("rloo", rloo_advantages, ["groups"], ["credit_turns"], False),
-        ("opo", opo_advantages, ["groups"], [], False),
-        ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma"], True),
-        ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], [], True),
-        ("remax", remax_advantages, ["baselines"], [], False),
+    name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measure)
+    for name, function, needs, options, whitens, *measure in (
+        (NO_ADVANTAGE, no_advantages, [], [], False),
+        ("gae", gae_advantages, ["values"], ["gamma", "lam", "whiten"], True),
+        ("grpo", grpo_advantages, ["groups"], ["group_std", "whiten"], False),
+        ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
+        ("opo", opo_advantages, ["groups"], ["whiten"], False),
+        ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma", "whiten"], True),
+        ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], ["whiten"], True),
+        ("remax", remax_advantages, ["baselines"], ["whiten"], False),
+        ("preference", preference_advantages, ["groups", "logprobs"], ["preference"], False, preference_metrics),
     )
 }
 
@@ -175,7 +210,7 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
             raise ValueError(f"{name} must return [T] = {list(step.response_mask.shape)}, got {list(field.shape)}")
         return torch.where(step.response_mask, field.detach(), 0.0).to(step.token_rewards.dtype)
 
-    options = frozenset(field.name for field in dataclasses.fields(AdvantageOptions))
+    options = frozenset(field.name for field in dataclasses.fields(AdvantageOptions)) - {"preference"}
     return Estimator(function=checked, needs=needs, options=options, whiten=False)
 
 

@@ -87,6 +87,21 @@ class PreferenceLoss(NamedTuple):
     defaults: PreferenceOptions = PreferenceOptions()
 
 
+# What is measured of pairs, in the order of `pair_metrics`.
+PAIR_METRICS = (
+    "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"
+)  # fmt: skip
+
+
+def pair_metrics(pairs: PairLogprobs, terms: PreferenceTerms) -> list[Tensor]:
+    """[P] float64 each of `PAIR_METRICS`, without gradient."""
+    won, lost = terms.chosen_reward, terms.rejected_reward
+    return [
+        terms.loss.detach(), (won > lost).double(), won - lost, won, lost, pairs.chosen.detach(),
+        pairs.rejected.detach(),
+    ]  # fmt: skip
+
+
 def drifts(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
     """log π − log π_ref of both responses, [P] each."""
     return pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected

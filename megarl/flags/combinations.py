@@ -62,23 +62,30 @@ def _when(holds: Callable[[Settings], object], reason: str) -> Condition:
     return Condition(lambda context: bool(holds(context.settings)), reason)
 
 
+def _learns_preferences(context: FlagContext) -> bool:
+    return context.program != "rl" or "preference" in context.estimator.options
+
+
 def _of_preference_loss(holds: Callable[[PreferenceLoss], bool]) -> Condition:
-    return Condition(
-        lambda context: context.program == "reward" or holds(PREFERENCE_LOSSES[context.settings.preference_loss]),
-        "--preference-loss {preference_loss} does not use them",
-    )
+    def does(context: FlagContext) -> bool:
+        loss = PREFERENCE_LOSSES[context.settings.preference_loss]
+        return context.program == "reward" or _learns_preferences(context) and holds(loss)
+
+    return Condition(does, "--preference-loss {preference_loss} does not use them")
 
 
 def _preference_option(name: str) -> Condition:
     return _of_preference_loss(lambda loss: name in loss.options)
 
 
-# Options of estimators whose flags are dropped where they have no effect; --credit turns is refused instead.
-_DROPPED = [option.name for option in dataclasses.fields(AdvantageOptions) if option.name != "credit_turns"]
+# Options of estimators whose flags are dropped where they have no effect; --credit turns is refused instead, and those
+# of preferences are flags of train_preference, too.
+_DROPPED = {option.name for option in dataclasses.fields(AdvantageOptions)} - {"credit_turns", "preference"}
 
 
 CONDITIONS: dict[str, Condition] = {
-    **{f"estimator:{name}": _of_estimator(name) for name in _DROPPED},
+    **{f"estimator:{name}": _of_estimator(name) for name in sorted(_DROPPED)},
+    "preference": Condition(_learns_preferences, "--advantage {advantage} does not use them"),
     **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
     **{f"preference:{name}": _preference_option(name) for name in PreferenceOptions._fields},
     "labels": _of_preference_loss(lambda loss: not loss.reads_pairs),
@@ -193,13 +200,17 @@ def reason(context: FlagContext, name: str) -> str:
     """Why flags that need a condition have no effect."""
     if name in ("critic", "reference", "teacher") and context.settings.debug_rollout_only:
         return "--debug-rollout-only trains nothing"
+    if name.startswith("preference:") and not _learns_preferences(context):
+        name = "preference"
     return condition(name).reason.format_map(vars(context.settings))
 
 
 def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
-    with_context = (_rewards(context), _sampling(context), _training(context), _distillation(context))
+    with_context = (
+        _rewards(context), _sampling(context), _training(context), _distillation(context), _preferences(context)
+    )
     groups = (
         *with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s), _environments(s)
     )  # fmt: skip
@@ -297,6 +308,28 @@ def _distillation(context: FlagContext) -> list[FlagRule]:
              "no reward counts, so that all groups would be dropped"),
         FlagRule("--eval-prompts", s.eval_prompts, s.eval_prompts is None or bool(context.terms),
              f"needs a --reward that measures the responses; one of weight 0, as 0*{EXACT_MATCH}, is not learnt"),
+    ]  # fmt: skip
+
+
+def _preferences(context: FlagContext) -> list[FlagRule]:
+    s, of_pairs = context.settings, [name for name, loss in PREFERENCE_LOSSES.items() if loss.reads_pairs]
+    is_other = "logprobs" not in context.estimator.needs
+    return [
+        FlagRule("--preference-loss", s.preference_loss, is_other or s.preference_loss in of_pairs,
+                 f"reads single responses; allowed with --advantage preference are {', '.join(of_pairs)}"),
+        FlagRule("--policy-loss", s.policy_loss, is_other or s.policy_loss == "reinforce",
+                 "--advantage preference needs reinforce, whose gradient is then that of --preference-loss"),
+        FlagRule("--loss-aggregation", s.loss_aggregation, is_other or s.loss_aggregation == "seq-mean-token-sum",
+                 "--advantage preference needs seq-mean-token-sum, whose gradient is then that of --preference-loss"),
+        FlagRule("--advantage", s.advantage, is_other or s.updates_per_step == 1,
+                 "is the gradient before the step; allowed is one update a step: --ppo-epochs 1, and a"
+                 " --minibatch-size of the whole batch"),
+        FlagRule("--advantage", s.advantage, is_other or s.kl_in == "loss" or s.kl_coefficient == 0,
+                 "compares rewards without a KL; needs --kl-coefficient 0 or --kl-in loss"),
+        FlagRule("--rollout-correction", s.rollout_correction, is_other or s.rollout_correction == "none",
+                 "--advantage preference needs none: a pair may be of any policy's responses"),
+        FlagRule("--mask-truncated-responses", s.mask_truncated_responses, is_other or not s.mask_truncated_responses,
+                 "not allowed with --advantage preference: a pair would lose one of its responses"),
     ]  # fmt: skip
 
 

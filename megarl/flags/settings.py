@@ -313,8 +313,10 @@ class Settings(
     def updates_on_policy(self, sequences: int) -> bool:
         """Whether the batch's only update is also its first actor forward, so that old log-probs come from it."""
         is_only_update = self.ppo_epochs == 1 and (self.minibatch_size or sequences) >= sequences
+        estimator = ESTIMATORS.get(self.advantage)
         reads_old_logprobs = self.kl_in == "reward" and self.kl_coefficient > 0 or self.distill == REWARD
-        return is_only_update and not reads_old_logprobs
+        are_read = reads_old_logprobs or estimator is not None and "logprobs" in estimator.needs
+        return is_only_update and not are_read
 
     @property
     def only_distills(self) -> bool:

@@ -7,11 +7,13 @@ from megarl.algorithms.advantages import token_rewards
 from megarl.algorithms.estimators import AdvantageOptions, Estimator, StepData
 from megarl.algorithms.kl import REFERENCE_LOG_RATIO_LIMIT, AdaptiveKLController, FixedKLController, kl_estimate
 from megarl.algorithms.packed import sums_by_sequence
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.flags.distill_settings import REWARD
+from megarl.flags.preference_settings import preference_options
 from megarl.observe.timers import Timers
 from megarl.rewards import expression
 from megarl.roles.loss_mask import masked_tokens
@@ -32,8 +34,9 @@ class AdvantageComputer:
         whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
         credit_turns = s.max_turns if s.credit == "turns" else 0
         self.options = AdvantageOptions(
-            gamma=s.gamma, lam=s.gae_lambda, group_std=s.group_std, whiten=whiten, credit_turns=credit_turns
-        )
+            gamma=s.gamma, lam=s.gae_lambda, group_std=s.group_std, whiten=whiten, credit_turns=credit_turns,
+            preference=(PREFERENCE_LOSSES[s.preference_loss], preference_options(s)),
+        )  # fmt: skip
         weights = {term.name: term.weight for term in expression.parse(s.reward) if term.weight}
         self._turn_weight = weights.get(expression.ENVIRONMENT, 0.0)
         self._has_other_rewards = bool(s.overlong_buffer or weights.keys() - {expression.ENVIRONMENT})
@@ -52,11 +55,14 @@ class AdvantageComputer:
             return
         with self.timers.phase(ACTOR, "advantages"):
             batch = step_batch[ACTOR]
-            batch.advantages, returns = self.estimator.function(self._step_data(batch, step_batch.count), self.options)
+            step = self._step_data(batch, step_batch.count)
+            batch.advantages, returns = self.estimator.function(step, self.options)
             if self.settings.distill == REWARD:
                 batch.advantages = batch.advantages + self._from_teacher(batch)
             if returns is not None:
                 batch.returns = returns
+            if self.estimator.measure:
+                self.metrics |= self.estimator.measure(step, self.options)
 
     def _from_teacher(self, batch: Batch) -> Tensor:
         """[T] α·(log π_T − log π_old) at response tokens: minus a sample of the reverse KL, which is not whitened."""
@@ -67,11 +73,14 @@ class AdvantageComputer:
         """The estimator's inputs; per-sequence sums come from all replicas, exactly: each is summed with zeros."""
         rewards = self._token_rewards(batch, self.kl_coefficient)
         baselines = torch.zeros_like(batch.scores) if batch.baseline_scores is None else batch.baseline_scores
-        step_sums = torch.zeros(count, 4, dtype=torch.float64, device=rewards.device)
         totals = sums_by_sequence(rewards.double(), batch.response_mask, batch.cu_seqlens)
         lengths = batch.response_lengths.double()
         raw_scores = torch.where(lengths > 0, batch.scores.to(rewards).double(), 0.0)  # as `token_rewards` reads them
-        step_sums[batch.sequence_ids] = torch.stack([totals, raw_scores, lengths, baselines.double()], dim=1)
+        columns = [totals, raw_scores, lengths, baselines.double()]
+        if reads_logprobs := "logprobs" in self.estimator.needs:
+            columns += [self._sums(batch, batch.logprobs), self._sums(batch, batch.reference_logprobs)]
+        step_sums = torch.zeros(count, len(columns), dtype=torch.float64, device=rewards.device)
+        step_sums[batch.sequence_ids] = torch.stack(columns, dim=1)
         step_sums = self.role_groups.dp_all_reduce(step_sums)
         return StepData(
             scores=step_sums[:, 0],
@@ -86,7 +95,15 @@ class AdvantageComputer:
             cu_seqlens=batch.cu_seqlens,
             total=self.role_groups.dp_all_reduce,
             raw_token_rewards=self._token_rewards(batch, 0.0) if self.options.credit_turns else None,
+            logprobs=step_sums[:, 4] if reads_logprobs else None,
+            reference_logprobs=step_sums[:, 5] if reads_logprobs else None,
         )
+
+    def _sums(self, batch: Batch, logprobs: Tensor | None) -> Tensor:
+        """[N] float64 sums over the response tokens; zeros of None."""
+        if logprobs is None:
+            return torch.zeros_like(batch.scores, dtype=torch.float64)
+        return sums_by_sequence(logprobs.double(), batch.response_mask, batch.cu_seqlens)
 
     def _groups(self, response_lengths: Tensor) -> Tensor:
         """[S] int64: the prompt of each response; those without tokens are alone in groups after those."""
@@ -120,7 +137,8 @@ class AdvantageComputer:
         """Adapts β to the KL of the step and sets the step's metrics; called when all log-probs are known."""
         if not self.role_groups.is_member:
             return
-        self.metrics, kl, sequences = self._step_metrics(step_batch)
+        metrics, kl, sequences = self._step_metrics(step_batch)
+        self.metrics |= metrics
         if kl is not None:
             self.controller.update(kl, sequences)
 

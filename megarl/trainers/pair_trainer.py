@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts
-from megarl.algorithms.preference_loss import PairLogprobs
+from megarl.algorithms.preference_loss import PAIR_METRICS, PairLogprobs, pair_metrics
 from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.data.columns import REWARD
@@ -31,10 +31,7 @@ class PairTrainer(PreferenceTrainer):
 
     task = preference_task(REWARD, ("chosen", "rejected"))
     sequences_together = 2
-    # Means over pairs, in the order of `_measure`.
-    metric_names = (
-        "loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"
-    )  # fmt: skip
+    metric_names = PAIR_METRICS  # means over pairs
 
     @staticmethod
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> ResponsePairs:
@@ -74,9 +71,8 @@ class PairTrainer(PreferenceTrainer):
             reference_chosen=reference_chosen, reference_rejected=reference_rejected, margin=margin,
         )  # fmt: skip
         terms = self._loss.function(pairs, self._options)
-        won, lost = terms.chosen_reward, terms.rejected_reward
-        measured = terms.loss.detach(), (won > lost).double(), won - lost, won, lost, chosen.detach(), rejected.detach()
-        return masked_sum(terms.loss, is_pair), torch.stack([masked_sum(values, is_pair) for values in measured])
+        sums = [masked_sum(values, is_pair) for values in pair_metrics(pairs, terms)]
+        return masked_sum(terms.loss, is_pair), torch.stack(sums)
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
         """The mean loss of the pairs."""

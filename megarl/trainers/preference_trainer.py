@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.packed import sums_by_sequence
-from megarl.algorithms.preference_loss import PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch
@@ -16,6 +15,7 @@ from megarl.data.examples import Examples
 from megarl.data.labelled_responses import LabelledResponses
 from megarl.data.response_pairs import ResponsePairs
 from megarl.errors import UsageError
+from megarl.flags.preference_settings import preference_options
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.mcore.weights.safe_reading import load_plain
@@ -76,7 +76,7 @@ class PreferenceTrainer(SupervisedTrainer):
         """Computes the reference's log-probs, or reads those of the checkpoint to resume from. Collective."""
         s, self._reference = self.settings, {}
         self._loss = PREFERENCE_LOSSES[s.preference_loss]
-        self._options = options_of(s)
+        self._options = preference_options(s)
         if not self._loss.needs_reference:
             return
         if self.inputs.resume:
@@ -147,19 +147,6 @@ def preference_task(purpose: str, sequence_names: tuple[str, ...]) -> TaskSpec:
 def response_sums(scores: forward_pass.TokenScores, batch: Batch) -> Tensor:
     """[N] float64 Σ log π over the response tokens of each sequence."""
     return sums_by_sequence(scores.logprobs.double(), batch.response_mask, batch.cu_seqlens)
-
-
-def options_of(settings: Settings) -> PreferenceOptions:
-    """The options of the run's loss: values of flags, and the loss's own defaults."""
-    s, defaults = settings, PREFERENCE_LOSSES[settings.preference_loss].defaults
-    return PreferenceOptions(
-        beta=defaults.beta if s.preference_beta is None else s.preference_beta,
-        label_smoothing=s.preference_label_smoothing,
-        gamma=s.preference_gamma,
-        coefficient=defaults.coefficient if s.preference_coefficient is None else s.preference_coefficient,
-        desirable_weight=s.preference_desirable_weight,
-        undesirable_weight=s.preference_undesirable_weight,
-    )
 
 
 def read_reference(path: Path) -> dict[str, Tensor]:

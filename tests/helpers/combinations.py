@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from tests.helpers import programs
+from tests.helpers.flag_cases import ONLINE
 
 BASE = "--train-iters 1 --kl-coefficient 0 --prompts-per-step 4 --minibatch-size 4 --ppo-epochs 1"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -18,7 +19,8 @@ TURNS = (
 AXES = {
     "advantage": ["--advantage grpo", "--advantage rloo", "--advantage opo", "--advantage reinforce++",
                   "--advantage reinforce++-baseline", "--advantage remax --greedy-baseline", "--advantage gae",
-                  "--advantage gae --critic-warmup-steps 1", "--advantage grpo --group-std false"],
+                  "--advantage gae --critic-warmup-steps 1", "--advantage grpo --group-std false",
+                  f"{ONLINE} --minibatch-size 8", f"{ONLINE} --minibatch-size 8 --preference-loss ipo"],
     "loss": [f"--policy-loss {name}" for name in ("cispo", "gmpo", "gspo", "gspo-token", "reinforce", "sapo")],
     "aggregation": [f"--loss-aggregation seq-mean-token-{name}" for name in ("mean", "sum", "sum-norm")],
     "kl": ["--kl-coefficient 0.1", "--kl-coefficient 0.1 --kl-in loss", "--kl-coefficient 0.1 --kl-in loss "

@@ -7,6 +7,10 @@ from megarl.flags.settings import Settings
 FOLDERS = ("hf_model", "reward_hf_model", "lora_adapter")  # read at once: see test_hf_models.py and test_peft_files.py
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in FOLDERS]
 
+ONLINE = (  # preferences from groups
+    "--advantage preference --policy-loss reinforce --loss-aggregation seq-mean-token-sum --kl-in loss"
+)
+
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
@@ -30,11 +34,13 @@ HOLDS = {
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
     "remote": "--reward remote --reward-url http://x", "verifiers": "", "local": "", "margin": "",
+    "preference": ONLINE,
     "preference:beta": "", "preference:label_smoothing": "", "preference:gamma": "--preference-loss simpo",
     "preference:coefficient": "--preference-loss rpo", "labels": "--preference-loss kto",
     "preference:desirable_weight": "--preference-loss kto", "preference:undesirable_weight": "--preference-loss kto",
 }  # fmt: skip
 FAILS = {
+    "estimator:whiten": ONLINE, "preference": "",
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
     "environment": "", "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "baselines": "",
@@ -106,4 +112,7 @@ def required_flags(field, program: str = "rl") -> list[str]:
     """Flags without which this one has no effect in a program."""
     if program == "serve":
         return []
-    return REQUIRED.get(field.name, HOLDS.get(field.metadata["when"], "")).split()
+    when = field.metadata["when"] or ""
+    if when.startswith("preference:") and program == "rl":
+        return [*ONLINE.split(), *HOLDS[when].split()]
+    return REQUIRED.get(field.name, "" if (when, program) == ("preference",) * 2 else HOLDS.get(when, "")).split()

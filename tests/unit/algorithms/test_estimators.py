@@ -9,12 +9,15 @@ import torch
 from megarl.algorithms.advantages import gae, token_rewards
 from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, Advantages, StepData, estimator_of
 from megarl.algorithms.packed import sums_by_sequence
+from megarl.algorithms.preference_loss import PreferenceOptions
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.statistics import local_moments, whiten
 from tests.references.ragged import ragged_step, ragged_steps
 from tests.references.verl_core_algos import load_verl
 
 PLAIN, WHITE = AdvantageOptions(gamma=0.97), AdvantageOptions(gamma=0.97, whiten=True)
 BY_GROUP = ("grpo", "rloo", "opo", "reinforce++-baseline")
+IPO = PREFERENCE_LOSSES["ipo"], PreferenceOptions()
 
 
 def alone(tensor):
@@ -39,6 +42,8 @@ def step_data(step, beta, dtype=torch.float64):
         response_mask=batch.mask,
         cu_seqlens=batch.cu_seqlens,
         total=alone,
+        logprobs=-10 * torch.rand(len(step.groups), generator=batch.generator, dtype=torch.float64),
+        reference_logprobs=-10 * torch.rand(len(step.groups), generator=batch.generator, dtype=torch.float64),
     )
 
 
@@ -104,7 +109,7 @@ def test_groups_of_one_and_groups_of_equal_scores_get_exactly_zero():
         data = step_data(step, 0.1)
         lone = torch.isin(data.sequence_ids, (step.sizes == 1).nonzero())
         equal = dataclasses.replace(data, raw_scores=0.1 * data.groups.double())  # `scores` have a KL penalty
-        for name in BY_GROUP:
+        for name in (*BY_GROUP, "preference"):
             of_sequence = sums_by_sequence(run(name, data, PLAIN).abs(), data.response_mask, data.cu_seqlens)
             assert not of_sequence[lone].any()
             for options in (PLAIN, WHITE):
@@ -137,12 +142,12 @@ def test_remax_gives_zero_to_the_reward_of_the_greedy_response():
 def test_declared_needs_and_options_are_those_read(name):
     estimator, data = ESTIMATORS[name], step_data(ragged_step(8, lone=False), 0.1)
     first = run(name, data, PLAIN)
-    others = dict(gamma=0.5, lam=0.5, group_std=False, whiten=True, credit_turns=20)
+    others = dict(gamma=0.5, lam=0.5, group_std=False, whiten=True, credit_turns=20, preference=IPO)
     read = {field for field, value in others.items()
             if not torch.equal(first, run(name, data, dataclasses.replace(PLAIN, **{field: value})))}  # fmt: skip
     assert estimator.options == read and estimator.whiten == (name in ("gae", "reinforce++", "reinforce++-baseline"))
     # Fields that are not needed may be missing; then each response is its own group.
-    missing = dict(values=None, baselines=None, groups=torch.arange(len(data.groups)))
+    missing = dict(values=None, baselines=None, logprobs=None, groups=torch.arange(len(data.groups)))
     for need, nothing in missing.items():
         if need not in estimator.needs:
             assert torch.equal(first, run(name, dataclasses.replace(data, **{need: nothing}), PLAIN))

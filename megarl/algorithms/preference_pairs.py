@@ -1,0 +1,81 @@
+"""Online preference learning: the best and the worst response of each group are a pair, as in online DPO (2402.04792).
+
+A preference loss depends on the policy by the log-probs of whole responses, so its gradient is Σ_i c_i · ∇ log π(y_i)
+with c_i = ∂L/∂ log π(y_i). The plain policy gradient with the advantages −c_i is therefore the gradient of the loss,
+at the policy whose log-probs the c_i are computed from: exact for the first update after them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.preference_loss import (
+    PAIR_METRICS,
+    PairLogprobs,
+    PreferenceLoss,
+    PreferenceOptions,
+    pair_metrics,
+)
+
+
+class GroupPairs(NamedTuple):
+    """Pairs of responses by their index in the step."""
+
+    chosen: Tensor  # [P] int64, the best response of a group
+    rejected: Tensor  # [P] int64, the worst one
+    ties: int  # groups of several responses whose scores are all equal: they have no pair
+
+
+class PairGradient(NamedTuple):
+    """The gradient of the mean loss of the pairs, and what is measured of them."""
+
+    chosen: Tensor  # [P] float64 by the Σ log π of the chosen response
+    rejected: Tensor  # [P]
+    metrics: dict[str, float]  # means of `PAIR_METRICS`, without pairs none; number of pairs and ties
+
+
+def best_and_worst(scores: Tensor, groups: Tensor) -> GroupPairs:
+    """The pair of each group; the first response counts where several are the best or the worst.
+
+    Args:
+        scores: [S] of the responses.
+        groups: [S] int64 group of each, in any order, of any size; numbers may be missing.
+    """
+    sizes, positions = groups.bincount(), torch.arange(len(scores), device=scores.device)
+    extremes, firsts = [], []
+    for kind, start in (("amax", -torch.inf), ("amin", torch.inf)):
+        extreme = scores.new_full(sizes.shape, start).scatter_reduce(0, groups, scores, kind)
+        candidates = torch.where(scores == extreme[groups], positions, len(scores))
+        firsts.append(positions.new_full(sizes.shape, len(scores)).scatter_reduce(0, groups, candidates, "amin"))
+        extremes.append(extreme)
+    differ = extremes[0] > extremes[1]
+    return GroupPairs(firsts[0][differ], firsts[1][differ], int(((sizes > 1) & ~differ).sum()))
+
+
+def pair_gradient(
+    pairs: GroupPairs, logprobs: Tensor, reference: Tensor, tokens: Tensor, loss: PreferenceLoss,
+    options: PreferenceOptions,
+) -> PairGradient:  # fmt: skip
+    """The gradient of a preference loss, as a mean over the pairs.
+
+    Args:
+        logprobs: [S] float64 Σ log π over the tokens of each response.
+        reference: [S] float64 Σ log π_ref; not read by losses without a reference.
+        tokens: [S] int64 tokens of each response; at least 1 in a pair.
+    """
+    count = len(pairs.chosen)
+    found = {"pairs": float(count), "ties": float(pairs.ties)}
+    with torch.enable_grad():
+        chosen, rejected = (logprobs[at].detach().requires_grad_() for at in (pairs.chosen, pairs.rejected))
+        of_pairs = PairLogprobs(
+            chosen=chosen, rejected=rejected, chosen_tokens=tokens[pairs.chosen].double(),
+            rejected_tokens=tokens[pairs.rejected].double(), reference_chosen=reference[pairs.chosen],
+            reference_rejected=reference[pairs.rejected], margin=torch.zeros_like(chosen),
+        )  # fmt: skip
+        terms = loss.function(of_pairs, options)
+        by_chosen, by_rejected = torch.autograd.grad(terms.loss.sum() / max(count, 1), (chosen, rejected))
+    if count:
+        means = torch.stack(pair_metrics(of_pairs, terms)).mean(1).tolist()
+        found |= dict(zip(PAIR_METRICS, means, strict=True))
+    return PairGradient(by_chosen, by_rejected, found)
