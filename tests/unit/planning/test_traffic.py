@@ -131,7 +131,7 @@ class Recorder(step_batch.StepBatch):
 
     def __init__(self, roles, settings):
         fields = {"extra_fields": settings.sampled_fields, "actor_fields": settings.staleness_fields}
-        super().__init__(SimpleNamespace(roles=roles), None, {}, None, 1, None, **fields)
+        super().__init__(SimpleNamespace(roles=roles), None, {}, None, 1, None, 1, **fields)
         self.moves = []
 
     def _closest_copy(self, role):
