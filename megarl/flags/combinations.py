@@ -209,7 +209,11 @@ def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
     with_context = (
-        _rewards(context), _sampling(context), _training(context), _distillation(context), _preferences(context)
+        _rewards(context),
+        _sampling(context),
+        _training(context),
+        _distillation(context),
+        _preferences(context),
     )
     groups = (
         *with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s), _environments(s)
