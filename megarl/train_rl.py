@@ -34,6 +34,7 @@ def train(config, timers):
             critic.update(batch)
             actor.update(batch, advantages.kl_coefficient)
             advantages.update_kl_coefficient(batch)
+        reference.refresh(step)
         rollout.sync_weights(step, has_trained=batch is not None)
         run.serve(step)  # with --serve-policy: requests from outside
         run.evaluate(step)

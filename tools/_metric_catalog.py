@@ -175,6 +175,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "KL to the reference": (
         Metric("kl/reference", "nats", "sum of log π − log π_ref (k1) over a response, mean over responses, whichever"
                " estimator is optimised", "with a reference"),
+        Metric("reference/step", "step", "the step after which the reference got its weights; 0: the initial ones",
+               "with --reference-update-interval"),
         Metric("kl/coefficient", "–", "the coefficient β of the step", "with a reference"),
     ),
     "Distillation": (
@@ -309,6 +311,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("weights/sync_bytes", "bytes", "bytes sent to the rollout's own model by all ranks; 0 where it shares"
                " the actor's"),
         Metric("weights/sync_s", "s", "seconds of that transfer"),
+        Metric("weights/reference_bytes", "bytes", "bytes sent to the reference by all ranks, when it gets the actor's"
+               " weights", "in the steps that --reference-update-interval divides"),
         Metric("weights/staged_bytes", "bytes", "copies of the weights that the actor's ranks hold, this step's and"
                " earlier ones on their way", "with --generation-lag"),
         Metric("weights/slot_wait_s", "s", "seconds that the actor waited until it held fewer copies than"

@@ -75,7 +75,7 @@ def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
 
 
 def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
-    """Gives weights that no step changes a name that follows from their content, and returns it.
+    """Gives weights that many checkpoints share a name that follows from their content, and returns it.
 
     Arguments as of `commit`. If the run's folder has the same weights already, these are kept.
     """
@@ -159,6 +159,18 @@ def prune(run: Path, last: int, every: int, used: list[Path]):
         if folder.resolve() in kept or manifest is None or (every and step_of(folder) % every == 0):
             continue
         remove(folder)
+    _prune_frozen(checkpoints)
+
+
+def _prune_frozen(checkpoints: Path):
+    """Renames shared weights that no checkpoint names any more, also none of an abandoned branch, for `sweep`."""
+    found = [_manifest(path.parent) for path in checkpoints.rglob(f"step_*/{MANIFEST}")]
+    if None in found:  # it may name any
+        return
+    kept = {digest for manifest in found for digest in manifest.get(FROZEN, {}).values()}
+    for folder in (checkpoints / FROZEN).glob("*"):
+        if folder.name not in kept:
+            folder.rename(checkpoints / f"{REMOVED}{folder.name}")
 
 
 def _manifest(folder: Path) -> dict | None:

@@ -15,7 +15,7 @@ from megarl.observe.files import step_name, write_atomically
 
 MANIFEST = manifests.NAME
 LATEST, BEST = "latest", "best"
-FROZEN = "frozen"  # folder of the weights that no step changes, and the manifest's entry that names them by role
+FROZEN = "frozen"  # folder of weights that many checkpoints share, and the manifest's entry that names them by role
 
 _damaged: dict[Path, str] = {}  # checkpoints in which this process found damage, with what it is
 _warned: set[str] = set()  # warnings that this process has printed
@@ -147,7 +147,7 @@ def read_manifest(folder: Path, flag: str) -> dict:
 
 
 def frozen_folder(folder: Path, manifest: dict, role: str, flag: str) -> Path:
-    """The folder with a role's weights: the checkpoint's, or the one of weights that no step changes.
+    """The folder with a role's weights: the checkpoint's, or the one of weights that many checkpoints share.
 
     Raises:
         UsageError: it was not copied with the checkpoint.

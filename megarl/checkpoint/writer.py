@@ -101,7 +101,8 @@ class CheckpointWriter:
             manifest: entries of the manifest. `best` (`BestCheckpoint.state_dict`) defines the step that
                 `DIR/checkpoints/best` names; `kept_for` "best" lets the next best checkpoint remove this one.
             files: further files of this rank by name, which no other rank has.
-            frozen: roles whose weights never change -> their state on this rank. These are written only once.
+            frozen: roles whose weights seldom change -> their state on this rank. It is written once, and again after
+                `forget_frozen`.
 
         Raises:
             SaveError: on all ranks, if this one or the one before could not be written and the policy says stop.
@@ -165,6 +166,10 @@ class CheckpointWriter:
         for role, digest in manifest.get(folders.FROZEN, {}).items():
             if (self.run / "checkpoints" / folders.FROZEN / digest / manifests.NAME).is_file():
                 self._frozen[role] = digest
+
+    def forget_frozen(self, role: str):
+        """The next checkpoint writes a role's frozen weights anew, because they have changed."""
+        self._frozen.pop(role, None)
 
     def _save_frozen(self, step: int, role: str, state: dict) -> str:
         """Writes a role's weights to `checkpoints/frozen/<digest of its files>` and returns the digest. Collective."""

@@ -24,6 +24,7 @@ NO_LIMIT = timedelta(days=3650)
 # two have the same ranks: a group orders its collectives, and none may wait for what another direction has not sent.
 CHANNELS = {
     "weights": ("actor", "rollout"),
+    "reference": ("actor", "reference"),  # weights with which it is refreshed
     "scores": ("rollout", "reward"),  # of a round, before the batch is full
     "routes/actor": ("rollout", "actor"),
     "routes/reference": ("rollout", "reference"),

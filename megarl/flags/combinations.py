@@ -106,6 +106,7 @@ CONDITIONS: dict[str, Condition] = {
     "jsd": _when(lambda s: s.distill == LOSS and s.distill_divergence == JSD,
                  "needs --distill loss and --distill-divergence jsd"),
     "teacher": Condition(lambda context: "teacher" in context.roles, "--distill is none"),
+    "refreshes": _when(lambda s: s.reference_update_interval > 0, "needs --reference-update-interval"),
     "baselines": Condition(lambda context: "baselines" in context.estimator.needs,
                            "--advantage {advantage} needs no greedy responses"),
     "sampled": Condition(lambda context: context.program != "evaluate" or context.settings.eval_temperature > 0,

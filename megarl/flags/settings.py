@@ -35,6 +35,7 @@ from megarl.flags.fields import (
 )
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.flags.preference_settings import PreferenceSettings
+from megarl.flags.reference_settings import ReferenceSettings
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.tracker_settings import TrackerSettings
@@ -59,8 +60,8 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings(
-    DataSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings, TrackerSettings,
-    DebugSettings, DistillSettings,
+    DataSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings,
+    TrackerSettings, DebugSettings, DistillSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -198,16 +199,6 @@ class Settings(
     entropy_coefficient: float = not_negative(0.0, "coefficient of the entropy bonus")
     value_clip_range: float = positive(0.2, "clip range of the value loss", when="critic")
     critic_warmup_steps: int = not_negative(0, "first steps in which only the critic is trained", when="critic")
-    # KL to the reference.
-    kl_coefficient: float = not_negative(0.05, "KL coefficient β to the reference policy (2203.02155); 0: no KL")
-    kl_in: str = one_of("reward", ("reward", "loss"), "add the KL to the reward (2203.02155) or to the loss"
-                         " (2402.03300)", when="kl")  # fmt: skip
-    kl_estimator: str = one_of("k1", KL_KINDS, "KL estimator: k1, k2, k3 (joschu.net/blog/kl-approx.html); k1+, k3+:"
-                                " with the gradient of k2", when="kl")  # fmt: skip
-    kl_controller: str = one_of("fixed", ("fixed", "adaptive"), "fixed or adaptive β (1909.08593 §2.2)", when="kl")
-    kl_target: float | None = positive(None, "target KL per response of the adaptive β, in nats (1909.08593)",
-                                        when="adaptive")  # fmt: skip
-    kl_horizon: float = positive(10000, "horizon of the adaptive β, responses (1909.08593)", when="adaptive")
     # Rollout correction.
     rollout_correction: str = one_of("none", CORRECTIONS, "weight the loss by π_old/μ, where μ is the rollout policy:"
                                       " truncated (tis), masked (mis) or icepop; none: no weights")  # fmt: skip

@@ -70,6 +70,7 @@ class Plan:
     rank_sets: list[RankSet]
     exchanges: list[dict]
     weights_to_rollout: int
+    weights_to_reference: int
 
 
 def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int | None = None) -> Plan:
@@ -98,6 +99,7 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
             *traffic.routes(program.roles, role_groups, program.settings),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
+        weights_to_reference=traffic.weights_to_reference(program.roles, program.settings, vocab_size),
     )
 
 

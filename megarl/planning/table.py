@@ -115,6 +115,8 @@ def text(plan: Plan) -> str:
     ]  # fmt: skip
     if plan.weights_to_rollout:
         lines += ["", f"Weights to the rollout after each step: {bytes_of(plan.weights_to_rollout)}"]
+    if plan.weights_to_reference:
+        lines += ["", f"Weights to the reference in each refresh: {bytes_of(plan.weights_to_reference)}"]
     return "\n".join(lines)
 
 

@@ -315,8 +315,23 @@ def weights_to_rollout(roles: dict, vocab_size: int) -> int:
     rollout = roles["rollout"]
     if rollout.model_role != "rollout":
         return 0
-    stages = stage_weights(rollout.megatron, vocab_size, False)
-    each, chunks = len(rollout.ranks) // len(stages), [weights for chunks in stages for weights in chunks]
     if rollout.lora and is_half(rollout.megatron):
-        chunks = [factors_apart(weights, rollout.megatron, rollout.lora) for weights in chunks]
-    return each * sum(map(plain_bytes, chunks))
+        return _of_all_ranks(rollout, vocab_size, lambda w: factors_apart(w, rollout.megatron, rollout.lora))
+    return _of_all_ranks(rollout, vocab_size)
+
+
+def weights_to_reference(roles: dict, settings, vocab_size: int) -> int:
+    """Bytes that all ranks of the reference receive in each refresh; 0 without one, or if it has the actor's layout."""
+    actor, reference = roles["actor"], roles.get("reference")
+    if reference is None or not settings.reference_update_interval:
+        return 0
+    if reference.ranks == actor.ranks and parallel_sizes(reference.megatron) == parallel_sizes(actor.megatron):
+        return 0
+    return _of_all_ranks(reference, vocab_size)
+
+
+def _of_all_ranks(role, vocab_size: int, select=lambda weights: weights) -> int:
+    """Bytes of the weights, or of what `select` gives for those of a chunk, on all ranks of a role."""
+    stages = stage_weights(role.megatron, vocab_size, False)
+    each, chunks = len(role.ranks) // len(stages), [weights for chunks in stages for weights in chunks]
+    return each * sum(plain_bytes(select(weights)) for weights in chunks)

@@ -1,15 +1,16 @@
-"""The reference role: log-probs under the initial policy."""
+"""The reference role: log-probs under the initial policy, or with `--reference-update-interval` under a later one."""
 
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb
-from megarl.comm.role_mesh import RoleGroups
+from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import StepBatch
 from megarl.mcore.config import exact_rules, supported_flags
 from megarl.mcore.model import forward_pass
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import BaseModel, FrozenModel
+from megarl.roles.reference_refresh import ReferenceRefresh
 from megarl.roles.trainable_model import TrainableModel
 
 # What the actor's model may have of its own: the kernels of an exact rollout, and what backward computes again.
@@ -33,7 +34,7 @@ def shares_base(actor: RoleSettings, reference: RoleSettings | None) -> bool:
 
 
 class Reference:
-    """The frozen initial policy; only for runs with a KL term."""
+    """The policy that the KL is to, frozen between refreshes; only for runs with a KL term."""
 
     name = "reference"
     outputs: tuple[str, ...] = ("reference_logprobs",)
@@ -47,6 +48,8 @@ class Reference:
         self.settings, self.role_groups = settings, role_groups
         self.timers, self.vocab_size = timers, vocab_size
         self.metrics: dict[str, float] = {}
+        self.step = 0  # whose weights it has
+        self._refresh: ReferenceRefresh | None = None
         self.frozen_model: FrozenModel | None = None
         if self.is_shared:
             self.frozen_model = BaseModel(role, policy)
@@ -62,6 +65,24 @@ class Reference:
             results = self.frozen_model.forward_only(batch, self._forward)
             mb.write_back(batch, "reference_logprobs", [(scores.logprobs, at) for scores, at in results])
             self.metrics = self.frozen_model.offload.metrics(self.name)
+            if self.settings.reference_update_interval:
+                self.metrics["reference/step"] = self.step
+
+    def plan_refreshes(self, mesh: RoleMesh, actor: TrainableModel | None):
+        """Plans how the actor's weights come here, if they ever do. A collective of the ranks of both roles.
+
+        `actor`: its model on this rank, None outside the role.
+        """
+        if self.settings.reference_update_interval and (actor or self.frozen_model):
+            models = actor, self.frozen_model
+            self._refresh = ReferenceRefresh(mesh, *models, self.settings.reference_mixup, self.timers)
+
+    def refresh(self, step: int):
+        """Takes the actor's weights after the steps that `--reference-update-interval` divides. On the ranks of both;
+        others return at once."""
+        if self._refresh is not None and step % self.settings.reference_update_interval == 0:
+            self.metrics |= self._refresh.run()
+            self.step = step
 
     def _forward(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
         host = microbatch.host_metadata
@@ -73,11 +94,17 @@ class Reference:
     def state(self) -> dict:
         """The role's state in a checkpoint, so that a resumed run keeps the same reference."""
         state = dist_checkpoint.role_state(
-            self.name, self.frozen_model.model, None, {}, self.role_groups.pg_collection, self.role.ranks
+            self.name,
+            self.frozen_model.model,
+            None,
+            {"step": self.step},
+            self.role_groups.pg_collection,
+            self.role.ranks,
         )
         return self.frozen_model.offload.on_host(state)
 
     def restore(self, loaded: dict):
         """Loads the state of a checkpoint."""
+        self.step = loaded["plain"].get("step", 0)
         with self.frozen_model.offload.present("weights", changed=True):
             dist_checkpoint.load_weights(self.frozen_model.model, loaded["model"])

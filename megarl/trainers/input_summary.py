@@ -49,6 +49,8 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
             facts += [_layout(role), _model(role, tokens)]
         if name == "reward" and "actor" in config.roles:
             facts.append(config.settings.reward)
+        if name == "reference" and (interval := config.settings.reference_update_interval):
+            facts.append(f"gets the actor's weights every {interval:,} steps")
         if name in config.trained:
             facts.append("low-rank factors are trained" if role.lora else "trained")
         rows.append((name, "; ".join(facts)))

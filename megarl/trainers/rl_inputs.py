@@ -12,6 +12,7 @@ from megarl.checkpoint.pretrained import (
 )
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
+from megarl.mcore.config.architecture import ARCHITECTURE
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout import waiting_groups
 from megarl.rollout.rollout_files import SavedRollouts
@@ -37,6 +38,7 @@ class RLInputs:
         _check_rollout(s, config.roles)
         _check_replay(config)
         _check_debug_flags(s, config.roles["actor"])
+        _check_refreshes(s, config.roles)
         check_environment_flags(s)
         self.reward_factory = RewardFactory(config)
         keys = check_server_flags(config) if s.serve_policy else None
@@ -53,7 +55,7 @@ class RLInputs:
         check_vocabulary(config.roles["actor"], tokens)
         for role in filter(None, map(config.roles.get, ("critic", "reference"))):  # a policy may sample any of its rows
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
-        saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(config.roles)]
+        saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(s, config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
         if "teacher" in config.roles:
             self.pretrained["teacher"] = find_teacher(config, encoder)
@@ -163,13 +165,27 @@ def _check_replay(config: RunConfig):
         )
 
 
+def _check_refreshes(s: Settings, roles: dict[str, RoleSettings]):
+    """UsageError if the reference cannot take the actor's weights, because it is another model."""
+    if not s.reference_update_interval or "reference" not in roles:
+        return
+    actor, reference = roles["actor"].megatron, roles["reference"].megatron
+    for name in sorted(ARCHITECTURE):
+        if getattr(actor, name) != getattr(reference, name):
+            raise UsageError(
+                f"--reference-update-interval {s.reference_update_interval}: the reference gets the actor's weights, "
+                f"but --{name.replace('_', '-')} is {getattr(reference, name)} there and {getattr(actor, name)} in the "
+                "actor; give both the same model"
+            )
+
+
 def _models_of(roles: dict[str, RoleSettings]) -> list[RoleSettings]:
     return [roles[name] for name in CHECKPOINTED_ROLES if name in roles]
 
 
-def saves_reference(roles: dict[str, RoleSettings]) -> bool:
-    """Whether checkpoints hold the reference; beside low-rank factors of the actor they hold no other weights."""
-    return "reference" in roles and roles["actor"].lora is None
+def saves_reference(s: Settings, roles: dict[str, RoleSettings]) -> bool:
+    """Whether checkpoints hold the reference; beside low-rank factors of the actor only one that has been refreshed."""
+    return "reference" in roles and (roles["actor"].lora is None or s.reference_update_interval > 0)
 
 
 def _find_pretrained(

@@ -54,7 +54,7 @@ class RLTrainer(Trainer):
         self.tokenizer = inputs.tokenizer
         self._build_roles(config, timers)
         # With `--debug-train-only`, too, what these ranks report of batches in the checkpoint is in the checkpoint.
-        self._is_ahead = mesh.rank in leading_ranks(config.roles) and not self.trained_models()
+        self._is_ahead = mesh.rank in leading_ranks(self.settings, config.roles) and not self.trained_models()
         if self._is_ahead and not self.settings.debug_train_only:
             self.lead = self.settings.generation_lag
         self._records = StepRecords()
@@ -71,6 +71,7 @@ class RLTrainer(Trainer):
         self._load_pretrained()
         if inputs.resume:
             self._resume()
+        self._saved = self.step  # of the last checkpoint
         if inputs.saved_rollouts:
             self.batcher.check_start(self.step + 1)
         self.rollout.load_weights()
@@ -92,8 +93,11 @@ class RLTrainer(Trainer):
         self.actor = Actor(s, roles["actor"], mesh["actor"], sizes["actor"], config.policy_loss, timers)
         self.critic = Critic(s, roles.get("critic"), mesh["critic"], sizes.get("critic"), timers)
         self.reward = inputs.reward_factory.role(mesh["reward"], self.tokenizer, timers)
-        shared = self.actor.trainable_model if shares_base(roles["actor"], roles.get("reference")) else None
-        self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers, shared)
+        policy, reference = self.actor.trainable_model, roles.get("reference")
+        is_shared = shares_base(roles["actor"], reference) and not s.reference_update_interval
+        shared = policy if is_shared else None
+        self.reference = Reference(s, reference, mesh["reference"], sizes.get("reference"), timers, shared)
+        self.reference.plan_refreshes(mesh, policy)
         self.teacher = Teacher(
             s, roles.get("teacher"), mesh["teacher"], sizes.get("teacher"), timers, inputs.teacher_tokens
         )
@@ -262,6 +266,7 @@ class RLTrainer(Trainer):
             dp_rank = self.mesh["rollout"].dp_rank
             files = {replica_files.of_replica(name, dp_rank): data for name, data in self.batcher.files() if data}
             files |= self._records.files(self.mesh, self.step)
+            self._note_refreshes()
             self.checkpoints.save(self.step, self._states(loading=False), manifest, files, self._frozen_states())
             if self.rollout.bank:
                 self.rollout.bank.discard(self.folder)
@@ -269,6 +274,12 @@ class RLTrainer(Trainer):
                 self.rollout.episodes.discard_journal(self.folder)
             if self.actor.trainable_model:
                 self.export(self.actor.trainable_model, self.step)
+
+    def _note_refreshes(self):
+        """Has the reference written anew if it was refreshed after the last checkpoint. The same on all ranks."""
+        interval, saved, self._saved = self.settings.reference_update_interval, self._saved, self.step
+        if interval and self.step // interval > saved // interval:
+            self.checkpoints.forget_frozen("reference")
 
     def close(self):
         """Ends the run: writes timeline and report, prints the final accuracy. Collective."""
@@ -299,8 +310,8 @@ class RLTrainer(Trainer):
         return states
 
     def _frozen_states(self) -> dict:
-        """Role -> function that returns its checkpoint state on this rank, for roles whose weights never change."""
-        if not saves_reference(self.config.roles):
+        """Role -> function that returns its checkpoint state on this rank, for roles whose weights seldom change."""
+        if not saves_reference(self.settings, self.config.roles):
             return {}
         return {"reference": self.reference.state if self.mesh["reference"].is_member else dict}
 

@@ -24,7 +24,9 @@ AXES = {
     "loss": [f"--policy-loss {name}" for name in ("cispo", "gmpo", "gspo", "gspo-token", "reinforce", "sapo")],
     "aggregation": [f"--loss-aggregation seq-mean-token-{name}" for name in ("mean", "sum", "sum-norm")],
     "kl": ["--kl-coefficient 0.1", "--kl-coefficient 0.1 --kl-in loss", "--kl-coefficient 0.1 --kl-in loss "
-           "--kl-estimator k3+", "--kl-coefficient 0.1 --kl-controller adaptive --kl-target 0.1"],
+           "--kl-estimator k3+", "--kl-coefficient 0.1 --kl-controller adaptive --kl-target 0.1",
+           "--kl-coefficient 0.1 --reference-update-interval 1",
+           "--kl-coefficient 0.1 --reference-update-interval 1 --reference-mixup 0.5"],
     "updates": ["--ppo-epochs 2", "--minibatch-size 2", "--entropy-coefficient 0.01", "--clip-range 0.3"],
     "masks": ["--mask-truncated-responses", "--overlong-buffer 2", "--reward-failure fallback"],
     "sampling": ["--temperature 0.7", "--top-k 3", "--top-p 0.8", "--samples-per-prompt 4", "--samples-per-prompt 1"],

@@ -15,7 +15,7 @@ ONLINE = (  # preferences from groups
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
     "environment": "--environment x:y",
-    "critic": "", "reference": "", "kl": "",
+    "critic": "", "reference": "", "kl": "", "refreshes": "--reference-update-interval 2",
     "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
     "jsd": "--distill loss --distill-divergence jsd",
     "baselines": "--advantage remax", "norm": "--loss-aggregation seq-mean-token-sum-norm",
@@ -43,7 +43,8 @@ FAILS = {
     "estimator:whiten": ONLINE, "preference": "",
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
     "environment": "", "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
-    "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "baselines": "",
+    "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "refreshes": "",
+    "baselines": "",
     "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
     "routes": "--router-replay old-logprob",
     "partial": "--over-sampling 2", "ahead": "--debug-rollout-only",

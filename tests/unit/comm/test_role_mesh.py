@@ -229,10 +229,10 @@ def channel_groups(rank: int) -> tuple[dict, int]:
 
 def test_each_channel_has_a_group_of_its_own():
     """Two channels between the same ranks that shared a group would order each other's collectives."""
-    both = {"weights": [0, 1], "routes/actor": [0, 1], "teacher": [0, 1], "batches": [0, 1]}
+    both = {"weights": [0, 1], "reference": [0, 1], "routes/actor": [0, 1], "teacher": [0, 1], "batches": [0, 1]}
     assert run_world(channel_groups, 2) == [
-        (both, 4),
-        (both | {"scores": [1], "routes/reference": [1], "evaluation": [1]}, 5),
+        (both, 5),
+        (both | {"scores": [1], "routes/reference": [1], "evaluation": [1]}, 6),
     ]
 
 

@@ -286,6 +286,7 @@ RIGHT = [
     "--kl-controller adaptive --kl-target 1 --kl-horizon 12.9",
     "--router-replay rollout --router-replay-reference --router-probe-interval 5", "--router-replay old-logprob",
     "--debug-train-only --load-rollouts x --generation-lag 1 --rollout-correction tis", "--debug-rollout-only",
+    "--reference-update-interval 2 --reference-mixup 0.5",
     "--router-replay rollout --router-replay-reference --debug-rollout-only", "--save y --save-rollouts",
     "--eval-prompts x --eval-interval 2 --save y --keep-best false --eval-responses 8 --eval-temperature 1 --eval-k 8",
 ]  # fmt: skip

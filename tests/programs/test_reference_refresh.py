@@ -1,0 +1,171 @@
+"""`--reference-update-interval`: after each of its steps the reference is the policy, on any ranks in any layout."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint import folders
+from megarl.errors import UsageError
+from megarl.planning import traffic
+from megarl.trainers.rl_trainer import RLInputs
+from tests.helpers.programs import GRADED, metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.tiers import by_default, long
+from tools._tensor_sources import CheckpointTensors
+
+STEPS = 5
+REFRESH = f"{GRADED} --reference-update-interval 2 --train-iters {STEPS} --save-interval 3 --lr-decay-iters 9 --lr 3e-3"
+APART = "--role-map actor=0;critic=0;reward=0;reference=1"
+LAGGING = "--role-map actor=0;critic=0;reward=1;reference=2;rollout=1 --generation-lag 1 --rollout-correction tis"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+BALANCED = (f"{EXPERTS} --moe-router-load-balancing-type none --moe-router-score-function sigmoid"
+            " --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1")  # fmt: skip
+EXACT = {  # ranks, flags; the reference computes as the actor does
+    "same ranks": (1, ""),
+    "other ranks": (2, APART),
+    "generation ahead": (3, LAGGING),
+    "factors": (1, "--lora-rank 4 --lora-targets q_proj,up_proj"),
+    "factors, other ranks": (2, f"--lora-rank 4 {APART}"),
+    "offload": (1, "--reference-offload --actor-offload"),
+    "bf16": (2, f"--bf16 {APART}"),
+    "experts": (2, f"{BALANCED} {APART}"),
+    "stages": (2, "--pipeline-model-parallel-size 2"),
+    "tensor": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "sharded": (2, "--use-torch-fsdp2"),
+    "sharded optimizer": (2, "--use-distributed-optimizer --role-map actor=0-1;critic=0-1;reward=0-1;reference=1"),
+    "other stages": (3, "--role-map actor=0;critic=0;reward=0;reference=1-2"
+                     " --reference-pipeline-model-parallel-size 2"),
+}  # fmt: skip
+OTHER = {  # the reference rounds otherwise
+    "other tensor layout": (2, "--reference-tensor-model-parallel-size 2"),
+    "other precision": (1, "--reference-bf16"),
+    "bf16 factors": (1, "--lora-rank 4 --bf16"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("refresh")
+
+
+def argv(save: Path, flags: str) -> list[str]:
+    return rl_argv(save, f"{REFRESH} {flags}", warm_start="--num-experts" not in flags)
+
+
+@functools.cache
+def run_of(folder: Path, name: str) -> Path:
+    size, flags = (EXACT | OTHER)[name]
+    save = folder / name.replace(" ", "-")
+    train("rl", argv(save, flags), size)
+    return save
+
+
+@pytest.mark.parametrize("name", by_default(EXACT | OTHER, ("same ranks", "other ranks", "factors")))
+def test_after_a_refresh_the_reference_is_the_policy(name, folder):
+    rows = metrics(run_of(folder, name))
+    assert [rows[step]["reference/step"] for step in range(1, STEPS + 1)] == [0, 0, 2, 2, 4]
+    kl = [abs(rows[step]["kl/reference"]) for step in range(1, STEPS + 1)]
+    assert [step for step in rows if "weights/reference_bytes" in rows[step]] == [2, 4]
+    assert min(kl[1], kl[3]) > 1e-5
+    if name in EXACT:
+        assert (kl[2], kl[4]) == (0, 0)
+    else:
+        assert max(kl[2], kl[4]) < 0.5 * min(kl[1], kl[3])
+
+
+def without_bytes(row: dict) -> dict:
+    return {name: value for name, value in timeless(row).items() if name != "weights/reference_bytes"}
+
+
+@pytest.mark.parametrize("name", ["other ranks", long("offload")])
+def test_no_placement_changes_a_number(name, folder):
+    one, other = metrics(run_of(folder, "same ranks")), metrics(run_of(folder, name))
+    for step in range(1, STEPS + 1):
+        memory = {"memory/actor/offloaded_bytes", "memory/reference/offloaded_bytes"}
+        row = {key: value for key, value in without_bytes(other[step]).items() if key not in memory}
+        assert row == without_bytes(one[step])
+
+
+@pytest.mark.parametrize("name", by_default(
+    ("same ranks", "other ranks", "other stages", "factors, other ranks", "bf16"), ("same ranks", "other ranks")
+))  # fmt: skip
+def test_a_plan_knows_what_a_refresh_sends(name, folder):
+    size, flags = EXACT[name]
+    parsed = program("rl", argv(folder / "plan", flags), size)
+    sent = traffic.weights_to_reference(parsed.roles, parsed.settings, 16)
+    assert sent == metrics(run_of(folder, name))[2]["weights/reference_bytes"] and (sent > 0) == (name != "same ranks")
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def stored(save: Path, step: int, role: str) -> dict:
+    """Weights of a role in a step's checkpoint by name, without its optimizer states."""
+    checkpoint = folders.step_folder(save, step)
+    held = folders.frozen_folder(checkpoint, folders.read_manifest(checkpoint, ""), role, "")
+    tensors = CheckpointTensors(held, "")
+    names = [name for name in tensors.parts if name.startswith(f"{role}.") and ".optimizer." not in name]
+    return {name.removeprefix(f"{role}."): tensors.read(name) for name in names}
+
+
+def frozen(save: Path, step: int) -> str:
+    return folders.read_manifest(folders.step_folder(save, step), "")["frozen"]["reference"]
+
+
+@pytest.mark.parametrize("name", by_default(EXACT, ("other ranks", "factors")))
+def test_a_resumed_run_has_the_reference_of_the_last_refresh(name, folder, tmp_path):
+    whole, (size, flags) = run_of(folder, name), EXACT[name]
+    start = whole / "checkpoints" / "step_00000003"
+    train("rl", argv(tmp_path, f"{flags} --load {start}"), size)
+    found, wanted = metrics(tmp_path), metrics(whole)
+    assert found[4]["reference/step"] == 2 and found[4]["kl/reference"] != 0
+    for step in (4, 5):
+        assert timeless(found[step]) == timeless(wanted[step]) and samples(tmp_path, step) == samples(whole, step)
+    assert frozen(tmp_path, 5) == frozen(whole, 5) != frozen(whole, 3)
+
+
+def test_a_mixture_is_of_the_policy_and_the_reference_before(tmp_path):
+    """Against float64; checkpoints that are removed take the references that only they name with them."""
+    start, kept = tmp_path / "all", tmp_path / "last"
+    flags = "--reference-mixup 0.25 --save-interval 1 --advantage grpo --train-iters"
+    train("rl", argv(start, f"{flags} 4"))
+    reference = stored(start, 1, "reference")
+    for step in (2, 3, 4):
+        found, policy = stored(start, step, "reference"), stored(start, step, "actor")
+        if step % 2 == 0:
+            mixed = {name: 0.25 * policy[name].double() + 0.75 * reference[name].double() for name in policy}
+            assert found.keys() == mixed.keys() and any((found[name] != reference[name]).any() for name in found)
+            for name, value in mixed.items():
+                assert (found[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
+        else:
+            assert frozen(start, step) == frozen(start, step - 1)
+        reference = found
+    assert len(list((start / "checkpoints" / "frozen").iterdir())) == 3
+    train("rl", argv(kept, f"{flags} 4 --keep-last 1"))
+    assert [path.name for path in (kept / "checkpoints" / "frozen").iterdir()] == [frozen(start, 4)]
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    f"{LAGGING.replace('reference=2', 'reference=1')}": "--generation-lag 1: needs a rollout in --role-map on other "
+    "ranks than the reference (--reference-update-interval 2)",
+    "--reference-num-layers 3": "--reference-update-interval 2: the reference gets the actor's weights, but "
+    "--num-layers is 3 there and 2 in the actor; give both the same model",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_cannot_be_refreshed_is_refused(flags, tmp_path):
+    with pytest.raises(UsageError) as caught:
+        RLInputs(program("rl", argv(tmp_path, flags), 3))
+    assert str(caught.value) == REFUSED[flags]
+
+
+def test_a_checkpoint_without_a_reference_is_refused(tmp_path):
+    """Beside low-rank factors there is none, unless it is refreshed."""
+    lora = "--lora-rank 4 --train-iters 1"
+    train("rl", argv(tmp_path / "run", f"{lora} --reference-update-interval 0"))
+    with pytest.raises(UsageError) as caught:
+        RLInputs(program("rl", argv(tmp_path / "other", f"--lora-rank 4 --load {tmp_path / 'run'}"), 1))
+    assert str(caught.value).endswith("has no reference.embedding.word_embeddings.weight, which reference needs")
