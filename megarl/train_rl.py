@@ -33,6 +33,7 @@ def train(config, timers):
 
             critic.update(batch)
             actor.update(batch, advantages.kl_coefficient)
+            actor.update_average()
             advantages.update_kl_coefficient(batch)
         reference.refresh(step)
         rollout.sync_weights(step, has_trained=batch is not None)

@@ -3,11 +3,14 @@
     python tools/convert.py from-hf --hf-model DIR --save RUN
     python tools/convert.py to-hf   --hf-model DIR --load RUN --save NEW_DIR
     python tools/convert.py verify  --hf-model DIR --load RUN
+    python tools/convert.py average --load RUN --save NEW_RUN …
     torchrun --nproc-per-node 8 tools/convert.py to-hf … --tensor-model-parallel-size 8
 
 `from-hf` writes a checkpoint for `--pretrained-checkpoint` or `--load` of an evaluation. `to-hf` writes the weights of
 a run with the names, types and files of the folder that the run started from; a folder with only a config.json gives
 new files in its `dtype`. `verify` compares every bit of a checkpoint, rounded to the folder's types, with the folder.
+`average` writes the moving average of a run with `--ema-decay` as a checkpoint like those of `from-hf`; the model is
+that of `--hf-model` or of the flags.
 All take Megatron's flags. `--reward` or `--critic` as the first flag selects a model with a scalar head: a reward
 model, or the critic of an RL run.
 """
@@ -24,6 +27,7 @@ from megarl.arguments import RunConfig
 from megarl.checkpoint import folders
 from megarl.checkpoint.factors import stored_factors
 from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, factor_weights, folder_weights
+from megarl.checkpoint.resume import holds_average
 from megarl.checkpoint.writer import CheckpointWriter
 from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import folded_weights
@@ -37,7 +41,7 @@ from megarl.observe.timers import Timers
 from megarl.trainers.launch import launch
 from megarl.trainers.setup import check_required, check_save, read_inputs
 
-COMMANDS = ("from-hf", "to-hf", "verify")
+COMMANDS = ("from-hf", "to-hf", "verify", "average")
 HEADS = {"--reward": "reward", "--critic": "critic"}  # roles with a scalar head, by option
 # The lengths of a run do not matter here; a model with few positions must pass the check of --max-position-embeddings.
 LENGTHS = ["--max-prompt-length", "1", "--max-response-length", "1"]
@@ -73,38 +77,50 @@ class Conversion:
         """
         s, (self.settings,) = config.settings, config.roles.values()
         self.name, self.value_head = role, role != "actor"
-        check_required({"--hf-model": self.settings.hf_model})
+        self.stored = dist_checkpoint.average_of(role) if command == "average" else role  # whose keys are read
+        check_required({"--hf-model": command == "average" or self.settings.hf_model})
         check_required({"--load": command == "from-hf" or s.load, "--save": command == "verify" or s.save})
         check_save(s)
         self.save = Path(s.save) if s.save else None
-        if self.save and self.save.resolve() == self.settings.hf_model.folder.path.resolve():
-            raise UsageError(f"--save {s.save}: is the folder of --hf-model; allowed is another one")
-        self.weight_map = WeightMap(self.settings.hf_model, self.settings.megatron, self.value_head)
-        self.source = self.settings.hf_model.folder.path if command == "from-hf" else s.load
+        if (model := self.settings.hf_model) is not None:
+            if self.save and self.save.resolve() == model.folder.path.resolve():
+                raise UsageError(f"--save {s.save}: is the folder of --hf-model; allowed is another one")
+            self.weight_map = WeightMap(model, self.settings.megatron, self.value_head)
+        self.source = model.folder.path if model is not None and command == "from-hf" else s.load
         read = functools.partial(self._weights, None if command == "from-hf" else s.load)
         weights, self.mesh, _ = read_inputs(config, Timers(), read)
         self.groups = self.mesh[self.settings.name].pg_collection
-        vocab_size = self.settings.model_vocab_size(0)
-        self.model = gpt.build_frozen_model(self.settings.megatron, vocab_size, self.groups, self.value_head)
+        self.model = gpt.build_frozen_model(self.settings.megatron, self.vocab_size, self.groups, self.value_head)
         weights.load(self.model, self.groups)
 
     def _weights(self, load: str | None) -> PretrainedWeights:
         if load is None:
+            self.vocab_size = self.settings.model_vocab_size(0)
             return folder_weights(self.settings, self.value_head)
-        folder, vocab_size = folders.find(load, "--load"), self.settings.model_vocab_size(0)
+        folder = folders.find(load, "--load")
+        manifest = folders.read_manifest(folder, "--load")
+        if self.stored != self.name and not holds_average(manifest):
+            raise UsageError(f"--load {folder}: has no moving average; its run needs --ema-decay")
+        self.vocab_size = vocab_size = self.settings.model_vocab_size(manifest.get("vocab_size", 0))
         if stored := stored_factors(folder, "--load", self.name):
-            return factor_weights(folder, "--load", self.settings, vocab_size, self.name, stored)
-        shapes = gpt.weight_shapes(self.name, self.settings.megatron, vocab_size, value_head=self.value_head)
+            return factor_weights(folder, "--load", self.settings, vocab_size, self.stored, stored)
+        shapes = gpt.weight_shapes(self.stored, self.settings.megatron, vocab_size, value_head=self.value_head)
         folders.check_weights(folder, "--load", self.name, shapes)
-        return CheckpointWeights(folder, self.name)
+        return CheckpointWeights(folder, self.stored)
 
     def from_hf(self):
         """Writes a checkpoint of step 0 without optimizer state."""
-        states = {
-            self.name: dist_checkpoint.role_state(self.name, self.model, None, {}, self.groups, self.settings.ranks)
-        }
+        self._write("the weights")
+
+    def average(self):
+        """Writes the moving average of a run as a checkpoint of step 0."""
+        with folded_weights(self.model):
+            self._write("the moving average")
+
+    def _write(self, what: str):
+        states = {self.name: {"model": dist_checkpoint.model_state(self.name, self.model, self.groups)}}
         CheckpointWriter(self.save, self.mesh).save(0, states, {"program": "convert", "role": self.name})
-        self.say(f"{folders.step_folder(self.save, 0)}: the weights of {self.source}")
+        self.say(f"{folders.step_folder(self.save, 0)}: {what} of {self.source}")
 
     def to_hf(self):
         """Writes a folder."""

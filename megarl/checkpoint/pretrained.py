@@ -13,10 +13,12 @@ from megarl.errors import UsageError
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.lora.stored import load_factors
 from megarl.mcore.model import gpt
+from megarl.mcore.weights.dist_checkpoint import average_of
 from megarl.mcore.weights.hf.import_weights import import_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
 
 BASES = ("actor", "reward")  # roles whose weights may be under factors
+POLICIES = ("actor", average_of("actor"))  # whose weights have no scalar head
 
 
 class PretrainedWeights(Protocol):
@@ -164,7 +166,7 @@ def factor_weights(
 
     `stored`: what the checkpoint says about the factors.
     """
-    shapes = factors.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source != "actor")
+    shapes = factors.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source not in POLICIES)
     folders.check_weights(folder, flag, role.name, shapes)
     base = _base(folder, flag, role, vocab_size, stored.base)
     return FactorWeights(folder=folder, source=source, lora=stored.lora, role=role, base=base)

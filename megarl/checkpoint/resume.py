@@ -23,7 +23,8 @@ _NOT_NUMBERS = {
     "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
     "rollout_prefix_caching", "rollout_chunked_prefill", "speculative_rollout", "decode_graphs",
     "verify_weights",
-    "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "eval_interval", "keep_best", "offload",
+    "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "eval_interval", "evaluate_ema",
+    "keep_best", "offload",
     "train_iters", "deterministic", "save", "save_interval", "async_save", "keep_last", "keep_every",
     "on_save_failure", "load", "load_changed_data",
     "kernels", "replay_schedule", "save_rollouts", "load_rollouts", "debug_train_only", "debug_rollout_only",
@@ -80,6 +81,11 @@ def changed_settings(manifest: dict, settings: dict[str, object]) -> str | None:
     stored = manifest.get(SETTINGS, settings)
     changed = [name for name in sorted(stored.keys() & settings.keys()) if stored[name] != settings[name]]
     return ", ".join(f"{name} {settings[name]} (before: {stored[name]})" for name in changed) or None
+
+
+def holds_average(manifest: dict) -> bool:
+    """Whether a checkpoint has a moving average of the trained weights (`--ema-decay`)."""
+    return manifest.get(SETTINGS, {}).get(flag_of("ema_decay")) is not None
 
 
 def changed_versions(manifest: dict) -> str | None:

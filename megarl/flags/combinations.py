@@ -107,6 +107,7 @@ CONDITIONS: dict[str, Condition] = {
                  "needs --distill loss and --distill-divergence jsd"),
     "teacher": Condition(lambda context: "teacher" in context.roles, "--distill is none"),
     "refreshes": _when(lambda s: s.reference_update_interval > 0, "needs --reference-update-interval"),
+    "average": _when(lambda s: s.ema_decay is not None and s.eval_prompts, "needs --ema-decay and --eval-prompts"),
     "baselines": Condition(lambda context: "baselines" in context.estimator.needs,
                            "--advantage {advantage} needs no greedy responses"),
     "sampled": Condition(lambda context: context.program != "evaluate" or context.settings.eval_temperature > 0,

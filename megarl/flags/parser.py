@@ -29,6 +29,7 @@ ELSEWHERE = {
     "ep-size": "expert-model-parallel-size", "model": "hf-model", "model-path": "hf-model", "pretrain": "hf-model",
     "dataset": "prompts", "prompt-data": "prompts", "output-dir": "save", "save-path": "save",
     "ref-model-sync-steps": "reference-update-interval", "ref-model-mixup-alpha": "reference-mixup",
+    "ema-beta": "ema-decay",
     "num-epochs": "train-iters",
 }  # fmt: skip
 # Flags of earlier versions, with what replaces them. They are accepted, with a warning, and do nothing.

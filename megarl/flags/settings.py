@@ -14,6 +14,7 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
+from megarl.flags.average_settings import AverageSettings
 from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
 from megarl.flags.distill_settings import LOSS, REWARD, DistillSettings
@@ -61,7 +62,7 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings,
-    TrackerSettings, DebugSettings, DistillSettings,
+    AverageSettings, TrackerSettings, DebugSettings, DistillSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 

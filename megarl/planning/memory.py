@@ -38,7 +38,8 @@ class Memory:
     share of the KV cache in the actor's gradient buffer; it counts as gradients. If the gradients are offloaded, the
     peak is that of the actor, which loads them, not that of the rollout. `sent_weights` are the copies of the actor's
     weights on their way to a rollout that generates ahead. `teacher_data` are the actor's rows of the teacher's output
-    layer and the teacher's hidden states of a step, with those of the micro-batches.
+    layer and the teacher's hidden states of a step, with those of the micro-batches. `average` is the moving average of
+    what is trained, in host memory.
     """
 
     weights: int = 0
@@ -51,6 +52,7 @@ class Memory:
     kv_cache_in_gradients: int = 0
     sent_weights: int = 0
     teacher_data: int = 0
+    average: int = 0
 
     @property
     def resident(self) -> int:
@@ -68,8 +70,8 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """Bytes of host copies of what is offloaded; gradients are not kept between updates."""
-        return sum(getattr(self, name) for name in self.offloaded if name != "gradients")
+        """Bytes of host copies of what is offloaded, gradients apart, which are not kept, and of the moving average."""
+        return self.average + sum(getattr(self, name) for name in self.offloaded if name != "gradients")
 
     @property
     def total(self) -> int:
@@ -278,6 +280,17 @@ def _persistent(
         )
     # A rollout's own model has the factors, too.
     return sum(_held(weights + factors_apart(weights, args, lora), args) for weights in chunks), 0, 0
+
+
+def average_bytes(role, vocab_size: int, kind: str) -> list[int]:
+    """Bytes of the moving average on a rank of each stage, under FSDP on the fullest: four for each trained weight."""
+    args, sizes = role.megatron, []
+    for chunks in stage_weights(args, vocab_size, kind in SCALAR_HEAD):
+        trained = [
+            w for weights in chunks for w in trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)[0]
+        ]
+        sizes.append(4 * sum(sharded(trained, args) if args.use_torch_fsdp2 else [w.elements for w in trained]))
+    return sizes
 
 
 def _held(weights: list[Weight], args) -> int:

@@ -14,7 +14,7 @@ from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.parallel import fake_world
 from megarl.planning import traffic
 from megarl.planning.kv_cache import CachePlan, cache_plan
-from megarl.planning.memory import GIB, Memory, stage_memory
+from megarl.planning.memory import GIB, Memory, average_bytes, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
 # How each role uses its model; a reward role with verifiers only has none.
@@ -214,6 +214,9 @@ def memory_of(role, settings, vocab_size: int) -> list[Memory]:
         cache, tokens = int(settings.rollout_buffer_gb * GIB), max(step.prompt + step.response, PREFILL)
     count = step.microbatches(sizes.data(len(role.ranks)), role.max_tokens_per_microbatch)
     stages = stage_memory(role, vocab_size, kind, tokens, count, cache)
+    if kind == "train" and settings.ema_decay is not None:
+        averages = average_bytes(role, vocab_size, kind)
+        stages = [replace(memory, average=size) for memory, size in zip(stages, averages, strict=True)]
     models = models_of(role, settings)
     return [replace(memory, weights=models * memory.weights) for memory in stages]
 

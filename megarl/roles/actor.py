@@ -1,5 +1,6 @@
 """The actor: recomputes the log-probs of responses, and trains the policy on advantages."""
 
+import contextlib
 import functools
 
 import torch
@@ -43,6 +44,8 @@ class Actor:
         if role_groups.is_member and not settings.debug_rollout_only:
             self.trainable_model = TrainableModel(role, role_groups, vocab_size, settings.updates_per_step)
             self.trainable_model.offload.timed = functools.partial(timers.phase, self.name, "offload")
+            if settings.ema_decay is not None:
+                self.trainable_model.keep_average(settings.ema_decay)
 
     def old_logprobs(self, step_batch: StepBatch):
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
@@ -139,6 +142,16 @@ class Actor:
             self.trainable_model.end_step()
         self.metrics |= self.trainable_model.router_state.metrics("router", self.settings.router_replay != "none")
         self.metrics |= self.trainable_model.offload.metrics(self.name)
+
+    def update_average(self):
+        """Moves the moving average of the weights towards the present ones, with `--ema-decay`."""
+        if self.settings.ema_decay is not None and self.trainable_model:
+            with self.timers.phase(self.name, "average"):
+                self.metrics |= self.trainable_model.update_average()
+
+    def averaged(self) -> contextlib.AbstractContextManager:
+        """Context in which the policy on this rank, if there is one, is its moving average."""
+        return self.trainable_model.averaged() if self.trainable_model else contextlib.nullcontext()
 
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         batch, on_policy = step_batch[self.name], self._updates_on_policy(step_batch)

@@ -1,8 +1,9 @@
 """The trainable model of an actor or critic, with optimizer, learning-rate schedule and update step."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from megarl.mcore.memory import offload
 from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
 from megarl.mcore.training import optimizer
+from megarl.mcore.training.weight_average import WeightAverage
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
@@ -90,6 +92,7 @@ class TrainableModel:
         if role.offload:
             keeps_weights = role.name == "actor"  # generation uses them
             self.offload = offload.offload_trainable(self.model, self.wrapped, self.optimizer, keeps_weights)
+        self.average: WeightAverage | None = None
         self.cache_in_grad_buffer = None
         if not role.megatron.use_torch_fsdp2:  # FSDP has no persistent gradient buffer
             self.cache_in_grad_buffer = offload.KVCacheInGradBuffer(self.wrapped, self.offload)
@@ -101,6 +104,26 @@ class TrainableModel:
         self.router_state.add_statistics(microbatches, trained=False)
         return results
 
+    def keep_average(self, decay: float):
+        """Keeps a moving average of the weights from now on, with this decay (`--ema-decay`)."""
+        with self.offload.present("weights"):
+            self.average = WeightAverage(self.model, decay)
+
+    def update_average(self) -> dict[str, float]:
+        """Moves the average, if one is kept, towards the present weights; after each step. Returns metrics."""
+        if self.average is None:
+            return {}
+        with self.offload.present("weights"):
+            self.average.update()
+        return {f"memory/{self.role.name}/average_bytes": self.average.bytes}
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context in which the model, and so everything that is sent from it, has the average's weights; then its own
+        again, to the bit. A collective of the role."""
+        with self.offload.present("weights", changed=True), self.average.in_model():
+            yield
+
     def load_pretrained(self, weights: PretrainedWeights):
         """Loads only weights. A collective of the role."""
         with self.offload.present("weights", "optimizer", changed=True):
@@ -109,6 +132,8 @@ class TrainableModel:
             self._base_fingerprint = None
             if self.role.lora_adapter:
                 self._load_adapter()
+            if self.average is not None:
+                self.average.reset()
 
     def _load_adapter(self):
         """Copies the factors of a PEFT adapter into the model, and into the optimizer's master weights."""
@@ -249,14 +274,19 @@ class TrainableModel:
         self.router_state.attach(batch, microbatches)
         return microbatches
 
-    def state(self, extra: dict, loading: bool = False) -> dict:
-        """The role's checkpoint state with picklable `extra` of the caller; `loading`: as a template to fill."""
-        plain = extra | self._fingerprint()
+    def state(self, extra: dict, loading: bool = False, has_average: bool = True) -> dict:
+        """The role's checkpoint state with picklable `extra` of the caller.
+
+        Args:
+            loading: as a template to fill.
+            has_average: whether the checkpoint has the moving average, too, if one is kept.
+        """
+        fingerprint, pg_collection = self._fingerprint(), self.role_groups.pg_collection
         with self.offload.present("weights", "optimizer"):  # a distributed optimizer gathers its state
-            state = dist_checkpoint.role_state(
-                self.role.name, self.model, self.optimizer, plain, self.role_groups.pg_collection, self.role.ranks,
-                loading,
-            )  # fmt: skip
+            common = pg_collection, self.role.ranks, loading
+            state = dist_checkpoint.role_state(self.role.name, self.model, self.optimizer, extra | fingerprint, *common)
+            if self.average is not None and has_average:
+                state["average"] = self.average.state(self.role.name, fingerprint, *common)
         return self.offload.on_host(state)
 
     def _fingerprint(self) -> dict[str, str]:
@@ -280,4 +310,8 @@ class TrainableModel:
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))
             adapter.merge(self.model)
             self.optimizer.load_state_dict(dist_checkpoint.optimizer_state(loaded, self.optimizer))
+            if "average" in loaded:
+                self.average.load(loaded["average"], self.role_groups.pg_collection)
+            elif self.average is not None:
+                self.average.reset()
         return loaded["plain"]

@@ -1,6 +1,8 @@
 """The rollout: generates responses with the actor's policy, on the actor's module or on a model with its own layout."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from megarl.mcore.lora.transfer import policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.moe.routing import NO_ROUTE
+from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank
 from megarl.rollout.episodes.runner import EpisodeRunner
@@ -110,6 +113,22 @@ class Rollout:
         """
         self._fingerprint = None
         self.metrics = dict(UNCHANGED) if self._weight_sync is None else self._weight_sync.run()
+
+    @contextlib.contextmanager
+    def other_weights(self) -> Iterator[None]:
+        """Context in which the engine has the weights that are in the actor's module now; then its own again, to the
+        bit. A collective of the ranks of actor and rollout."""
+        own: list[tuple[Tensor, Tensor]] = []
+        if self._weight_sync is not None and self.model is not None:
+            held = [*(fsdp.rows_here(p).data for p in self.model.parameters()), *self.model.buffers()]
+            own = [(tensor, tensor.cpu() if tensor.is_cuda else tensor.clone()) for tensor in held]
+        with self.timers.evaluation():
+            self.load_weights()
+        try:
+            yield
+        finally:
+            for tensor, kept in own:
+                tensor.copy_(kept)
 
     def restart(self, step: int):
         """Begins after a step, whose weights have been loaded."""

@@ -53,6 +53,8 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
             facts.append(f"gets the actor's weights every {interval:,} steps")
         if name in config.trained:
             facts.append("low-rank factors are trained" if role.lora else "trained")
+            if name != "critic" and (decay := config.settings.ema_decay) is not None:
+                facts.append(f"moving average with decay {decay:g}")
         rows.append((name, "; ".join(facts)))
     return rows
 

@@ -167,7 +167,7 @@ class RLTrainer(Trainer):
             )  # fmt: skip
 
     def _evaluate_before_training(self):
-        metrics = self.evaluator.evaluate()
+        metrics = self._evaluated()
         if metrics is not None:
             self._accuracy_before = metrics["eval/accuracy"]
             self.write(0, metrics)
@@ -221,11 +221,19 @@ class RLTrainer(Trainer):
         self._metrics, self._samples, self._is_best = record.metrics | self.rollout.metrics, record.samples, False
         if not self.evaluator or not self.is_due(self.settings.eval_interval):
             return
-        metrics = self.evaluator.evaluate()
+        metrics = self._evaluated()
         self._is_best = bool(self.settings.keep_best and self.folder) and self.best.update(metrics, self.step)
         if metrics is not None:
             self._metrics |= metrics
             self._accuracy_after = metrics["eval/accuracy"]
+
+    def _evaluated(self) -> dict[str, float] | None:
+        """Metrics of an evaluation, on rank 0: of the policy, or with `--evaluate-ema` of its moving average."""
+        if not self.settings.evaluate_ema:
+            return self.evaluator.evaluate()
+        assert isinstance(self.rollout, Rollout)  # saved rollouts evaluate nothing
+        with self.actor.averaged(), self.rollout.other_weights():
+            return self.evaluator.evaluate()
 
     def _wait_sends(self, most: int):
         """Waits until the batches of at most that many iterations are on their way."""
@@ -302,7 +310,8 @@ class RLTrainer(Trainer):
         states = {}
         if self.actor.trainable_model:
             extra = {"kl_controller": self.advantages.controller.state_dict()}
-            states["actor"] = self.actor.trainable_model.state(extra, loading)
+            has_average = not loading or self.resumes_average()
+            states["actor"] = self.actor.trainable_model.state(extra, loading, has_average)
         if self.critic.trainable_model:
             states["critic"] = self.critic.trainable_model.state({}, loading)
         if loading:

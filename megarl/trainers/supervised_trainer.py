@@ -1,6 +1,7 @@
 """The base class of trainers on examples: inputs, batches, evaluation, checkpoints and resume."""
 
 import abc
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -69,6 +70,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
         self.trainable_model = TrainableModel(
             self.role, self.role_groups, self.vocab_size, updates=1, value_head=self.task.value_head
         )
+        if self.settings.ema_decay is not None:
+            self.trainable_model.keep_average(self.settings.ema_decay)
         self.order = PromptOrder(len(inputs.examples), self.settings.seed)
         self.metrics: dict[str, float] = {}
         self.best, self._is_best = BestCheckpoint(mesh, self.task.best), False
@@ -147,6 +150,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
                 "perf/tokens": int(total),
                 **self.trainable_model.router_state.metrics("router"),
             }
+        with self.timers.phase(self.task.role, "average"):
+            self.metrics |= self.trainable_model.update_average()
 
     def next_batch(self) -> ExampleBatch:
         """The next `--global-batch-size` examples."""
@@ -189,7 +194,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
         s, self._is_best = self.settings, False
         if s.eval_prompts and self.is_due(s.eval_interval):
             lines = range(len(self.inputs.held_out))[: s.eval_samples]
-            self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out, lines))
+            with self.trainable_model.averaged() if s.evaluate_ema else contextlib.nullcontext():
+                self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out, lines))
             self._is_best = bool(s.keep_best and self.folder) and self.best.update(self.metrics, step)
             if self.has_reached_target():
                 self.last_step = step
@@ -210,7 +216,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
             self.export(self.trainable_model, step)
 
     def _resume(self):
-        states = {self.task.role: self.trainable_model.state({}, loading=True)}
+        state = self.trainable_model.state({}, loading=True, has_average=self.resumes_average())
+        states = {self.task.role: state}
         loaded = run_state.load(self.inputs.resume, self.mesh, states)
         manifest = self.resume_from(self.inputs.resume, self.order)
         if manifest.get("best"):

@@ -197,6 +197,10 @@ class Trainer(abc.ABC):
         if self.settings.export_peft:
             model.export_peft(self.folder / "peft" / step_name(step))
 
+    def resumes_average(self) -> bool:
+        """Whether the checkpoint that the run resumes from has a moving average of the weights."""
+        return resume.holds_average(folders.read_manifest(self.inputs.resume, "--load"))
+
     def resume_from(self, folder: Path, order: PromptOrder | None) -> dict:
         """Restores step, counters and the data position, where a rank has one; returns the checkpoint's manifest."""
         manifest = folders.read_manifest(folder, "--load")
@@ -207,6 +211,8 @@ class Trainer(abc.ABC):
         changed = resume.changed_settings(manifest, resume.settings_entry(self.config))
         if changed and self.mesh.rank == 0:
             warn([f"--load {folder}: resumes with other settings: {changed}"])
+        if self.settings.ema_decay is not None and not resume.holds_average(manifest) and self.mesh.rank == 0:
+            warn([f"--load {folder}: has no moving average (--ema-decay), which begins with the weights of this step"])
         libraries = resume.changed_versions(manifest)
         if libraries and self.mesh.rank == 0:
             warn([f"--load {folder}: resumes with other libraries: {libraries}"])

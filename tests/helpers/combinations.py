@@ -56,7 +56,8 @@ AXES = {
                   "--recompute-granularity selective --recompute-modules mlp"],
     "factors": ["--lora-rank 2", "--lora-rank 2 --lora-targets q_proj"],
     "memory": ["--actor-offload", "--max-tokens-per-microbatch 20", "--exact-rollout", "--kernels blas"],
-    "evaluation": ["--eval-prompts {heldout} --eval-interval 1 --eval-samples 4", "--save-interval 1"],
+    "evaluation": ["--eval-prompts {heldout} --eval-interval 1 --eval-samples 4", "--save-interval 1",
+                   "--eval-prompts {heldout} --eval-interval 1 --eval-samples 4 --ema-decay 0.5 --evaluate-ema"],
     "layout": [TP2, f"{TP2} --sequence-parallel", PP2, "--context-parallel-size 2", "--use-torch-fsdp2",
                "--expert-model-parallel-size 2", "--role-map actor=0;critic=1;reward=1;reference=0",
                "--role-map actor=0-1;reward=1", f"--rollout{TP2[1:]}", "--actor-pipeline-model-parallel-size 2"],
@@ -65,6 +66,7 @@ AXES = {
 NEUTRAL = [
     "--rollout-max-requests 3", "--rollout-dispatch static", "--rollout-prefix-caching", "--speculative-rollout",
     "--rollout-chunked-prefill", "--async-save --save-interval 1", "--reward-workers 1", "--verify-weights",
+    "--ema-decay 0.9",
 ]  # fmt: skip
 
 

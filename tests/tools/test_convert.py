@@ -97,7 +97,7 @@ def test_a_language_model_becomes_a_critic_with_a_scalar_head(tmp_path):
 
 
 WRONG = {
-    "no command": ([], "convert: nothing: allowed is from-hf, to-hf, verify"),
+    "no command": ([], "convert: nothing: allowed is from-hf, to-hf, verify, average"),
     "no folder": (["from-hf", "--save", "x"], "is missing"),
     "no run": (["to-hf", "--hf-model", "HF", "--save", "x"], "--load is missing"),
     "no place": (["from-hf", "--hf-model", "HF"], "--save is missing"),

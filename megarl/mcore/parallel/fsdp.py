@@ -102,6 +102,16 @@ def rows_here(parameter: torch.Tensor) -> RowsHere:
     return RowsHere(parameter.detach().to_local(), _local_range(parameter))
 
 
+def with_rows(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A tensor that is sharded like a parameter and has these rows on this rank; without FSDP the rows themselves."""
+    if not isinstance(parameter, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
+
+
 def _local_range(parameter: DTensor) -> range:
     placed = parameter.shape, parameter.device_mesh, parameter.placements
     (height, *_), (first, *_) = compute_local_shape_and_global_offset(*placed)

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.errors import UsageError
@@ -60,8 +62,8 @@ def _weights(stages, pg_collection) -> dict:
     return {f"chunk{i}": chunk.sharded_state_dict(metadata=_metadata(pg_collection)) for i, chunk in enumerate(stages)}
 
 
-def _trained_weights(stages, pg_collection) -> dict:
-    """Returns what training changes of each chunk: low-rank factors where it has them, else all weights."""
+def trained_weights(stages, pg_collection) -> dict:
+    """Returns the state of what training changes of each chunk: low-rank factors if it has them, else all weights."""
     if not has_factors(stages):
         return _weights(stages, pg_collection)
     metadata = _metadata(pg_collection)
@@ -84,7 +86,7 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
         loading: create the optimizer states that `load` will fill.
     """
     rank = dist.get_rank() - ranks.start
-    weights = _trained_weights(stages, pg_collection)
+    weights = trained_weights(stages, pg_collection)
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
         whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(pg_collection))
@@ -92,6 +94,37 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
         sharded, rest = extract_matching_values(whole, lambda v: isinstance(v, kinds), return_lists_as_dicts=True)
         state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
     return _prefixed(local_rows(state), role)
+
+
+def average_state(
+    role: str, stages, averages: dict[int, Tensor], plain: dict, pg_collection, ranks: range, loading: bool = False
+) -> dict:  # fmt: skip
+    """Returns the state of a moving average of what a role trains, under the keys of a role `<role>_ema`.
+
+    What is not averaged is in it as the model has it, so that others load it like the weights of a role.
+
+    Args:
+        averages: by id of the parameter.
+        plain: as of `role_state`.
+        loading: only of the averages, which `load` will fill.
+    """
+    source = average_of(role)
+    weights = trained_weights(stages, pg_collection)
+    for state in weights.values():
+        for name, entry in list(state.items()):
+            if (average := averages.get(id(entry.data))) is not None:
+                state[name] = make_sharded_optimizer_tensor(entry, average, source)
+            elif loading:
+                del state[name]
+            else:
+                entry.key = f"{source}.{entry.key}"
+    stored = _object(f"{source}.plain", plain, dist.get_rank() - ranks.start)
+    return local_rows({"model": weights, "plain": stored})
+
+
+def average_of(role: str) -> str:
+    """The role under whose keys a checkpoint has the moving average of another."""
+    return f"{role}_ema"
 
 
 def factors_state(role: str, stages, adapters, pg_collection, held: Container[str]) -> dict:

@@ -273,6 +273,31 @@ def test_offload_leaves_the_planned_bytes_on_device_and_host(flags):
         assert hosted.kv_cache == cache and hosted.resident == max(0, cache - largest)
 
 
+def average_of_rank(rank: int, flags: str) -> tuple[int, int]:
+    """(real, planned) bytes of the actor's moving average on this rank."""
+    from megarl.mcore.lora import adapter
+    from megarl.mcore.model import gpt
+    from megarl.mcore.training import optimizer
+    from megarl.mcore.training.weight_average import WeightAverage
+
+    args, place = join_actor(flags, "llama")
+    role = parse_roles(flags, dist.get_world_size())["actor"]
+    stages = gpt.build_model(args, VOCAB, place.pg_collection)
+    if role.lora:
+        adapter.add_factors(stages, role.lora, args, place.pg_collection)
+    optimizer.wrap_for_training(stages, args, place.pg_collection)
+    planned = memory.average_bytes(role, VOCAB, "train")[dist.get_rank(place.pg_collection.pp)]
+    return WeightAverage(stages, 0.5).bytes, planned
+
+
+@pytest.mark.parametrize("flags, ranks", [
+    (f"{DENSE_FIRST} {EP2} {PP2}", 4), ("--bf16 --lora-rank 4", 1), (SHARDED, 2),
+])  # fmt: skip
+def test_a_moving_average_has_the_planned_bytes(flags, ranks):
+    found = run_world(average_of_rank, ranks, flags)
+    assert all(real == planned > 0 for real, planned in found[: 1 if flags == SHARDED else ranks])
+
+
 def test_sharded_roles_hold_their_rows():
     first, second = run_world(sharded_step, 2, ["", "--bf16", "--ffn-hidden-size 33 --make-vocab-size-divisible-by 21"])
     for (real, planned), (other, _) in zip(first, second, strict=True):

@@ -11,8 +11,10 @@ from tests.helpers.programs import reward_argv, rl_argv, sft_argv
 
 # Program, command line, lines that it must have, without the columns' spaces.
 CASES = {
-    "rl": (rl_argv, "--role-map actor=0;critic=1;reward=1;reference=1 --lr-warmup-iters 0 --train-iters 7", [
-        "actor rank 0; one replica; 2 layers, hidden size 32, .* parameters from .*; trained",
+    "rl": (rl_argv, "--role-map actor=0;critic=1;reward=1;reference=1 --lr-warmup-iters 0 --train-iters 7"
+           " --ema-decay 0.9 --reference-update-interval 2", [
+        "actor rank 0; one replica; 2 layers, hidden size 32, .* parameters from .*; trained; moving average with decay"
+        " 0.9", "reference rank 1; .*; gets the actor's weights every 2 steps",
         "critic rank 1; one replica; .*; trained", "reward rank 1; exact-match", "rollout rank 0; the actor's model",
         r"tokenizer \d+ tokens from .*tokenizer.model, end '</s>'; no chat template",
         "prompts .* from .*jsonl", r"first \d+ tokens: .*=",
