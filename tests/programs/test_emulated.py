@@ -17,8 +17,10 @@ LENGTHS = "--max-response-length 12 --max-tokens-per-microbatch 60 --train-iters
 EVALUATION = "--eval-interval 1 --eval-samples 4"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm --router-replay rollout"
 TP2, EP2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--expert-model-parallel-size 2"
+# Evaluations of other weights between the steps, and a reference that changes.
+COPIES = "--ema-decay 0.5 --evaluate-ema --reference-update-interval 1 --reference-mixup 0.5"
 RUNS = {  # name -> (flags, ranks)
-    "dense": ("", 1),
+    "dense": (COPIES, 1),
     "tensor and sequence parallel": (TP2, 2),
     "experts": (EXPERTS, 1),
     "experts, distributed optimizer": (f"{EXPERTS} --use-distributed-optimizer", 1),
@@ -28,9 +30,9 @@ RUNS = {  # name -> (flags, ranks)
         f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --expert-model-parallel-size 4 {TP2} --offload",
         4,
     ),
-    "offload": ("--offload --use-distributed-optimizer", 1),
-    "LoRA": ("--lora-rank 4", 1),
-    "roles on ranks of their own": ("--role-map actor=0;critic=1;reward=1;reference=1", 2),
+    "offload": (f"--offload --use-distributed-optimizer {COPIES}", 1),
+    "LoRA": (f"--lora-rank 4 {COPIES}", 1),
+    "roles on ranks of their own": (f"--role-map actor=0;critic=1;reward=1;reference=1 {COPIES}", 2),
     "pipeline": ("--pipeline-model-parallel-size 2", 2),
     "pipeline, experts": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2),
 }
@@ -42,10 +44,10 @@ LAYOUTS = {  # name -> (flags, ranks, a call of NCCL on the first rank, or a gra
     "experts on several ranks of the rollout": (
         f"{EXPERTS} --role-map rollout=0-1;actor=2;critic=2;reward=2;reference=2 --rollout{EP2[1:]} --verify-weights",
         3, "graph launch"),
-    "sharded parameters": ("--use-torch-fsdp2", 2, "nccl reduce_scatter_single"),
+    "sharded parameters": (f"--use-torch-fsdp2 {COPIES}", 2, "nccl reduce_scatter_single"),
     "tensor, rollout apart": (f"{ROLLOUT_APART} --tensor-model-parallel-size 2 --rollout-tensor-model-parallel-size 1",
                               3, "nccl send"),
-    "pipeline, rollout of experts apart": (f"{ROLLOUT_APART} {EXPERTS} --pipeline-model-parallel-size 2"
+    "pipeline, rollout of experts apart": (f"{ROLLOUT_APART} {EXPERTS} {COPIES} --pipeline-model-parallel-size 2"
                                            " --rollout-pipeline-model-parallel-size 1", 3, "nccl send"),
 }  # fmt: skip
 
