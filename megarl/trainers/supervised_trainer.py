@@ -150,8 +150,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
                 "perf/tokens": int(total),
                 **self.trainable_model.router_state.metrics("router"),
             }
-        with self.timers.phase(self.task.role, "average"):
-            self.metrics |= self.trainable_model.update_average()
+        if self.settings.ema_decay is not None:
+            with self.timers.phase(self.task.role, "average"):
+                self.metrics |= self.trainable_model.update_average()
 
     def next_batch(self) -> ExampleBatch:
         """The next `--global-batch-size` examples."""
