@@ -67,6 +67,7 @@ class RLInputs:
             shapes = {role.name: factors.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
             self.resume = resume.check_resume("train_rl", config, self.data, shapes)
             manifest = folders.read_manifest(self.resume, "--load")
+            _check_stored_reference(s, config.roles, manifest)
             waiting_groups.check(manifest, s, "prompts" in resume.changed_data(manifest, self.data))
         self.schedule = read_schedule(config, self.data, self.resume)
         if s.debug_train_only or s.debug_rollout_only:
@@ -177,6 +178,15 @@ def _check_refreshes(s: Settings, roles: dict[str, RoleSettings]):
                 f"but --{name.replace('_', '-')} is {getattr(reference, name)} there and {getattr(actor, name)} in the "
                 "actor; give both the same model"
             )
+
+
+def _check_stored_reference(s: Settings, roles: dict[str, RoleSettings], manifest: dict):
+    """UsageError if a run of low-rank factors would go on with the initial reference instead of the stored one."""
+    if "reference" in roles and not saves_reference(s, roles) and "reference" in manifest.get(folders.FROZEN, {}):
+        raise UsageError(
+            f"--load {s.load}: has a reference of its own; give --reference-update-interval again, above --train-iters "
+            "to refresh it no more"
+        )
 
 
 def _models_of(roles: dict[str, RoleSettings]) -> list[RoleSettings]:

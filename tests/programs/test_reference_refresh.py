@@ -162,8 +162,13 @@ def test_what_cannot_be_refreshed_is_refused(flags, tmp_path):
     assert str(caught.value) == REFUSED[flags]
 
 
-def test_a_checkpoint_without_a_reference_is_refused(tmp_path):
-    """Beside low-rank factors there is none, unless it is refreshed."""
+def test_a_run_of_factors_resumes_with_the_reference_that_it_had(folder, tmp_path):
+    """Checkpoints have one only if it is refreshed."""
+    whole, flags = run_of(folder, "factors"), EXACT["factors"][1]
+    with pytest.raises(UsageError, match="has a reference of its own; give --reference-update-interval again, above"):
+        start = f"--load {folders.step_folder(whole, 3)}"
+        RLInputs(program("rl", argv(tmp_path / "off", f"{flags} {start} --reference-update-interval 0"), 1))
+    RLInputs(program("rl", argv(tmp_path / "rare", f"{flags} {start} --reference-update-interval 99"), 1))
     lora = "--lora-rank 4 --train-iters 1"
     train("rl", argv(tmp_path / "run", f"{lora} --reference-update-interval 0"))
     with pytest.raises(UsageError) as caught:
