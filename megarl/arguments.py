@@ -13,19 +13,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl import plugins, process_state
-from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE, Estimator, estimator_of
+from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, parser, role_flags
-from megarl.flags.distill_settings import NONE
+from megarl.flags.distill_settings import NONE, with_defaults_of_distillation
 from megarl.flags.fields import DATA, SUPERVISED
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
-from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
 from megarl.rewards import expression
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
     if fields.get("environment") is not None:
         fields.setdefault("reward", expression.ENVIRONMENT)
     if program == "rl" and fields.get("distill", NONE) != NONE:
-        fields = _with_defaults_of_distillation(fields)
+        fields = with_defaults_of_distillation(fields)
     settings = Settings(**fields)
     estimator = _named("--advantage", settings.advantage, ESTIMATORS, estimator_of)
     trains = not settings.debug_rollout_only
@@ -237,15 +236,6 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
         terms=expression.parse(settings.reward),
         policy_loss=_policy_loss(settings.policy_loss),
     )
-
-
-def _with_defaults_of_distillation(fields: dict[str, Any]) -> dict[str, Any]:
-    """Values of megarl's own flags of a run that has a teacher: without a reward that counts it has no advantages."""
-    reward = fields.get("reward", expression.NONE)
-    if any(term.weight for term in expression.parse(reward)):
-        return fields
-    of_teacher_alone = {"advantage": NO_ADVANTAGE, "kl_coefficient": 0.0, "alarms": ALARMS_WITHOUT_REWARD}
-    return of_teacher_alone | fields | {"reward": reward}
 
 
 def _flags_without_effect(

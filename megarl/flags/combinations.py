@@ -9,31 +9,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megarl.algorithms.divergence import JSD
-from megarl.algorithms.estimators import NO_ADVANTAGE, AdvantageOptions, Estimator
-from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.estimators import AdvantageOptions
 from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
 from megarl.flags.distill_settings import LOSS, NONE
+from megarl.flags.flag_context import FlagContext, FlagRule
+from megarl.flags.learning_rules import distillation, preferences
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
-from megarl.rewards.expression import ENVIRONMENT, EXACT_MATCH, UNVERIFIED, Term
-
-
-class FlagContext(NamedTuple):
-    """A run as its flags describe it, before any model is built."""
-
-    program: str
-    settings: Settings
-    roles: tuple[str, ...]
-    estimator: Estimator
-    policy_loss: PolicyLoss
-    terms: tuple[Term, ...]  # of --reward
-
-    @property
-    def rewards(self) -> set[str]:
-        """Names of the terms of `--reward`."""
-        return {term.name for term in self.terms}
+from megarl.rewards.expression import ENVIRONMENT, UNVERIFIED
 
 
 class Condition(NamedTuple):
@@ -146,15 +131,6 @@ CONDITIONS: dict[str, Condition] = {
 }  # fmt: skip
 
 
-class FlagRule(NamedTuple):
-    """A flag, its value, whether the combination is valid, and the reason if it is not."""
-
-    flag: str
-    value: object
-    holds: bool
-    reason: str
-
-
 def condition(name: str) -> Condition:
     """One of `CONDITIONS`; `loss:<flag>` holds if the policy loss has the option that the flag sets."""
     return _of_loss(name.removeprefix("loss:")) if name.startswith("loss:") else CONDITIONS[name]
@@ -214,8 +190,8 @@ def rules(context: FlagContext) -> list[FlagRule]:
         _rewards(context),
         _sampling(context),
         _training(context),
-        _distillation(context),
-        _preferences(context),
+        distillation(context),
+        preferences(context),
     )
     groups = (
         *with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s), _environments(s)
@@ -290,52 +266,6 @@ def _training(context: FlagContext) -> list[FlagRule]:
         FlagRule("--router-replay-reference", s.router_replay_reference,
              not s.router_replay_reference or "reference" in context.roles or s.debug_rollout_only,
              "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
-    ]  # fmt: skip
-
-
-def _distillation(context: FlagContext) -> list[FlagRule]:
-    s, is_rl = context.settings, context.program == "rl"
-    counts, has_teacher = any(term.weight for term in context.terms), s.distill != NONE
-    has_advantage = s.advantage != NO_ADVANTAGE
-    return [
-        FlagRule("--reward", s.reward, bool(context.terms) or has_teacher,
-             "needs --distill: nothing else would be learnt"),
-        FlagRule("--reward", s.reward, counts or not context.terms or (has_teacher and is_rl),
-             "every weight is 0; at least one term must count"),
-        FlagRule("--advantage", s.advantage, has_advantage or has_teacher,
-             "needs --distill: nothing else would be learnt"),
-        FlagRule("--advantage", s.advantage, counts or not has_advantage or not is_rl or not has_teacher,
-             "no reward counts, so that all advantages are 0; allowed is none"),
-        FlagRule("--advantage", s.advantage, has_advantage or not counts,
-             f"leaves out what --reward {s.reward} says; give it weight 0, or take another estimator"),
-        FlagRule("--advantage", s.advantage, has_advantage or s.kl_in == "loss" or not s.kl_coefficient,
-             "leaves out the KL in the reward; give --kl-in loss or --kl-coefficient 0"),
-        FlagRule("--group-filter", s.group_filter, s.group_filter != "reward" or counts or not is_rl,
-             "no reward counts, so that all groups would be dropped"),
-        FlagRule("--eval-prompts", s.eval_prompts, s.eval_prompts is None or bool(context.terms),
-             f"needs a --reward that measures the responses; one of weight 0, as 0*{EXACT_MATCH}, is not learnt"),
-    ]  # fmt: skip
-
-
-def _preferences(context: FlagContext) -> list[FlagRule]:
-    s, of_pairs = context.settings, [name for name, loss in PREFERENCE_LOSSES.items() if loss.reads_pairs]
-    is_other = "logprobs" not in context.estimator.needs
-    return [
-        FlagRule("--preference-loss", s.preference_loss, is_other or s.preference_loss in of_pairs,
-                 f"reads single responses; allowed with --advantage preference are {', '.join(of_pairs)}"),
-        FlagRule("--policy-loss", s.policy_loss, is_other or s.policy_loss == "reinforce",
-                 "--advantage preference needs reinforce, whose gradient is then that of --preference-loss"),
-        FlagRule("--loss-aggregation", s.loss_aggregation, is_other or s.loss_aggregation == "seq-mean-token-sum",
-                 "--advantage preference needs seq-mean-token-sum, whose gradient is then that of --preference-loss"),
-        FlagRule("--advantage", s.advantage, is_other or s.updates_per_step == 1,
-                 "is the gradient before the step; allowed is one update a step: --ppo-epochs 1, and a"
-                 " --minibatch-size of the whole batch"),
-        FlagRule("--advantage", s.advantage, is_other or s.kl_in == "loss" or s.kl_coefficient == 0,
-                 "compares rewards without a KL; needs --kl-coefficient 0 or --kl-in loss"),
-        FlagRule("--rollout-correction", s.rollout_correction, is_other or s.rollout_correction == "none",
-                 "--advantage preference needs none: a pair may be of any policy's responses"),
-        FlagRule("--mask-truncated-responses", s.mask_truncated_responses, is_other or not s.mask_truncated_responses,
-                 "not allowed with --advantage preference: a pair would lose one of its responses"),
     ]  # fmt: skip
 
 

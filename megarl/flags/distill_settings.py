@@ -1,9 +1,13 @@
 """Flags of distillation: a teacher whose distributions the policy learns, on its own responses or on given ones."""
 
 import dataclasses
+from typing import Any
 
 from megarl.algorithms.divergence import DIVERGENCES
+from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.flags.fields import flag, not_negative, one_of, positive
+from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
+from megarl.rewards import expression
 
 NONE, REWARD, LOSS = FORMS = ("none", "reward", "loss")
 STUDENTS = "rl sft"
@@ -38,3 +42,12 @@ class DistillSettings:
     def teacher_fields(self) -> tuple[str, ...]:
         """Batch fields that the teacher computes for the actor."""
         return {NONE: (), REWARD: ("teacher_logprobs",), LOSS: ("teacher_states",)}[self.distill]
+
+
+def with_defaults_of_distillation(fields: dict[str, Any]) -> dict[str, Any]:
+    """Values of megarl's own flags of a run that has a teacher: without a reward that counts it has no advantages."""
+    reward = fields.get("reward", expression.NONE)
+    if any(term.weight for term in expression.parse(reward)):
+        return fields
+    of_teacher_alone = {"advantage": NO_ADVANTAGE, "kl_coefficient": 0.0, "alarms": ALARMS_WITHOUT_REWARD}
+    return of_teacher_alone | fields | {"reward": reward}

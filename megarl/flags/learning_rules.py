@@ -1,0 +1,55 @@
+"""Rules of what a policy learns from besides rewards: a teacher, and preferences within groups."""
+
+from megarl.algorithms.estimators import NO_ADVANTAGE
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.flags.distill_settings import NONE
+from megarl.flags.flag_context import FlagContext, FlagRule
+from megarl.rewards.expression import EXACT_MATCH
+
+
+def distillation(context: FlagContext) -> list[FlagRule]:
+    """Rules of runs with a teacher, and of those that would learn nothing without one."""
+    s, is_rl = context.settings, context.program == "rl"
+    counts, has_teacher = any(term.weight for term in context.terms), s.distill != NONE
+    has_advantage = s.advantage != NO_ADVANTAGE
+    return [
+        FlagRule("--reward", s.reward, bool(context.terms) or has_teacher,
+             "needs --distill: nothing else would be learnt"),
+        FlagRule("--reward", s.reward, counts or not context.terms or (has_teacher and is_rl),
+             "every weight is 0; at least one term must count"),
+        FlagRule("--advantage", s.advantage, has_advantage or has_teacher,
+             "needs --distill: nothing else would be learnt"),
+        FlagRule("--advantage", s.advantage, counts or not has_advantage or not is_rl or not has_teacher,
+             "no reward counts, so that all advantages are 0; allowed is none"),
+        FlagRule("--advantage", s.advantage, has_advantage or not counts,
+             f"leaves out what --reward {s.reward} says; give it weight 0, or take another estimator"),
+        FlagRule("--advantage", s.advantage, has_advantage or s.kl_in == "loss" or not s.kl_coefficient,
+             "leaves out the KL in the reward; give --kl-in loss or --kl-coefficient 0"),
+        FlagRule("--group-filter", s.group_filter, s.group_filter != "reward" or counts or not is_rl,
+             "no reward counts, so that all groups would be dropped"),
+        FlagRule("--eval-prompts", s.eval_prompts, s.eval_prompts is None or bool(context.terms),
+             f"needs a --reward that measures the responses; one of weight 0, as 0*{EXACT_MATCH}, is not learnt"),
+    ]  # fmt: skip
+
+
+def preferences(context: FlagContext) -> list[FlagRule]:
+    """Rules of `--advantage preference`."""
+    s, of_pairs = context.settings, [name for name, loss in PREFERENCE_LOSSES.items() if loss.reads_pairs]
+    is_other = "logprobs" not in context.estimator.needs
+    return [
+        FlagRule("--preference-loss", s.preference_loss, is_other or s.preference_loss in of_pairs,
+                 f"reads single responses; allowed with --advantage preference are {', '.join(of_pairs)}"),
+        FlagRule("--policy-loss", s.policy_loss, is_other or s.policy_loss == "reinforce",
+                 "--advantage preference needs reinforce, whose gradient is then that of --preference-loss"),
+        FlagRule("--loss-aggregation", s.loss_aggregation, is_other or s.loss_aggregation == "seq-mean-token-sum",
+                 "--advantage preference needs seq-mean-token-sum, whose gradient is then that of --preference-loss"),
+        FlagRule("--advantage", s.advantage, is_other or s.updates_per_step == 1,
+                 "is the gradient before the step; allowed is one update a step: --ppo-epochs 1, and a"
+                 " --minibatch-size of the whole batch"),
+        FlagRule("--advantage", s.advantage, is_other or s.kl_in == "loss" or s.kl_coefficient == 0,
+                 "compares rewards without a KL; needs --kl-coefficient 0 or --kl-in loss"),
+        FlagRule("--rollout-correction", s.rollout_correction, is_other or s.rollout_correction == "none",
+                 "--advantage preference needs none: a pair may be of any policy's responses"),
+        FlagRule("--mask-truncated-responses", s.mask_truncated_responses, is_other or not s.mask_truncated_responses,
+                 "not allowed with --advantage preference: a pair would lose one of its responses"),
+    ]  # fmt: skip
