@@ -26,7 +26,7 @@ def centred(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) ->
     Raises:
         ValueError: shapes differ.
     """
-    sizes = _sizes(scores, groups)
+    sizes = group_sizes(scores, groups)
     means = (_sums(scores, groups, sizes) / sizes.clamp(min=1))[groups]
     return _with_exact_zeros(scores - means, scores if raw_scores is None else raw_scores, groups, sizes)
 
@@ -47,7 +47,7 @@ def grpo(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | 
     deviations = centred(scores, groups, raw_scores)
     if not std:
         return deviations
-    sizes = _sizes(scores, groups)
+    sizes = group_sizes(scores, groups)
     deviation = (_sums(deviations.square(), groups, sizes) / (sizes - 1).clamp(min=1)).sqrt()
     return deviations / (deviation[groups] + EPSILON)
 
@@ -61,7 +61,7 @@ def rloo(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Te
     Raises:
         ValueError: shapes differ.
     """
-    sizes = _sizes(scores, groups).to(scores.dtype)
+    sizes = group_sizes(scores, groups).to(scores.dtype)
     factors = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)[groups]
     return factors * centred(scores, groups, raw_scores)
 
@@ -78,7 +78,7 @@ def opo(scores: Tensor, groups: Tensor, response_lengths: Tensor, raw_scores: Te
     """
     if response_lengths.shape != scores.shape:
         raise ValueError(f"response_lengths must be {list(scores.shape)}, got {list(response_lengths.shape)}")
-    sizes = _sizes(scores, groups)
+    sizes = group_sizes(scores, groups)
     lengths = response_lengths.to(scores.dtype)
     total = _sums(lengths, groups, sizes)
     baselines = (_sums(lengths * scores, groups, sizes) / total.clamp(min=1))[groups]
@@ -86,7 +86,7 @@ def opo(scores: Tensor, groups: Tensor, response_lengths: Tensor, raw_scores: Te
     return _with_exact_zeros(advantages, scores if raw_scores is None else raw_scores, groups, sizes)
 
 
-def _sizes(scores: Tensor, groups: Tensor) -> Tensor:
+def group_sizes(scores: Tensor, groups: Tensor) -> Tensor:
     """[G] int64 responses of each group; 0 for an unused number."""
     if scores.dim() != 1 or scores.shape != groups.shape:
         raise ValueError(f"scores and groups must both be [S], got {list(scores.shape)} and {list(groups.shape)}")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.algorithms.group_advantages import group_sizes
 from megarl.algorithms.preference_loss import (
     PAIR_METRICS,
     PairLogprobs,
@@ -42,7 +43,7 @@ def best_and_worst(scores: Tensor, groups: Tensor) -> GroupPairs:
         scores: [S] of the responses.
         groups: [S] int64 group of each, in any order, of any size; numbers may be missing.
     """
-    sizes, positions = groups.bincount(), torch.arange(len(scores), device=scores.device)
+    sizes, positions = group_sizes(scores, groups), torch.arange(len(scores), device=scores.device)
     extremes, firsts = [], []
     for kind, start in (("amax", -torch.inf), ("amin", torch.inf)):
         extreme = scores.new_full(sizes.shape, start).scatter_reduce(0, groups, scores, kind)
