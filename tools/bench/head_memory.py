@@ -1,5 +1,7 @@
 """Peak memory of log-prob and entropy, forward and backward: megarl's chunked head against the naive computation.
 
+Also that of the divergence from a teacher, in relation to the chunked head's.
+
     PYTHONPATH=. python tools/bench/head_memory.py --tokens 8192 --vocab 128000 --hidden 64 [--json FILE]
 
 Naive: all logits [T, V] at once, log_softmax, gather, entropy, autograd. Each side runs in its own process, on one rank
@@ -50,12 +52,26 @@ def chunked(hidden, weight, targets):
     return head_scores(hidden, weight, targets, 1.0, len(weight), dist.group.WORLD)[:2]
 
 
+def divergence(hidden, weight, targets):
+    """The divergence from a teacher of the same size, in place of both scores."""
+    from megarl.algorithms.divergence import Divergence
+    from megarl.mcore.kernels.head_divergence import TeacherHead, head_divergence
+
+    states, head = hidden.detach().roll(1, 0), weight.detach()
+    teacher = TeacherHead(head, 1.0, None, Divergence("jsd"))
+    scores = head_divergence(hidden, weight, states, teacher, targets, 1.0, len(weight), dist.group.WORLD)
+    return scores.divergence, scores.divergence
+
+
 def forward_backward(side, hidden, weight, targets):
     """Values and gradients in the order of `KINDS`; every token has another weight in the loss."""
     row = torch.linspace(-1, 1, len(targets), device=hidden.device)
     logprobs, entropy = side(hidden, weight, targets)
     (row * logprobs + 0.5 * row.flip(0) * entropy).sum().backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+SIDES = {"naive": naive, "chunked": chunked, "divergence": divergence}
 
 
 def _resident(kind: str) -> int:
@@ -88,7 +104,7 @@ def run_side(side: str, tokens: int, vocab: int, hidden: int, out: str):
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group(device.backend(), store=store, rank=0, world_size=1)
-        function = {"naive": naive, "chunked": chunked}[side]
+        function = SIDES[side]
         target = device.device()
         forward_backward(function, *problem(64, 100, hidden, target))  # warm-up: libraries, thread pools
         inputs = problem(tokens, vocab, hidden, target)
@@ -103,7 +119,7 @@ def compare(tokens: int, vocab: int, hidden: int) -> dict:
     report = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "device": device.device().type}
     sides = {}
     with tempfile.TemporaryDirectory() as folder:
-        for side in ("naive", "chunked"):
+        for side in SIDES:
             out = f"{folder}/{side}"
             sizes = ["--tokens", str(tokens), "--vocab", str(vocab), "--hidden", str(hidden)]
             command = [sys.executable, __file__, *sizes, "--side", side, "--out", out]
@@ -112,6 +128,7 @@ def compare(tokens: int, vocab: int, hidden: int) -> dict:
             report[f"{side}_peak_bytes"] = sides[side]["peak"]
             report[f"{side}_seconds"] = round(sides[side]["seconds"], 3)
     report["ratio"] = report["chunked_peak_bytes"] / report["naive_peak_bytes"]
+    report["divergence_ratio"] = report["divergence_peak_bytes"] / report["chunked_peak_bytes"]
     for kind in KINDS:
         ours, wanted = sides["chunked"]["results"][kind], sides["naive"]["results"][kind]
         report[f"{kind}_difference"] = float((ours - wanted).abs().max() / wanted.abs().max().clamp(min=1))
@@ -124,7 +141,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--vocab", type=int, default=128_000, help="vocabulary size V; default: %(default)s")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size H; default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="append the result as one line")
-    parser.add_argument("--side", choices=("naive", "chunked"), help="measure only this side, into --out")
+    parser.add_argument("--side", choices=tuple(SIDES), help="measure only this side, into --out")
     parser.add_argument("--out", metavar="FILE", help="output file of --side")
     arguments = parser.parse_args(argv)
     sizes = arguments.tokens, arguments.vocab, arguments.hidden
@@ -136,9 +153,11 @@ def main(argv: list[str]) -> int:
         run_side(arguments.side, *sizes, arguments.out)
         return 0
     report = compare(*sizes)
-    for side in ("naive", "chunked"):
-        print(f"{side:8}{report[f'{side}_peak_bytes'] / 2**20:10.1f} MiB{report[f'{side}_seconds']:9.2f} s")
-    print(f"ratio   {report['ratio']:10.4f}")
+    for side in SIDES:
+        print(f"{side:12}{report[f'{side}_peak_bytes'] / 2**20:10.1f} MiB{report[f'{side}_seconds']:9.2f} s")
+    print(
+        f"ratio       {report['ratio']:10.4f}, of the divergence to the chunked head {report['divergence_ratio']:.2f}"
+    )
     print("largest differences: " + ", ".join(f"{kind} {report[f'{kind}_difference']:.1e}" for kind in KINDS))
     if arguments.json:
         with open(arguments.json, "a") as file:

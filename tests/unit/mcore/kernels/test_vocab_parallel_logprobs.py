@@ -260,6 +260,7 @@ def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):
     report = json.loads((tmp_path / "out.jsonl").read_text())
     assert report["naive_peak_bytes"] >= 3 * 4 * tokens * vocab  # the measurement sees what is there
     assert report["ratio"] <= 0.10
+    assert report["divergence_ratio"] <= 1.3  # with more buffers of smaller chunks
     rows = row_chunks(tokens, vocab)[0].stop
     kept = 2 * vocab * hidden  # the weight's gradient, and its copy in the layout of the compiled kernel
     assert report["chunked_peak_bytes"] <= 4 * (2.5 * rows * vocab + kept)  # two buffers
