@@ -22,6 +22,7 @@ from megarl.flags import combinations, config_files, parser, role_flags
 from megarl.flags.distill_settings import NONE, with_defaults_of_distillation
 from megarl.flags.fields import DATA, SUPERVISED
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
+from megarl.flags.judge_settings import check_layout
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
@@ -44,7 +45,8 @@ class RoleSettings:
     """One role: its world ranks, its complete, validated Megatron namespace, and its values of megarl's own flags.
 
     `model_role` is the role whose model it runs: itself, or the actor for a rollout that shares the actor's layout.
-    `has_model` is False for a reward role with verifiers only. `hf_model`: the Hugging Face folder that describes the
+    `has_model` is False for a reward role with verifiers only; `is_judge`: it is a judge, which generates, not a reward
+    model, which has a scalar head. `hf_model`: the Hugging Face folder that describes the
     model; None: the flags do. `lora`: the factors that it trains instead of its weights; a rollout has the actor's.
     `lora_adapter`: the PEFT adapter that they start from.
     """
@@ -65,6 +67,12 @@ class RoleSettings:
     hf_model: "HFModel | None"
     lora: "LoRASettings | None"
     lora_adapter: str | None
+    is_judge: bool = False
+
+    @property
+    def has_scalar_head(self) -> bool:
+        """Whether its model has a scalar head, as those of critics and reward models."""
+        return self.name == "critic" or self.name == "reward" and not self.is_judge
 
     def model_vocab_size(self, tokenizer_size: int) -> int:
         """Tokens that the model knows: its folder may have more than the tokenizer."""
@@ -104,7 +112,7 @@ class RunConfig:
         return dataclasses.asdict(self.settings) | options
 
     def with_models(self) -> list[RoleSettings]:
-        """Roles that run their own model over packed sequences."""
+        """Roles that run a model of their own; a judge generates, the others read packed sequences."""
         return [role for name, role in self.roles.items() if name in MODELS and role.has_model]
 
 
@@ -250,7 +258,7 @@ def _flags_without_effect(
     megatron = megatron_flags.destinations()
     role_flags.check_trained_roles(command.others, context.program, megatron, supported_flags.training())
     given = {f"--{name}": command.flags[name].condition for name in command.values}
-    given |= dict.fromkeys(role_flags.reward_model_options(command.others, context.program, megatron), "model")
+    given |= dict.fromkeys(role_flags.reward_model_options(command.others, context.program, megatron), "scoring_model")
     # For flags of an absent role, the condition has the role's name.
     given |= role_flags.with_prefix([*given, *command.others], absent, megatron)
     return combinations.without_effect(context, given)
@@ -297,10 +305,8 @@ def _role_settings(
     from megarl.mcore.config import exact_rules
 
     settings = context.settings
-    max_length = settings.max_prompt_length + settings.max_response_length
-    of_teacher = (settings.teacher_max_prompt_length or settings.max_prompt_length) + settings.max_response_length
-    lengths = dict.fromkeys(ranks, max_length) | {"reward": settings.reward_max_length or max_length}
-    lengths = {role: max(of_teacher, max_length) if role == "teacher" else lengths[role] for role in ranks}
+    is_judge = combinations.CONDITIONS["judge"].holds(context)
+    lengths = {role: role_flags.longest_sequence(settings, role, is_judge) for role in ranks}
     own = {role: _own_of_role(role, settings, values) for role in ranks}
     hf_models = read_hf_models(context.program, settings, own, lengths)
     megatron = {
@@ -310,17 +316,20 @@ def _role_settings(
     own = {role: with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
     lora = lora_of_roles(own, megatron, hf_models, role_flags.TRAINED_ROLES[context.program])
     exact_rules.check_lora(megatron, lora)
-    _check_offload(own, megatron)
+    role_flags.check_offload([role for role in ranks if role in MODELS and own[role]["offload"]], megatron)
+    if is_judge:
+        check_layout(megatron["reward"])
     if "rollout" in ranks:
         lora["rollout"] = lora["actor"]
-    has_reward_model = combinations.CONDITIONS["model"].holds(context)
+    has_scoring_model = combinations.CONDITIONS["scoring_model"].holds(context)
     return {
         role: RoleSettings(
             name=role,
             ranks=ranks[role],
             megatron=megatron[role],
             model_role=_model_role(role, ranks, megatron),
-            has_model=role != "reward" or has_reward_model,
+            has_model=role != "reward" or has_scoring_model,
+            is_judge=role == "reward" and is_judge,
             hf_model=hf_models[role],
             lora=lora[role],
             **{name: own[role][name] for name in OWN_FIELDS},
@@ -337,13 +346,15 @@ def _megatron_namespace(
     from megarl.mcore.config import architecture, megatron_flags
 
     settings = context.settings
-    own = {
+    own: dict[str, Any] = {
         "train_iters": settings.train_iters,
         "seed": settings.seed,
         "seq_length": max_length,
         "draws_weights": hf_model is None,
-        "exact_rollout": settings.exact_rollout and role in ("actor", "rollout"),
+        "exact_rollout": settings.exact_rollout and role in _generating_roles(context),
     }
+    if role == "reward" and max_length != settings.max_prompt_length + settings.max_response_length:
+        own["length_flags"] = "--judge-max-length" if settings.judge_config else "--reward-max-length"
     extra = frozenset({"global_batch_size"}) if context.program in SUPERVISED.split() else frozenset()
     if hf_model is None:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
@@ -355,12 +366,9 @@ def _megatron_namespace(
         raise architecture.with_source(error, described, folder) from None
 
 
-def _check_offload(own: dict[str, dict], megatron: dict[str, argparse.Namespace]):
-    for role, args in megatron.items():
-        if role in MODELS and own[role]["offload"] and args.use_torch_fsdp2:
-            raise UsageError(
-                f"--{role}-offload: not allowed with --use-torch-fsdp2, whose sharded parameters cannot move"
-            )
+def _generating_roles(context: combinations.FlagContext) -> set[str]:
+    """Roles whose model is the rollout's or a judge's."""
+    return {"actor", "rollout"} | ({"reward"} if expression.JUDGE in context.rewards else set())
 
 
 def _model_role(role: str, ranks: dict[str, range], megatron: dict[str, argparse.Namespace]) -> str:
@@ -381,12 +389,11 @@ def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
 
 def check_microbatches(config: RunConfig, sequences: int = 1):
     """UsageError unless each role's micro-batches hold an example: its longest sequence, or a pair of them."""
-    for role in config.with_models():
+    for role in (role for role in config.with_models() if not role.is_judge):
         cap, max_length = role.max_tokens_per_microbatch, role.megatron.seq_length
         if cap < sequences * max_length:
             prefix = "" if cap == config.settings.max_tokens_per_microbatch else f"{role.name}-"
-            is_reward_limit = max_length == config.settings.reward_max_length
-            limit = "--reward-max-length" if is_reward_limit else "--max-prompt-length + --max-response-length"
+            limit = role.megatron.length_flags
             needed, each = ("one sequence", "") if sequences == 1 else ("a pair", " each")
             raise UsageError(
                 f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {max_length} tokens{each}"

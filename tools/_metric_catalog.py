@@ -65,12 +65,21 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " answers, or the reward model"),
         Metric("reward/<term>/mean", "score", "mean score of one term of --reward, before its weight"),
         Metric("reward/<term>/std", "score", "standard deviation of the term's scores"),
-        Metric("reward/<term>/failures", "samples", "samples of the step whose verifier failed: they were"
-               " dropped, or got --reward-fallback", "for verifiers"),
+        Metric("reward/<term>/failures", "samples", "samples of the step whose verifier failed, or whose judgements had"
+               " no number: they were dropped, or got --reward-fallback", "for verifiers and a judge"),
         Metric("reward/<term>/timeouts", "samples", "responses that took a verifier longer than --reward-timeout and"
                " count as wrong", "for verifiers whose time limit is a verdict"),
         Metric("reward/model/cut_fraction", "fraction", "texts that were longer than --reward-max-length and lost the"
                " start of their prompt", "with a reward model"),
+        Metric("judge/readable_fraction", "fraction", "judgements, retries included, with a number in the range",
+               "with a judge"),
+        Metric("judge/length_mean", "tokens", "mean length of a judgement", "with a judge"),
+        Metric("judge/tokens", "tokens", "tokens that the judge wrote", "with a judge"),
+        Metric("judge/prompt_tokens", "tokens", "tokens of its prompts that the judge read", "with a judge"),
+        Metric("judge/order_agreement", "fraction", "pairs that have the same winner, or none, in both orders",
+               "with a judge of pairs"),
+        Metric("judge/reused_tokens", "tokens", "tokens of its prompts that an earlier judgement had left in the KV"
+               " cache", "with a judge"),
         Metric("reward/model/disagreement", "score", "mean deviation between the models of an ensemble",
                "with a reward model; 0 without an ensemble"),
     ),

@@ -181,7 +181,7 @@ def _base(
     if path is not None:
         return checkpoint_weights(path, f"{flag} {folder}: --pretrained-checkpoint", role, vocab_size, BASES)
     if role.hf_model is not None:
-        return folder_weights(role, value_head=role.name in ("critic", "reward"))
+        return folder_weights(role, value_head=role.has_scalar_head)
     if stored.hf_model is not None:
         raise UsageError(f"{flag} {folder}: has low-rank factors of the weights in {stored.hf_model}; give --hf-model")
     if stored.seed != role.megatron.seed:

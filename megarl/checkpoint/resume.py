@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from megarl import bundled
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders, schedules
 from megarl.checkpoint import manifest as manifests
@@ -19,7 +20,8 @@ _NOT_NUMBERS = {
     "chosen_column", "rejected_column", "filter_long_prompts",
     "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "chat_template_kwargs",
     "chat_template_date", "bos", "seed",
-    "reward_model", "reward_hf_model", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
+    "reward_model", "reward_hf_model", "judge_config", "judge_hf_model", "judge_load", "judge_buffer_gb",
+    "judge_max_requests", "judge_max_length", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
     "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
     "rollout_prefix_caching", "rollout_chunked_prefill", "speculative_rollout", "decode_graphs",
     "verify_weights",
@@ -64,7 +66,11 @@ def _entry(value: str | None, content: bytes) -> dict[str, str]:
 
 def settings_entry(config: RunConfig) -> dict[str, object]:
     """The manifest's entry about the settings that decide a run's numbers, by flag; roles' flags have their prefix."""
-    found = {flag_of(name): value for name, value in vars(config.settings).items() if name not in _NOT_NUMBERS}
+    settings = config.settings
+    found = {flag_of(name): value for name, value in vars(settings).items() if name not in _NOT_NUMBERS}
+    if settings.judge_config:  # whose content decides
+        content = bundled.find(settings.judge_config).read_bytes()
+        found["--judge-config"] = f"of sha256 {hashlib.sha256(content).hexdigest()[:12]}"
     for role in config.trained:
         args = config.roles[role].megatron
         found |= {flag_of(f"{role}-{name}"): getattr(args, name) for name in _LEARNING}

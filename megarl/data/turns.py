@@ -72,7 +72,7 @@ class TurnTokens:
 
         A longer one loses its middle, for which `[... 123 characters cut ...]` stands.
         """
-        whole = {name: _unicode(value) for name, value in template_message(message).items()}
+        whole = {name: valid_unicode(value) for name, value in template_message(message).items()}
         return whole | {"content": self._cut(whole["content"])}
 
     def _rendered_bridge(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -154,6 +154,6 @@ def _short_mark(count: int) -> str:
     return "..."
 
 
-def _unicode(text: str) -> str:
+def valid_unicode(text: str) -> str:
     """The text with halves of surrogate pairs joined, or replaced by U+FFFD."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -18,7 +18,7 @@ from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.flags.learning_rules import distillation, preferences
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
-from megarl.rewards.expression import ENVIRONMENT, UNVERIFIED
+from megarl.rewards.expression import ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, UNVERIFIED
 
 
 class Condition(NamedTuple):
@@ -77,10 +77,13 @@ CONDITIONS: dict[str, Condition] = {
     "margin": _of_preference_loss(lambda loss: loss.reads_margin),
     "model": Condition(lambda context: context.program == "reward" or "model" in context.rewards,
                        "--reward {reward} has no model"),
+    "judge": _verifier(JUDGE),
+    "scoring_model": Condition(lambda context: context.program == "reward" or bool(context.rewards & {MODEL, JUDGE}),
+                               "--reward {reward} has neither model nor judge"),
     "ensemble": Condition(lambda context: "model" in context.rewards and "," in (context.settings.reward_model or ""),
                           "needs several folders in --reward-model"),
-    "verifiers": Condition(lambda context: bool(context.rewards - {*UNVERIFIED}),
-                           "--reward {reward} has no verifier"),
+    "fallible": Condition(lambda context: bool(context.rewards - {*INFALLIBLE}),
+                          "--reward {reward} has neither a verifier nor a judge"),
     "local": Condition(lambda context: bool(context.rewards - {*UNVERIFIED, "remote"}),
                        "--reward {reward} has no verifier that runs locally"),
     "critic": Condition(lambda context: "critic" in context.roles, "--advantage {advantage} needs no critic"),
@@ -204,6 +207,12 @@ def _rewards(context: FlagContext) -> list[FlagRule]:
     return [
         FlagRule("--reward", s.reward, "model" not in names or bool(s.reward_model or s.reward_hf_model),
              "needs --reward-model, a run folder of train_reward, or --reward-hf-model"),
+        FlagRule("--reward", s.reward, not {MODEL, JUDGE} <= names,
+             "the reward role runs one model: a reward model (model) or a judge (judge); leave one of them out"),
+        FlagRule("--reward", s.reward, JUDGE not in names or s.judge_config is not None,
+             "needs --judge-config, a file that says what the judge reads"),
+        FlagRule("--reward", s.reward, JUDGE not in names or bool(s.judge_hf_model or s.judge_load),
+             "needs --judge-hf-model or --judge-load, the judge's weights"),
         FlagRule("--reward", s.reward, ENVIRONMENT not in names or s.environment is not None,
              "needs --environment, whose rewards the term environment is"),
         FlagRule("--greedy-baseline", s.greedy_baseline,

@@ -3,11 +3,9 @@
 import re
 from collections.abc import Callable
 
-import yaml
-
-from megarl import bundled
 from megarl.errors import ArgumentParser, UsageError
 from megarl.flags.role_flags import OFF
+from megarl.yaml_files import read_mapping
 
 
 def read(paths: list[str]) -> dict[str, object]:
@@ -69,20 +67,8 @@ def _merged(paths: list[str]) -> dict[str, tuple[object, str]]:
 
 
 def _content(path: str) -> dict[str, object]:
-    try:
-        text = bundled.find(path).read_text(encoding="utf-8")
-        root, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except OSError as error:
-        raise UsageError(f"--config {path}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"--config {path}: allowed is a mapping of flag names to values")
-    assert root is not None  # the content is a mapping
-    entries = [(key.value, value.value) for key, value in root.value]
-    for number, (key, value) in enumerate(entries):
-        if key in dict(entries[:number]):
-            raise UsageError(f"--config {path}: {key}: appears twice")
+    content, written = read_mapping(path, f"--config {path}", "flag names to values")
+    for key, value in written.items():
         if value == "" and content.get(key, "") is None:  # most likely forgotten: null must be explicit
             raise UsageError(f"--config {path}: {key}: has no value; write null to unset an earlier file's key")
     for key, value in content.items():

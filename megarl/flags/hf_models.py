@@ -26,6 +26,8 @@ def read_hf_models(
     flags = {role: "--hf-model" if path == settings.hf_model else f"--{role}-hf-model" for role, path in paths.items()}
     if "reward" in paths and program != "reward" and settings.reward_hf_model:
         paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
+    if settings.judge_hf_model:
+        paths["reward"], flags["reward"] = settings.judge_hf_model, "--judge-hf-model"
     from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
 
     keys = {role: (path, flags[role], lengths[role]) for role, path in paths.items()}
@@ -40,7 +42,8 @@ def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: 
         values: the flags that the user gave, by name.
     """
     given = {"tokenizer-type", "tokenizer-model", f"{role}-tokenizer-type", f"{role}-tokenizer-model"}
-    has_own_folder = hf_model is not None and hf_model.folder.flag.startswith(f"--{role}-")
+    prefixes = f"--{role}-", *(("--judge-",) if role == "reward" else ())
+    has_own_folder = hf_model is not None and hf_model.folder.flag.startswith(prefixes)
     if has_own_folder:  # its tokenizer comes before that of the common flags
         given -= {"tokenizer-type", "tokenizer-model"}
     if hf_model is None or given & values.keys():

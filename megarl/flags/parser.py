@@ -94,8 +94,10 @@ def _of_setting(field: dataclasses.Field) -> Flag:
 
 
 def _of_role(flag: Flag, role: str) -> Flag:
-    """The role's version of a common flag. The reward role's versions need a reward model."""
-    condition = "model" if role == "reward" else flag.condition
+    """The role's version of a common flag. The reward role's need a reward model; or a judge, if it reads them."""
+    condition = flag.condition
+    if role == "reward":
+        condition = "model" if flag.name == "max-tokens-per-microbatch" else "scoring_model"
     return dataclasses.replace(flag, name=f"{role}-{flag.name}", condition=condition, setting=None)
 
 
@@ -174,6 +176,9 @@ def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> 
         return UsageError(f"{option}: was replaced; use {REPLACED[name[2:]]}")
     own = [f"--{flag}" for flag in flags]
     accepted = [*megatron_flags.accepted_options(), *own]
+    if option.startswith("--judge-") and "--" + option.removeprefix("--judge-") in accepted:
+        of_role = option.replace("--judge-", "--reward-", 1)
+        return UsageError(f"{option}: unknown flag; the judge is the model of the role reward: {of_role}")
     others = [other for other in role_flags.ROLES_OF if other != program and name[2:] in own_flags(other)]
     elsewhere = ELSEWHERE.get(name[2:])
     if name not in own and others:

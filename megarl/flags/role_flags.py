@@ -161,14 +161,16 @@ def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str
 
 
 def reward_model_options(tokens: list[str], program: str, megatron: dict[str, str]) -> list[str]:
-    """The options among the tokens that only the reward model reads; UsageError for --reward-pretrained-checkpoint.
+    """The options among the tokens that only the model of the reward role reads.
+
+    UsageError for --reward-pretrained-checkpoint.
 
     Parallel sizes are not among them: they define the role's data-parallel replicas, which verifiers use, too.
     """
     options = [] if program == "reward" else with_prefix(tokens, ("reward",), megatron)
     names = {option: megatron.get("--" + option.removeprefix("--reward-")) for option in options}
     for option in (option for option, name in names.items() if name == "pretrained_checkpoint"):
-        raise UsageError(f"{option}: the reward model's weights come from --reward-model; leave it out")
+        raise UsageError(f"{option}: its weights come from --reward-model, a judge's from --judge-load; leave it out")
     return [option for option, name in names.items() if name is not None and name not in PARALLEL_SIZES]
 
 
@@ -239,3 +241,21 @@ def can_share_model(actor, rollout) -> bool:
     """Whether the rollout can generate with the actor's training module on the same ranks; both Megatron namespaces."""
     same = all(getattr(actor, name) == getattr(rollout, name) for name in ROLLOUT_LAYOUT)
     return same and actor.virtual_pipeline_model_parallel_size is None and not actor.use_torch_fsdp2
+
+
+def check_offload(offloaded: Collection[str], megatron: dict):
+    """UsageError for an offloaded role with sharded parameters. `megatron`: namespaces by role."""
+    for role in offloaded:
+        if megatron[role].use_torch_fsdp2:
+            raise UsageError(
+                f"--{role}-offload: not allowed with --use-torch-fsdp2, whose sharded parameters cannot move"
+            )
+
+
+def longest_sequence(s, role: str, is_judge: bool) -> int:
+    """Tokens of the longest sequence that a role reads. `s`: `Settings`; `is_judge`: the reward's model is a judge."""
+    own = s.max_prompt_length + s.max_response_length
+    if role == "reward":
+        return s.judge_max_length if is_judge else s.reward_max_length or own
+    prompt = s.teacher_max_prompt_length if role == "teacher" else None
+    return max(own, (prompt or 0) + s.max_response_length)

@@ -33,6 +33,7 @@ from megarl.flags.fields import (
     parses,
     positive,
 )
+from megarl.flags.judge_settings import JudgeSettings
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.flags.preference_settings import PreferenceSettings
 from megarl.flags.reference_settings import ReferenceSettings
@@ -61,7 +62,7 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings,
-    AverageSettings, TrackerSettings, DebugSettings, DistillSettings,
+    AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -104,18 +105,19 @@ class Settings(
     reward_memory_mb: int = positive(1024, "code: memory limit of a checked program, MiB", programs=GENERATING,
                                       when="code")  # fmt: skip
     reward_timeout: float = positive(30.0, "time limit of a verifier for one sample, seconds", programs=GENERATING,
-                                      when="verifiers")  # fmt: skip
+                                      when="fallible")  # fmt: skip
     reward_workers: int = not_negative(0, "worker processes per scoring rank for verifiers; 0: run them in the rank's"
                                         " process", when="local", programs=GENERATING)  # fmt: skip
-    reward_failure: str = one_of("drop", ("drop", "fallback"), "a response whose verifier failed: drop (it counts in no"
-                                  " group and no loss) or fallback (it gets --reward-fallback)", programs=GENERATING,
-                                  when="verifiers")  # fmt: skip
-    reward_fallback: float = flag(0.0, "score of a response whose verifier failed; evaluation always uses it",
+    reward_failure: str = one_of("drop", ("drop", "fallback"), "a response whose verifier or judge failed: drop (it"
+                                  " counts in no group and no loss) or fallback (it gets --reward-fallback)",
+                                  programs=GENERATING, when="fallible")  # fmt: skip
+    reward_fallback: float = flag(0.0, "score of a response whose verifier or judge failed; evaluation always"
+                                   " uses it",
                                    math.isfinite, "a finite number", programs=GENERATING,
-                                   when="verifiers")  # fmt: skip
-    reward_max_failures: float = fraction(0.1, "fraction of the latest samples that may fail in a verifier before"
-                                           " the run stops; 0: none",
-                                           programs=GENERATING, when="verifiers")  # fmt: skip
+                                   when="fallible")  # fmt: skip
+    reward_max_failures: float = fraction(0.1, "fraction of the latest samples that may fail in a verifier or the judge"
+                                           " before the run stops; 0: none",
+                                           programs=GENERATING, when="fallible")  # fmt: skip
     # Generation.
     prompts_per_step: int = positive(16, "prompts per step")
     samples_per_prompt: int = positive(4, "responses sampled per prompt (the group size)")

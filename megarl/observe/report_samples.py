@@ -105,6 +105,7 @@ def _whole(row: dict) -> dict:
         },
         "reward_parts": _numbers(row.get("reward_parts")),
         "turns": _turns(row.get("turns")),
+        "judgements": _judgements(row.get("judgements")),
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -119,6 +120,14 @@ def _turns(value: object) -> list[dict] | None:
         | {"reward": _number(turn.get("reward"))}
         for turn in value
     ]
+
+
+def _judgements(value: object) -> list[dict] | None:
+    """What the judge wrote about a response, with the number that was read; null if there is none."""
+    if not isinstance(value, list) or not _is_list_of(value, dict):
+        return None
+    limit = RESPONSE_CHARACTERS // max(1, len(value))
+    return [{"text": _text(each.get("text"), limit) or "", "number": _number(each.get("number"))} for each in value]
 
 
 def _has_tokens(row: dict) -> bool:

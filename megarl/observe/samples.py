@@ -14,7 +14,8 @@ def write_samples(directory: Path, step: int, rows: list[dict]) -> None:
 
     A row of samples/ holds `prompt` and `response` (text), `reward` (number), `reward_parts` (name -> number),
     `correct` (bool or null), `length` (response tokens), `finished` (bool; false when the length limit cut it);
-    with an environment also `turns` (as `Sample.turns`), and `failed` (true) if the environment failed.
+    with an environment also `turns` (as `Sample.turns`), and `failed` (true) if the environment failed; with a judge
+    `judgements`, each its `text` and `number` (null if it has none).
     For a row of tokens/ see `megarl.trainers.token_samples`.
     Text is UTF-8, not escaped; NaN and infinities are null. The writes are atomic.
     """

@@ -209,10 +209,10 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
     Args:
         role: its RoleSettings; a role that runs on another's model has no weights of its own.
         kind: 'train', 'value' (trains a model with a scalar head), 'score' (forward only), 'reward model' (forward
-            only, with a scalar head) or 'generate' (rollout).
+            only, with a scalar head), 'generate' (rollout) or 'judge' (generates, too).
         tokens: maximum per forward.
         microbatches: of an update, on each data-parallel replica.
-        kv_cache: bytes of the rollout's KV cache on these ranks.
+        kv_cache: bytes of the rollout's or the judge's KV cache on these ranks.
     """
     args, offloaded = role.megatron, _offloaded(role, kind)
     memories, stages = [], stage_weights(args, vocab_size, kind in SCALAR_HEAD)

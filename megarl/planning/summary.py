@@ -17,7 +17,7 @@ from megarl.planning.kv_cache import CachePlan, cache_plan
 from megarl.planning.memory import GIB, Memory, average_bytes, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
-# How each role uses its model; a reward role with verifiers only has none.
+# How each role uses its model; a reward role with verifiers only has none, and that of a judge is a "judge".
 KINDS = {"actor": "train", "critic": "value", "reward": "reward model", "reference": "score", "teacher": "score",
          "rollout": "generate"}  # fmt: skip
 PREFILL = 4096  # minimum token budget of a prefill of the rollout engine
@@ -188,7 +188,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
     count, totals, sent = 0, None, {}
     if kind in ("train", "value"):
         count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch)
-    if kind == "reward model":  # its tokenizer may give more tokens for the same text
+    if kind in ("reward model", "judge"):  # whose tokenizer may give more tokens for the same text
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
     if kind is not None:
         sent = traffic.within_role(role, kind, vocab_size, step)
@@ -201,7 +201,9 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
 
 
 def _kind(role) -> str | None:
-    return KINDS[role.name] if role.has_model else None
+    if not role.has_model:
+        return None
+    return "judge" if role.is_judge else KINDS[role.name]
 
 
 def memory_of(role, settings, vocab_size: int) -> list[Memory]:
@@ -212,6 +214,8 @@ def memory_of(role, settings, vocab_size: int) -> list[Memory]:
         return [Memory()] * sizes.pipeline
     if kind == "generate":
         cache, tokens = int(settings.rollout_buffer_gb * GIB), max(step.prompt + step.response, PREFILL)
+    if kind == "judge":
+        cache, tokens = int(settings.judge_buffer_gb * GIB), max(settings.judge_max_length, PREFILL)
     count = step.microbatches(sizes.data(len(role.ranks)), role.max_tokens_per_microbatch)
     stages = stage_memory(role, vocab_size, kind, tokens, count, cache)
     if kind == "train" and settings.ema_decay is not None:

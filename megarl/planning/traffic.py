@@ -186,7 +186,7 @@ def within_role(role, kind: str, vocab_size: int, step: StepSizes) -> dict[str, 
         "expert": expert(args, n, forwards, backwards),
         "gradients": 0.0,
     }
-    if kind == "generate":
+    if kind in ("generate", "judge"):
         share = step.response / (step.prompt + step.response)
         sent["tensor"] += _gathered_logits(args, vocab_size, n * share)
     if kind in ("train", "value") or args.use_torch_fsdp2:

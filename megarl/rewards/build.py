@@ -98,7 +98,7 @@ _SIGNATURES = {"verl": {"solution_str", "ground_truth"}, "TRL": {"completions"},
 
 
 def build_verifiers(settings) -> VerifierSet:
-    """The verifiers of `--reward`, all terms except `model` and `environment`.
+    """The verifiers of `--reward`, all terms except `model`, `judge` and `environment`.
 
     Imports plug-ins; workers start with the first call.
 

@@ -1,9 +1,9 @@
-"""Combines the scores of verifiers and a reward model into one weighted sum."""
+"""Combines the scores of verifiers, a reward model and a judge into one weighted sum."""
 
 from collections.abc import Sequence
 
 from megarl.rewards.base import Score
-from megarl.rewards.expression import ENVIRONMENT, MODEL, Term
+from megarl.rewards.expression import ENVIRONMENT, JUDGE, MODEL, Term
 
 FORMS = ("format", "length")  # verifiers of form, which cannot tell whether an answer is right
 
@@ -11,14 +11,14 @@ FORMS = ("format", "length")  # verifiers of form, which cannot tell whether an 
 def correctness_term(terms: Sequence[Term]) -> str:
     """The term that decides whether a response is correct.
 
-    It is the environment, else the first answer verifier, else the model, else the first term. For a model, a score
-    above 0 is correct, because train_reward centres its scores at 0.
+    It is the environment, else the first answer verifier, else the reward model or the judge, else the first term. For
+    a reward model, a score above 0 is correct, because train_reward centres its scores at 0.
     """
     names = [term.name for term in terms]
     if ENVIRONMENT in names:
         return ENVIRONMENT
-    answers = [name for name in names if name not in (MODEL, *FORMS)]
-    return (answers or [name for name in names if name == MODEL] or names)[0]
+    answers = [name for name in names if name not in (MODEL, JUDGE, *FORMS)]
+    return (answers or [name for name in names if name in (MODEL, JUDGE)] or names)[0]
 
 
 def compose(terms: Sequence[Term], scores: dict[str, Score]) -> Score:

@@ -10,12 +10,15 @@ from typing import NamedTuple
 from megarl.errors import UsageError
 
 MODEL = "model"
+JUDGE = "judge"
 ENVIRONMENT = "environment"
-UNVERIFIED = (MODEL, ENVIRONMENT)  # terms that no verifier scores
+UNVERIFIED = (MODEL, JUDGE, ENVIRONMENT)  # terms that no verifier scores
+INFALLIBLE = (MODEL, ENVIRONMENT)  # terms that score every sample
 NONE = "none"  # no term at all
 EXACT_MATCH = "exact-match"
 NAMES = (
-    MODEL, ENVIRONMENT, EXACT_MATCH, "regex", "math-verify", "reasoning-gym", "format", "length", "code", "remote"
+    MODEL, JUDGE, ENVIRONMENT, EXACT_MATCH, "regex", "math-verify", "reasoning-gym", "format", "length", "code",
+    "remote",
 )  # fmt: skip
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"

@@ -1,4 +1,4 @@
-"""The reward role: scores responses with verifiers and a reward model, each replica its own."""
+"""The reward role: scores responses with verifiers and a reward model or a judge, each replica its own."""
 
 import dataclasses
 from itertools import compress
@@ -19,11 +19,12 @@ from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import warn
 from megarl.observe.timers import Timers
-from megarl.rewards.base import Sample, Score, only_turn
+from megarl.rewards.base import Sample, Score, failure, only_turn
 from megarl.rewards.composition import compose
-from megarl.rewards.expression import ENVIRONMENT, MODEL, Term
+from megarl.rewards.expression import ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.episode_turns import turns_of
+from megarl.roles.judge import Judge, JudgedResponse
 from megarl.roles.loss_mask import valid_sequences, without_unscored
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
@@ -32,26 +33,29 @@ from megarl.roles.reward_model import RewardModel
 class Reward:
     """Scores responses; `rows` holds the samples-file rows of the last call.
 
-    The leader of each replica decodes its responses and runs the verifiers; a reward model runs on all ranks. With an
-    environment verifiers see the turns of an episode, a reward model reads its whole text. An episode whose environment
-    failed is not scored: its reward is 0, its row says `failed`, and it is in no statistics. A response whose verifier
-    failed loses its response tokens, unless it gets `--reward-fallback`; its row has the reason as `failure`.
+    The leader of each replica decodes its responses and runs the verifiers; a reward model or a judge runs on all
+    ranks. With an environment verifiers see the turns of an episode, a reward model and a judge read its whole text. An
+    episode whose environment failed is not scored: its reward is 0, its row says `failed`, and it is in no statistics.
+    A response whose verifier failed, or whose judgements have no number, loses its response tokens, unless it gets
+    `--reward-fallback`; its row has the reason as `failure`.
     """
 
     name = "reward"
 
     def __init__(
         self, settings: Settings, terms: tuple[Term, ...], role_groups: RoleGroups, tokenizer: Tokenizer,
-        verifiers: VerifierSet, reward_model: RewardModel | None, timers: Timers,
+        verifiers: VerifierSet, reward_model: RewardModel | None, timers: Timers, judge: Judge | None = None,
+        compares: bool = False,
     ):  # fmt: skip
-        """`tokenizer`: the policy's. `reward_model`: on the role's ranks, if `terms` contain the model."""
+        """`tokenizer`: the policy's. `reward_model`, `judge`: on the role's ranks, if `terms` contain them. `compares`:
+        the judge reads several responses to a prompt together."""
         self.settings, self.terms = settings, terms
-        self.needs_whole_groups = verifiers.needs_whole_groups
-        self.drops = settings.reward_failure == "drop" and bool(verifiers.names)
+        self.needs_whole_groups = verifiers.needs_whole_groups or compares
+        self.drops = settings.reward_failure == "drop" and any(term.name not in INFALLIBLE for term in terms)
         self.outputs = settings.score_fields
         self.role_groups, self.timers = role_groups, timers
         self.tokenizer, self.verifiers = tokenizer, verifiers
-        self.reward_model = reward_model
+        self.reward_model, self.judge = reward_model, judge
         self.moments = RunningMoments()  # of the reward model's scores of training responses
         self._failure_window = FailureWindow(settings.reward_max_failures)
         self._warned: set[str] = set()  # verifiers of whose failures the user was told
@@ -61,11 +65,14 @@ class Reward:
     def begin_step(self):
         """Resets the step's statistics and rows."""
         self._statistics, self.rows = RewardStatistics(self.role_groups, self.terms), []
+        if self.judge:
+            self.judge.begin_step()
 
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the step's training responses by reward term. A collective of the replica leaders."""
-        return self._statistics.metrics() | (self.reward_model.metrics() if self.reward_model else {})
+        model = self.reward_model or self.judge
+        return self._statistics.metrics() | (model.metrics() if model else {})
 
     def prepare(self, prompts: PromptSet, lines: list[int]):
         """Encodes prompts for the reward model in advance; dedicated reward ranks do this during generation."""
@@ -82,7 +89,8 @@ class Reward:
         running moments and the statistics unchanged.
 
         Raises:
-            TooManyFailures: a verifier failed on more of the latest samples than `--reward-max-failures` allows.
+            TooManyFailures: a verifier or the judge failed on more of the latest samples than `--reward-max-failures`
+                allows.
         """
         batch = step_batch[self.name]
         if batch is None or batch.scores is not None:
@@ -94,10 +102,15 @@ class Reward:
                 scored = batch.select(valid.nonzero().flatten())
             texts = self._texts(scored, step_batch.prompts) if self.role_groups.is_leader else None
             model_scores = self._model_scores(texts, scored, step_batch.count, for_training)
+            judged = None
+            if self.judge:
+                numbers = scored.sequence_ids.tolist()
+                groups = positions_by_group(numbers, step_batch.samples_per_prompt)
+                judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
             columns = torch.zeros(len(batch), 3, dtype=torch.float64, device=batch.tokens.device)
             if self.role_groups.is_leader:
-                scores = self._scores(texts, model_scores, scored, step_batch, for_training)
-                dropped = [self.drops and reason is not None for reason in self.verifiers.reasons]
+                scores = self._scores(texts, model_scores, judged, scored, step_batch, for_training)
+                dropped = [self.drops and "failure" in row for row in self.rows]
                 rows = [(each.reward, each.correct, not drop) for each, drop in zip(scores, dropped, strict=True)]
                 columns[valid] = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 3)
                 self.rows = sorted(
@@ -135,29 +148,35 @@ class Reward:
         return scores[is_scored > 0]
 
     def _scores(
-        self, texts, model_scores: Tensor | None, batch: Batch, step_batch: StepBatch, for_training: bool
-    ) -> list[Score]:
+        self, texts, model_scores: Tensor | None, judged: list[JudgedResponse] | None, batch: Batch,
+        step_batch: StepBatch, for_training: bool,
+    ) -> list[Score]:  # fmt: skip
         """Scores of the replica's responses; sets `rows`. A collective of the replica leaders."""
         samples, count = self._samples(texts, batch), step_batch.count
         groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.samples_per_prompt)
         self.rows = self._unscored_rows(texts, samples, batch)  # a verifier that ends the run leaves them
-        columns = self.verifiers.score(samples, groups)
-        for row, reason in zip(self.rows, self.verifiers.reasons, strict=True):
+        columns, failures = self.verifiers.score(samples, groups), self.verifiers.failures
+        reasons = self.verifiers.reasons
+        if judged is not None:
+            columns[JUDGE], of_judge = self._judged(samples, judged)
+            failures = failures | {JUDGE: [reason for reason in of_judge if reason is not None]}
+            reasons = [reason or other for reason, other in zip(reasons, of_judge, strict=True)]
+        for row, reason in zip(self.rows, reasons, strict=True):
             if reason is not None:
                 row["failure"] = reason
         if self.settings.environment is not None:
             count = int(self.role_groups.dp_all_reduce(batch.lengths.new_tensor(len(batch))))
         if any(term.name == ENVIRONMENT for term in self.terms):
             columns[ENVIRONMENT] = _environment_scores(batch)
-        self._warn(len(samples), drops=self.drops and for_training)
-        self._statistics.check_failures(self.verifiers.failures, self.verifiers.timeouts, count, self._failure_window)
+        self._warn(failures, len(samples), drops=self.drops and for_training)
+        self._statistics.check_failures(failures, self.verifiers.timeouts, count, self._failure_window)
         values = {name: [score.reward for score in column] for name, column in columns.items()}
         if model_scores is not None:
             values[MODEL], normalized = model_scores.tolist()
             pairs = zip(normalized, values[MODEL], strict=True)
             columns[MODEL] = [Score(reward=reward, correct=raw > 0) for reward, raw in pairs]
         if for_training:
-            counted = [not self.drops or reason is None for reason in self.verifiers.reasons]
+            counted = [not self.drops or reason is None for reason in reasons]
             self._statistics.add({name: list(compress(column, counted)) for name, column in values.items()})
         positions = range(len(batch))
         scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in positions]
@@ -166,6 +185,19 @@ class Reward:
         scored = map(_scored, scores, values)
         self.rows = [row | more for row, more in zip(self.rows, scored, strict=True)]
         return scores
+
+    def _judged(self, samples: list[Sample], judged: list[JudgedResponse]) -> tuple[list[Score], list[str | None]]:
+        """The judge's scores, and why it has none; its judgements are added to `rows`."""
+        scores, reasons = [], []
+        for row, sample, response in zip(self.rows, samples, judged, strict=True):
+            row["judgements"] = response.rows
+            reasons.append(None if response.number is not None else failure(JUDGE, sample, response.problem))
+            if response.number is None:
+                scores.append(Score(self.settings.reward_fallback, False))
+            else:
+                is_correct = response.number >= self.judge.config.correct_from
+                scores.append(Score(response.number, is_correct, {JUDGE: response.number}))
+        return scores, reasons
 
     def unscored_rows(self, batch: Batch, prompts: PromptSet) -> list[dict]:
         """Rows of responses that this rank holds, without scores; for the samples of a step that failed."""
@@ -184,10 +216,10 @@ class Reward:
             for row, sample, (_, text) in zip(rows, samples, texts, strict=True)
         ]
 
-    def _warn(self, count: int, drops: bool):
-        """Says once for each verifier that it failed, where, and what becomes of such responses."""
+    def _warn(self, failures: dict[str, list[str]], count: int, drops: bool):
+        """Says once for each verifier and the judge that it failed, where, and what becomes of such responses."""
         what = "such responses are dropped" if drops else f"they get {self.settings.reward_fallback:g}"
-        for name, reasons in self.verifiers.failures.items():
+        for name, reasons in failures.items():
             if reasons and name not in self._warned:
                 self._warned.add(name)
                 warn([f"{reasons[0]}; it failed on {len(reasons)} of {count} responses; {what} (--reward-failure)"])
@@ -213,7 +245,7 @@ class Reward:
 
 
 def _environment_scores(batch: Batch) -> list[Score]:
-    """What the environments gave for the turns of each episode together, with their verdicts."""
+    """What the environments gave for the turns of each episode together, with their judged."""
     rewards = [float(row.double().sum()) for row in batch.turn_rewards.split(batch.lengths.tolist())]
     return [
         Score(reward=reward, correct=bool(solved))

@@ -11,7 +11,7 @@ from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import TooManyFailures
 from megarl.mcore import device
-from megarl.rewards.expression import UNVERIFIED, Term
+from megarl.rewards.expression import INFALLIBLE, Term
 from megarl.roles.loss_mask import valid_sequences
 
 WINDOW = 1000  # samples
@@ -84,7 +84,7 @@ class RewardStatistics:
     def __init__(self, role_groups: RoleGroups, terms: tuple[Term, ...]):
         self.role_groups, self.names = role_groups, [term.name for term in terms]
         self._sums = {name: torch.zeros(3, dtype=torch.float64) for name in self.names}  # count, sum, sum of squares
-        self._failures = dict.fromkeys((name for name in self.names if name not in UNVERIFIED), 0)
+        self._failures = dict.fromkeys((name for name in self.names if name not in INFALLIBLE), 0)
         self._timeouts: dict[str, int] = {}
         self._model = torch.zeros(3, dtype=torch.float64)  # texts, truncated texts, sum of ensemble deviations
 

@@ -30,6 +30,10 @@ def summary(config: RunConfig, inputs: Any) -> list[str]:
     rows += [(found.flag.removeprefix("--"), f"{len(found):,} from {found.path}") for found in sets.values()]
     rows += [("", note) for note in notes_of(sets)]
     rows += _first(inputs, sets, tokenizer)
+    factory = getattr(inputs, "reward_factory", None)
+    if factory is not None and factory.judge_prompts is not None:
+        tokens = factory.judge_prompts.example(next(iter(sets.values()))[0])
+        rows.append(("judge reads", _shown(tokens, text_with_special(factory.encoder.tokenizer, tokens))))
     if config.trained:
         rows += _training(config)
     width = max(len(name) for name, _ in rows)
@@ -46,7 +50,7 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
         if role.model_role != name:
             facts.append(f"the {role.model_role}'s model")
         elif role.has_model:
-            facts += [_layout(role), _model(role, tokens)]
+            facts += [_layout(role), _model(role, tokens, config.settings.judge_load if role.is_judge else None)]
         if name == "reward" and "actor" in config.roles:
             facts.append(config.settings.reward)
         if name == "reference" and (interval := config.settings.reference_update_interval):
@@ -66,10 +70,11 @@ def _layout(role: RoleSettings) -> str:
     return ", ".join(f"{name} {size}" for name, size in named.items() if size > 1) or "one replica"
 
 
-def _model(role: RoleSettings, tokens: int) -> str:
+def _model(role: RoleSettings, tokens: int, loaded: str | None = None) -> str:
+    """`loaded`: where its weights come from, if the role's settings do not say it."""
     args = role.megatron
-    totals = parameter_totals(args, role.model_vocab_size(tokens), value_head=role.name in ("critic", "reward"))
-    source = args.pretrained_checkpoint or (role.hf_model and role.hf_model.folder.path)
+    totals = parameter_totals(args, role.model_vocab_size(tokens), value_head=role.has_scalar_head)
+    source = loaded or args.pretrained_checkpoint or (role.hf_model and role.hf_model.folder.path)
     size = f"{count(totals.total)} parameters" + f", {count(totals.active)} active" * (totals.active < totals.total)
     shape = f"{args.num_layers} layers, hidden size {args.hidden_size}, {size}"
     return f"{shape} from {source}" if source else shape
@@ -98,9 +103,13 @@ def _first(inputs: Any, sets: dict[str, PromptSet], tokenizer: Tokenizer) -> lis
             size = len(list(run))
             text = text_with_special(tokenizer, tokens[position : position + size])
             marked, position = marked + (f"⟦{text}⟧" if is_trained else text), position + size
-        cut = marked if len(marked) <= _SHOWN else f"{marked[: _SHOWN // 2]} … {marked[-_SHOWN // 2 :]}"
-        rows.append((name, f"{len(tokens)} tokens: {cut}"))
+        rows.append((name, _shown(tokens, marked)))
     return rows
+
+
+def _shown(tokens: Sequence[int], text: str) -> str:
+    cut = text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
+    return f"{len(tokens)} tokens: {cut}"
 
 
 def text_with_special(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

@@ -1,6 +1,8 @@
-"""Reads and checks verifiers and reward models before the process group exists, then builds the reward role."""
+"""Reads and checks verifiers, reward models and judges before the process group exists, then builds the reward role."""
 
+import functools
 import os
+from collections.abc import Callable
 
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, folder_weights
@@ -8,8 +10,13 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
+from megarl.errors import UsageError
 from megarl.observe.timers import Timers
 from megarl.rewards.build import build_verifiers, check_prompts
+from megarl.rewards.expression import JUDGE
+from megarl.rewards.judge.config import read_config
+from megarl.rewards.judge.prompts import JudgePrompts
+from megarl.roles.judge import Judge
 from megarl.roles.reward import Reward
 from megarl.roles.reward_model import RewardModel
 from megarl.trainers.setup import build_role_encoder, check_vocabulary
@@ -18,22 +25,32 @@ FLAG = "--reward-model"
 
 
 class RewardFactory:
-    """The verifiers and reward models of `--reward`."""
+    """The verifiers, and the reward models or the judge, of `--reward`."""
 
     def __init__(self, config: RunConfig):
-        """Builds the verifiers. UsageError for an unknown one, or a wrong option."""
-        self.config = config
+        """Builds the verifiers, and reads the file of the judge. UsageError for an unknown one, or a wrong option."""
+        self.config, s = config, config.settings
+        self.judge = read_config(s.judge_config) if JUDGE in {term.name for term in config.rewards} else None
+        self.judge_prompts: JudgePrompts | None = None
+        if self.judge is not None and self.judge.mode == "pair":
+            self._check_pairs()
         self.verifiers = build_verifiers(config.settings)
         self.encoder: Encoder | None = None
         self.weights: list[PretrainedWeights] = []
 
+    def _check_pairs(self):
+        s, evaluates = self.config.settings, "actor" not in self.config.trained
+        if s.samples_per_prompt == 1 and not evaluates or s.greedy_baseline:
+            flag = "--greedy-baseline" if s.greedy_baseline else "--samples-per-prompt 1"
+            raise UsageError(f"{flag}: {self.judge.where} has the mode pair, which compares the responses to a prompt")
+
     def check(self, *prompts: PromptSet):
-        """Reads the reward models and checks that all prompts can be scored.
+        """Reads the reward models or the judge and checks that all prompts can be scored.
 
         Rank 0 and the scoring ranks check every prompt.
 
         Raises:
-            UsageError: a prompt without a field that a verifier needs, a wrong reward model or tokenizer.
+            UsageError: a prompt without a field that a verifier or judge needs, a wrong model or tokenizer.
         """
         settings, role = self.config.settings, self.config.roles["reward"]
         rank = int(os.environ.get("RANK", "0"))
@@ -42,24 +59,50 @@ class RewardFactory:
             check_prompts(settings, prompt_set, checks_prompts)
         if role.has_model:
             self.encoder = build_role_encoder(role, settings)
-            self.encoder.check_turns()
+            check_vocabulary(role, self.encoder.tokenizer.vocab_size)
+            check = self._prompt_check()
             for prompt_set in prompts if checks_prompts else ():
-                prompt_set.encode(self.encoder)
-            self.weights = self._find_weights(role)
+                check(prompt_set)
+            self.weights = [self._judge_weights(role)] if role.is_judge else self._find_weights(role)
+
+    def _prompt_check(self) -> Callable[[PromptSet], object]:
+        """What checks that the model of the role can read each prompt of a set."""
+        s = self.config.settings
+        if self.judge is None:
+            self.encoder.check_turns()
+            return lambda prompt_set: prompt_set.encode(self.encoder)
+        lengths = s.judge_max_length, s.max_response_length
+        self.judge_prompts = JudgePrompts(self.judge, self.encoder, s.seed, *lengths)
+        group_size = max(s.samples_per_prompt, s.eval_responses)
+        return functools.partial(self.judge_prompts.check, group_size=group_size)
+
+    def _judge_weights(self, role: RoleSettings) -> PretrainedWeights:
+        path = self.config.settings.judge_load
+        if path is not None:
+            return checkpoint_weights(path, "--judge-load", role, self._vocab_size(role))
+        if role.hf_model.has_scalar_head:
+            raise role.hf_model.folder.error("a model with a scalar head; a judge is a …ForCausalLM")
+        return folder_weights(role)
+
+    def _vocab_size(self, role: RoleSettings) -> int:
+        return role.model_vocab_size(self.encoder.tokenizer.vocab_size)
 
     def _find_weights(self, role: RoleSettings) -> list[PretrainedWeights]:
         paths = self.config.settings.reward_model
-        check_vocabulary(role, self.encoder.tokenizer.vocab_size)
         if paths is None:
             if not role.hf_model.has_scalar_head:
                 raise role.hf_model.folder.error("a language model; a reward model is a …ForSequenceClassification")
             return [folder_weights(role, value_head=True)]
-        vocab_size = role.model_vocab_size(self.encoder.tokenizer.vocab_size)
+        vocab_size = self._vocab_size(role)
         return [checkpoint_weights(path, FLAG, role, vocab_size, sources=("reward",)) for path in paths.split(",")]
 
     def role(self, role_groups: RoleGroups, tokenizer: Tokenizer, timers: Timers) -> Reward:
         """Builds the reward role on this rank; `tokenizer` is the policy's. A collective of the role."""
-        s, reward_model = self.config.settings, None
-        if self.weights and role_groups.is_member:
-            reward_model = RewardModel(self.config.roles["reward"], role_groups, self.encoder, self.weights, timers)
-        return Reward(s, self.config.rewards, role_groups, tokenizer, self.verifiers, reward_model, timers)
+        s, role, model, judge = self.config.settings, self.config.roles["reward"], None, None
+        if role_groups.is_member and self.judge is not None:
+            own = self.judge_prompts, self.encoder.tokenizer.end_ids, self.weights[0], self._vocab_size(role)
+            judge = Judge(s, self.judge, role, role_groups, *own, timers)
+        elif role_groups.is_member and self.weights:
+            model = RewardModel(role, role_groups, self.encoder, self.weights, timers)
+        compares = self.judge is not None and self.judge.compares
+        return Reward(s, self.config.rewards, role_groups, tokenizer, self.verifiers, model, timers, judge, compares)

@@ -4,7 +4,12 @@ import dataclasses
 
 from megarl.flags.settings import Settings
 
-FOLDERS = ("hf_model", "reward_hf_model", "lora_adapter")  # read at once: see test_hf_models.py and test_peft_files.py
+FOLDERS = (
+    "hf_model",
+    "reward_hf_model",
+    "judge_hf_model",
+    "lora_adapter",
+)  # read at once: see test_hf_models.py and test_peft_files.py
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in FOLDERS]
 
 ONLINE = (  # preferences from groups
@@ -32,9 +37,11 @@ HOLDS = {
     "profile": "--save y --profile-steps 2-3",
     "tracked": "--save y --trackers wandb",
     "model": "--reward model --reward-model x",
+    "judge": "--reward judge --judge-config x --judge-load y", "scoring_model": "--reward model --reward-model x",
+    "fallible": "",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
-    "remote": "--reward remote --reward-url http://x", "verifiers": "", "local": "", "margin": "",
+    "remote": "--reward remote --reward-url http://x", "local": "", "margin": "",
     "preference": ONLINE,
     "preference:beta": "", "preference:label_smoothing": "", "preference:gamma": "--preference-loss simpo",
     "preference:coefficient": "--preference-loss rpo", "labels": "--preference-loss kto",
@@ -54,11 +61,12 @@ FAILS = {
     "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "rollout_server": "", "serve_policy": "",
     "engine": "--debug-train-only --load-rollouts x", "evaluates": "--debug-rollout-only",
     "trained": "--debug-rollout-only", "profile": "",
-    "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
+    "model": "", "judge": "", "scoring_model": "", "fallible": "--reward model --reward-model x",
+    "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "margin": "--preference-loss ipo", "preference:beta": "--preference-loss orpo",
     "preference:label_smoothing": "--preference-loss ipo", "preference:gamma": "", "preference:coefficient": "",
     "labels": "", "preference:desirable_weight": "", "preference:undesirable_weight": "",
-    "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
+    "remote": "", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
 
 # Fields whose value or required flags do not follow from their type and condition.

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.emulator.programs import needs_emulator
-from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, timeless, train
+from tests.helpers.judges import judge_flags, rows, write
+from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default
 from tools.gpu.programs import texts_of
 
@@ -178,3 +179,16 @@ def test_a_decode_step_of_experts_on_two_ranks_waits_for_nothing_in_its_layers()
     assert (kernels["collectives"], kernels["host waits"]) == (2, 0)
     assert (by_numbers["collectives"], by_numbers["host waits"]) == (3, 1)
     assert 20 < kernels["launches"] < by_numbers["launches"]
+
+
+@pytest.mark.long
+def test_a_judge_writes_the_same_with_graphs_and_without(emulator, tmp_path):
+    """Its weights are on the host between steps; a graph that read others' memory there would write other texts."""
+    config = write(tmp_path / "judge.yaml")
+    judge = judge_flags(config, "--reward-offload --judge-max-length 96 --reward-max-failures 1 --bf16")
+    for name, flags in (("graphs", ""), ("off", "--decode-graphs off")):
+        counts = emulator.run("rl", argv(tmp_path / name, f"{judge} --train-iters 2 {flags}"))
+        assert ("graph launch" in counts) == (name == "graphs")
+    for step in (1, 2):
+        assert rows(tmp_path / "off", step)[0]["judgements"]
+        assert samples(tmp_path / "graphs", step) == samples(tmp_path / "off", step)

@@ -162,6 +162,20 @@ def test_colocated_roles_add_up_and_disjoint_ones_do_not(tmp_path):
     assert moved[("rollout", "reward")] == 0 and moved[("rollout", "critic")] == 0 < moved[("rollout", "reference")]
 
 
+def test_a_judge_has_the_weights_of_a_policy_and_a_cache_of_its_own(tmp_path):
+    judge = ["--reward", "judge", "--judge-config", "x", "--judge-load", "y", "--judge-buffer-gb", "0.5"]
+    judge += ["--role-map", "actor=0;critic=1;reference=2;reward=3", "--json", str(tmp_path / "plan.json")]
+    found = {}
+    for offload in ((), ("--reward-offload",)):
+        run(["--world-size", "4", *SMALL, *judge, *offload])
+        roles = json.loads((tmp_path / "plan.json").read_text())["roles"]
+        found[offload], reference = roles["reward"]["stages"][0], roles["reference"]["stages"][0]
+    kept, moved = found.values()
+    assert kept["weights"] == moved["weights"] == reference["weights"] > 0 == reference["kv_cache"]
+    assert kept["kv_cache"] == moved["kv_cache"] == 2**29
+    assert kept["host"] == 0 and moved["host"] == moved["weights"]
+
+
 @pytest.mark.parametrize("flags, roles, moves", [
     ("--advantage grpo", ["actor", "reward", "reference", "rollout"], 5),
     ("--advantage rloo --kl-coefficient 0", ["actor", "reward", "rollout"], 3),

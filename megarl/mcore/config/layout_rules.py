@@ -91,7 +91,7 @@ def _ranges(args) -> list[LayoutRule]:
         LayoutRule("--adam-beta2", args.adam_beta2, 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
         LayoutRule("--adam-eps", args.adam_eps, args.adam_eps > 0, "above 0"),
         LayoutRule("--max-position-embeddings", positions, positions >= args.seq_length,
-             f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
+             f"{args.length_flags} = {args.seq_length} or more"),
         LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
              f"below --lr-decay-iters (default --train-iters) {decay}"),
         min_value("--lr-warmup-iters", args.lr_warmup_iters, 0),

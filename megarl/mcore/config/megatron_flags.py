@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
     parser.set_defaults(exact_rollout=False)  # one of megarl's own flags
+    parser.set_defaults(length_flags="--max-prompt-length + --max-response-length")  # those that set seq_length
     parser.set_defaults(lr_warmup_init=None)  # above 0: `optimizer.build_scheduler`
     for action in parser._actions:
         if action.dest in ("transformer_impl", "attention_backend"):  # megarl has modules of its own for both

@@ -130,9 +130,18 @@ function turnTexts(row) {
   return node;
 }
 
+// What the judge wrote, each text with its number.
+function judgementTexts(row) {
+  return (row.judgements ?? []).map((judgement) => {
+    const text = showText(el("div", { class: "text observed" }), judgement.text);
+    text.append(el("b", { class: "reward", text: judgement.number === null ? " no number" : ` judged ${plain(judgement.number)}` }));
+    return text;
+  });
+}
+
 function responseCard(row, quantity, scale) {
   const whole = row.turns?.length ? turnTexts(row) : plainText(row.response);
-  return el("article", {}, sampleHead(row), row.tokens ? tokenText(row, quantity, scale) : whole);
+  return el("article", {}, sampleHead(row), row.tokens ? tokenText(row, quantity, scale) : whole, ...judgementTexts(row));
 }
 
 // A prompt and the responses to it that follow each other in the chosen order.

@@ -79,7 +79,7 @@ def test_a_map_without_a_reference_that_the_kl_needs():
 
 def test_every_condition_is_used_and_tried():
     named = {field.metadata["when"] for field in FIELDS} - {None}
-    assert named | {"critic", "reference", "teacher"} == set(combinations.CONDITIONS) == set(HOLDS)
+    assert named | {"critic", "reference", "teacher", "scoring_model"} == set(combinations.CONDITIONS) == set(HOLDS)
     assert set(HOLDS) - set(FAILS) == {"sampled"}  # it has its own test
 
 
@@ -142,7 +142,7 @@ def test_flags_of_an_absent_reward_model():
     found = parsed(flags)
     assert found.warnings == (
         "without effect: --reward-offload, --reward-num-layers, --reward-hidden-size"
-        " (--reward exact-match has no model)",
+        " (--reward exact-match has neither model nor judge)",
     )
     args = found.roles["reward"].megatron
     assert (args.num_layers, args.hidden_size, args.tensor_model_parallel_size) == (2, 64, 2)
@@ -182,6 +182,10 @@ WRONG = {
     "no reward model": ("--reward model+format", "--reward model+format: needs --reward-model"),
     "baseline in other units": ("--reward model --reward-model x --reward-clip 2 --advantage remax --greedy-baseline",
                                 "--greedy-baseline True: uses raw scores"),
+    "two models of one role": ("--reward model+judge --reward-model x --judge-config y --judge-load z",
+                               "--reward model+judge: the reward role runs one model"),
+    "a judge without a file": ("--reward judge --judge-load x", "--reward judge: needs --judge-config"),
+    "a judge without weights": ("--reward judge --judge-config x", "--reward judge: needs --judge-hf-model or "),
     "rewards of no environment": ("--reward 0.5*environment", "--reward 0.5*environment: needs --environment"),
     "turns against whole episodes": ("--environment x:y --advantage grpo --credit turns", "--credit turns: needs "
                                      "--advantage rloo"),
@@ -311,8 +315,8 @@ def test_an_environment_rewards_its_episodes_unless_another_reward_is_given(prog
 def test_flags_of_verifiers_need_more_than_an_environment():
     found = parsed("--environment x:y --reward-timeout 3 --reward-workers 2")
     assert found.warnings == (
-        "without effect: --reward-timeout (--reward environment has no verifier); --reward-workers (--reward"
-        " environment has no verifier that runs locally)",
+        "without effect: --reward-timeout (--reward environment has neither a verifier nor a judge);"
+        " --reward-workers (--reward environment has no verifier that runs locally)",
     )
 
 

@@ -157,12 +157,16 @@ def test_roles_have_their_own_tokenizers_templates_and_offload():
     assert refusal("--critic-use-torch-fsdp2 --critic-offload").startswith("--critic-offload: not allowed with --use-t")
 
 
-@pytest.mark.parametrize("flag", [
-    "--reward-num-layers 3", "--reward-offload", "--reward-tokenizer-model x", "--reward-max-tokens-per-microbatch 9",
+NEITHER = "neither model nor judge"
+
+
+@pytest.mark.parametrize("flag, missing", [
+    ("--reward-num-layers 3", NEITHER), ("--reward-offload", NEITHER), ("--reward-tokenizer-model x", NEITHER),
+    ("--reward-max-tokens-per-microbatch 9", "no model"),
 ])  # fmt: skip
-def test_a_reward_role_of_verifiers_has_no_model_to_describe(flag):
+def test_a_reward_role_of_verifiers_has_no_model_to_describe(flag, missing):
     program = parse([*MODEL, *flag.split()], 4)
-    assert program.warnings == (f"without effect: {flag.split()[0]} (--reward exact-match has no model)",)
+    assert program.warnings == (f"without effect: {flag.split()[0]} (--reward exact-match has {missing})",)
     plain = roles_of("")["reward"]
     assert vars(program.roles["reward"]) | {"megatron": None} == vars(plain) | {"megatron": None}
     assert vars(program.roles["reward"].megatron) == vars(plain.megatron)

@@ -123,6 +123,14 @@ def test_turns_are_shown_and_observations_have_no_advantage():
     assert "observed" not in report_samples._token_fields({"tokens": ["a"], "observed": [1]}, 9)
 
 
+def test_judgements_are_shown_with_their_numbers():
+    judgements = [{"text": "<b>7</b>", "number": 7.0}, {"text": 3, "number": "7"}]
+    found = report_samples._whole({"judgements": judgements})["judgements"]
+    assert found == [judgements[0], {"text": "3", "number": None}]
+    for wrong in ("text", [1], {"text": "1"}, None):
+        assert "judgements" not in report_samples._whole({"judgements": wrong})
+
+
 def test_values_of_other_types_are_left_out(tmp_path):
     odd = {
         "prompt": ["a"],

@@ -174,7 +174,7 @@ def test_plugin(plugin, tmp_path):
     [
         (
             "exactmatch",
-            "exactmatch is unknown; allowed: model, environment, exact-match, regex, math-verify, "
+            "exactmatch is unknown; allowed: model, judge, environment, exact-match, regex, math-verify, "
             "reasoning-gym, format, length, code, remote, or a plug-in as package.module:function",
         ),
         (":scored", ":scored is unknown; allowed"),

@@ -23,7 +23,7 @@ def test_terms(text, terms):
     ("", "malformed at its end"), ("model+", "malformed at its end"), ("2*", "malformed at 2*;"),
     ("2*3*model", "malformed at 2*3*model;"), ("+model", "malformed at +model"),
     ("code model", "malformed at code model"), ("model+2e*code", "malformed at 2e*code"),
-    ("model+exactmatch", "exactmatch is unknown; allowed: model, environment"), ("0.2format", "0.2format is unknown"),
+    ("model+exactmatch", "exactmatch is unknown; allowed: model, judge"), ("0.2format", "0.2format is unknown"),
     ("a:b:c", "a:b:c is unknown"), ("a-b:c", "a-b:c is unknown"), (".a:c", ".a:c is unknown"), ("a:", "a: is unknown"),
     ("code+2*code", "code appears twice"), ("1e999*code", "the weight of code is not a finite number"),
 ])  # fmt: skip

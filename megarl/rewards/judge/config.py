@@ -1,0 +1,178 @@
+"""The file of `--judge-config`: the messages that a judge reads, how it answers, and how its number is read."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megarl.errors import UsageError
+from megarl.rewards.judge.numbers import NumberRule, NumbersRule, is_number, number_rule, numbers_rule
+from megarl.yaml_files import read_mapping
+
+PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
+# Mode -> the places of the responses that are judged together: one, two, or a group.
+PLACES = {"single": ("response",), "pair": ("first", "second"), "group": ("responses",)}
+PAIRS = ("all", "anchor")  # all pairs of a group, or each response with the first one
+MAX_TRIES = 1000  # samples of a judgement, and retries of a sample
+_MESSAGE_ROLES = ("system", "user", "assistant")
+
+
+class JudgeConfig(NamedTuple):
+    """What a file says. `where`: flag and path, for messages.
+
+    A number outside `low` to `high` is none; from `correct_from` on a response counts as correct. Without
+    `response_tokens`, the judge reads as many tokens of a response as the policy may write. Without `read_several`, a
+    judgement has one number, `read`.
+    """
+
+    where: str
+    mode: str
+    pairs: str
+    messages: tuple[dict[str, str], ...]
+    read: NumberRule | None
+    read_several: NumbersRule | None
+    low: float
+    high: float
+    correct_from: float
+    temperature: float  # 0: greedy
+    max_tokens: int  # of a judgement
+    response_tokens: int | None
+    samples: int  # judgements of a response, whose mean counts
+    retries: int  # of a judgement without a number
+
+    @property
+    def compares(self) -> bool:
+        """Whether responses to a prompt are judged together."""
+        return self.mode != "single"
+
+    def numbers(self, text: str, count: int) -> list[float] | None:
+        """The numbers of the `count` responses that a judgement is about, in the order in which the judge read them.
+
+        Of a pair: the share of the win of each. None if the judgement has none, others, or one outside the range.
+        """
+        if self.read_several is not None:
+            found = self.read_several(text)
+        else:
+            number = self.read(text)
+            found = None if number is None else [number]
+        if found is None or not all(self.low <= number <= self.high for number in found):
+            return None
+        if self.mode == "pair":
+            share = (found[0] - self.low) / (self.high - self.low)
+            return [share, 1 - share]
+        return found if len(found) == count else None
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Names of the places in the messages, each once."""
+        return tuple(dict.fromkeys(name for message in self.messages for name in PLACE.findall(message["content"])))
+
+
+class _Key(NamedTuple):
+    is_valid: Callable[[Any], bool]
+    allowed: str
+    default: Any = None
+
+
+def _is_whole(low: int, high: int = 2**31) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and value[0] < value[1]
+
+
+def _one_of(*names: str) -> _Key:
+    return _Key(lambda value: value in names, " or ".join(names), names[0])
+
+
+_REQUIRED = ("messages", "number", "range")
+_KEYS = {
+    "mode": _one_of(*PLACES),
+    "pairs": _one_of(*PAIRS),
+    "messages": _Key(lambda value: isinstance(value, list) and bool(value), "a list of messages"),
+    "number": _Key(lambda value: True, ""),  # see `number_rule`
+    "range": _Key(_is_range, "the lowest and the highest number, as [1, 10]"),
+    "correct-from": _Key(is_number, "a number", None),
+    "temperature": _Key(lambda value: is_number(value) and value >= 0, "a number of 0 or more", 0),
+    "max-tokens": _Key(_is_whole(1), "a whole number above 0", 256),
+    "response-tokens": _Key(_is_whole(1), "a whole number above 0"),
+    "samples": _Key(_is_whole(1, MAX_TRIES), f"a whole number, 1 to {MAX_TRIES}", 1),
+    "retries": _Key(_is_whole(0, MAX_TRIES), f"a whole number, 0 to {MAX_TRIES}", 0),
+}
+
+
+def read_config(path: str) -> JudgeConfig:
+    """Reads and checks the file. UsageError names flag, file, key, value and what is allowed."""
+    where = f"--judge-config {path}"
+    content, _ = read_mapping(path, where, "keys to values")
+    for key, value in content.items():
+        if key not in _KEYS:
+            raise UsageError(f"{where}: {key}: unknown; allowed: {', '.join(_KEYS)}")
+        if not _KEYS[key].is_valid(value):
+            raise UsageError(f"{where}: {key} {value!r}: allowed is {_KEYS[key].allowed}")
+    for key in _REQUIRED:
+        if key not in content:
+            raise UsageError(f"{where}: {key} is missing: it has no default")
+    if "pairs" in content and content.get("mode") != "pair":
+        raise UsageError(f"{where}: pairs {content['pairs']}: needs mode: pair")
+    values = {key: content.get(key, known.default) for key, known in _KEYS.items()}
+    low, high = map(float, values["range"])
+    mode, correct_from = values["mode"], values["correct-from"]
+    if correct_from is None:
+        correct_from = 1 if mode == "pair" else high
+    is_of_several = mode == "group"
+    config = JudgeConfig(
+        where=where,
+        mode=mode,
+        pairs=values["pairs"],
+        messages=_messages(values["messages"], where),
+        read=None if is_of_several else number_rule(values["number"], where),
+        read_several=numbers_rule(values["number"], where) if is_of_several else None,
+        low=low,
+        high=high,
+        correct_from=float(correct_from),
+        temperature=float(values["temperature"]),
+        max_tokens=values["max-tokens"],
+        response_tokens=values["response-tokens"],
+        samples=values["samples"],
+        retries=values["retries"],
+    )
+    _check(config)
+    return config
+
+
+def _messages(values: list, where: str) -> tuple[dict[str, str], ...]:
+    for number, message in enumerate(values, start=1):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise UsageError(f"{where}: message {number}: allowed is a mapping with role and content, nothing else")
+        if message["role"] not in _MESSAGE_ROLES or not isinstance(message["content"], str):
+            raise UsageError(
+                f"{where}: message {number}: allowed is a role of {', '.join(_MESSAGE_ROLES)} and a text as content"
+            )
+    if values[-1]["role"] != "user":
+        raise UsageError(f"{where}: the last message must be the user's: the judge's answer follows")
+    return tuple(values)
+
+
+def _check(config: JudgeConfig):
+    """UsageError for keys that do not go together."""
+    found = [name for message in config.messages for name in PLACE.findall(message["content"])]
+    for name in PLACES[config.mode]:
+        if (count := found.count(name)) != 1:
+            raise UsageError(
+                f"{config.where}: messages: have the place {{{name}}} {count} times; allowed is once in the mode "
+                f"{config.mode}: it is judged"
+            )
+    # Each sample of a group shows the responses in another order.
+    for name in ("retries",) if config.mode == "group" else ("samples", "retries"):
+        if getattr(config, name) > _KEYS[name].default and config.temperature == 0:
+            raise UsageError(
+                f"{config.where}: {name} {getattr(config, name)}: needs a temperature above 0: greedy judgements of "
+                "a response are all equal"
+            )
+    low, high = (0, 1) if config.mode == "pair" else (config.low, config.high)
+    if not low <= config.correct_from <= high:
+        kind = "a share of wins" if config.mode == "pair" else "a number of the range"
+        raise UsageError(
+            f"{config.where}: correct-from {config.correct_from:g}: allowed is {kind}, {low:g} to {high:g}"
+        )

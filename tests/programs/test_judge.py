@@ -1,0 +1,151 @@
+"""Runs with a judge as users start them: wrong input, what --check says, other features beside it, an evaluation."""
+
+import json
+
+import pytest
+
+from megarl.checkpoint import resume
+from tests.helpers import hf_folders
+from tests.helpers.evaluation import evaluate_argv, run_evaluate
+from tests.helpers.forked_programs import accepted, check, refusal
+from tests.helpers.judges import judge_flags, rows, write
+from tests.helpers.programs import inputs, metrics, program, rl_argv, sft_argv, train
+from tests.helpers.tiers import by_default
+
+FLAGS = {
+    "no file": ("--judge-config no/such.yaml", ["--judge-config no/such.yaml: cannot be read (No such file"]),
+    "no weights": ("--judge-load no/such", ["--judge-load no/such: no such folder"]),
+    "other shapes": ("--reward-hidden-size 64", ["--judge-load", "[32, 32]", "[32, 64]"]),
+    "no room": ("--judge-max-length 30", ["train.jsonl:1: without the response the judge's prompt has",
+                                          "--judge-max-length 30 leaves"]),
+    "context parallel": ("--context-parallel-size 2",
+                         ["--context-parallel-size 2: the judge generates", "--reward-context-parallel-size 1"]),
+    "virtual stages": ("--reward-num-layers 4 --reward-pipeline-model-parallel-size 2"
+                       " --reward-num-virtual-stages-per-pipeline-rank 2",
+                       ["--reward judge: not allowed with virtual pipeline stages"]),
+    "prefix": ("--judge-tensor-model-parallel-size 2",
+               ["--judge-tensor-model-parallel-size: unknown flag; the judge is the model of the role reward: "
+                "--reward-tensor-model-parallel-size"]),
+    "weights of a role": ("--reward-pretrained-checkpoint x", ["--reward-pretrained-checkpoint", "--judge-load"]),
+    "requests": ("--judge-max-requests 0", ["--judge-max-requests 0: allowed is a number above 0"]),
+    "no tokenizer": ("--reward-tokenizer-model no/such", ["--reward-tokenizer-model no/such: no such file"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_wrong_flags(case, tmp_path):
+    flags, needles = FLAGS[case]
+    config = write(tmp_path / "judge.yaml")
+    line = refusal(rl_argv(tmp_path / "run", judge_flags(config, flags)), size=2)
+    assert all(needle in line for needle in needles), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_place_that_no_field_fills(tmp_path):
+    config = write(tmp_path / "judge.yaml", messages=[{"role": "user", "content": "{rubrik} {response}"}])
+    line = refusal(rl_argv(tmp_path / "run", judge_flags(config)))
+    assert "train.jsonl:1: the line has no metadata field 'rubrik', for the place {rubrik} of --judge-config" in line
+
+
+def test_a_folder_of_a_reward_model_is_no_judge(tmp_path):
+    folder, config = hf_folders.write_folder("llama_reward", tmp_path / "model"), write(tmp_path / "judge.yaml")
+    policy = hf_folders.write_folder("qwen3", tmp_path / "policy")
+    argv = (
+        f"--hf-model {policy} --judge-hf-model {folder} --reward judge --judge-config {config} --advantage grpo"
+        f" --prompts {inputs()}/train.jsonl --max-prompt-length 48 --max-response-length 8"
+    ).split()
+    shorter = [*argv, "--judge-max-length", "256"]
+    assert f"--judge-hf-model {folder}: a model with a scalar head; a judge is a" in refusal(shorter)
+    assert "--max-position-embeddings 256: allowed is --judge-max-length = 2048 or more" in refusal(argv)
+
+
+def test_pairs_need_several_responses(tmp_path):
+    messages = [{"role": "user", "content": "{first} {second}"}]
+    config = write(tmp_path / "judge.yaml", mode="pair", messages=messages)
+    for flags, start in (
+        ("--samples-per-prompt 1 --minibatch-size 6", "--samples-per-prompt 1: "),
+        ("--advantage remax --greedy-baseline", "--greedy-baseline: "),
+    ):
+        line = refusal(rl_argv(tmp_path / "run", judge_flags(config, flags)))
+        assert f"{start}--judge-config {config} has the mode pair, which compares the responses to a prompt" in line
+
+
+def test_flags_of_a_judge_without_one_are_warned_of(tmp_path):
+    config = write(tmp_path / "judge.yaml")
+    argv = rl_argv(tmp_path / "run", f"--judge-config {config} --judge-max-requests 8")
+    _, _, err = check(argv)
+    assert "without effect: --judge-config, --judge-max-requests (--reward exact-match has no judge term)" in err
+
+
+def test_check_names_the_judge(tmp_path):
+    config = write(tmp_path / "judge.yaml")
+    flags = judge_flags(
+        config, "--reward-tensor-model-parallel-size 2 --role-map actor=0;critic=0;reference=0;reward=1-2"
+    )
+    lines = accepted(rl_argv(tmp_path / "run", flags), size=3)
+    (line,) = [line for line in lines if line.split()[0] == "reward"]
+    (read,) = [line for line in lines if line.strip().startswith("judge reads")]
+    assert "tokens: 0+0=0" in read  # question and answer of the first prompt; the rest is unknown to the tokenizer
+    assert "ranks 1-2; TP 2; 2 layers" in line and f"from {inputs()}/sft; judge+0*exact-match" in line
+
+
+def test_a_resumed_run_says_that_the_file_has_changed(tmp_path):
+    def entry(name: str, **changes) -> dict:
+        flags = judge_flags(write(tmp_path / name, **changes))
+        return resume.settings_entry(program("rl", rl_argv(tmp_path / "run", flags), 1))
+
+    stored = {resume.SETTINGS: entry("one.yaml")}
+    assert resume.changed_settings(stored, entry("moved.yaml")) is None
+    changed = resume.changed_settings(stored, entry("other.yaml", samples=3))
+    assert changed.startswith("--judge-config of sha256 ") and "(before: of sha256 " in changed
+
+
+# -- beside what else a run may do -------------------------------------------------------------------------------
+
+PAIR = {"mode": "pair", "messages": [{"role": "user", "content": "{first}{second}="}]}
+GROUPS = "--advantage grpo --judge-max-length 160 --reward-max-failures 1"
+LAG = "--generation-lag 1 --rollout-correction tis --train-iters 3"
+BESIDE = {  # ranks, changes of the file, flags
+    "a lead, on its own ranks": (3, {}, f"{LAG} --role-map actor=0;critic=0;reference=0;rollout=1;reward=2"),
+    "a lead, on the rollout's ranks": (2, {}, f"{LAG} --role-map actor=0;critic=0;reference=0;rollout=1;reward=1"),
+    "a lead and a filter": (3, PAIR, f"{LAG} {GROUPS} --group-filter reward"
+                            " --role-map actor=0;reference=0;rollout=1;reward=2"),
+    "greedy baselines": (2, {}, "--advantage remax --greedy-baseline"),
+    "partial rollouts": (2, PAIR, f"{GROUPS} --over-sampling 2 --partial-rollouts --rollout-correction tis"),
+    "episodes": (2, {}, "--environment tests.helpers.sum_environments:Sums --max-response-length 48 --max-turn-length 4"
+                 " --max-tokens-per-microbatch 100 --judge-max-length 120 --reward-max-failures 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", by_default(BESIDE, ("a lead and a filter",)))
+def test_a_judge_beside(case, tmp_path):
+    size, changes, flags = BESIDE[case]
+    config = write(tmp_path / "judge.yaml", **changes)
+    train("rl", rl_argv(tmp_path / "run", judge_flags(config, flags, "judge")), size)
+    steps = [step for step in metrics(tmp_path / "run") if step]
+    assert len(steps) == (3 if LAG in flags else 1)
+    for step in steps:
+        judged = rows(tmp_path / "run", step)
+        assert judged and all(row["judgements"] for row in judged if not row.get("failed"))
+
+
+@pytest.mark.long
+def test_replicas_that_share_experts_judge_together(tmp_path):
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+    train("sft", sft_argv(tmp_path / "model", f"{experts} --train-iters 10"))
+    flags = f"{experts} --expert-model-parallel-size 2 --advantage grpo --kl-coefficient 0 --reward-max-failures 1"
+    config = write(tmp_path / "judge.yaml", samples=1)
+    argv = rl_argv(tmp_path / "run", judge_flags(config, flags))
+    train("rl", [token.replace(f"{inputs()}/sft", f"{tmp_path}/model") for token in argv], 2)
+    assert {len(row["judgements"]) for row in rows(tmp_path / "run")} > {1}  # a replica had to try again
+
+
+def test_an_evaluation_is_judged(tmp_path):
+    config = write(tmp_path / "judge.yaml")
+    flags = judge_flags(config).replace("--train-iters 1 ", "")
+    for size in (1, 2):
+        run_evaluate(evaluate_argv(tmp_path / str(size), flags), size)
+    one, two = ((tmp_path / name / "samples.jsonl").read_text() for name in "12")
+    assert one == two and all(json.loads(line)["judgements"] for line in one.splitlines())
+    found = json.loads((tmp_path / "1" / "evaluation.json").read_text())["metrics"]
+    assert found["eval/reward/judge"] == pytest.approx(found["eval/reward"])
