@@ -252,10 +252,10 @@ def check_offload(offloaded: Collection[str], megatron: dict):
             )
 
 
-def longest_sequence(s, role: str, is_judge: bool) -> int:
-    """Tokens of the longest sequence that a role reads. `s`: `Settings`; `is_judge`: the reward's model is a judge."""
-    own = s.max_prompt_length + s.max_response_length
+def longest_sequence(settings, role: str, is_judge: bool) -> int:
+    """Tokens of the longest sequence that a role reads. `is_judge`: the reward role's model is a judge."""
+    own = settings.max_prompt_length + settings.max_response_length
     if role == "reward":
-        return s.judge_max_length if is_judge else s.reward_max_length or own
-    prompt = s.teacher_max_prompt_length if role == "teacher" else None
-    return max(own, (prompt or 0) + s.max_response_length)
+        return settings.judge_max_length if is_judge else settings.reward_max_length or own
+    prompt = settings.teacher_max_prompt_length if role == "teacher" else None
+    return max(own, (prompt or 0) + settings.max_response_length)
