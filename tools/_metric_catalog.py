@@ -201,6 +201,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " log π_T over the step's response tokens", "with --distill", ("train_rl", "train_sft")),
         Metric("teacher/logprob", "nats", "mean log-prob of the response tokens under the teacher, at its own"
                " temperature", "with --distill", ("train_rl", "train_sft")),
+        Metric("weights/teacher_bytes", "bytes", "bytes sent to the teacher by all ranks at the start of a step",
+               "with --teacher ema"),
         Metric("sft/negative_logprob", "nats", "mean negative log-prob of the response tokens, whatever the loss is",
                "with --distill loss", ("train_sft",)),
         Metric("eval/divergence", "nats", "the same divergence of held-out responses", "with --distill loss",

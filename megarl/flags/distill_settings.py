@@ -10,6 +10,7 @@ from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
 from megarl.rewards import expression
 
 NONE, REWARD, LOSS = FORMS = ("none", "reward", "loss")
+GIVEN, START, AVERAGE = TEACHERS = ("given", "self", "ema")
 STUDENTS = "rl sft"
 
 
@@ -20,9 +21,10 @@ class DistillSettings:
     distill: str = one_of(NONE, FORMS, "learn from a teacher: its log-prob of each token adds to the advantage"
                            " (reward), or a divergence over the whole vocabulary is a loss (loss, 2306.13649)",
                            programs=STUDENTS, when="trained")  # fmt: skip
-    teacher: str = one_of("given", ("given", "self"), "the teacher's weights: those of --teacher-hf-model or"
-                           " --teacher-pretrained-checkpoint (given), or those that the policy starts from (self)",
-                           programs=STUDENTS, when="distill")  # fmt: skip
+    teacher: str = one_of(GIVEN, TEACHERS, "the teacher's weights: those of --teacher-hf-model or"
+                           " --teacher-pretrained-checkpoint (given), those that the policy starts from (self), or in"
+                           " train_rl its moving average, --ema-decay (ema)", programs=STUDENTS,
+                           when="distill")  # fmt: skip
     teacher_temperature: float = positive(1.0, "temperature of the teacher's distributions, whatever the policy's is",
                                           programs=STUDENTS, when="distill")  # fmt: skip
     teacher_max_prompt_length: int | None = positive(None, "maximum length of a line's teacher_prompt, tokens; default:"

@@ -2,7 +2,7 @@
 
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.flags.distill_settings import NONE
+from megarl.flags.distill_settings import AVERAGE, NONE
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.rewards.expression import EXACT_MATCH
 
@@ -25,6 +25,9 @@ def distillation(context: FlagContext) -> list[FlagRule]:
              f"leaves out what --reward {s.reward} says; give it weight 0, or take another estimator"),
         FlagRule("--advantage", s.advantage, has_advantage or s.kl_in == "loss" or not s.kl_coefficient,
              "leaves out the KL in the reward; give --kl-in loss or --kl-coefficient 0"),
+        FlagRule("--teacher", s.teacher, s.teacher != AVERAGE or s.ema_decay is not None, "needs --ema-decay"),
+        FlagRule("--teacher", s.teacher, s.teacher != AVERAGE or not s.generation_lag,
+             "needs --generation-lag 0: the average of a step is known when the step is trained"),
         FlagRule("--group-filter", s.group_filter, s.group_filter != "reward" or counts or not is_rl,
              "no reward counts, so that all groups would be dropped"),
         FlagRule("--eval-prompts", s.eval_prompts, s.eval_prompts is None or bool(context.terms),

@@ -10,8 +10,8 @@ from megarl.mcore.model import forward_pass
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import BaseModel, FrozenModel
-from megarl.roles.reference_refresh import ReferenceRefresh
 from megarl.roles.trainable_model import TrainableModel
+from megarl.roles.weight_refresh import WeightRefresh
 
 # What the actor's model may have of its own: the kernels of an exact rollout, and what backward computes again.
 _OF_THE_ACTOR = {
@@ -49,7 +49,7 @@ class Reference:
         self.timers, self.vocab_size = timers, vocab_size
         self.metrics: dict[str, float] = {}
         self.step = 0  # whose weights it has
-        self._refresh: ReferenceRefresh | None = None
+        self._refresh: WeightRefresh | None = None
         self.frozen_model: FrozenModel | None = None
         if self.is_shared:
             self.frozen_model = BaseModel(role, policy)
@@ -75,7 +75,7 @@ class Reference:
         """
         if self.settings.reference_update_interval and (actor or self.frozen_model):
             models = actor, self.frozen_model
-            self._refresh = ReferenceRefresh(mesh, *models, self.settings.reference_mixup, self.timers)
+            self._refresh = WeightRefresh(mesh, self.name, *models, self.settings.reference_mixup, self.timers)
 
     def refresh(self, step: int):
         """Takes the actor's weights after the steps that `--reference-update-interval` divides. On the ranks of both;

@@ -17,14 +17,16 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.data.ragged import Ragged
-from megarl.flags.distill_settings import REWARD
+from megarl.flags.distill_settings import AVERAGE, REWARD
 from megarl.mcore.kernels.head_divergence import TeacherHead
 from megarl.mcore.model import forward_pass
 from megarl.mcore.model.forward_pass import TeacherRows
 from megarl.mcore.model.gpt import ModelChunks
-from megarl.mcore.weights.head_transfer import copy_head
+from megarl.mcore.weights.head_transfer import HeadCopy
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import FrozenModel
+from megarl.roles.trainable_model import TrainableModel
+from megarl.roles.weight_refresh import WeightRefresh
 
 
 class Teacher:
@@ -46,9 +48,23 @@ class Teacher:
         self.vocab_size, self.timers, self._prompts = vocab_size, timers, prompts
         self.outputs = settings.teacher_fields
         self.metrics: dict[str, float] = {}
+        self._refresh: WeightRefresh | None = None
         self.frozen_model: FrozenModel | None = None
         if role_groups.is_member:
             self.frozen_model = FrozenModel(role, role_groups, vocab_size, timers)
+
+    def plan_refreshes(self, mesh: RoleMesh, actor: TrainableModel | None):
+        """Plans how the moving average of the actor reaches a teacher that follows it. Collective.
+
+        `actor`: its model on this rank; None outside the role.
+        """
+        if self.settings.teacher == AVERAGE and (actor is not None or self.frozen_model is not None):
+            self._refresh = WeightRefresh(mesh, self.name, actor, self.frozen_model, 1.0, self.timers)
+
+    def refresh(self):
+        """Gives a teacher that follows the actor the weights that its model has now, the average. Collective."""
+        if self._refresh is not None:
+            self.metrics |= self._refresh.run()
 
     def score(self, step_batch: StepBatch):
         """Fills `teacher_logprobs` or `teacher_states`."""
@@ -57,7 +73,7 @@ class Teacher:
             return
         with self.timers.phase(self.name, "logprobs"):
             self.score_batch(batch)
-            self.metrics = self.frozen_model.offload.metrics(self.name)
+            self.metrics |= self.frozen_model.offload.metrics(self.name)
 
     def score_batch(self, batch: Batch):
         """`score` of a replica's batch. A collective of the role."""
@@ -137,10 +153,12 @@ class TeacherOutput:
         divergence = Divergence(settings.distill_divergence, settings.distill_beta)
         self.dtype = role.megatron.params_dtype
         self.head: TeacherHead | None = None
-        weight = copy_head(teacher.frozen_model, policy, mesh[ACTOR].pg_collection, mesh.channel("teacher"), self.dtype)
-        if weight is not None:
+        groups = mesh[ACTOR].pg_collection, mesh.channel(teacher.name)
+        self._copy = HeadCopy(teacher.frozen_model, policy, *groups, self.dtype)
+        self.refresh = self._copy.run
+        if self._copy.weight is not None:
             self.head = TeacherHead(
-                weight, settings.teacher_temperature, role.megatron.final_logit_softcapping, divergence
+                self._copy.weight, settings.teacher_temperature, role.megatron.final_logit_softcapping, divergence
             )
 
     def rows(self, microbatch: Batch) -> TeacherRows | None:

@@ -12,7 +12,6 @@ from megarl.checkpoint.pretrained import (
 )
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
-from megarl.mcore.config.architecture import ARCHITECTURE
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout import waiting_groups
 from megarl.rollout.rollout_files import SavedRollouts
@@ -24,7 +23,7 @@ from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_pr
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.schedule_inputs import read_schedule
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
-from megarl.trainers.teacher_inputs import find_teacher
+from megarl.trainers.teacher_inputs import check_same_model, find_teacher
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
 
@@ -170,14 +169,7 @@ def _check_refreshes(s: Settings, roles: dict[str, RoleSettings]):
     """UsageError if the reference cannot take the actor's weights, because it is another model."""
     if not s.reference_update_interval or "reference" not in roles:
         return
-    actor, reference = roles["actor"].megatron, roles["reference"].megatron
-    for name in sorted(ARCHITECTURE):
-        if getattr(actor, name) != getattr(reference, name):
-            raise UsageError(
-                f"--reference-update-interval {s.reference_update_interval}: the reference gets the actor's weights, "
-                f"but --{name.replace('_', '-')} is {getattr(reference, name)} there and {getattr(actor, name)} in the "
-                "actor; give both the same model"
-            )
+    check_same_model(f"--reference-update-interval {s.reference_update_interval}", roles["actor"], roles["reference"])
 
 
 def _check_stored_reference(s: Settings, roles: dict[str, RoleSettings], manifest: dict):

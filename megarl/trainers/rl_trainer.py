@@ -7,7 +7,7 @@ from megarl.arguments import RunConfig
 from megarl.checkpoint import integrity, run_state
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
-from megarl.flags.distill_settings import LOSS
+from megarl.flags.distill_settings import AVERAGE, LOSS
 from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
@@ -101,6 +101,7 @@ class RLTrainer(Trainer):
         self.teacher = Teacher(
             s, roles.get("teacher"), mesh["teacher"], sizes.get("teacher"), timers, inputs.teacher_tokens
         )
+        self.teacher.plan_refreshes(mesh, policy)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
         states = {name: model.router_state for name, model in self._models().items()}
@@ -183,7 +184,16 @@ class RLTrainer(Trainer):
             if self.actor.trainable_model and step > self.settings.critic_warmup_steps:
                 self.actor.metrics = {"actor/updates": 0}  # also of a step without a batch
             self._batch = None
+            self._refresh_teacher()
             yield step
+
+    def _refresh_teacher(self):
+        """Gives a teacher that is the policy's moving average the present one. A collective of teacher and actor."""
+        if self.settings.teacher == AVERAGE and "teacher" in self.mesh.roles:
+            with self.actor.averaged():
+                self.teacher.refresh()
+            if self.actor.teacher_output is not None:
+                self.actor.teacher_output.refresh()
 
     def may_stop(self, step: int) -> bool:
         """Whether the run can end after a step: not if rounds up to `--generation-lag` steps later follow a schedule

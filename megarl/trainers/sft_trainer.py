@@ -14,7 +14,7 @@ from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
 from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
-from megarl.flags.distill_settings import LOSS, REWARD
+from megarl.flags.distill_settings import AVERAGE, LOSS, REWARD
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS
@@ -47,6 +47,8 @@ class SFTTrainer(SupervisedTrainer):
             raise UsageError(
                 "--distill reward: adds to advantages, which train_sft has none of; allowed are none, loss"
             )
+        if settings.teacher == AVERAGE:
+            raise UsageError("--teacher ema: only in train_rl; allowed are given, self")
         for flag, name in (
             ("--prompt-column", settings.prompt_column),
             ("--response-column", settings.response_column),

@@ -5,6 +5,8 @@ from megarl.checkpoint.pretrained import PretrainedWeights, find_pretrained, fol
 from megarl.data.conversations import Encoder
 from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError
+from megarl.flags.distill_settings import GIVEN
+from megarl.mcore.config.architecture import ARCHITECTURE
 from megarl.trainers.setup import check_vocabulary
 
 
@@ -15,19 +17,21 @@ def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights:
         encoder: the policy's.
 
     Raises:
-        UsageError: no teacher, other weights than those of `--teacher self`, or another tokenizer.
+        UsageError: no teacher, other weights or another model than `--teacher` says, or another tokenizer.
     """
     s, teacher, actor = config.settings, config.roles["teacher"], config.roles["actor"]
     own_folder = teacher.hf_model is not None and _folder(teacher) != _folder(actor)
     own_checkpoint = teacher.megatron.pretrained_checkpoint != actor.megatron.pretrained_checkpoint
-    if s.teacher == "self" and (own_folder or own_checkpoint):
+    if s.teacher != GIVEN and (own_folder or own_checkpoint):
         flag = "--teacher-hf-model" if own_folder else "--teacher-pretrained-checkpoint"
-        raise UsageError(f"--teacher self: the policy's start is the teacher; leave out {flag}")
-    if s.teacher == "given" and not (own_folder or own_checkpoint):
+        raise UsageError(f"--teacher {s.teacher}: the teacher has the policy's weights; leave out {flag}")
+    if s.teacher == GIVEN and not (own_folder or own_checkpoint):
         raise UsageError(
             f"--distill {s.distill}: needs a teacher: --teacher-hf-model, --teacher-pretrained-checkpoint or "
             "--teacher self"
         )
+    if s.teacher != GIVEN:
+        check_same_model(f"--teacher {s.teacher}", actor, teacher)
     check_vocabulary(teacher, actor.model_vocab_size(encoder.tokenizer.vocab_size))
     _check_tokens(encoder.tokenizer, teacher)
     # A checkpoint that only the policy is meant to start from says nothing about a teacher in a folder of its own.
@@ -36,9 +40,20 @@ def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights:
     found = find_pretrained(teacher, teacher.model_vocab_size(encoder.tokenizer.vocab_size))
     if found is None:
         raise UsageError(
-            "--teacher self: needs weights that the policy starts from: --hf-model or --pretrained-checkpoint"
+            f"--teacher {s.teacher}: needs weights that the policy starts from: --hf-model or --pretrained-checkpoint"
         )
     return found
+
+
+def check_same_model(flag: str, actor: RoleSettings, other: RoleSettings):
+    """UsageError if a role that gets the actor's weights is another model. `flag`: that says so, with its value."""
+    for name in sorted(ARCHITECTURE):
+        wanted, found = (getattr(role.megatron, name) for role in (actor, other))
+        if wanted != found:
+            raise UsageError(
+                f"{flag}: the {other.name} gets the actor's weights, but --{name.replace('_', '-')} is {found} there "
+                f"and {wanted} in the actor; give both the same model"
+            )
 
 
 def _folder(role: RoleSettings) -> str | None:

@@ -9,6 +9,7 @@ import torch
 
 from megarl.errors import UsageError
 from tests.helpers.programs import (
+    GRADED,
     assert_close,
     in_world,
     inputs,
@@ -127,13 +128,55 @@ def test_the_loss_is_the_divergence_of_whole_logits_sequence_by_sequence(folder,
 @pytest.mark.parametrize("divergence", ["forward", "jsd"])
 def test_a_policy_that_is_its_own_teacher_learns_nothing_to_the_bit(folder, tmp_path, divergence):
     flags = f"--distill loss --distill-divergence {divergence} --teacher self --teacher-temperature {TAU}"
-    argv = argv_of(folder, tmp_path, f"{flags} --train-iters 3 --weight-decay 0")
-    start = argv.index("--teacher-num-layers")
-    del argv[start : start + len(teacher(folder).split())]
-    train("rl", argv)
+    train("rl", without_teacher(argv_of(folder, tmp_path, f"{flags} --train-iters 3 --weight-decay 0"), folder))
     for row in list(metrics(tmp_path).values()):
         assert [row[name] for name in COMPARED[:4]] == [0, 0, 0, 1] and row["teacher/logprob"] < 0
         assert row["actor/loss"] == row["actor/grad_norm"] == row["rollout/logprob_gap_max"] == 0
+
+
+def without_teacher(argv: list[str], folder: Path) -> list[str]:
+    """The command line without the flags of the wider teacher."""
+    start = argv.index("--teacher-num-layers")
+    return argv[:start] + argv[start + len(teacher(folder).split()) :]
+
+
+def of_average(rank: int, parsed) -> list[bool]:
+    """For each step: whether the teacher's weights are those of the policy's moving average, and not the policy's."""
+    from megarl import train_rl
+    from megarl.trainers import rl_trainer
+
+    same = []
+
+    class Watched(rl_trainer.RLTrainer):
+        def dispatch(self, batch):
+            super().dispatch(batch)
+            actor, frozen = self.actor.trainable_model, self.teacher.frozen_model
+            own = [parameter.clone() for parameter in actor.model.parameters()]
+            with actor.averaged():
+                average = list(map(torch.clone, actor.model.parameters()))
+            found = list(frozen.model.parameters())
+            same.append((all(map(torch.equal, average, found)), all(map(torch.equal, own, found))))
+
+    rl_trainer.RLTrainer = train_rl.RLTrainer = Watched
+    in_world(rank, "rl", parsed)
+    return same
+
+
+FOLLOWS = f"--distill loss --teacher ema --ema-decay 0.5 {GRADED} --advantage grpo --train-iters 3"
+
+
+def test_a_teacher_follows_the_average(folder, tmp_path):
+    argv = without_teacher(argv_of(folder, tmp_path, f"{FOLLOWS} --teacher-temperature {TAU}"), folder)
+    assert run_world(of_average, 1, program("rl", argv, 1))[0] == [(True, True), (True, False), (True, False)]
+    rows = metrics(tmp_path)
+    assert rows[1]["distill/divergence"] == 0 < rows[3]["distill/divergence"]
+    train("rl", [*argv, "--train-iters", "2", "--lr-decay-iters", "3", "--save", f"{tmp_path}/a"])
+    train("rl", [*argv, "--lr-decay-iters", "3", "--load", f"{tmp_path}/a", "--save", f"{tmp_path}/b"])
+    assert timeless_rows(tmp_path / "b", (3,)) == timeless_rows(tmp_path, (3,))
+    apart = "--role-map actor=0-1;reward=0;teacher=2-3 --teacher-tensor-model-parallel-size 2 --offload"
+    train("rl", [*argv, *apart.split(), "--save", f"{tmp_path}/c"], 4)
+    for step, row in metrics(tmp_path / "c").items():
+        assert_close(row, rows[step], [*COMPARED, "actor/grad_norm"], 2e-5)
 
 
 def test_rewards_of_the_teacher_are_samples_of_the_reverse_divergence(folder, tmp_path):
@@ -263,8 +306,10 @@ def check(argv: list[str], name: str = "rl"):
 @pytest.mark.parametrize("name, flags, message", [
     ("rl", "--distill loss --reward none", NO_TEACHER),
     ("sft", "--distill loss", NO_TEACHER),
-    ("rl", "--distill reward --reward none --teacher self {teacher}", "--teacher self: the policy's start is the"),
+    ("rl", "--distill reward --reward none --teacher self {teacher}", "--teacher self: the teacher has the"),
     ("sft", "--distill loss --teacher self", "--teacher self: needs weights that the policy starts from"),
+    ("sft", "--distill loss --teacher ema --ema-decay 0.5", "--teacher ema: only in train_rl"),
+    ("rl", "--distill loss --reward none --teacher ema --ema-decay 0.5 --teacher-num-layers 3", "num-layers is 3"),
     ("sft", "--distill reward {teacher}", "--distill reward: adds to advantages"),
     ("rl", "--distill loss --reward none {teacher} --teacher-tokenizer-model {other}", "token 4 is "),
     ("rl", "--distill loss --reward none {teacher} --role-map actor=0;reward=0;teacher=1", "rank 1 of teacher"),

@@ -1,5 +1,6 @@
 """Copies the output layer of one model to the ranks of another, whose tensor-parallel ranks hold other rows of it."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -48,23 +49,43 @@ def output_weight(model) -> Tensor | None:
     return (last.shared_embedding_or_output_weight() if is_tied else last.output_layer.weight).detach()
 
 
-def copy_head(source, policy, pg_collection, group, dtype: torch.dtype) -> Tensor | None:
-    """Copies the source's output layer [V_T, H_T]: [V/tp, H_T] on the ranks of the policy's last stage, None elsewhere.
+class HeadCopy:
+    """Rows of a frozen model's output layer [V_T, H_T] on the ranks of another model's last stage.
 
-    Rows that the source does not have are 0; they are beyond the vocabulary. A collective of the group.
-
-    Args:
-        source: the frozen model on this rank; None on others.
-        policy: the other model on this rank; None on others.
-        pg_collection: the policy's groups.
-        group: the ranks of both.
-        dtype: of the source.
+    `weight`: [V/tp, H_T] there, None elsewhere. Rows that the frozen model does not have are 0; they are beyond the
+    vocabulary.
     """
-    held = HeadRows(None)
-    if source is not None:
-        with source.offload.present("weights"):
-            return _copy(_rows_of(source), policy, pg_collection, group, dtype)
-    return _copy(held, policy, pg_collection, group, dtype)
+
+    def __init__(self, frozen, policy, pg_collection, group, dtype: torch.dtype):
+        """Plans the copy, and makes it. A collective of the group.
+
+        Args:
+            frozen: the frozen model on this rank; None on others.
+            policy: the other model on this rank; None on others.
+            pg_collection: the policy's groups.
+            group: the ranks of both.
+            dtype: of the frozen model.
+        """
+        self._frozen, self.weight = frozen, None
+        held, shapes = self._held(), [None] * dist.get_world_size(group)
+        dist.all_gather_object(shapes, None if held.rows is None else (held.total, held.rows.shape[1]), group=group)
+        total, width = next(shape for shape in shapes if shape is not None)
+        own, wanted = None if policy is None else output_weight(policy), HeadRows(None)
+        if own is not None:
+            self.weight = torch.zeros(len(own), width, dtype=dtype, device=device.device())
+            first = dist.get_rank(pg_collection.tp) * len(own)
+            wanted = HeadRows(self.weight[: max(total - first, 0)], first, total)
+        self._transfer = WeightTransfer(held, wanted, group)
+        self.run()
+
+    def run(self):
+        """Copies the present weights. A collective of the group."""
+        with contextlib.nullcontext() if self._frozen is None else self._frozen.offload.present("weights"):
+            self._transfer.source = self._held()  # an offloaded weight is another tensor each time
+            self._transfer.run()
+
+    def _held(self) -> HeadRows:
+        return HeadRows(None) if self._frozen is None else _rows_of(self._frozen)
 
 
 def _rows_of(source) -> HeadRows:
@@ -76,17 +97,3 @@ def _rows_of(source) -> HeadRows:
         _, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
         return HeadRows(weight.to_local(), first + start[0], count)
     return HeadRows(weight, first, count)
-
-
-def _copy(held: HeadRows, policy, pg_collection, group, dtype: torch.dtype) -> Tensor | None:
-    shapes: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, None if held.rows is None else (held.total, held.rows.shape[1]), group=group)
-    total, width = next(shape for shape in shapes if shape is not None)
-    own = None if policy is None else output_weight(policy)
-    if own is None:
-        WeightTransfer(held, HeadRows(None), group).run()
-        return None
-    weight = torch.zeros(len(own), width, dtype=dtype, device=device.device())
-    first = dist.get_rank(pg_collection.tp) * len(own)
-    WeightTransfer(held, HeadRows(weight[: max(total - first, 0)], first, total), group).run()
-    return weight

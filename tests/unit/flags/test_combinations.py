@@ -203,6 +203,9 @@ WRONG = {
                                   " --reward format says"),
     "a KL that is left out": ("--distill loss --kl-coefficient 0.1", "--advantage none: leaves out the KL"),
     "groups without rewards": ("--distill loss --group-filter reward", "--group-filter reward: no reward counts"),
+    "an average of nothing": ("--distill loss --teacher ema", "--teacher ema: needs --ema-decay"),
+    "an average ahead of itself": ("--distill loss --teacher ema --ema-decay 0.9 --generation-lag 1"
+                                   " --rollout-correction tis", "--teacher ema: needs --generation-lag 0"),
     "an evaluation of nothing": ("--distill loss --eval-prompts x", "--eval-prompts x: needs a --reward that measures"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),

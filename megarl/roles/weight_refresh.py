@@ -1,4 +1,4 @@
-"""The refresh of the reference: it gets the actor's weights, by a static plan, on any ranks in any layout of both."""
+"""The refresh of a frozen role: it gets the actor's weights, by a static plan, on any ranks in any layout of both."""
 
 import contextlib
 
@@ -15,33 +15,35 @@ from megarl.roles.frozen_model import FrozenModel
 from megarl.roles.trainable_model import TrainableModel
 
 
-class ReferenceRefresh:
-    """Brings the actor's weights to the reference, on the ranks of both."""
+class WeightRefresh:
+    """Brings the actor's weights to a frozen role, on the ranks of both."""
 
     def __init__(
-        self, mesh: RoleMesh, actor: TrainableModel | None, reference: FrozenModel | None, mixup: float, timers: Timers
-    ):
-        """Plans the transfer. A collective of the ranks of actor and reference.
+        self, mesh: RoleMesh, role: str, actor: TrainableModel | None, frozen: FrozenModel | None, mixup: float,
+        timers: Timers,
+    ):  # fmt: skip
+        """Plans the transfer. A collective of the ranks of actor and role.
 
         Args:
-            actor, reference: this rank's models; None outside the role.
-            mixup: α of w_ref ← α·w + (1 − α)·w_ref.
+            role: the frozen role, and the name of its channel.
+            actor, frozen: this rank's models; None outside the role.
+            mixup: α of w_frozen ← α·w + (1 − α)·w_frozen.
         """
-        self._actor, self._reference = actor, reference
+        self._role, self._actor, self._frozen = role, actor, frozen
         self._mixup, self._timers = mixup, timers
-        self._group = mesh.channel("reference")
-        self._roles = [name for name, model in (("actor", actor), ("reference", reference)) if model is not None]
-        self._transfer = WeightTransfer(_local_weights(actor), _local_weights(reference), self._group)
+        self._group = mesh.channel(role)
+        self._roles = [name for name, model in (("actor", actor), (role, frozen)) if model is not None]
+        self._transfer = WeightTransfer(_local_weights(actor), _local_weights(frozen), self._group)
 
     def run(self) -> dict[str, float]:
-        """Refreshes the reference; returns metrics. The ranks meet first, so that its time contains no waiting."""
+        """Refreshes the role; returns metrics. The ranks meet first, so that its time contains no waiting."""
         with contextlib.ExitStack() as stack:
             with self._timers.phase(self._roles[-1], "wait"):
                 dist.barrier(group=self._group)
-            for role in self._roles:  # on a rank of both the time counts for the reference
+            for role in self._roles:  # on a rank of both the time counts for the frozen role
                 stack.enter_context(self._timers.phase(role, "sync"))
             self._run()
-        return {"weights/reference_bytes": self._transfer.total_bytes}
+        return {f"weights/{self._role}_bytes": self._transfer.total_bytes}
 
     @torch.no_grad()
     def _run(self):
@@ -49,8 +51,8 @@ class ReferenceRefresh:
             if self._actor:
                 stack.enter_context(self._actor.offload.present("weights"))
                 stack.enter_context(adapter.folded_weights(self._actor.model))
-            if self._reference:
-                stack.enter_context(self._reference.offload.present("weights", changed=True))
+            if self._frozen:
+                stack.enter_context(self._frozen.offload.present("weights", changed=True))
             weights = self._weights() if self._mixup < 1 else []
             before = [weight.cpu() if weight.is_cuda else weight.clone() for weight in weights]
             self._transfer.run()
@@ -60,8 +62,8 @@ class ReferenceRefresh:
         self._transfer.free_staging()
 
     def _weights(self) -> list[torch.Tensor]:
-        """This rank's rows of the reference's parameters; [] outside the role."""
-        return [fsdp.rows_here(p).data for p in self._reference.model.parameters()] if self._reference else []
+        """This rank's rows of the frozen role's parameters; [] outside the role."""
+        return [fsdp.rows_here(p).data for p in self._frozen.model.parameters()] if self._frozen else []
 
 
 def _local_weights(model: TrainableModel | FrozenModel | None) -> LocalWeights:
