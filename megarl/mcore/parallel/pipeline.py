@@ -90,7 +90,7 @@ def from_last_stage(results: list, group) -> list:
     """Returns the last pipeline stage's results on every stage: broadcasts their structure, then all bytes at once.
 
     Args:
-        results: nested lists and tuples of tensors, or None, on the last stage; ignored on other stages.
+        results: nested lists and tuples of tensors on the last stage; ignored on other stages.
     """
     size = dist.get_world_size(group)
     if size == 1:
@@ -98,11 +98,11 @@ def from_last_stage(results: list, group) -> list:
     source = dist.get_global_rank(group, size - 1)
     is_last = dist.get_rank() == source
     leaves, tree = pytree.tree_flatten(results) if is_last else ([], None)
-    structure = [([None if leaf is None else (leaf.shape, leaf.dtype) for leaf in leaves], tree)]
+    structure = [([(leaf.shape, leaf.dtype) for leaf in leaves], tree)]
     dist.broadcast_object_list(structure, source, group=group)
     specs, tree = structure[0]
-    sizes = [0 if spec is None else spec[0].numel() * spec[1].itemsize for spec in specs]
-    flat = [leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in leaves if leaf is not None]
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in specs]
+    flat = [leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in leaves]
     buffer = torch.cat(flat) if flat else torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
     if sum(sizes):
         dist.broadcast(buffer, source, group=group)
@@ -110,7 +110,6 @@ def from_last_stage(results: list, group) -> list:
         return results
     # Each tensor is a copy, because a view of another dtype needs an aligned start.
     tensors = [
-        None if spec is None else data.clone().view(spec[1]).reshape(spec[0])
-        for data, spec in zip(buffer.split(sizes), specs, strict=True)
+        data.clone().view(dtype).reshape(shape) for data, (shape, dtype) in zip(buffer.split(sizes), specs, strict=True)
     ]
     return pytree.tree_unflatten(tensors, tree)
