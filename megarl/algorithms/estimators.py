@@ -166,7 +166,6 @@ def _pairs(step: StepData, options: AdvantageOptions) -> tuple[GroupPairs, PairG
 ESTIMATORS: dict[str, Estimator] = {
     name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measure)
     for name, function, needs, options, whitens, *measure in (
-        (NO_ADVANTAGE, no_advantages, [], [], False),
         ("gae", gae_advantages, ["values"], ["gamma", "lam", "whiten"], True),
         ("grpo", grpo_advantages, ["groups"], ["group_std", "whiten"], False),
         ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
@@ -174,6 +173,7 @@ ESTIMATORS: dict[str, Estimator] = {
         ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma", "whiten"], True),
         ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], ["whiten"], True),
         ("remax", remax_advantages, ["baselines"], ["whiten"], False),
+        (NO_ADVANTAGE, no_advantages, [], [], False),
         ("preference", preference_advantages, ["groups", "logprobs"], ["preference"], False, preference_metrics),
     )
 }

@@ -16,7 +16,7 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.mcore.model.forward_pass import TokenScores, token_scores
+from megarl.mcore.model.forward_pass import TaughtScores, TokenScores, token_scores
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
@@ -118,10 +118,10 @@ class Actor:
     def _forward(self, chunk, microbatch: Batch) -> TokenScores:
         return self._scores(chunk, microbatch, None)
 
-    def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores:
+    def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores | TaughtScores:
         return self._scores(chunk, microbatch, self.teacher_output)
 
-    def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None) -> TokenScores:
+    def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None):
         host = microbatch.host_metadata
         return token_scores(
             chunk, microbatch.tokens, host.lengths, self.settings.temperature, self.vocab_size, microbatch.routing,

@@ -10,7 +10,7 @@ from megarl.algorithms.rollout_correction import CorrectionOptions, correction_w
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.flags.distill_settings import LOSS
-from megarl.mcore.model.forward_pass import TokenScores
+from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
 from megarl.roles.loss_mask import loss_mask
 
 PPO_KL = "actor/ppo_kl"
@@ -34,7 +34,12 @@ class ActorLoss:
         self.names = METRIC_NAMES + (DISTILL_NAMES if s.distill == LOSS else ())
 
     def __call__(
-        self, scores: TokenScores, microbatch: Batch, old_logprobs: Tensor, counts: Tensor, kl_coefficient: float
+        self,
+        scores: TokenScores | TaughtScores,
+        microbatch: Batch,
+        old_logprobs: Tensor,
+        counts: Tensor,
+        kl_coefficient: float,
     ) -> tuple[Tensor, Tensor]:
         """(differentiable loss, float64 metrics in the order of `names`).
 
@@ -69,8 +74,9 @@ class ActorLoss:
             reference = microbatch.reference_logprobs.masked_fill(~mask, 0.0)
             kl = reduce(kl_estimate(scores.logprobs, reference, s.kl_estimator, REFERENCE_LOG_RATIO_LIMIT))
             value = value + kl_coefficient * kl
-        compared = scores.distillation or ()
-        if scores.distillation is not None:
+        compared: tuple[Tensor, ...] = ()
+        if isinstance(scores, TaughtScores):
+            compared = scores.distillation
             divergence = s.distill_coefficient * reduce(scores.distillation.divergence)
             value = divergence if s.only_distills else value + divergence
         means = [

@@ -79,7 +79,7 @@ class SFTTrainer(SupervisedTrainer):
         if self._distiller is not None:
             self._distiller.ask(examples.batch, examples.dp_assignment)
 
-    def _forward(self, chunk, microbatch) -> forward_pass.TokenScores:
+    def _forward(self, chunk, microbatch) -> forward_pass.TokenScores | forward_pass.TaughtScores:
         lengths, mask = microbatch.host_metadata.lengths, microbatch.host_metadata.response_mask
         teacher = None if self._distiller is None else self._distiller.output.rows(microbatch)
         return forward_pass.token_scores(
@@ -96,7 +96,7 @@ class SFTTrainer(SupervisedTrainer):
                 return token_mean(values, microbatch.response_mask, tokens)
 
             value = negative_logprob = mean(-scores.logprobs)
-            if scores.distillation is None:
+            if not isinstance(scores, forward_pass.TaughtScores):
                 return value, (value.detach().double().view(1),)
             value = s.distill_coefficient * mean(scores.distillation.divergence)
             if s.distill_sft_coefficient:
@@ -115,7 +115,7 @@ class SFTTrainer(SupervisedTrainer):
             mask = examples.batch.select(positions).response_mask
             if len(positions):
                 divergence = torch.zeros_like(scores.logprobs)
-                if scores.distillation is not None:
+                if isinstance(scores, forward_pass.TaughtScores):
                     divergence = scores.distillation.divergence
                 measured = masked_sum(-scores.logprobs, mask), masked_sum(divergence, mask), mask.sum()
                 sums += torch.stack([each.double() for each in measured])

@@ -189,7 +189,7 @@ REFUSALS = {
     "no tokenizer": ("--tokenizer-model {none}", "--tokenizer-model .*none: no such file"),
     "nowhere to save": ("--save {sft}/metrics.jsonl", "--save .*metrics.jsonl.* not a writable folder"),
     "weights from elsewhere": ("--pretrained-checkpoint {sft}", "--pretrained-checkpoint .*: weights come from --load"),
-    "unknown reward": ("--reward none", "--reward none: none is unknown"),
+    "unknown reward": ("--reward nothing", "--reward nothing: nothing is unknown"),
     "reward without answers": ("--reward reasoning-gym", "--eval-prompts .*:1: --reward reasoning-gym"),
     "greedy and several": ("--eval-responses 2", "--eval-responses 2: needs --eval-temperature above 0"),
     "k too large": ("--eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),

@@ -25,11 +25,18 @@ from megarl.mcore.parallel.context_parallel import gather_result
 
 
 class TokenScores(NamedTuple):
-    """Scores of packed tokens under a language model; all [T] fp32, 0 at tokens that were not requested."""
+    """Scores of packed tokens under a language model; both [T] fp32, 0 at tokens that were not requested."""
 
     logprobs: Tensor
     entropy: Tensor
-    distillation: DistillScores | None = None  # with a teacher
+
+
+class TaughtScores(NamedTuple):
+    """`TokenScores`, and the comparison with a teacher; all [T] fp32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    distillation: DistillScores
 
 
 class TeacherRows(NamedTuple):
@@ -109,7 +116,8 @@ def token_scores(
         only_distills: log-probs and entropies need no gradient.
 
     Returns:
-        TokenScores from a model's last chunk, hidden states for the next stage from other chunks.
+        TokenScores, or TaughtScores with a teacher, from a model's last chunk; hidden states for the next stage from
+        other chunks.
     """
 
     def processor(hidden, output_layer, weight, targets, packing, model):
@@ -138,7 +146,7 @@ def token_scores(
             hidden, weight, teacher.states[places], teacher.head, row_targets, temperature, vocab_size, group,
             sequence_parallel, rows, **of_head,
         )  # fmt: skip
-        return TokenScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
+        return TaughtScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
 
     return run_chunk(chunk, tokens, lengths, processor, routing, shared)
 

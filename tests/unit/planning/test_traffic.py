@@ -18,6 +18,7 @@ from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
+from megarl.roles.teacher import Teacher
 from megarl.router_replay.route_exchange import RouteExchange
 from megarl.trainers.rl_trainer import RLTrainer
 from tests.helpers.tiers import long
@@ -123,6 +124,8 @@ MOVES = [
     ("--advantage remax --greedy-baseline --group-filter reward", ("actor", "reward", "reference", "rollout")),
     ("--advantage grpo --partial-rollouts --over-sampling 2 --rollout-correction tis --kl-coefficient 0",
      ("actor", "reward", "rollout")),
+    ("--distill loss", ("actor", "reward", "teacher", "rollout")),
+    ("--distill reward --reward format --advantage grpo --kl-coefficient 0", ("actor", "reward", "teacher", "rollout")),
 ]  # fmt: skip
 
 
@@ -153,7 +156,8 @@ class Role(Anything):
 
     def __init__(self, role: type, settings: Settings):
         self.name = role.__name__.lower()
-        self.outputs = settings.score_fields if role is Reward else getattr(role, "outputs", ())
+        of_settings = {Reward: settings.score_fields, Teacher: settings.teacher_fields}
+        self.outputs = of_settings.get(role, getattr(role, "outputs", ()))
         self.targets = settings.return_fields
 
 
@@ -166,7 +170,9 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
 
     class Run(Anything):
         _sent = []
-        actor, critic, reward, reference = (Role(role, settings) for role in (Actor, Critic, Reward, Reference))
+        actor, critic, reward, reference, teacher = (
+            Role(role, settings) for role in (Actor, Critic, Reward, Reference, Teacher)
+        )
         rollout = batcher = advantages = Anything()
 
         def steps(self):
