@@ -5,8 +5,11 @@ from collections import deque
 AVERAGED_STEPS = 20
 
 # (label, metric, number format); every program appends tokens/s, seconds and ETA.
-RL_FIELDS = (("reward", "reward/mean", ".3f"), ("eval", "eval/accuracy", ".3f"), ("kl", "kl/reference", ".4f"))
-SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"))
+_TEACHER = ("kl to teacher", "distill/reverse_kl", ".4f")
+RL_FIELDS = (
+    ("reward", "reward/mean", ".3f"), ("eval", "eval/accuracy", ".3f"), ("kl", "kl/reference", ".4f"), _TEACHER
+)  # fmt: skip
+SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"), _TEACHER)
 REWARD_FIELDS = (
     ("loss", "reward/loss", ".4f"),
     ("accuracy", "reward/accuracy", ".3f"),

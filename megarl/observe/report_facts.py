@@ -8,6 +8,7 @@ from megarl.observe.progress import format_duration
 # (label, metric): first and last value.
 RESULTS = (
     ("held-out accuracy", "eval/accuracy"), ("reward", "reward/mean"), ("KL to reference", "kl/reference"),
+    ("KL to teacher", "distill/reverse_kl"),
     ("response length", "rollout/response_length_mean"), ("fine-tuning loss", "sft/loss"),
     ("reward model's loss", "reward/loss"), ("held-out loss", "eval/loss"),
 )  # fmt: skip

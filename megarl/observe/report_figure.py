@@ -99,6 +99,8 @@ def _value_label(axes, step: int, value: float, side: str, above: bool) -> None:
 
 
 def _kl(axes, rows: list[dict]) -> None:
+    if not series(rows, "kl/reference")[0] and series(rows, "distill/reverse_kl")[0]:
+        return _kl_to_teacher(axes, rows)
     set_title(axes, "KL to reference")
     if not series(rows, "kl/reference")[0]:
         return not_recorded(axes)
@@ -107,6 +109,15 @@ def _kl(axes, rows: list[dict]) -> None:
         right = _right_axes(axes, "coefficient")
         lines.append(line(right, rows, "kl/coefficient", GREY, "coefficient", "--"))
         start_at_zero(right)
+    start_at_zero(axes)
+    legend(axes, lines)
+
+
+def _kl_to_teacher(axes, rows: list[dict]) -> None:
+    set_title(axes, "KL to teacher (nats per token)")
+    names = {"distill/reverse_kl": ("policy to teacher", KL), "distill/forward_kl": ("teacher to policy", CRITIC)}
+    found = {name: style for name, style in names.items() if series(rows, name)[0]}
+    lines = [line(axes, rows, name, color, label) for name, (label, color) in found.items()]
     start_at_zero(axes)
     legend(axes, lines)
 

@@ -46,6 +46,14 @@ def test_missing_metrics_say_so_panel_by_panel(monkeypatch):
     assert len(texts) == 5 and not any(texts.values())
 
 
+def test_a_run_without_a_reference_shows_the_kl_to_its_teacher(monkeypatch):
+    rows = [{"step": step, "distill/reverse_kl": 0.5 / step, "distill/forward_kl": 0.4 / step} for step in (1, 2)]
+    texts, panels = _panel_texts(rows, monkeypatch)
+    assert "KL to reference" not in texts and texts["KL to teacher (nats per token)"] == []
+    shown = panels["KL to teacher (nats per token)"].lines
+    assert [list(line.get_ydata()) for line in shown] == [[0.5, 0.25], [0.4, 0.2]]
+
+
 @pytest.mark.parametrize("gaps", [[0.0, 0.0], [0.0, 3e-7], [1e-12, 50.0], [3.1e-6, 3.1e-6]])
 def test_gap_panel_shows_zeros_and_a_power_of_ten(gaps, monkeypatch):
     rows = [{"step": step, "rollout/logprob_gap_max": gap} for step, gap in enumerate(gaps)]
