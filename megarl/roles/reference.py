@@ -81,7 +81,7 @@ class Reference:
         """Takes the actor's weights after the steps that `--reference-update-interval` divides. On the ranks of both;
         others return at once."""
         if self._refresh is not None and step % self.settings.reference_update_interval == 0:
-            self.metrics |= self._refresh.run()
+            self.metrics["weights/reference_bytes"] = self._refresh.run()
             self.step = step
 
     def _forward(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:

@@ -64,7 +64,7 @@ class Teacher:
     def refresh(self):
         """Gives a teacher that follows the actor the weights that its model has now, the average. Collective."""
         if self._refresh is not None:
-            self.metrics |= self._refresh.run()
+            self.metrics["weights/teacher_bytes"] = self._refresh.run()
 
     def score(self, step_batch: StepBatch):
         """Fills `teacher_logprobs` or `teacher_states`."""

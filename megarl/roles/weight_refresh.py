@@ -29,21 +29,22 @@ class WeightRefresh:
             actor, frozen: this rank's models; None outside the role.
             mixup: α of w_frozen ← α·w + (1 − α)·w_frozen.
         """
-        self._role, self._actor, self._frozen = role, actor, frozen
+        self._actor, self._frozen = actor, frozen
         self._mixup, self._timers = mixup, timers
         self._group = mesh.channel(role)
         self._roles = [name for name, model in (("actor", actor), (role, frozen)) if model is not None]
         self._transfer = WeightTransfer(_local_weights(actor), _local_weights(frozen), self._group)
 
-    def run(self) -> dict[str, float]:
-        """Refreshes the role; returns metrics. The ranks meet first, so that its time contains no waiting."""
+    def run(self) -> int:
+        """Refreshes the role; returns the bytes that all ranks send. They meet first, so that its time contains no
+        waiting."""
         with contextlib.ExitStack() as stack:
             with self._timers.phase(self._roles[-1], "wait"):
                 dist.barrier(group=self._group)
             for role in self._roles:  # on a rank of both the time counts for the frozen role
                 stack.enter_context(self._timers.phase(role, "sync"))
             self._run()
-        return {f"weights/{self._role}_bytes": self._transfer.total_bytes}
+        return self._transfer.total_bytes
 
     @torch.no_grad()
     def _run(self):
