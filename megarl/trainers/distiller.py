@@ -20,13 +20,14 @@ class Distiller:
 
     def __init__(
         self, config: RunConfig, mesh: RoleMesh, policy: TrainableModel, policy_vocab_size: int,
-        weights: PretrainedWeights, timers: Timers,
+        weights: PretrainedWeights | None, timers: Timers,
     ):  # fmt: skip
         """Builds and loads the teacher. `policy_vocab_size`: of a teacher without a folder, too. Collective."""
         role = config.roles["teacher"]
         vocab_size = role.model_vocab_size(policy_vocab_size)
         self._mesh, self._teacher = mesh, Teacher(config.settings, role, mesh["teacher"], vocab_size, timers)
-        self._teacher.frozen_model.load_pretrained(weights)
+        if weights is not None:
+            self._teacher.frozen_model.load_pretrained(weights)
         self.output = TeacherOutput(config.settings, self._teacher, mesh, policy.model, role)
 
     def ask(self, batch: Batch, dp_assignment: dict[str, Tensor]):

@@ -56,8 +56,8 @@ class RLInputs:
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(s, config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
-        if "teacher" in config.roles:
-            self.pretrained["teacher"] = find_teacher(config, encoder)
+        if "teacher" in config.roles and (of_teacher := find_teacher(config, encoder)) is not None:
+            self.pretrained["teacher"] = of_teacher
         self.resume = None
         is_compared = s.load or s.save or s.load_rollouts or s.replay_schedule
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}

@@ -10,8 +10,8 @@ from megarl.mcore.config.architecture import ARCHITECTURE
 from megarl.trainers.setup import check_vocabulary
 
 
-def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights:
-    """The teacher's weights.
+def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights | None:
+    """The teacher's weights; None: those that the policy starts from are drawn from the seed, by both alike.
 
     Args:
         encoder: the policy's.
@@ -37,12 +37,7 @@ def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights:
     # A checkpoint that only the policy is meant to start from says nothing about a teacher in a folder of its own.
     if own_folder and not own_checkpoint:
         return folder_weights(teacher)
-    found = find_pretrained(teacher, teacher.model_vocab_size(encoder.tokenizer.vocab_size))
-    if found is None:
-        raise UsageError(
-            f"--teacher {s.teacher}: needs weights that the policy starts from: --hf-model or --pretrained-checkpoint"
-        )
-    return found
+    return find_pretrained(teacher, teacher.model_vocab_size(encoder.tokenizer.vocab_size))
 
 
 def check_same_model(flag: str, actor: RoleSettings, other: RoleSettings):

@@ -27,6 +27,9 @@ AXES = {
            "--kl-estimator k3+", "--kl-coefficient 0.1 --kl-controller adaptive --kl-target 0.1",
            "--kl-coefficient 0.1 --reference-update-interval 1",
            "--kl-coefficient 0.1 --reference-update-interval 1 --reference-mixup 0.5"],
+    "teacher": [f"{programs.GRADED} --distill {flags}" for flags in (
+        "loss --teacher self --teacher-temperature 0.5", "loss --distill-divergence jsd --teacher ema --ema-decay 0.5",
+        "reward --teacher self --distill-coefficient 0.1", "loss --teacher self --teacher-offload")],
     "updates": ["--ppo-epochs 2", "--minibatch-size 2", "--entropy-coefficient 0.01", "--clip-range 0.3"],
     "masks": ["--mask-truncated-responses", "--overlong-buffer 2", "--reward-failure fallback"],
     "sampling": ["--temperature 0.7", "--top-k 3", "--top-p 0.8", "--samples-per-prompt 4", "--samples-per-prompt 1"],

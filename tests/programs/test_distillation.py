@@ -189,6 +189,11 @@ def test_rewards_of_the_teacher_are_samples_of_the_reverse_divergence(folder, tm
         assert "critic/loss" not in row and "kl/reference" not in row
 
 
+def test_a_start_that_is_drawn_from_the_seed_can_be_the_teacher(folder):
+    first = sft_run(folder, "--teacher self --distill-sft-coefficient 0 --seed 7", is_wide=False)[1]
+    assert [first[name] for name in COMPARED[:3]] == [0, 0, 0] and first["sft/grad_norm"] == 0
+
+
 # -- layouts -----------------------------------------------------------------------------------------------------
 
 TP2, OWN = "--tensor-model-parallel-size 2", "--role-map actor=0-1;reward=0;teacher=2-3"
@@ -236,10 +241,14 @@ def test_updates_are_the_same_in_every_layout(size, form, layout, folder):
 
 
 @functools.cache
-def sft_run(folder: Path, flags: str = "", size: int = 1) -> dict[int, dict]:
+def sft_run(folder: Path, flags: str = "", size: int = 1, is_wide: bool = True) -> dict[int, dict]:
     save = folder / f"sft{size}{flags}".replace("/", "")[:200].strip()
     own = "--distill loss --distill-divergence forward --distill-sft-coefficient 0.3 --train-iters 3 --eval-interval 3"
-    train("sft", sft_argv(save, f"{own} --eval-prompts {inputs()}/heldout.jsonl {teacher(folder)} {flags}"), size)
+    train(
+        "sft",
+        sft_argv(save, f"{own} --eval-prompts {inputs()}/heldout.jsonl {flags} {teacher(folder) * is_wide}"),
+        size,
+    )
     return metrics(save)
 
 
@@ -307,7 +316,6 @@ def check(argv: list[str], name: str = "rl"):
     ("rl", "--distill loss --reward none", NO_TEACHER),
     ("sft", "--distill loss", NO_TEACHER),
     ("rl", "--distill reward --reward none --teacher self {teacher}", "--teacher self: the teacher has the"),
-    ("sft", "--distill loss --teacher self", "--teacher self: needs weights that the policy starts from"),
     ("sft", "--distill loss --teacher ema --ema-decay 0.5", "--teacher ema: only in train_rl"),
     ("rl", "--distill loss --reward none --teacher ema --ema-decay 0.5 --teacher-num-layers 3", "num-layers is 3"),
     ("sft", "--distill reward {teacher}", "--distill reward: adds to advantages"),
