@@ -286,7 +286,10 @@ def role_microbatches(
 
 
 def write_back_rows(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]]):
-    """As `write_back`, of a row [H] per token, as bytes: [(values [T_m, H], positions of their sequences)]."""
+    """As `write_back`, of a row [H] per token, as bytes: [(values [T_m, H], positions of their sequences)].
+
+    One micro-batch at a time: all rows are large, and would be in memory twice.
+    """
     width = results[0][0].shape[1] * results[0][0].element_size()
     field = torch.zeros(len(batch.tokens), width, dtype=torch.uint8, device=batch.tokens.device)
     for values, positions in results:

@@ -91,11 +91,7 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         roles=roles,
         rank_sets=sets_of(roles, world_size),
         exchanges=[
-            *traffic.exchanges(
-                role_groups,
-                program.settings,
-                *(traffic.state_bytes(r) for n, r in program.roles.items() if n == "teacher"),
-            ),
+            *traffic.exchanges(role_groups, program.settings, traffic.state_bytes(program.roles)),
             *traffic.routes(program.roles, role_groups, program.settings),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
@@ -113,10 +109,8 @@ def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -
         name: _role(role, program.settings, sizes[name], step, caches[name]) for name, role in program.roles.items()
     }
     copies, actor = traffic.weights_to_rollout(program.roles, vocab_size), plans["actor"]
-    sent, taught = (
-        program.settings.generation_lag * copies // len(actor.ranks),
-        _teacher_data(program, vocab_size, step),
-    )
+    sent = program.settings.generation_lag * copies // len(actor.ranks)
+    taught = _teacher_data(program, vocab_size, step)
     stages = [
         replace(memory, sent_weights=sent, teacher_data=bytes_)
         for memory, bytes_ in zip(actor.stages, taught, strict=True)
@@ -130,9 +124,9 @@ def _teacher_data(program, vocab_size: int, step: traffic.StepSizes) -> list[int
     sizes = parallel_sizes(actor.megatron)
     if program.settings.distill != LOSS:
         return [0] * sizes.pipeline
-    row = traffic.state_bytes(program.roles["teacher"])
+    row = traffic.state_bytes(program.roles)
     # The step's states, and once more those of an update's micro-batches.
-    share = ceil(step.epochs / step.updates) if step.updates else 1
+    share = ceil(step.epochs / step.updates)
     states = (1 + share) * step.tokens_of_replica(sizes.data(len(actor.ranks))) * row
     head = padded_vocab_size(actor.megatron, vocab_size) // sizes.tensor * row
     return [states] * (sizes.pipeline - 1) + [states + head]

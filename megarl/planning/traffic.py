@@ -108,9 +108,10 @@ def field_bytes(names: list[str], step: StepSizes, state: int = 0) -> int:
     return sum(size * items[FIELDS[name].kind] for name, size in sizes.items())
 
 
-def state_bytes(teacher) -> int:
-    """Bytes of one hidden state of a teacher of these settings."""
-    return teacher.megatron.hidden_size * teacher.megatron.params_dtype.itemsize
+def state_bytes(roles: dict) -> int:
+    """Bytes of one of the teacher's hidden states; 0 without a teacher."""
+    teacher = roles.get("teacher")
+    return 0 if teacher is None else teacher.megatron.hidden_size * teacher.megatron.params_dtype.itemsize
 
 
 def exchanges(role_groups: dict, settings, state: int = 0) -> list[dict]:

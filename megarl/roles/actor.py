@@ -16,11 +16,12 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.mcore.model.forward_pass import TaughtScores, TokenScores, token_scores
+from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
 from megarl.roles.loss_mask import is_all_masked, loss_mask
+from megarl.roles.policy_scores import policy_scores
 from megarl.roles.teacher import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay import probe
@@ -122,11 +123,11 @@ class Actor:
         return self._scores(chunk, microbatch, self.teacher_output)
 
     def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None):
-        host = microbatch.host_metadata
-        return token_scores(
-            chunk, microbatch.tokens, host.lengths, self.settings.temperature, self.vocab_size, microbatch.routing,
-            host.response_mask, host.shared, None if output is None else output.rows(microbatch),
-            only_distills=output is not None and self.settings.only_distills,
+        teacher, only_distills = None, False
+        if output is not None:
+            teacher, only_distills = output.rows(microbatch), self.settings.only_distills
+        return policy_scores(
+            chunk, microbatch, self.settings.temperature, self.vocab_size, teacher, only_distills
         )  # fmt: skip
 
     def update(self, step_batch: StepBatch, kl_coefficient: float):

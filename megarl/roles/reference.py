@@ -6,10 +6,11 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import StepBatch
 from megarl.mcore.config import exact_rules, supported_flags
-from megarl.mcore.model import forward_pass
+from megarl.mcore.model.forward_pass import TokenScores
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import BaseModel, FrozenModel
+from megarl.roles.policy_scores import policy_scores
 from megarl.roles.trainable_model import TrainableModel
 from megarl.roles.weight_refresh import WeightRefresh
 
@@ -84,12 +85,8 @@ class Reference:
             self.metrics["weights/reference_bytes"] = self._refresh.run()
             self.step = step
 
-    def _forward(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
-        host = microbatch.host_metadata
-        return forward_pass.token_scores(
-            chunk, microbatch.tokens, host.lengths, self.settings.temperature, self.vocab_size, microbatch.routing,
-            host.response_mask, host.shared,
-        )  # fmt: skip
+    def _forward(self, chunk, microbatch: Batch) -> TokenScores:
+        return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size)
 
     def state(self) -> dict:
         """The role's state in a checkpoint, so that a resumed run keeps the same reference."""

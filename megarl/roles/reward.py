@@ -245,7 +245,7 @@ class Reward:
 
 
 def _environment_scores(batch: Batch) -> list[Score]:
-    """What the environments gave for the turns of each episode together, with their judged."""
+    """What the environments gave for the turns of each episode together, with their verdicts."""
     rewards = [float(row.double().sum()) for row in batch.turn_rewards.split(batch.lengths.tolist())]
     return [
         Score(reward=reward, correct=bool(solved))

@@ -25,6 +25,7 @@ from megarl.mcore.model.gpt import ModelChunks
 from megarl.mcore.weights.head_transfer import HeadCopy
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import FrozenModel
+from megarl.roles.policy_scores import policy_scores
 from megarl.roles.trainable_model import TrainableModel
 from megarl.roles.weight_refresh import WeightRefresh
 
@@ -90,11 +91,7 @@ class Teacher:
             getattr(batch, name)[places.own] = values[places.read]
 
     def _logprobs(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
-        host = microbatch.host_metadata
-        return forward_pass.token_scores(
-            chunk, microbatch.tokens, host.lengths, self.settings.teacher_temperature, self.vocab_size,
-            microbatch.routing, host.response_mask, host.shared,
-        )  # fmt: skip
+        return policy_scores(chunk, microbatch, self.settings.teacher_temperature, self.vocab_size)
 
     def _states(self, chunk, microbatch: Batch) -> Tensor:
         host = microbatch.host_metadata

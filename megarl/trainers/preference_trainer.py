@@ -20,6 +20,7 @@ from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.mcore.weights.safe_reading import load_plain
 from megarl.observe.progress import PREFERENCE_FIELDS
+from megarl.roles.policy_scores import policy_scores
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import (
     ExampleBatch,
@@ -116,11 +117,7 @@ class PreferenceTrainer(SupervisedTrainer):
         return self.role_groups.dp_all_reduce(found).cpu()
 
     def _forward(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
-        host = microbatch.host_metadata
-        return forward_pass.token_scores(
-            chunk, microbatch.tokens, host.lengths, 1.0, self.vocab_size, microbatch.routing, host.response_mask,
-            host.shared,
-        )  # fmt: skip
+        return policy_scores(chunk, microbatch, 1.0, self.vocab_size)
 
     def _reference_of(self, examples: ExampleBatch, set_name: str) -> Tensor:
         """[N, 2] float64 Σ log π_ref of both sequences, by number in the batch; zeros if the loss needs none."""

@@ -69,6 +69,7 @@ class RLTrainer(Trainer):
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
         self._load_pretrained()
+        self._copy_teacher_output()
         if inputs.resume:
             self._resume()
         self._saved = self.step  # of the last checkpoint
@@ -159,8 +160,11 @@ class RLTrainer(Trainer):
         for name, weights in self.inputs.pretrained.items():
             if name in models and not (name == "reference" and self.reference.is_shared):
                 models[name].load_pretrained(weights)
-        ranks = self.mesh["teacher"].is_member or self.mesh["actor"].is_member
-        if self.settings.distill == LOSS and ranks:
+
+    def _copy_teacher_output(self):
+        """Gives the actor its rows of the teacher's output layer, with `--distill loss`."""
+        is_involved = self.mesh["teacher"].is_member or self.mesh["actor"].is_member
+        if self.settings.distill == LOSS and is_involved:
             policy = self.actor.trainable_model
             self.actor.teacher_output = TeacherOutput(
                 self.settings, self.teacher, self.mesh, None if policy is None else policy.model,

@@ -19,6 +19,7 @@ from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS
 from megarl.roles.actor_loss import DISTILL_NAMES
+from megarl.roles.policy_scores import policy_scores
 from megarl.trainers.distiller import Distiller
 from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec
 
@@ -80,12 +81,11 @@ class SFTTrainer(SupervisedTrainer):
             self._distiller.ask(examples.batch, examples.dp_assignment)
 
     def _forward(self, chunk, microbatch) -> forward_pass.TokenScores | forward_pass.TaughtScores:
-        lengths, mask = microbatch.host_metadata.lengths, microbatch.host_metadata.response_mask
-        teacher = None if self._distiller is None else self._distiller.output.rows(microbatch)
-        return forward_pass.token_scores(
-            chunk, microbatch.tokens, lengths, 1.0, self.vocab_size, microbatch.routing, mask, None, teacher,
-            only_distills=teacher is not None and not self.settings.distill_sft_coefficient,
-        )  # fmt: skip
+        teacher, only_distills = None, False
+        if self._distiller is not None:
+            teacher = self._distiller.output.rows(microbatch)
+            only_distills = not self.settings.distill_sft_coefficient
+        return policy_scores(chunk, microbatch, 1.0, self.vocab_size, teacher, only_distills)
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
         """The mean negative log-probability of the response tokens; with a teacher, the divergence from it."""

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megarl.mcore import device
+from megarl.mcore.parallel import fsdp
 from megarl.mcore.weights.reshard import WeightTransfer
 from megarl.mcore.weights.reshard_plan import Coordinates, GlobalTensor, ShardDescription, WeightShard
 
@@ -93,7 +92,5 @@ def _rows_of(source) -> HeadRows:
     if weight is None:
         return HeadRows(None)
     first, count = dist.get_rank(tp) * len(weight), dist.get_world_size(tp) * len(weight)
-    if isinstance(weight, DTensor):  # sharded over the data-parallel ranks, too
-        _, start = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-        return HeadRows(weight.to_local(), first + start[0], count)
-    return HeadRows(weight, first, count)
+    held = fsdp.rows_here(weight)
+    return HeadRows(held.data, first + held.rows.start, count)
