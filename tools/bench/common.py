@@ -6,8 +6,10 @@ starts only after both models agree on the log-probs of random sequences.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -167,6 +169,32 @@ def installed(peers: dict[str, str]) -> list[str]:
     if not found:
         raise Unusable("nothing to compare with: pip install megarl[bench]")
     return found
+
+
+def trainer_clock():
+    """A callback of a transformers trainer: `seconds()` of each step, and its `losses`, if it logs them."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """Records the time when training begins and when each step ends, and its loss."""
+
+        def __init__(self):
+            self.ends, self.losses = [], []
+
+        def on_train_begin(self, *_, **__):
+            self.ends.append(time.perf_counter())
+
+        def on_step_end(self, *_, **__):
+            self.ends.append(time.perf_counter())
+
+        def on_log(self, *_, logs, **__):
+            self.losses.extend([logs["loss"]] if "loss" in logs else [])
+
+        def seconds(self) -> list[float]:
+            """From the end of the step before to that of each."""
+            return [end - start for start, end in itertools.pairwise(self.ends)]
+
+    return Clock()
 
 
 def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

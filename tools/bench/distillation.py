@@ -13,16 +13,12 @@ DistillationTrainer. The texts differ, so that losses cannot be compared; their 
 A step's time is from the end of the previous step to its end; the first step is not counted.
 """
 
-import argparse
-import itertools
 import json
-import tempfile
-import time
 from pathlib import Path
 
 import torch
 
-from tools.bench import common, step
+from tools.bench import common, peer_steps, step
 
 TEXTS, PROMPT, LONGEST, RATE, OWN, NEW = 32, 64, 256, 1e-4, 64, 32
 STUDENT = common.Shape(layers=4, hidden=256, ffn=768, vocab=4096)
@@ -72,24 +68,11 @@ def run_megarl(folder: Path, case: str, steps: int) -> tuple[list[float], list[f
 def run_trl(folder: Path, case: str, steps: int) -> tuple[list[float], list[float]]:
     """(seconds, losses) of each step of TRL's trainer in this process."""
     import datasets
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
     from trl import DistillationConfig, DistillationTrainer
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    ends, losses = [], []
-
-    class Clock(TrainerCallback):
-        """Records the time when training begins and when each step ends, and its loss."""
-
-        def on_train_begin(self, *_, **__):
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *_, **__):
-            ends.append(time.perf_counter())
-
-        def on_log(self, *_, logs, **__):
-            losses.extend([logs["loss"]] if "loss" in logs else [])
-
+    clock = common.trainer_clock()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     student, teacher = (
         LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in ("student", "teacher")
@@ -101,14 +84,14 @@ def run_trl(folder: Path, case: str, steps: int) -> tuple[list[float], list[floa
         "use_cpu": not torch.cuda.is_available(), "logging_steps": 1, "report_to": [], "save_strategy": "no",
         "disable_tqdm": True, "per_device_train_batch_size": len(rows),
     }  # fmt: skip
-    both = {"model": student, "teacher_model": teacher, "processing_class": tokenizer, "callbacks": [Clock()]}
+    both = {"model": student, "teacher_model": teacher, "processing_class": tokenizer, "callbacks": [clock]}
     if case == "own":
         config = DistillationConfig(**options, beta=1.0, max_completion_length=NEW, top_k=0)
         DistillationTrainer(args=config, train_dataset=rows.select_columns("prompt"), **both).train()
     else:
         config = GKDConfig(**options, beta=0.5, lmbda=0.0, max_length=None)
         GKDTrainer(args=config, train_dataset=rows, data_collator=padded(tokenizer), **both).train()
-    return [end - start for start, end in itertools.pairwise(ends)], losses
+    return clock.seconds(), clock.losses
 
 
 def padded(tokenizer):
@@ -129,48 +112,20 @@ def padded(tokenizer):
     return collate
 
 
-def measure(args: argparse.Namespace) -> dict:
-    """Runs the sides alternately, in new processes each round. Raises `common.Unusable` if their losses differ."""
-    steps: dict[str, list] = {common.OURS: [], "trl": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_folder(folder, CASES[args.case])
-
-        def clock(side: str) -> float:
-            options = ["--case", args.case, "--steps", str(args.steps)]
-            steps[side].append(step.in_process(__file__, side, folder, 1, options))
-            return sum(steps[side][-1]) / len(steps[side][-1])
-
-        common.alternate({side: lambda side=side: clock(side) for side in steps}, args.rounds)
-        ours, theirs = (json.loads((folder / f"losses-{side}.json").read_text()) for side in steps)
-    if args.case == "own":
-        differences = [abs(ours[0] / theirs[0] - 1)]
-    else:
-        differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    print(f"losses {', '.join(f'{loss:.6f}' for loss in ours)}; largest difference {max(differences):.1e}")
-    if max(differences) > TOLERANCE[args.case]:
-        raise common.Unusable(f"the losses differ: {ours} and {theirs}")
-    seconds = {side: sum(rounds, []) for side, rounds in steps.items()}
-    return common.report(args.case, seconds, {"texts": len(CASES[args.case])})
+def differences(case: str, ours: list[float], theirs: list[float]) -> list[float]:
+    """How far the losses are apart; of own responses only the first, relative, because the texts differ."""
+    if case == "own":
+        return [abs(ours[0] / theirs[0] - 1)]
+    return [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
 
 
 def main(argv: list[str] | None = None):
     """Parses flags, measures, prints."""
-    made = common.parser(__doc__, CASES, rounds=3)
-    made.add_argument("--steps", type=int, default=4, help="measured steps per round; default: %(default)s")
-    made.add_argument("--side", choices=[common.OURS, *step.PEERS], help="run only this side, in --folder")
-    made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = common.parsed(made, argv)
-    if args.side:
-        run = {common.OURS: run_megarl, "trl": run_trl}[args.side]
-        seconds, losses = run(args.folder, args.case, step.WARM_UP + args.steps)
-        step.write_seconds(args.folder, seconds)
-        (args.folder / f"losses-{args.side}.json").write_text(json.dumps(losses))
-        return
-    common.installed(step.PEERS)
-    found = measure(args)
-    common.publish(found, args, STUDENT)
-    torch.distributed.destroy_process_group()
+    peer_steps.main(
+        argv, __doc__, __file__, CASES, {common.OURS: run_megarl, "trl": run_trl},
+        make_folder=lambda folder, case: make_folder(folder, CASES[case]), differences=differences,
+        tolerance=TOLERANCE.get, sizes=lambda case: {"texts": len(CASES[case])}, shape=STUDENT,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ Timing counts only if the losses of all steps agree to 1e-5: then the updates ag
 updates before it. A step's time is from the end of the previous step to its end; the first step is not counted.
 """
 
-import argparse
-import itertools
 import json
-import tempfile
-import time
 from pathlib import Path
 
 import torch
 
-from tools.bench import common, step
+from tools.bench import common, peer_steps, step
 
 PAIRS, PROMPT, LONGEST, BETA, RATE = 16, 64, 256, 0.1, 1e-4
 SHAPE = common.Shape(layers=4, hidden=256, ffn=768, vocab=4096)
@@ -44,7 +40,7 @@ def make_folder(folder: Path, lengths: list[int]):
     common.export(chunk, SHAPE, namespace, PROMPT + LONGEST + 1).save_pretrained(folder / "model")
 
 
-def run_megarl(folder: Path, steps: int) -> tuple[list[float], list[float]]:
+def run_megarl(folder: Path, case: str, steps: int) -> tuple[list[float], list[float]]:
     """(seconds, losses) of each step of a run in this process."""
     from megarl import arguments, train_preference
     from megarl.observe.timers import Timers
@@ -62,26 +58,13 @@ def run_megarl(folder: Path, steps: int) -> tuple[list[float], list[float]]:
     return [row["time/step_s"] for row in rows], [row["preference/loss"] for row in rows]
 
 
-def run_trl(folder: Path, steps: int) -> tuple[list[float], list[float]]:
+def run_trl(folder: Path, case: str, steps: int) -> tuple[list[float], list[float]]:
     """(seconds, losses) of each step of TRL's trainer in this process."""
     import datasets
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer
 
-    ends, losses = [], []
-
-    class Clock(TrainerCallback):
-        """Records the time when training begins and when each step ends, and its loss."""
-
-        def on_train_begin(self, *_, **__):
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *_, **__):
-            ends.append(time.perf_counter())
-
-        def on_log(self, *_, logs, **__):
-            losses.extend([logs["loss"]] if "loss" in logs else [])
-
+    clock = common.trainer_clock()
     config = DPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=PAIRS, max_steps=steps, learning_rate=RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, beta=BETA, precompute_ref_log_probs=True,
@@ -91,50 +74,19 @@ def run_trl(folder: Path, steps: int) -> tuple[list[float], list[float]]:
     DPOTrainer(
         model=LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32), args=config,
         train_dataset=datasets.load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train"),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder), callbacks=[Clock()],
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder), callbacks=[clock],
     ).train()  # fmt: skip
-    return [end - start for start, end in itertools.pairwise(ends)], losses
-
-
-def measure(args: argparse.Namespace) -> dict:
-    """Runs the sides alternately, in new processes each round. Raises `common.Unusable` if their losses differ."""
-    steps: dict[str, list] = {common.OURS: [], "trl": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_folder(folder, CASES[args.case])
-
-        def clock(side: str) -> float:
-            options = ["--case", args.case, "--steps", str(args.steps)]
-            steps[side].append(step.in_process(__file__, side, folder, 1, options))
-            return sum(steps[side][-1]) / len(steps[side][-1])
-
-        common.alternate({side: lambda side=side: clock(side) for side in steps}, args.rounds)
-        ours, theirs = (json.loads((folder / f"losses-{side}.json").read_text()) for side in steps)
-    differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    print(f"losses {', '.join(f'{loss:.6f}' for loss in ours)}; largest difference {max(differences):.1e}")
-    if max(differences) > TOLERANCE:
-        raise common.Unusable(f"the losses differ: {ours} and {theirs}")
-    seconds = {side: sum(rounds, []) for side, rounds in steps.items()}
-    return common.report(args.case, seconds, {"pairs": PAIRS})
+    return clock.seconds(), clock.losses
 
 
 def main(argv: list[str] | None = None):
     """Parses flags, measures, prints."""
-    made = common.parser(__doc__, CASES, rounds=3)
-    made.add_argument("--steps", type=int, default=4, help="measured steps per round; default: %(default)s")
-    made.add_argument("--side", choices=[common.OURS, *step.PEERS], help="run only this side, in --folder")
-    made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = common.parsed(made, argv)
-    if args.side:
-        run = {common.OURS: run_megarl, "trl": run_trl}[args.side]
-        seconds, losses = run(args.folder, step.WARM_UP + args.steps)
-        step.write_seconds(args.folder, seconds)
-        (args.folder / f"losses-{args.side}.json").write_text(json.dumps(losses))
-        return
-    common.installed(step.PEERS)
-    found = measure(args)
-    common.publish(found, args, SHAPE)
-    torch.distributed.destroy_process_group()
+    peer_steps.main(
+        argv, __doc__, __file__, CASES, {common.OURS: run_megarl, "trl": run_trl},
+        make_folder=lambda folder, case: make_folder(folder, CASES[case]),
+        differences=lambda _, ours, theirs: [abs(one - other) for one, other in zip(ours, theirs, strict=True)],
+        tolerance=lambda _: TOLERANCE, sizes=lambda _: {"pairs": PAIRS}, shape=SHAPE,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -17,13 +17,11 @@ step's time is from the end of the previous step to its end; the first step is n
 """
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,20 +134,9 @@ def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) 
 def train_trl(folder: Path, steps: int, batch: int, new_tokens: int, *, model, reward_funcs, train_dataset,
               processing_class, peft_config=None, **options) -> list[float]:  # fmt: skip
     """Seconds of each step of a GRPOTrainer with PROMPTS × SAMPLES responses per step; `options`: of its GRPOConfig."""
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    ends = []
-
-    class Clock(TrainerCallback):
-        """Records the time when training begins and when each step ends."""
-
-        def on_train_begin(self, *_, **__):
-            ends.append(time.perf_counter())
-
-        def on_step_end(self, *_, **__):
-            ends.append(time.perf_counter())
-
+    clock = common.trainer_clock()
     config = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=batch // world_size(),
         gradient_accumulation_steps=PROMPTS * SAMPLES // batch,
@@ -160,9 +147,9 @@ def train_trl(folder: Path, steps: int, batch: int, new_tokens: int, *, model, r
     )  # fmt: skip
     GRPOTrainer(
         model=model, reward_funcs=reward_funcs, args=config, train_dataset=train_dataset,
-        processing_class=processing_class, callbacks=[Clock()], peft_config=peft_config,
+        processing_class=processing_class, callbacks=[clock], peft_config=peft_config,
     ).train()  # fmt: skip
-    return [end - start for start, end in itertools.pairwise(ends)]
+    return clock.seconds()
 
 
 def in_process(
