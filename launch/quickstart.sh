@@ -3,7 +3,7 @@
 # four roles on four ranks. Prints the exact-match accuracy on held-out prompts before and after PPO.
 #   bash launch/quickstart.sh [flags of megarl.train_rl]
 #   SEED=2 bash launch/quickstart.sh
-# Reads: SEED (random seed, default 1); CONFIG (config files: quickstart or moe_quickstart, default quickstart); SAVE
+# Reads: SEED (random seed, default 1); CONFIG (config files: quickstart, moe_quickstart or hybrid_quickstart, default quickstart); SAVE
 # (output folder, default runs/CONFIG); PYTHON and MEGARL_VENV (see launch/setup_env.sh).
 # An existing folder SAVE is renamed, never overwritten. Exit status: 0; 2 for wrong variables or flags; otherwise that
 # of the command that failed.
@@ -13,7 +13,7 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 export SEED=${SEED:-1} CONFIG=${CONFIG:-quickstart}
 export SAVE=${SAVE:-runs/$CONFIG}
 case $CONFIG in
-    quickstart)
+    quickstart | hybrid_quickstart)
         # Two data-parallel replicas of the actor and two of each other role balance the work of the ranks
         # (docs/overlap.md).
         where="actor on ranks 0-1, critic, reward and reference on ranks 2-3"
@@ -23,7 +23,7 @@ case $CONFIG in
         where="actor on ranks 0-1, critic on rank 2, reward and reference on rank 3"
         roles=(--role-map "actor=0-1;critic=2;reward=3;reference=3" --actor-expert-model-parallel-size 2)
         ;;
-    *) echo "quickstart: CONFIG=$CONFIG: allowed: quickstart, moe_quickstart" >&2; exit 2 ;;
+    *) echo "quickstart: CONFIG=$CONFIG: allowed: quickstart, moe_quickstart, hybrid_quickstart" >&2; exit 2 ;;
 esac
 [[ $SEED =~ ^[0-9]+$ ]] || { echo "quickstart: SEED=$SEED: allowed is a whole number" >&2; exit 2; }
 bash "$ROOT/launch/setup_env.sh" >/dev/null

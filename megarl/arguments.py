@@ -302,7 +302,6 @@ def _role_settings(
     context: combinations.FlagContext, values: dict[str, object], tokens: dict[str, list[str]], ranks: dict[str, range]
 ) -> dict[str, RoleSettings]:
     """The settings of each role of `ranks`, from the values of megarl's own flags and Megatron's tokens."""
-    from megarl.mcore.config import exact_rules
 
     settings = context.settings
     is_judge = combinations.CONDITIONS["judge"].holds(context)
@@ -315,8 +314,7 @@ def _role_settings(
     }
     own = {role: with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
     lora = lora_of_roles(own, megatron, hf_models, role_flags.TRAINED_ROLES[context.program])
-    exact_rules.check_lora(megatron, lora)
-    role_flags.check_offload([role for role in ranks if role in MODELS and own[role]["offload"]], megatron)
+    role_flags.check_models(settings, {role: own[role]["offload"] for role in ranks if role in MODELS}, megatron, lora)
     if is_judge:
         check_layout(megatron["reward"])
     if "rollout" in ranks:

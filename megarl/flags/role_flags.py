@@ -243,10 +243,19 @@ def can_share_model(actor, rollout) -> bool:
     return same and actor.virtual_pipeline_model_parallel_size is None and not actor.use_torch_fsdp2
 
 
-def check_offload(offloaded: Collection[str], megatron: dict):
-    """UsageError for an offloaded role with sharded parameters. `megatron`: namespaces by role."""
-    for role in offloaded:
-        if megatron[role].use_torch_fsdp2:
+def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict):
+    """UsageError for models that a run's settings do not allow.
+
+    Args:
+        offloads: of each role with a model, whether it is offloaded.
+        megatron, lora: namespaces and factors by role.
+    """
+    from megarl.mcore.config import exact_rules, recurrent_rules  # they import Megatron
+
+    exact_rules.check_lora(megatron, lora)
+    recurrent_rules.check_run(settings, megatron, lora)
+    for role, is_offloaded in offloads.items():
+        if is_offloaded and megatron[role].use_torch_fsdp2:
             raise UsageError(
                 f"--{role}-offload: not allowed with --use-torch-fsdp2, whose sharded parameters cannot move"
             )

@@ -24,6 +24,9 @@ CASES = sorted(path.stem for path in STORED.glob("*.json"))
 
 # Of the matrices' uniform numbers: a standard deviation of 0.1.
 MATRIX_SCALE = 0.175
+# Weights of recurrent layers by name: half the width, and the middle.
+RECURRENT = {"conv1d.weight": (0.5, 0.5), "A_log": (1, -1), "dt_bias": (2, -3), "norm.weight": (0.2, 0.5),
+             "out_proj.weight": (0.03, 0)}  # fmt: skip  # so small that fp32 is precise
 
 
 class StoredTensor(NamedTuple):
@@ -98,9 +101,13 @@ def uniform(name: str, shape: list[int]) -> np.ndarray:
 
 
 def draw(tensor: StoredTensor, zero_centred: bool) -> torch.Tensor:
-    """Biases and sinks in ±0.2, norms in 1 ± 0.2 (`zero_centred`: ±0.2), matrices in ±MATRIX_SCALE."""
-    numbers = uniform(tensor.name, tensor.shape)
-    if "norm" in tensor.name:
+    """Biases and sinks in ±0.2, norms in 1 ± 0.2 (`zero_centred`: ±0.2), matrices in ±MATRIX_SCALE; of recurrent layers
+    those of `RECURRENT`."""
+    numbers, kind = uniform(tensor.name, tensor.shape), tensor.name.rpartition("linear_attn.")[2]
+    if kind in RECURRENT:
+        scale, offset = RECURRENT[kind]
+        drawn = numbers * np.float32(scale) + np.float32(offset)
+    elif "norm" in tensor.name:
         drawn = numbers * np.float32(0.2) + np.float32(0 if zero_centred else 1)
     elif tensor.name.endswith(("bias", "sinks")):
         drawn = numbers * np.float32(0.2)
@@ -110,7 +117,7 @@ def draw(tensor: StoredTensor, zero_centred: bool) -> torch.Tensor:
 
 
 def weights_of(content: dict[str, Any]) -> dict[str, torch.Tensor]:
-    zero_centred = content["config"]["model_type"].startswith("gemma")
+    zero_centred = content["config"]["model_type"].startswith(("gemma", "qwen3_next", "qwen3_5"))
     return {name: draw(StoredTensor(name, *rest), zero_centred) for name, *rest in content["tensors"]}
 
 

@@ -19,12 +19,15 @@ DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope",
 LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite")
 MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe", "qwen3_moe_window", "mixtral",
        "glm4_moe", "glm4_moe_bf16", "gpt_oss", *LATENT)  # fmt: skip
+RECURRENT = ("qwen3_next", "qwen35_dense", "qwen35_moe")
+MOE += ("qwen3_next", "qwen35_moe")
+DENSE += ("qwen35_dense",)
 REWARD = ("llama_reward", "qwen3_reward")
 SUPPORTED = DENSE + MOE + REWARD
 # One case of each family; two where folders differ in their tensors.
 FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "gemma2", "gemma3", "olmo2", "olmo3",
             "qwen2_moe_window", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_yarn", "kimi_k2",
-            "deepseek_v2", "deepseek_v2_lite", *REWARD)  # fmt: skip
+            "deepseek_v2", "deepseek_v2_lite", *RECURRENT, *REWARD)  # fmt: skip
 SHORT = 24  # tokens that several ranks generate; with the prompt more than any case's attention window
 
 
@@ -85,7 +88,7 @@ def _run(case: str, folder: Path, flags: str, export: Path, generates: bool) -> 
         return InLayout(float((scores(model, groups, stored.tokens) - stored.scores).abs().max()), None, None)
     rows = logprobs(model, groups, stored.tokens, vocab_size)
     difference = max(float((row - expected).abs().max()) for row, expected in zip(rows, stored.logprobs, strict=True))
-    return InLayout(difference, *_greedy(model, groups, stored, vocab_size) if generates else (None, None))
+    return InLayout(difference, *_greedy(case, model, groups, stored, vocab_size) if generates else (None, None))
 
 
 def logprobs(model, groups, sequences: list[list[int]], vocab_size: int) -> list[torch.Tensor]:
@@ -112,7 +115,7 @@ def scores(model, groups, sequences: list[list[int]]) -> torch.Tensor:
     return found
 
 
-def _greedy(model, groups, stored: Reference, vocab_size: int) -> tuple[list[int], float]:
+def _greedy(case: str, model, groups, stored: Reference, vocab_size: int) -> tuple[list[int], float]:
     """The rollout's greedy continuation of the stored prompt, and its gap to the training forward.
 
     Two shorter prompts share its beginning, and no step has room for all three. Several ranks exchange data at every
@@ -124,7 +127,7 @@ def _greedy(model, groups, stored: Reference, vocab_size: int) -> tuple[list[int
 
     prompt, count = stored.prompt, len(stored.greedy) if dist.get_world_size() == 1 else SHORT
     engine = RolloutEngine(
-        model[0], groups.pg_collection, vocab_size, len(prompt) + count, 0.01, 4, prefix_caching=True,
+        model[0], groups.pg_collection, vocab_size, len(prompt) + count, 0.01, 4, prefix_caching=case not in RECURRENT,
         chunked_prefill=True, step_tokens=len(prompt) // 2,
     )  # fmt: skip
     requests = [GenerationRequest(prompt[:length], 0, count) for length in (len(prompt), len(prompt) // 2, 3)]

@@ -34,13 +34,20 @@ DEEPSEEK_V3 = DEEPSEEK | {
 }  # fmt: skip
 
 
+# Layers with a recurrent state; sequences cross a border of the 64 tokens that transformers computes at a time.
+DELTA_NET = {"num_hidden_layers": 4, "head_dim": 32, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32,
+             "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # fmt: skip
+
+
 class Case(NamedTuple):
-    """A model class, its configuration, the type in which its weights are stored, and its end tokens."""
+    """A model class, its configuration, the type in which its weights are stored, its end tokens, and the lengths of
+    the sequences."""
 
     model: type
     config: Any
     dtype: str = "float32"
     end: int | list[int] = 2
+    lengths: tuple[int, ...] = (40, 23)
 
 
 def theta(base: float) -> dict[str, Any]:
@@ -125,6 +132,19 @@ def further() -> dict[str, Case]:
         "moonlight": case("DeepseekV3", theta(5e4), **DEEPSEEK_V3 | {
             "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "rms_norm_eps": 1e-2}),
     }  # fmt: skip
+
+
+def recurrent() -> dict[str, Case]:
+    """Families with recurrent states in most layers."""
+    rope, experts = theta(1e4) | {"partial_rotary_factor": 0.25}, EXPERTS | {"shared_expert_intermediate_size": 32}
+    return {
+        name: case(family, rope, **DELTA_NET, **fields)._replace(lengths=(97, 23, 2))
+        for name, family, fields in (
+            ("qwen3_next", "Qwen3Next", experts),
+            ("qwen35_dense", "Qwen3_5Text", {"tie_word_embeddings": True}),
+            ("qwen35_moe", "Qwen3_5MoeText", experts),
+        )
+    }
 
 
 def old_style() -> dict[str, tuple[str, dict[str, Any]]]:

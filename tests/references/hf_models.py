@@ -21,7 +21,6 @@ from tests.helpers import hf_folders
 from tests.references import hf_model_configs
 from tests.references.hf_model_configs import Case
 
-LENGTHS = (40, 23)
 PROMPT, NEW, PROMPTS = 8, 64, 128
 FIRST_ID = 4  # those before it are special tokens
 LEAST_MARGIN = 1e-3
@@ -115,7 +114,7 @@ def greedy(model, name: str, vocabulary: int) -> dict[str, Any]:
 def numbers(name: str, case: Case, folder: Path) -> dict[str, Any]:
     vocabulary = case.config.vocab_size
     model, exact = load(case.model, folder), load(case.model, folder, torch.float64)
-    tokens = [ids(f"tokens {n} of {name}", [n], vocabulary) for n in LENGTHS]
+    tokens = [ids(f"tokens {n} of {name}", [n], vocabulary) for n in case.lengths]
     if not model.can_generate():
         scores, precise = (torch.cat([m(torch.tensor([each])).logits[0] for each in tokens]) for m in (model, exact))
         close(scores, precise)
@@ -171,7 +170,7 @@ def write(name: str, content: dict[str, Any]) -> None:
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    cases = hf_model_configs.basic() | hf_model_configs.further()
+    cases = hf_model_configs.basic() | hf_model_configs.further() | hf_model_configs.recurrent()
     for name, case in cases.items():
         if not names or name in names:
             write(name, content := record(name, case))

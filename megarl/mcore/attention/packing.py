@@ -26,6 +26,7 @@ from megarl.mcore.expand_counts import expand_array_counts
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.moe.routing import Occurrences, RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order
+from megarl.mcore.recurrence.runs import Runs, runs_of_stream
 
 
 @dataclass
@@ -45,6 +46,7 @@ class PackedLayout(PackedSeqParams):
     tokens: int = 0  # in the stream, without padding
     padding: int = 0  # tokens after them, one more sequence whose results are dropped
     routing: Routing | None = None  # of the micro-batch, if the model has experts
+    runs: Runs | None = None  # of the whole stream, in models with recurrent states
     # Of this rank's tokens, by kind of layer: each `Rotation`'s cosines and sines [T/c, 1, r]. The model sets it if the
     # core attention rotates queries and keys.
     rotations: tuple | None = field(default=None, init=False)
@@ -170,7 +172,7 @@ def _places(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, np.nd
 def pack_sequences(
     lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None,
     shared: SharedPrefix | None = None, window: int | None = None,
-    plan: Callable[[Segments, bool, int | None], HostPlan] = plan_attention,
+    plan: Callable[[Segments, bool, int | None], HostPlan] = plan_attention, has_states: bool = False,
 ) -> PackedLayout:  # fmt: skip
     """Returns this rank's layout of sequences of these lengths [N] int64, each at least 1.
 
@@ -182,6 +184,7 @@ def pack_sequences(
         shared: which sequences share a prefix.
         window: tokens that a token sees in layers with a window; None: no layer has one.
         plan: the attention backend's `plan_attention`.
+        has_states: the model has recurrent states.
 
     The stream is padded to a multiple of 2·c·t tokens (t for c = 1), and for c > 1 to at least `MIN_ROWS` per rank.
     """
@@ -219,4 +222,5 @@ def pack_sequences(
         tokens=tokens,
         padding=total - tokens,
         routing=routing,
+        runs=runs_of_stream(*stream) if has_states else None,
     )

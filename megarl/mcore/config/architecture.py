@@ -17,7 +17,9 @@ ARCHITECTURE = frozenset({
     "activation_func_clamp_value", "glu_linear_offset", "window_size", "window_attn_skip_freq", "softmax_type",
     "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
     "rotary_scaling_factor", "mscale", "mscale_all_dim", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
-    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "experimental_attention_variant", "linear_attention_freq",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "attention_output_gate",
 }) | model_flags.attributes()  # fmt: skip
 
 

@@ -18,7 +18,14 @@ from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import cuda_environment, device
-from megarl.mcore.config import exact_rules, layout_rules, model_flags, model_rules, transformer_engine
+from megarl.mcore.config import (
+    exact_rules,
+    layout_rules,
+    model_flags,
+    model_rules,
+    recurrent_rules,
+    transformer_engine,
+)
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
 from megarl.mcore.kernels.silu import silu
@@ -168,6 +175,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     _choose_channels(role, args)
     layout_rules.check(role, args)
     model_rules.check(role, args)
+    recurrent_rules.check(role, args)
     exact_rules.check(role, args)
     transformer_engine.check(role, args)
     if args.overlap_grad_reduce is None:

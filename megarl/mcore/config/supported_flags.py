@@ -68,8 +68,7 @@ ONLY = {
     "moe_single_grouped_weight": (False, "checkpoints and weight transfer have a weight of each expert"),
     "moe_single_grouped_bias": (False, "checkpoints and weight transfer have a bias of each expert"),
     "moe_latent_size": (None, "latent experts are not supported yet"),
-    "attention_output_gate": (False, "gated attention is not supported yet"),
-    "experimental_attention_variant": (None, "other kinds of attention are not supported yet"),
+    "experimental_attention_variant": ((None, "gated_delta_net"), "other kinds of attention are not supported yet"),
     "hybrid_context_parallel": (False, "the packed stream is cut evenly over context-parallel ranks"),
     "hierarchical_context_parallel_sizes": (None, "the packed stream is cut evenly over context-parallel ranks"),
     "rotary_interleaved": (False, "rotary embeddings of packed tokens are not interleaved"),
@@ -104,7 +103,7 @@ ONLY = {
 
 # Families of flags for parts that megarl's models, optimizer and engine do not have.
 FOREIGN = (
-    "dsa_", "linear_", "mamba_", "mtp_", "muon_", "lion_", "sgd_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
+    "dsa_", "mamba_", "mtp_", "muon_", "lion_", "sgd_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
     "megatron_fsdp_", "fsdp_", "moe_paged_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_", "moe_flex_", "kitchen_",
     "use_kitchen", "qk_clip_", "moe_router_quantile_", "optimizer_offload_", "cuda_graph_", "gtp_",
 )  # fmt: skip

@@ -90,7 +90,7 @@ class BuiltEngine:
         cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool,
     ):  # fmt: skip
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
-        self.context = context_of(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
+        self.context = context_of(model, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
         softcap = model.config.final_logit_softcapping

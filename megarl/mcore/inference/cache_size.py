@@ -1,9 +1,12 @@
 """Size of the rollout's KV cache: what a token takes, and what a number of GiB holds. For the engine, and for plans."""
 
+import math
+
 from megatron.core.transformer import MLATransformerConfig
 
 from megarl.errors import UsageError
 from megarl.mcore import device
+from megarl.mcore.recurrence.delta_rule import HeadSizes, States
 
 BLOCK_TOKENS_CUDA, BLOCK_TOKENS_CPU = 64, 16
 BLOCK_TOKENS = BLOCK_TOKENS_CUDA if device.has_cuda() else BLOCK_TOKENS_CPU  # prompts share whole blocks
@@ -23,6 +26,12 @@ def token_bytes(model_config, layers: int, tensor_ranks: int) -> int:
     """Bytes of a token's keys and values in that many layers on a tensor-parallel rank, as in Megatron's context."""
     heads, channels = cached_heads(model_config)
     return 2 * layers * max(heads // tensor_ranks, 1) * channels * model_config.params_dtype.itemsize
+
+
+def state_bytes(model_config, layers: int, tensor_ranks: int) -> int:
+    """Bytes of a request's recurrent states, always fp32, in that many layers on a tensor-parallel rank."""
+    sizes = HeadSizes.of(model_config, tensor_ranks)
+    return 4 * layers * sum(map(math.prod, States.shapes(1, model_config.linear_conv_kernel_dim, sizes)))
 
 
 def capacity_of(buffer_bytes: int, bytes_of_token: int, block_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Rollout state of models with multi-latent attention, whose cache holds latents."""
+"""Rollout state of models with multi-latent attention, whose cache holds latents; the context of any model."""
 
 import copy
 
@@ -7,6 +7,8 @@ from megatron.core.transformer import MLATransformerConfig
 from megarl.mcore.attention.latent_cache import latent_attention
 from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.paged_context import PagedContext
+from megarl.mcore.inference.recurrent_context import RecurrentContext
+from megarl.mcore.model.gated_delta_net import GatedDeltaNet
 
 
 class LatentContext(PagedContext):
@@ -31,7 +33,10 @@ class LatentContext(PagedContext):
         self.memory_buffer = self.memory_buffer.flatten(3)
 
 
-def context_of(model_config, *args, **kwargs) -> PagedContext:
-    """Returns the context for a model's kind of attention; arguments as of `PagedContext`."""
-    kind = LatentContext if isinstance(model_config, MLATransformerConfig) else PagedContext
-    return kind(model_config, *args, **kwargs)
+def context_of(model, *args) -> PagedContext:
+    """Returns the context for a model's kind of attention; `args`: those of `PagedContext` after the config."""
+    has_states = [isinstance(layer.self_attention, GatedDeltaNet) for layer in model.decoder.layers]
+    if model.config.experimental_attention_variant is not None:
+        return RecurrentContext(model.config, *args, has_states=has_states)
+    kind = LatentContext if isinstance(model.config, MLATransformerConfig) else PagedContext
+    return kind(model.config, *args)

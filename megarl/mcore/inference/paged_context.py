@@ -92,9 +92,18 @@ class PagedContext(DynamicInferenceContext):
             dedup=dedup,
             rotations=self._rotations_at(positions, frequencies),
             reads=reads,
-            caches=self.memory_buffer.unbind(),
+            caches=self._layer_caches(),
             attend=self._attend,
+            **self._states_of_step(len(slot_mapping), dedup),
         )
+
+    def _layer_caches(self) -> tuple[Tensor, ...]:
+        """The cache of each layer of this rank."""
+        return self.memory_buffer.unbind()
+
+    def _states_of_step(self, rows: int, dedup: PrefillDedup | None) -> dict:
+        """Fields of the plan of a step of so many rows, about recurrent states, in models that have them."""
+        return {}
 
     @property
     def reads_tables(self) -> bool:
@@ -127,7 +136,7 @@ class PagedContext(DynamicInferenceContext):
             dedup=None,
             rotations=self._rotations_at(step.positions, frequencies),
             reads=(by_kind[0], by_kind[-1]),
-            caches=self.memory_buffer.unbind(),
+            caches=self._layer_caches(),
             attend=self._attend,
             is_on_device=True,
         )

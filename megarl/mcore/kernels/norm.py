@@ -53,9 +53,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H], equal to the last bit with and without gradients."""
-        if x.device.type != "cpu" or x.dtype is not torch.float32 or self.weight.dtype is not torch.float32:
-            return super().forward(x)
-        return _rms_norm(x, self.weight, self.eps)
+        weight = self.own_weight()
+        if x.device.type != "cpu" or x.dtype is not torch.float32 or weight.dtype is not torch.float32:
+            return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return _rms_norm(x, weight, self.eps)
+
+    def own_weight(self) -> Tensor:
+        """The weights [H] as this rank uses them."""
+        return self.weight
 
 
 class ZeroCentredRMSNorm(torch.nn.RMSNorm):

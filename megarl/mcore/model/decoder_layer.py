@@ -13,15 +13,18 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.kernels.silu import by_whole_rows
 from megarl.mcore.model import rotary
 from megarl.mcore.moe.layer import MixtureLayer
+from megarl.mcore.recurrence.delta_rule import States
+from megarl.mcore.recurrence.runs import Runs
 
 
 class Rotation(NamedTuple):
@@ -71,6 +74,8 @@ class StepPlan:
     caches: tuple[Tensor, ...]
     attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`
     is_on_device: bool = False  # the device planned it: 16-bit decodes on CUDA
+    runs: Runs | None = None  # of the rows, in models with recurrent states
+    states: tuple[States | None, ...] = ()  # of each layer of this rank; None of those with attention
 
     def store(self, heads: Tensor, rotation: Rotation | None, cache: Tensor):
         """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to
@@ -85,10 +90,16 @@ class StepPlan:
         cache.index_copy_(0, self.slot_mapping, kv)
 
 
-def cache_index(attention: Attention) -> int:
-    """Returns the index of a layer's cache among this rank's caches."""
+def local_layer(attention) -> int:
+    """Returns the index of a layer, given its attention or what it has instead, among this rank's layers."""
     stage = dist.get_rank(attention.pg_collection.pp)
     return attention.layer_number - get_transformer_layer_offset(attention.config, pp_rank=stage) - 1
+
+
+def grouped_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Queries [T, 1, heads, D], keys and values [T, 1, G, D] -> [T, G, R + 2, D] as of `StepPlan.store`."""
+    grouped = query.unflatten(2, (key.shape[2], -1))
+    return torch.cat([grouped, key.unsqueeze(3), value.unsqueeze(3)], dim=3).squeeze(1)
 
 
 class PagedSelfAttention(SelfAttention):
@@ -106,31 +117,32 @@ class PagedSelfAttention(SelfAttention):
             rotary_pos_emb = rotary.of_kind(rotary_pos_emb, self.config, self.core_attention.kind)
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
-    _cache_index = functools.cached_property(cache_index)
+    _layer = functools.cached_property(local_layer)
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""
-        heads, core = self._heads(hidden), self.core_attention
-        cache = plan.caches[self._cache_index]
+        (heads, gate), core = self._heads(hidden), self.core_attention
+        cache = plan.caches[self._layer]
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         rotation = None if plan.rotations is None or skips_rope else plan.rotations[core.kind]
         plan.store(heads, rotation, cache.flatten(0, 1))
         attended = plan.attend(heads[:, :, :-2], cache, plan.reads[core.kind], core.softmax_scale, **core.options)
-        return apply_linear(self.linear_proj, attended.unsqueeze(1))
+        attended = attended.unsqueeze(1)
+        attended = attended if gate is None else self._apply_output_gate(attended, gate)
+        return apply_linear(self.linear_proj, attended)
 
-    def _heads(self, hidden: Tensor) -> Tensor:
-        """[T, G, R + 2, D] in fresh memory: the query heads of each group, then its key, then its value."""
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[T, G, R + 2, D] in fresh memory: the query heads of each group, then its key, then its value; and the gates
+        of the output in models that have them."""
         if self.q_layernorm is not None or self.config.num_query_groups < self.world_size:
             return self._normed_heads(hidden)
         projected, _ = apply_linear(self.linear_qkv, hidden)
         groups, channels = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        return projected.view(len(projected), groups, -1, channels)
+        return projected.view(len(projected), groups, -1, channels), None
 
-    def _normed_heads(self, hidden: Tensor) -> Tensor:
+    def _normed_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Same as `_heads`, with the norms of queries and keys."""
-        query, key, value = self.get_query_key_value_tensors(hidden)
-        grouped = query.unflatten(2, (key.shape[2], -1))
-        return torch.cat([grouped, key.unsqueeze(3), value.unsqueeze(3)], dim=3).squeeze(1)
+        return grouped_heads(*self.get_query_key_value_tensors(hidden)), None
 
 
 class AllHeadsNormAttention(PagedSelfAttention):
@@ -147,8 +159,20 @@ class AllHeadsNormAttention(PagedSelfAttention):
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         return self.q_norm(query), self.k_norm(key), value
 
-    def _heads(self, hidden: Tensor) -> Tensor:
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         return self._normed_heads(hidden)
+
+
+class GatedSelfAttention(PagedSelfAttention):
+    """Self-attention whose output is multiplied by a sigmoid of each channel (2505.06708, Qwen3-Next)."""
+
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        query, key, value, gate = self.get_query_key_value_tensors(hidden, output_gate=True)
+        return grouped_heads(query, key, value), gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """As Megatron's; a row's result does not depend on its place."""
+        return (x * by_whole_rows(torch.sigmoid, gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class DecoderLayer(TransformerLayer):

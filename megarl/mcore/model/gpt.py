@@ -20,7 +20,7 @@ from megarl.mcore.model.decoder_layer import Rotation
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.native_decode import run_decode_layers
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern, virtual_stage_numbers
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern, virtual_stage_numbers
 from megarl.mcore.model.rotary import Rotary
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.balancing import balancing_state
@@ -182,12 +182,17 @@ def weight_shapes(
     if value_head:
         shapes[f"{role}.{HEAD}"] = (1, hidden)
         shapes[f"{role}.{HEAD_BIAS}"] = (1,) if args.draws_weights else None
-    kinds, stacked = moe_layer_pattern(args), (layers,)
+    kinds, is_recurrent, stacked = moe_layer_pattern(args), recurrent_layer_pattern(args), (layers,)
     prefix = moe_prefix = f"{role}.decoder.layers"
-    if len(set(kinds)) > 1:  # Megatron stacks layers in a checkpoint only if all are alike
-        prefix, moe_prefix = f"{prefix}.{layers - 1}", f"{prefix}.{kinds.index(True)}"
+    if len(set(kinds)) > 1 or any(is_recurrent):  # Megatron stacks layers in a checkpoint only if all are alike
+        moe_prefix = f"{prefix}.{kinds.index(True) if args.num_experts else 0}"
+        prefix = f"{prefix}.{layers - 1}"
         stacked = ()
-    shapes[f"{prefix}.self_attention.linear_proj.weight"] = (*stacked, hidden, attended)
+    if is_recurrent[-1]:
+        values = args.linear_num_value_heads * args.linear_value_head_dim
+        shapes[f"{prefix}.self_attention.out_proj.weight"] = (hidden, values)
+    else:
+        shapes[f"{prefix}.self_attention.linear_proj.weight"] = (*stacked, hidden, attended)
     if not args.num_experts:
         shapes[f"{prefix}.mlp.linear_fc2.weight"] = (*stacked, hidden, args.ffn_hidden_size)
         return shapes

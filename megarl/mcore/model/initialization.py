@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SCALED = ("linear_proj.weight", "linear_fc2.weight")  # standard deviation falls with depth (1909.08053 §3, GPT-2)
+SCALED = (
+    "linear_proj.weight",
+    "linear_fc2.weight",
+    "out_proj.weight",
+)  # standard deviation falls with depth (1909.08053 §3, GPT-2)
 
 
 def initialize(chunk, seed: int, pg_collection):
@@ -22,6 +26,8 @@ def initialize(chunk, seed: int, pg_collection):
             _draw(whole_name, parameter, chunk.config, seed, pg_collection)
         elif whole_name.endswith(".bias") and "layernorm" not in name:
             torch.nn.init.zeros_(parameter)
+        elif whole_name.endswith(".A_log"):
+            _draw_decays(whole_name, parameter, seed, pg_collection.tp)
 
 
 def _is_scalar_head(name: str, parameter: Tensor) -> bool:
@@ -80,5 +86,14 @@ def _draw(whole_name: str, parameter: Tensor, config, seed: int, pg_collection):
         _method(whole_name, config)(whole)
     # A rank holds its shard of the gate projection, then the same shard of the up projection.
     halves = 2 if whole_name.endswith("linear_fc1.weight") and config.gated_linear_unit else 1
+    parts = getattr(parameter, "parts", [parameter.shape[axis] // halves] * halves)  # rows of each shard
     rank = dist.get_rank(group) if is_split else 0
-    parameter.copy_(torch.cat([half.chunk(shards, axis)[rank] for half in whole.chunk(halves, axis)], axis))
+    wholes = whole.split([rows * shards for rows in parts], axis)
+    parameter.copy_(torch.cat([part.chunk(shards, axis)[rank] for part in wholes], axis))
+
+
+@torch.no_grad()
+def _draw_decays(whole_name: str, parameter: Tensor, seed: int, group):
+    """Logarithms of numbers between 1 and 16, as of Megatron's gated delta net."""
+    whole = draw_uniform(whole_name, seed, (len(parameter) * dist.get_world_size(group),), 7.5).add_(8.5).log_()
+    parameter.copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])

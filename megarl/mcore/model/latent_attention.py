@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from megarl.mcore.attention.latent_cache import Latents
 from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
 from megarl.mcore.model import rotary
-from megarl.mcore.model.decoder_layer import Rotation, StepPlan, cache_index
+from megarl.mcore.model.decoder_layer import Rotation, StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 
@@ -75,7 +75,7 @@ class LatentAttention(Attention):
         """Megatron's interface, which `forward` does not use."""
         raise NotImplementedError
 
-    _cache_index = functools.cached_property(cache_index)
+    _layer = functools.cached_property(local_layer)
 
     def forward(
         self, hidden_states, attention_mask, *, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **_
@@ -103,7 +103,7 @@ class LatentAttention(Attention):
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """As that of `PagedSelfAttention`, over a cache of latents [blocks, block, L + r]."""
-        core, cache = self.core_attention, plan.caches[self._cache_index]
+        core, cache = self.core_attention, plan.caches[self._layer]
         rotation = plan.rotations[core.kind]
         query, latents = self._query(hidden, rotation), self._latents(hidden, rotation)
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)

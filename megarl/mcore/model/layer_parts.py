@@ -1,11 +1,20 @@
 """megarl's own parts of a decoder layer, the same in all layer specs: the layer, its attention and core attention."""
 
+from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
 from megarl.mcore.config.model_flags import has_score_options
-from megarl.mcore.model.decoder_layer import AllHeadsNormAttention, DecoderLayer, MoEDecoderLayer, PagedSelfAttention
+from megarl.mcore.model.decoder_layer import (
+    AllHeadsNormAttention,
+    DecoderLayer,
+    GatedSelfAttention,
+    MoEDecoderLayer,
+    PagedSelfAttention,
+)
+from megarl.mcore.model.gated_delta_net import GatedDeltaNet
 from megarl.mcore.model.latent_attention import LatentAttention
+from megarl.mcore.model.pipeline_layout import LayerKind
 from megarl.mcore.model.post_norm import PostNormLayer, PostNormMoELayer
 
 LAYERS = {  # norms only before attention and MLP, experts
@@ -16,10 +25,14 @@ LAYERS = {  # norms only before attention and MLP, experts
 }
 
 
-def put_own_parts(spec: ModuleSpec, args, is_moe: bool):
-    """Puts them into Megatron's spec of a layer, dense or MoE; `args`: the role's Megatron namespace."""
+def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
+    """Puts them into Megatron's spec of a layer; `args`: the role's Megatron namespace."""
     attention = spec.submodules.self_attention
-    spec.module = LAYERS[args.layernorm_position == "pre", is_moe]
+    spec.module = LAYERS[args.layernorm_position == "pre", kind.is_moe]
+    if kind.is_recurrent:
+        parts = GatedDeltaNetSubmodules(attention.submodules.linear_qkv, out_proj=attention.submodules.linear_proj)
+        spec.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=parts)
+        return
     attention.module = _attention_kind(args)
     attention.submodules.core_attention = ScoredAttention if has_score_options(args) else PackedAttention
 
@@ -27,4 +40,6 @@ def put_own_parts(spec: ModuleSpec, args, is_moe: bool):
 def _attention_kind(args) -> type:
     if args.multi_latent_attention:
         return LatentAttention
+    if args.attention_output_gate:
+        return GatedSelfAttention
     return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention

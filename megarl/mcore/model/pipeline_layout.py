@@ -1,4 +1,6 @@
-"""Which layers of a model have experts, and which layers each pipeline stage holds."""
+"""Which layers of a model have experts or a recurrent state, and which layers each pipeline stage holds."""
+
+from typing import NamedTuple
 
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -14,6 +16,32 @@ def moe_layer_pattern(args) -> list[bool]:
     if isinstance(pattern, int):
         return [i % pattern == 0 for i in range(args.num_layers)]
     return [bool(x) for x in pattern]
+
+
+def recurrent_layer_pattern(args) -> list[bool]:
+    """Returns whether each layer of the whole model has a recurrent state instead of attention: all but every N-th of
+    `--linear-attention-freq` N, or a pattern."""
+    every = args.linear_attention_freq
+    if args.experimental_attention_variant is None:
+        return [False] * args.num_layers
+    if isinstance(every, int):
+        return [bool((i + 1) % every) for i in range(args.num_layers)]
+    return [bool(x) for x in every]
+
+
+class LayerKind(NamedTuple):
+    """What a layer has instead of an MLP, and instead of attention."""
+
+    is_moe: bool = False
+    is_recurrent: bool = False
+
+
+DENSE = LayerKind()
+
+
+def layer_kinds(args) -> list[LayerKind]:
+    """Returns the kind of each layer of the whole model."""
+    return [LayerKind(*pair) for pair in zip(moe_layer_pattern(args), recurrent_layer_pattern(args), strict=True)]
 
 
 def layers_of_chunk(config, stage: int, virtual_stage: int | None) -> range:

@@ -6,6 +6,8 @@ all gate rows, then all up rows. Projections of multi-latent attention are layer
 
 from typing import NamedTuple
 
+from megarl.mcore.recurrence.delta_rule import HeadSizes
+
 # Suffix of a linear layer's name -> its projections, in the order of its rows.
 LINEARS = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -23,17 +25,20 @@ Sizes = dict[str, tuple[int, int]]  # rows and columns of projections by name
 
 
 class HeadLayout(NamedTuple):
-    """Attention heads: G groups of R query heads with one key and one value head, D channels each."""
+    """Attention heads: G groups of R query heads with one key and one value head, D channels each; and the heads of
+    layers with a recurrent state, in models that have them."""
 
     groups: int
     queries: int  # per group
     channels: int
+    recurrent: HeadSizes | None = None
 
     @classmethod
     def of(cls, args) -> "HeadLayout":
         """That of a role's Megatron namespace."""
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        return cls(groups, args.num_attention_heads // groups, args.kv_channels)
+        recurrent = None if args.experimental_attention_variant is None else HeadSizes.of(args, 1)
+        return cls(groups, args.num_attention_heads // groups, args.kv_channels, recurrent)
 
 
 def linears_of(args) -> dict[str, tuple[str, ...]]:
@@ -48,7 +53,8 @@ def attention_sizes(args) -> Sizes:
         return _latent_attention_sizes(args)
     hidden, heads = args.hidden_size, HeadLayout.of(args)
     attended = heads.groups * heads.queries * heads.channels
-    sizes = {"q_proj": (attended, hidden), "o_proj": (hidden, attended)}
+    # With gates of the output, q_proj has their rows, too.
+    sizes = {"q_proj": (attended * (1 + args.attention_output_gate), hidden), "o_proj": (hidden, attended)}
     return sizes | dict.fromkeys(("k_proj", "v_proj"), (heads.groups * heads.channels, hidden))
 
 

@@ -12,6 +12,7 @@ from megarl.data.conversations import build_encoder
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from tests.helpers.hf_folders import CASES, hash_of, largest_file, reference, uniform, weights, write_folder
+from tests.helpers.hf_layouts import RECURRENT
 from tests.helpers.worlds import run_world
 
 OLD_STYLE = [case for case in CASES if case.endswith("_old_style")]
@@ -59,13 +60,14 @@ def test_stored_numbers_are_complete(case):
     """Finite, of the stated lengths, and far enough from uniform for a comparison to mean something."""
     stored = reference(case)
     vocabulary = stored.config["vocab_size"]
-    assert [len(tokens) for tokens in stored.tokens] == [40, 23]
+    lengths = [97, 23, 2] if case in RECURRENT else [40, 23]
+    assert [len(tokens) for tokens in stored.tokens] == lengths
     assert all(4 <= token < vocabulary for tokens in stored.tokens for token in tokens)
     if stored.scores is not None:
         assert stored.scores.shape == (2,) and stored.scores.isfinite().all()
         assert stored.generation_config is stored.logprobs is stored.greedy is None
         return
-    assert [len(logprobs) for logprobs in stored.logprobs] == [39, 22]
+    assert [len(logprobs) for logprobs in stored.logprobs] == [length - 1 for length in lengths]
     assert stored.last_logprobs.shape == (vocabulary,)
     assert abs(stored.last_logprobs.exp().sum() - 1) < 1e-6
     everything = torch.cat([*stored.logprobs, stored.last_logprobs])

@@ -5,13 +5,13 @@ import importlib
 import torch.distributed as dist
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.mcore.model.pipeline_layout import layers_of_chunk, moe_layer_pattern
+from megarl.mcore.model.pipeline_layout import layer_kinds, layers_of_chunk
 
 
 def block_spec(args, config, pg_collection, virtual_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one chunk of this rank's pipeline stage, built by the spec that `args.transformer_impl` names."""
     spec = importlib.import_module(f"{__name__}.{args.transformer_impl}")
-    pattern = moe_layer_pattern(args)
-    specs = {is_moe: spec.layer_spec(args, is_moe) for is_moe in set(pattern)}
+    pattern = layer_kinds(args)
+    specs = {kind: spec.layer_spec(args, kind) for kind in set(pattern)}
     layers = layers_of_chunk(config, dist.get_rank(pg_collection.pp), virtual_stage)
     return TransformerBlockSubmodules(layer_specs=[specs[pattern[i]] for i in layers], layer_norm=spec.final_norm)

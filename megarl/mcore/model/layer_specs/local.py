@@ -1,6 +1,6 @@
 """`--transformer-impl local`: Megatron's local layers with megarl's attention, norms, MLP, experts and router.
 
-A layer spec is a module of this folder with two names: `layer_spec(args, is_moe)` and `final_norm`.
+A layer spec is a module of this folder with two names: `layer_spec(args, kind)` and `final_norm`.
 """
 
 import dataclasses
@@ -13,35 +13,39 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
 from megarl.mcore.model.layer_parts import put_own_parts
+from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
 from megarl.mcore.moe.experts import Experts, SharedExperts
 from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.moe.router import Router
 
 final_norm = Norm  # after the last layer
+MLP_NORM = "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"  # its name, and that in checkpoints
 
 
-def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
-    """The spec of one decoder layer, dense or MoE, for packed sequences in training and the paged KV cache in rollout.
+def layer_spec(args, kind: LayerKind = DENSE) -> ModuleSpec:
+    """The spec of one decoder layer, for packed sequences in training and the paged KV cache or states in rollout.
 
     `args`: the role's Megatron namespace.
     """
     spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts if is_moe else None,
+        num_experts=args.num_experts if kind.is_moe else None,
         moe_grouped_gemm=False,  # experts keep weights of their own; see `moe.layer`
         normalization=args.normalization,
         qk_layernorm=args.qk_layernorm,
         multi_latent_attention=args.multi_latent_attention,
     )
     layer, attention = spec.submodules, spec.submodules.self_attention
-    put_own_parts(spec, args, is_moe)
+    put_own_parts(spec, args, kind)
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.layernorm_position == "post" else Norm
-    if args.qk_layernorm:
+    if args.qk_layernorm and not kind.is_recurrent:
         names = ("q_layernorm", "kv_layernorm" if args.multi_latent_attention else "k_layernorm")
         for name in names:
             setattr(attention.submodules, name, Norm)
     if args.multi_latent_attention:
-        layer.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}  # as of all models
-    if not is_moe:
+        layer.sharded_state_dict_keys_map = dict([MLP_NORM])  # as of all models
+    if kind.is_recurrent:
+        layer.sharded_state_dict_keys_map = dict([("input_layernorm.", "self_attention.in_proj.layer_norm_"), MLP_NORM])
+    if not kind.is_moe:
         layer.mlp = functools.partial(SwiGLUMLP.as_mlp_submodule, **layer.mlp.keywords)
     else:
         parts = layer.mlp.keywords["submodules"]

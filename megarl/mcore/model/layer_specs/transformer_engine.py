@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore import device
 from megarl.mcore.model.layer_parts import put_own_parts
+from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
 from megarl.mcore.moe.router import Router
 
 
@@ -54,15 +55,16 @@ class GroupedMixture(MoELayer):
     reads_host = True  # their products take the numbers of rows from the host
 
 
-def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
-    """The spec of one decoder layer, dense or MoE, as that of `local`. `args`: the role's Megatron namespace."""
+def layer_spec(args, kind: LayerKind = DENSE) -> ModuleSpec:
+    """The spec of one decoder layer, as that of `local`. `args`: the role's Megatron namespace."""
+    is_moe = kind.is_moe
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=args.num_experts if is_moe else None,
         moe_grouped_gemm=True,
         qk_layernorm=args.qk_layernorm,
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    put_own_parts(spec, args, is_moe)
+    put_own_parts(spec, args, kind)
     if args.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = EngineNorm
     layer.sharded_state_dict_keys_map = {}

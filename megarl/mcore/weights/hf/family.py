@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megarl.mcore.weights.hf.mapping import Mapping, heads, rows
+from megarl.mcore.weights.hf.mapping import Mapping, gated_heads, heads, recurrent_parts, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.rotary import rotary_flags
 
@@ -54,9 +54,12 @@ LATENT = MLP | {
     "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
     "self_attention.linear_proj.weight": rows("self_attn.o_proj.weight"),
 }
+# With attention whose output has gates.
+GATED = LAYERS | {"self_attention.linear_qkv.weight": gated_heads(*(f"self_attn.{x}_proj.weight" for x in "qkv"))}
 MODEL = {EMBEDDING: rows("model.embed_tokens.weight"), "decoder.final_layernorm.weight": rows("model.norm.weight")}
 LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
-FULL, WINDOW = "full_attention", "sliding_attention"  # kinds of layers in config.json
+FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # kinds of layers in config.json
+LINEAR_SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
 def expert_layers(
@@ -78,6 +81,20 @@ def expert_layers(
         "mlp.shared_experts.linear_fc1.weight": rows(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
         "mlp.shared_experts.linear_fc2.weight": rows(f"{shared}.down_proj.weight"),
         "mlp.shared_experts.gate_weight": rows("mlp.shared_expert_gate.weight"),
+    }
+
+
+def delta_net_layers(projections: dict[str, Mapping]) -> dict[str, Mapping]:
+    """The weights of layers with a gated delta net; `projections`: the parts of its first projection."""
+    convolution = recurrent_parts("linear_attn.conv1d.weight", "query", "key", "value")
+    return {
+        "self_attention.in_proj.layer_norm_weight": rows("input_layernorm.weight"),
+        **{f"self_attention.in_proj.weight.{part}": mapping for part, mapping in projections.items()},
+        **{f"self_attention.conv1d.weight.{part}": mapping for part, mapping in convolution.items()},
+        "self_attention.dt_bias": rows("linear_attn.dt_bias"),
+        "self_attention.A_log": rows("linear_attn.A_log"),
+        "self_attention.out_norm.weight": rows("linear_attn.norm.weight"),
+        "self_attention.out_proj.weight": rows("linear_attn.out_proj.weight"),
     }
 
 
@@ -106,7 +123,7 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
     return {
         "num-layers": config.whole("num_hidden_layers"),
         "hidden-size": hidden,
-        "ffn-hidden-size": config.whole("intermediate_size"),
+        "ffn-hidden-size": config.whole("intermediate_size", "moe_intermediate_size"),
         "num-attention-heads": attention_heads,
         "group-query-attention": True,
         "num-query-groups": config.whole("num_key_value_heads", "num_attention_heads"),
@@ -118,6 +135,20 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
         "max-position-embeddings": config.whole("max_position_embeddings"),
         **rotary(config),
     }
+
+
+def delta_net_flags(config: ModelConfig) -> dict[str, object]:
+    """Which layers have a gated delta net, its sizes, and gated attention with norms of queries and keys in others."""
+    config.require("attention_bias", False, None)
+    kinds = config.items("layer_types", str, "names")
+    if other := set(kinds) - {FULL, LINEAR}:
+        raise config.error("layer_types", f"{FULL} or {LINEAR} of each layer, not {min(other)}")
+    found: dict[str, object] = {
+        "qk-layernorm": True, "apply-layernorm-1p": True, "attention-output-gate": True,
+        "experimental-attention-variant": "gated_delta_net",
+        "linear-attention-freq": str([int(kind == LINEAR) for kind in kinds]).replace(" ", ""),
+    }  # fmt: skip
+    return found | {f"linear-{name.replace('_', '-')}": config.whole(f"linear_{name}") for name in LINEAR_SIZES}
 
 
 def window_flags(config: ModelConfig) -> dict[str, object]:

@@ -102,7 +102,54 @@ def _by_group(names: tuple[str, ...], starts: tuple[int, ...], heads: HeadLayout
     return found
 
 
-Mapping = Rows | StackedExperts | Heads | FusedHeads
+class GatedHeads(NamedTuple):
+    """Separate tensors of queries, keys and values; each query head's rows are followed by those of its gate.
+
+    Megatron has for each group all queries, all gates, its key, its value.
+    """
+
+    names: tuple[str, str, str]
+
+    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows."""
+        size, found = heads.channels, []
+        for group in range(heads.groups):
+            queries = range(group * heads.queries, (group + 1) * heads.queries)
+            places = [(self.names[0], 2 * query + part) for part in (0, 1) for query in queries]
+            places += [(name, group) for name in self.names[1:]]
+            found += [(name, place * size) for name, place in places]
+        return [RowRange(name, i * size, source, size) for i, (name, source) in enumerate(found)]
+
+
+class RecurrentPart(NamedTuple):
+    """A part of a tensor of a layer with a recurrent state.
+
+    Its rows are those of several parts, one after another, or `by_key_head` those of all parts of one key head, then
+    those of the next one.
+    """
+
+    names: tuple[str]
+    parts: tuple[str, ...]  # of the tensor: names of `_part_sizes`
+    number: int  # which part
+    by_key_head: bool = False
+
+    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows."""
+        sizes = _part_sizes(heads)
+        rows_of = [sizes[part] for part in self.parts]
+        blocks = heads.recurrent.groups if self.by_key_head else 1
+        start, size, period = (sum(x) // blocks for x in (rows_of[: self.number], [rows], rows_of))
+        return [RowRange(self.names[0], i * size, i * period + start, size) for i in range(blocks)]
+
+
+def _part_sizes(heads: HeadLayout) -> dict[str, int]:
+    """Rows of the parts of the projections of a layer with a recurrent state."""
+    groups, value_heads, keys, values = heads.recurrent
+    wide = {"query": groups * keys, "key": groups * keys, "value": value_heads * values, "z": value_heads * values}
+    return wide | {"beta": value_heads, "alpha": value_heads}
+
+
+Mapping = Rows | StackedExperts | Heads | FusedHeads | GatedHeads | RecurrentPart
 
 
 def rows(*names: str) -> Rows:
@@ -118,6 +165,16 @@ def heads(query: str, key: str, value: str) -> Heads:
 def fused_heads(name: str) -> FusedHeads:
     """One tensor of queries, keys and values."""
     return FusedHeads((name,))
+
+
+def gated_heads(query: str, key: str, value: str) -> GatedHeads:
+    """Separate tensors of queries with gates, keys and values."""
+    return GatedHeads((query, key, value))
+
+
+def recurrent_parts(name: str, *parts: str, by_key_head: bool = False) -> dict[str, Mapping]:
+    """The parts of a tensor of a layer with a recurrent state, by their names."""
+    return {part: RecurrentPart((name,), parts, i, by_key_head) for i, part in enumerate(parts)}
 
 
 def stacked_experts(name: str) -> StackedExperts:

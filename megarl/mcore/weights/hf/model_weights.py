@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megarl.mcore.model.pipeline_layout import LayerKind
 from megarl.mcore.model.projections import HeadLayout, attention_sizes, linear_sizes, mlp_sizes
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD
 
 
@@ -15,18 +17,19 @@ class ModelWeight(NamedTuple):
     shape: tuple[int, ...]
 
 
-def model_weights(args, vocab_size: int, has_experts: list[bool], value_head: bool = False) -> Iterator[ModelWeight]:
+def model_weights(args, vocab_size: int, kinds: list[LayerKind], value_head: bool = False) -> Iterator[ModelWeight]:
     """Yields the weights of a language model, or of one with a scalar head.
 
     Args:
         args: the role's Megatron namespace.
         vocab_size: without padding.
-        has_experts: of each layer.
+        kinds: of the layers.
     """
     yield ModelWeight(EMBEDDING, None, (vocab_size, args.hidden_size))
-    for layer, is_moe in enumerate(has_experts):
+    for layer, kind in enumerate(kinds):
         prefix = f"decoder.layers.{layer}."
-        shapes = _norms(args) | _attention(args) | (_experts(args) if is_moe else _mlp(args))
+        attention = _recurrent(args) if kind.is_recurrent else _attention(args)
+        shapes = _norms(args, kind) | attention | (_experts(args) if kind.is_moe else _mlp(args))
         for name, shape in shapes.items():
             for expert in range(args.num_experts) if name.startswith("mlp.experts.") else (None,):
                 yield ModelWeight(prefix + name, expert, shape)
@@ -35,9 +38,10 @@ def model_weights(args, vocab_size: int, has_experts: list[bool], value_head: bo
         yield ModelWeight(HEAD, None, (1 if value_head else vocab_size, args.hidden_size))
 
 
-def _norms(args) -> dict[str, tuple[int, ...]]:
+def _norms(args, kind: LayerKind) -> dict[str, tuple[int, ...]]:
     """Norms before and after attention and MLP."""
-    names, attention = [], "self_attention.linear_qkv.layer_norm_weight"
+    names, first = [], "in_proj" if kind.is_recurrent else "linear_qkv"
+    attention = f"self_attention.{first}.layer_norm_weight"
     if args.layernorm_position != "post":
         names = ["input_layernorm.weight" if args.multi_latent_attention else attention]
         names.append("mlp.linear_fc1.layer_norm_weight")
@@ -57,6 +61,19 @@ def _attention(args) -> dict[str, tuple[int, ...]]:
     if args.softmax_type == "learnable":
         shapes["self_attention.core_attention.softmax_offset"] = (args.num_attention_heads,)
     return shapes | _query_and_key_norms(args)
+
+
+def _recurrent(args) -> dict[str, tuple[int, ...]]:
+    """The weights of a gated delta net."""
+    groups, heads, keys, values = HeadSizes.of(args, 1)
+    wide = {"query": groups * keys, "key": groups * keys, "value": heads * values}
+    projected = wide | {"z": heads * values, "beta": heads, "alpha": heads}
+    shapes: dict[str, tuple[int, ...]] = {f"in_proj.weight.{name}": (rows, args.hidden_size)
+                                          for name, rows in projected.items()}  # fmt: skip
+    shapes |= {f"conv1d.weight.{name}": (rows, 1, args.linear_conv_kernel_dim) for name, rows in wide.items()}
+    shapes |= {"A_log": (heads,), "dt_bias": (heads,), "out_norm.weight": (values,)}
+    shapes["out_proj.weight"] = (args.hidden_size, heads * values)
+    return {f"self_attention.{name}": shape for name, shape in shapes.items()}
 
 
 def _query_and_key_norms(args) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from safetensors import safe_open
 
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.mcore.model.pipeline_layout import layer_kinds
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, LAYER, LM_HEAD, MODEL, SCALAR_HEAD
 from megarl.mcore.weights.hf.folder import READABLE
@@ -84,7 +84,7 @@ class WeightMap:
         """Shape by name of every tensor that the folder must have."""
         shapes: dict[str, tuple[int, ...]] = {}
         vocab_size = self.model.vocab_size
-        for weight in model_weights(self.args, vocab_size, moe_layer_pattern(self.args), self.value_head):
+        for weight in model_weights(self.args, vocab_size, layer_kinds(self.args), self.value_head):
             index = () if weight.expert is None else (weight.expert,)
             for part in self.ranges(weight.key, index, weight.shape[0]):
                 shape = part.source_shape(weight.shape[1:], self.args.num_experts)

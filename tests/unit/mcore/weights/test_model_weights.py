@@ -37,12 +37,12 @@ def of_model(model, groups) -> Shapes:
 def of_flags(role, value_head: bool) -> Shapes:
     """What the flags say, with the rows that pad the vocabulary."""
     from megarl.mcore.model.gpt import padded_vocab_size
-    from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+    from megarl.mcore.model.pipeline_layout import layer_kinds
     from megarl.mcore.weights.hf.model_weights import model_weights
 
     args, found = role.megatron, {}
     rows = padded_vocab_size(args, role.hf_model.vocab_size)
-    for key, expert, shape in model_weights(args, rows, moe_layer_pattern(args), value_head):
+    for key, expert, shape in model_weights(args, rows, layer_kinds(args), value_head):
         name = split(key, () if expert is None else (expert,))
         assert name not in found, f"{name} is described twice"
         found[name] = shape

@@ -1,20 +1,19 @@
 // PyTorch operators `megarl::…` over the kernels of this folder; all tensors are float32 or int64, on the CPU.
 // Shapes: T tokens or rows, H query heads in G groups of R, D channels per head.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "attention.h"
 #include "decode.h"
+#include "delta_rule.h"
 #include "gemm.h"
 #include "parallel.h"
 #include "rows.h"
 #include "sampling.h"
+#include "tensors.h"
 
 namespace megarl {
-
-using at::Tensor;
 
 int thread_count() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
@@ -23,27 +22,6 @@ constexpr int64_t PARALLEL_WORK = 1 << 20;  // multiply-adds from which a kernel
 int64_t threads_for(int64_t work) { return work < PARALLEL_WORK ? 1 : thread_count(); }
 
 namespace {
-
-const float* floats(const Tensor& x) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), "megarl kernels: a float32, contiguous tensor");
-    return x.const_data_ptr<float>();
-}
-float* mutable_floats(const Tensor& x) {
-    floats(x);
-    return x.mutable_data_ptr<float>();
-}
-const int64_t* integers(const Tensor& x) {
-    TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous(), "megarl kernels: an int64, contiguous tensor");
-    return x.const_data_ptr<int64_t>();
-}
-Matrix matrix(const Tensor& x) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == 2, "megarl kernels: a float32 matrix");
-    return {x.const_data_ptr<float>(), x.stride(0), x.stride(1)};
-}
-Matrix transposed(const Tensor& x) {
-    Matrix m = matrix(x);
-    return {m.data, m.column_stride, m.row_stride};
-}
 
 // weight [N, K] of any strides -> [panels, K, PANEL].
 Tensor pack_weight(const Tensor& weight) {
@@ -393,6 +371,12 @@ TORCH_LIBRARY(megarl, m) {
     m.def(
         "sample(Tensor logits, float temperature, int vocab, int parts, Tensor numbers) -> (Tensor, Tensor, Tensor)",
         &sample_rows);
+    m.def("causal_convolution(Tensor x, Tensor weight, Tensor runs, Tensor(a!) states) -> Tensor", &causal_convolution);
+    m.def("delta_rule_gates(Tensor a, Tensor b, Tensor decay_logs, Tensor biases) -> (Tensor, Tensor)", &delta_rule_gates);
+    m.def(
+        "delta_rule(Tensor x, Tensor decays, Tensor betas, int groups, int keys, Tensor runs, Tensor(a!) states) "
+        "-> Tensor",
+        &delta_rule);
 }
 
 }  // namespace megarl

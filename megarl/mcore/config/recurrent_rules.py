@@ -1,0 +1,103 @@
+"""Rules on models with recurrent states, the gated delta net of `--experimental-attention-variant`: sizes, and what
+such models cannot be combined with.
+
+A rule is data, as in `layout_rules`.
+"""
+
+from megarl.errors import UsageError
+from megarl.mcore import device
+from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, require, value_of
+
+FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
+SIZES = {"linear-conv-kernel-dim": 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128,
+         "linear-num-key-heads": 16, "linear-num-value-heads": 32}  # fmt: skip  # Megatron's defaults
+VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, tokens that a convolution reads
+
+
+def has_states(args) -> bool:
+    """Whether a model with this Megatron namespace has layers with a recurrent state."""
+    return args.experimental_attention_variant is not None
+
+
+def check(role: str, args):
+    """Raises UsageError for the first rule that a role's parsed flags break."""
+    require(role, rules(args))
+
+
+def rules(args) -> list[LayoutRule]:
+    """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
+    gate, freq = args.attention_output_gate, args.linear_attention_freq
+    on, where = has_states(args), f"with {FLAG} {GATED_DELTA_NET}"
+    return [
+        *(LayoutRule(f"--{name}", value_of(args, name), on or value_of(args, name) == default, f"none without {FLAG}")
+          for name, default in SIZES.items()),
+        LayoutRule("--linear-attention-freq", freq, on or freq is None, f"none without {FLAG}"),
+        *(min_value(f"--{name}", value_of(args, name)) for name in SIZES),
+        *_of_layers(args, on),
+        *(LayoutRule(flag, value, not on or holds, f"{allowed} {where}")
+          for flag, value, holds, allowed in _combinations(args)),
+        LayoutRule("--attention-output-gate", gate, not gate or not args.multi_latent_attention,
+             "none with --multi-latent-attention"),
+        LayoutRule("--attention-output-gate", gate, not gate or not args.qk_layernorm_all_heads,
+             "none with --qk-layernorm-all-heads"),
+        LayoutRule("--attention-output-gate", gate, not gate or not args.add_bias_linear and not args.add_qkv_bias,
+             "none with biases of queries, keys and values"),
+    ]  # fmt: skip
+
+
+def _of_layers(args, on: bool) -> list[LayoutRule]:
+    freq, layers, tensor = args.linear_attention_freq, args.num_layers, args.tensor_model_parallel_size
+    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+    fits = (
+        1 < freq <= layers if isinstance(freq, int) else on and freq and is_pattern(freq, layers) and {*freq} == {0, 1}
+    )
+    return [
+        LayoutRule("--linear-attention-freq", freq, not on or fits,
+             f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
+        LayoutRule("--linear-num-key-heads", keys, not on or keys % tensor == 0,
+             f"a multiple of --tensor-model-parallel-size {tensor}"),
+        LayoutRule("--linear-num-value-heads", values, not on or values % keys == 0,
+             f"a multiple of --linear-num-key-heads {keys}"),
+        LayoutRule("--linear-value-head-dim", args.linear_value_head_dim,
+             not on or args.linear_value_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
+        LayoutRule("--linear-conv-kernel-dim", args.linear_conv_kernel_dim,
+             not on or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS, f"from 2 to {MAX_TAPS}"),
+    ]  # fmt: skip
+
+
+def _combinations(args) -> list[tuple[str, object, bool, str]]:
+    """(flag, value, whether it is allowed beside recurrent states, what is) of other flags."""
+    context, impl, modules = args.context_parallel_size, args.transformer_impl, args.recompute_modules or []
+    return [
+        (FLAG, args.experimental_attention_variant, not device.has_cuda(), "a CPU: it has no kernels for CUDA yet,"),
+        ("--context-parallel-size", context, context == 1, "1"),
+        ("--transformer-impl", impl, impl == "local", "local"),
+        ("--fp16", args.fp16, not args.fp16, "--bf16 or fp32: decays overflow,"),
+        ("--multi-latent-attention", args.multi_latent_attention, not args.multi_latent_attention, "none"),
+        ("--layernorm-position", args.layernorm_position, args.layernorm_position == "pre", "pre"),
+        ("--normalization", args.normalization, args.normalization == "RMSNorm", "RMSNorm"),
+        ("--disable-bias-linear", False, not args.add_bias_linear, "given"),
+        ("--recompute-modules", " ".join(modules), "gdn_norm_out" not in modules, "others than gdn_norm_out"),
+        ("--use-torch-fsdp2", args.use_torch_fsdp2, not args.use_torch_fsdp2 or not args.bf16,
+         "fp32: some parameters have another type,"),
+    ]  # fmt: skip
+
+
+def check_run(settings, megatron: dict, lora: dict):
+    """Raises UsageError for settings of a run that its models with recurrent states cannot have.
+
+    `megatron`, `lora`: namespaces and factors of roles.
+    """
+    for role in filter(lambda role: has_states(megatron[role]), megatron):
+        if lora.get(role) is not None:
+            raise UsageError(
+                f"--lora-rank {lora[role].rank}: not yet with {FLAG} {GATED_DELTA_NET}, whose projections are fused"
+            )
+    actor = megatron.get("actor")
+    flags = {
+        "--rollout-prefix-caching": "its blocks hold keys and values, and no states",
+        "--speculative-rollout": "a state cannot go back over wrong drafts",
+    }
+    for flag, why in flags.items() if actor is not None and has_states(actor) else ():
+        if getattr(settings, flag.removeprefix("--").replace("-", "_")):
+            raise UsageError(f"{flag}: not yet with {FLAG} {GATED_DELTA_NET}: {why}")

@@ -1,0 +1,106 @@
+"""Rollout state of models with recurrent states: a state of each request beside the cache of keys and values."""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megarl.errors import UsageError
+from megarl.mcore import device
+from megarl.mcore.attention.prefill_dedup import PrefillDedup
+from megarl.mcore.inference.cache_size import state_bytes
+from megarl.mcore.inference.paged_context import PagedContext
+from megarl.mcore.recurrence.delta_rule import HeadSizes, States
+from megarl.mcore.recurrence.runs import NONE, Runs
+
+GIB = 2**30
+
+
+class RecurrentContext(PagedContext):
+    """Keeps the states of a request under its id, which the session gives to no other request before this one ended.
+
+    A request whose first tokens are read starts from zeros, so states are never cleared: one that is evicted or comes
+    later reads its whole sequence again. States and cache share one memory, states first.
+    """
+
+    def __init__(
+        self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None, *, has_states: list[bool]
+    ):
+        """`has_states`: of each layer of this rank; others have keys and values. The rest as of `PagedContext`."""
+        self._has_states, self._cache_memory = has_states, memory
+        ranks = inference_config.pg_collection.tp.size()
+        self._taps, self._sizes = model_config.linear_conv_kernel_dim, HeadSizes.of(model_config, ranks)
+        self._slots = inference_config.max_requests
+        self._state_bytes = self._slots * state_bytes(model_config, sum(has_states), ranks)
+        buffer = int(inference_config.buffer_size_gb * GIB)
+        if self._state_bytes >= buffer:
+            raise UsageError(
+                f"--rollout-buffer-gb {inference_config.buffer_size_gb}: the states of {self._slots} requests "
+                f"(--rollout-max-requests) take {self._state_bytes / GIB:.2f} GiB, before any keys and values"
+            )
+        inference_config = dataclasses.replace(inference_config, buffer_size_gb=(buffer - self._state_bytes) / GIB)
+        super().__init__(model_config, inference_config, self._memory_after_states)
+
+    def _memory_after_states(self, size: int) -> Tensor:
+        """Memory for keys and values; makes the states before it."""
+        kind, total = {"dtype": torch.uint8, "device": device.device()}, self._state_bytes + size
+        memory = torch.empty(total, **kind) if self._cache_memory is None else self._cache_memory(total)
+        of_layers = iter(memory[: self._state_bytes].view(torch.float32).chunk(max(1, sum(self._has_states))))
+        self._states = tuple(self._states_in(next(of_layers)) if own else None for own in self._has_states)
+        return memory[self._state_bytes :]
+
+    def _states_in(self, memory: Tensor) -> States:
+        """The states of a layer, in memory of just their size."""
+        shapes = States.shapes(self._slots, self._taps, self._sizes)
+        parts = memory.split([math.prod(shape) for shape in shapes])
+        return States(*(part.view(shape) for part, shape in zip(parts, shapes, strict=True)))
+
+    def _cache_config(self, model_config):
+        """Returns a config of one stage that has the layers with keys and values alone, but at least one."""
+        config = copy.copy(model_config)
+        config.num_layers, config.pipeline_model_parallel_size = max(1, self._has_states.count(False)), 1
+        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+        config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
+        return config
+
+    def _layer_caches(self) -> tuple[Tensor, ...]:
+        """The cache of each layer; that of a layer with states is the first one, which it does not use."""
+        caches = iter(self.memory_buffer.unbind())
+        return tuple(self.memory_buffer[0] if own else next(caches) for own in self._has_states)
+
+    def _states_of_step(self, rows: int, dedup: PrefillDedup | None) -> dict:
+        active = slice(self.paused_request_count, self.total_request_count)
+        runs = runs_of_step(
+            self.request_ids[active], self.request_query_lengths[active], self.request_kv_length_offsets[active] == 0,
+            rows, dedup,
+        )  # fmt: skip
+        return {"runs": runs, "states": self._states}
+
+
+def runs_of_step(ids: Tensor, queries: Tensor, is_first: Tensor, rows: int, dedup: PrefillDedup | None) -> Runs:
+    """The runs of an engine's step; a request keeps its state under its id.
+
+    Args:
+        ids: [n] of the requests.
+        queries: [n] rows of each; `is_first`: [n] bool, whether they are its first ones.
+        rows: of the step, with padding.
+        dedup: equal prompts, computed once: the others get copies of the state.
+    """
+    ids, queries = ids.long(), queries.long()
+    before = torch.where(is_first, NONE, ids)
+    starts = queries.cumsum(0) - queries
+    if dedup is None:
+        table = torch.stack([starts, queries, before, ids], 1)
+    else:
+        kept = queries[dedup.requests]
+        kept_starts = kept.cumsum(0) - kept
+        rows, originals = len(dedup.kept_tokens), torch.searchsorted(kept_starts, dedup.inverse[starts], right=True) - 1
+        table = torch.stack([kept_starts, kept, before[dedup.requests], ids[dedup.requests]], 1)
+        copies = torch.stack([starts.new_zeros(len(ids)), queries.new_zeros(len(ids)), table[originals, 3], ids], 1)
+        table = torch.cat([table, copies[copies[:, 2] != ids]])
+    used = int(table[:, 1].sum())
+    padding = torch.tensor([[used, rows - used, NONE, NONE]])
+    return Runs(torch.cat([table, padding]).contiguous(), 0)

@@ -1,0 +1,168 @@
+// The gated delta rule (2412.06464 eq. 10) and the convolution before it, token by token. Training, prefill and decode
+// call the same kernels, so a token's bits depend on the tokens before it alone.
+// A run is (first row, rows, from, to): consecutive rows that continue state `from` (-1: zeros) and leave it in `to`
+// (-1: nowhere). Runs are done in order, so one that continues another comes after it.
+// Shapes: T rows, G groups with a key head of K channels each, H value heads of V channels, C = 2·G·K + H·V.
+#pragma once
+
+#include <ATen/ops/empty.h>
+
+#include <vector>
+
+#include "parallel.h"
+#include "rows.h"
+#include "tensors.h"
+
+namespace megarl {
+
+constexpr int64_t MAX_TAPS = 8;  // of a convolution
+constexpr int COLUMNS = 4;       // vectors of a state's row that are kept in registers
+constexpr float NORM_EPSILON = 1e-6f;
+
+struct Run {
+    int64_t first, rows, from, to;
+};
+
+// The rows of an int64 tensor [N, 4], checked against the number of rows and states.
+inline const Run* runs_of(const Tensor& runs, int64_t rows, int64_t states) {
+    TORCH_CHECK(runs.dim() == 2 && runs.size(1) == 4, "megarl kernels: runs [N, 4]");
+    auto all_runs = reinterpret_cast<const Run*>(integers(runs));
+    for (int64_t i = 0; i < runs.size(0); ++i) {
+        const Run& run = all_runs[i];
+        TORCH_CHECK(run.first >= 0 && run.rows >= 0 && run.first + run.rows <= rows && run.from < states &&
+                        run.to < states, "megarl kernels: a run of rows or states that are not there");
+    }
+    return all_runs;
+}
+
+// x [T, C], its rows apart by any stride, and weight [taps, C] -> silu of the causal convolution of each channel [T, C];
+// states [slots, taps - 1, C]: the last inputs.
+inline Tensor causal_convolution(const Tensor& x, const Tensor& weight, const Tensor& runs, const Tensor& states) {
+    int64_t channels = x.size(1), taps = weight.size(0), stride = x.stride(0), count = runs.size(0);
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && weight.size(1) == channels && taps <= MAX_TAPS,
+                "megarl::causal_convolution: sizes do not fit");
+    Tensor out = at::empty({x.size(0), channels}, weight.options().memory_format(std::nullopt));
+    const float *from = x.const_data_ptr<float>(), *weights = floats(weight);
+    float *to = mutable_floats(out), *state = mutable_floats(states);
+    const Run* all_runs = runs_of(runs, x.size(0), states.size(0));
+    parallel_parts((channels + W - 1) / W, threads_for(x.size(0) * channels * ELEMENT_WORK), [&](int64_t begin, int64_t end) {
+        for (int64_t block = begin; block < end; ++block) {
+            int64_t c = block * W;
+            int width = int(std::min<int64_t>(W, channels - c));
+            for (int64_t r = 0; r < count; ++r) {
+                const Run& run = all_runs[r];
+                Vec past[MAX_TAPS];
+                for (int64_t k = 0; k + 1 < taps; ++k)
+                    past[k] = run.from < 0 ? zero() : load_some(state + (run.from * (taps - 1) + k) * channels + c, width);
+                for (int64_t t = run.first; t < run.first + run.rows; ++t) {
+                    past[taps - 1] = load_some(from + t * stride + c, width);
+                    Vec sum = zero();
+                    for (int64_t k = 0; k < taps; ++k) sum = fma(past[k], load_some(weights + k * channels + c, width), sum);
+                    store_some(to + t * channels + c, silu(sum), width);
+                    for (int64_t k = 0; k + 1 < taps; ++k) past[k] = past[k + 1];
+                }
+                if (run.to >= 0)
+                    for (int64_t k = 0; k + 1 < taps; ++k)
+                        store_some(state + (run.to * (taps - 1) + k) * channels + c, past[k], width);
+            }
+        }
+    });
+    return out;
+}
+
+// a, b [T, H], their rows apart by any stride, decay_logs and biases [H] -> decays e^(-e^decay_log · softplus(a + bias))
+// and betas σ(b), both [T, H].
+inline std::tuple<Tensor, Tensor> delta_rule_gates(const Tensor& a, const Tensor& b, const Tensor& decay_logs,
+                                                   const Tensor& biases) {
+    int64_t rows = a.size(0), heads = a.size(1);
+    auto options = decay_logs.options().memory_format(std::nullopt);
+    Tensor decays = at::empty({rows, heads}, options), betas = at::empty({rows, heads}, options);
+    TORCH_CHECK(a.scalar_type() == at::kFloat && b.scalar_type() == at::kFloat && a.stride(1) == 1 && b.stride(1) == 1,
+                "megarl::delta_rule_gates: float32 rows");
+    const float *of_decay = a.const_data_ptr<float>(), *of_beta = b.const_data_ptr<float>();
+    const float *logs = floats(decay_logs), *bias = floats(biases);
+    float *decay = mutable_floats(decays), *beta = mutable_floats(betas);
+    for (int64_t t = 0; t < rows; ++t)
+        for (int64_t h = 0; h < heads; ++h) {
+            float x = of_decay[t * a.stride(0) + h] + bias[h], softplus = x > 20.0f ? x : std::log1p(std::exp(x));
+            decay[t * heads + h] = std::exp(-std::exp(logs[h]) * softplus);
+            beta[t * heads + h] = 1.0f / (1.0f + std::exp(-of_beta[t * b.stride(0) + h]));
+        }
+    return {decays, betas};
+}
+
+inline float inverse_length(const float* x, int64_t n) {
+    RowSum squares;
+    for_vectors(n, [&](int64_t i, int width) {
+        Vec v = load_some(x + i, width);
+        squares.fma_into(i, v, v);
+    });
+    return 1.0f / std::sqrt(squares.total() + NORM_EPSILON);
+}
+
+// One token of one head: state [K, V] -> decay · state + key ⊗ beta · (value − key · decay · state); writes query · state.
+inline void delta_step(float* state, const float* query, const float* key, const float* value, float decay, float beta,
+                       int64_t keys, int64_t values, float* out) {
+    for (int64_t j = 0; j < values; j += COLUMNS * W) {
+        int parts = int(std::min<int64_t>(COLUMNS, (values - j) / W));
+        Vec known[COLUMNS], read[COLUMNS], change[COLUMNS];
+        for (int p = 0; p < parts; ++p) known[p] = read[p] = zero();
+        for (int64_t i = 0; i < keys; ++i)
+            for (int p = 0; p < parts; ++p) {
+                float* at = state + i * values + j + p * W;
+                Vec decayed = mul(load(at), all(decay));
+                store(at, decayed);
+                known[p] = fma(decayed, all(key[i]), known[p]);
+            }
+        for (int p = 0; p < parts; ++p) change[p] = mul(sub(load(value + j + p * W), known[p]), all(beta));
+        for (int64_t i = 0; i < keys; ++i)
+            for (int p = 0; p < parts; ++p) {
+                float* at = state + i * values + j + p * W;
+                Vec next = fma(all(key[i]), change[p], load(at));
+                store(at, next);
+                read[p] = fma(next, all(query[i]), read[p]);
+            }
+        for (int p = 0; p < parts; ++p) store(out + j + p * W, read[p]);
+    }
+}
+
+// x [T, C]: queries and keys of the groups, values of the heads; decays and betas [T, H] -> [T, H, V].
+// Queries and keys are divided by their lengths, queries also by √K; states [slots, H, K, V].
+inline Tensor delta_rule(const Tensor& x, const Tensor& decays, const Tensor& betas, int64_t groups, int64_t keys,
+                         const Tensor& runs, const Tensor& states) {
+    int64_t rows = x.size(0), channels = x.size(1), heads = decays.size(1), count = runs.size(0);
+    int64_t values = (channels - 2 * groups * keys) / heads;
+    TORCH_CHECK(2 * groups * keys + heads * values == channels && values % W == 0 && heads % groups == 0,
+                "megarl::delta_rule: sizes do not fit");
+    Tensor out = at::empty({rows, heads, values}, x.options().memory_format(std::nullopt));
+    const float *from = floats(x), *decay = floats(decays), *beta = floats(betas);
+    float *to = mutable_floats(out), *kept = mutable_floats(states);
+    const Run* all_runs = runs_of(runs, rows, states.size(0));
+    float scale = 1.0f / std::sqrt(float(keys));
+    int64_t size = keys * values;
+    parallel_parts(heads, threads_for(rows * heads * size * 4), [&](int64_t begin, int64_t end) {
+        std::vector<float> own(size), key(keys), query(keys);
+        for (int64_t h = begin; h < end; ++h)
+            for (int64_t r = 0; r < count; ++r) {
+                const Run& run = all_runs[r];
+                float* state = run.from >= 0 && run.from == run.to ? kept + (run.from * heads + h) * size : own.data();
+                if (run.from < 0) std::fill(own.begin(), own.end(), 0.0f);
+                else if (run.from != run.to) std::copy_n(kept + (run.from * heads + h) * size, size, state);
+                for (int64_t t = run.first; t < run.first + run.rows; ++t) {
+                    const float* q = from + t * channels + h / (heads / groups) * keys;
+                    const float *k = q + groups * keys, *v = from + t * channels + 2 * groups * keys + h * values;
+                    float of_query = inverse_length(q, keys) * scale, of_key = inverse_length(k, keys);
+                    for (int64_t i = 0; i < keys; ++i) {
+                        query[i] = q[i] * of_query;
+                        key[i] = k[i] * of_key;
+                    }
+                    delta_step(state, query.data(), key.data(), v, decay[t * heads + h], beta[t * heads + h], keys, values,
+                               to + (t * heads + h) * values);
+                }
+                if (run.to >= 0 && run.from != run.to) std::copy_n(state, size, kept + (run.to * heads + h) * size);
+            }
+    });
+    return out;
+}
+
+}  // namespace megarl

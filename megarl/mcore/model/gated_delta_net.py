@@ -1,0 +1,107 @@
+"""Gated delta net (2412.06464, Qwen3-Next): packed sequences in training, a state of each request in rollout.
+
+Parameters have the names and the checkpoint keys of Megatron's module; the rest is megarl's own. Megatron's module
+needs CUDA kernels of another package, has no packed sequences in its deterministic form, and no inference.
+Shapes: T rows, G key heads with K channels and H value heads with V channels on this rank.
+"""
+
+import functools
+
+import torch
+from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules, _GDNBase
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megarl.mcore import device
+from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.kernels.norm import RMSNorm
+from megarl.mcore.kernels.silu import silu
+from megarl.mcore.model.decoder_layer import StepPlan, local_layer
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, States, gated_delta_rule
+from megarl.mcore.recurrence.runs import Runs
+
+
+class _SplitHeadsNorm(RMSNorm):
+    """RMSNorm of each head, whose heads are split over tensor-parallel ranks: they share the weights' gradient."""
+
+    def __init__(self, channels: int, config, group):
+        super().__init__(channels, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+        self._group = group
+
+    def own_weight(self) -> Tensor:
+        """The weights, with a gradient that is summed over the ranks."""
+        return copy_to_tensor_model_parallel_region(self.weight, self._group) if self._group.size() > 1 else self.weight
+
+
+class GatedDeltaNet(_GDNBase):
+    """Queries, keys and values by a convolution; a state of each head; gated norm of what it reads.
+
+    Of Megatron's class it uses `sharded_state_dict` alone, and sets the attributes that this reads: the constructor
+    needs the other package.
+    """
+
+    def __init__(self, config, submodules: GatedDeltaNetSubmodules, layer_number: int, pg_collection=None, **_):
+        MegatronModule.__init__(self, config)
+        self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
+        ranks = self.tp_size = pg_collection.tp.size()
+        self.sizes = HeadSizes.of(config, ranks)
+        heads = self.sizes.heads
+        keys, values = self.sizes.groups * self.sizes.keys, heads * self.sizes.values
+        self.qk_dim_local_tp, self.v_dim_local_tp, self.conv_dim_local_tp = keys, values, self.sizes.channels
+        self.in_proj_split_names = ["query", "key", "value", "z", "beta", "alpha"]
+        self.in_proj_split_sections = (keys, keys, values, values, heads, heads)
+        self.in_proj_dim, self.conv_bias = sum(self.in_proj_split_sections) * ranks, False
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = submodules.in_proj(
+            config.hidden_size, self.in_proj_dim, init_method=config.init_method, gather_output=False,
+            skip_bias_add=False, **linear,
+        )  # fmt: skip
+        self.out_proj = submodules.out_proj(
+            values * ranks, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True,
+            skip_bias_add=True, **linear,
+        )  # fmt: skip
+        self.conv1d = torch.nn.Conv1d(
+            self.sizes.channels, self.sizes.channels, config.linear_conv_kernel_dim, groups=self.sizes.channels,
+            bias=False, dtype=config.params_dtype, device=device.device(),
+        )  # fmt: skip
+        # Always fp32: in 16 bits e^A_log would move decays by a part in 256.
+        self.dt_bias = torch.nn.Parameter(torch.ones(heads, device=device.device()))
+        self.A_log = torch.nn.Parameter(torch.zeros(heads, device=device.device()))
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        # Which rows of the whole matrix a rank holds: its share of each part.
+        self.in_proj.weight.parts = self.in_proj_split_sections
+        self.conv1d.weight.parts = (keys, keys, values)
+        self.out_norm = _SplitHeadsNorm(self.sizes.values, config, self.tp_group)
+
+    def forward(
+        self, hidden_states, attention_mask=None, *, inference_context=None, rotary_pos_emb=None,
+        packed_seq_params=None, **_,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and no bias.
+
+        `packed_seq_params` is a `PackedLayout`, `inference_context` a `RecurrentContext`.
+        """
+        if inference_context is not None:
+            return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
+        projected, _ = self.in_proj(hidden_states)
+        return self.out_proj(self._mixed(projected, packed_seq_params.runs, None))
+
+    _layer = functools.cached_property(local_layer)
+
+    def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """Same as `forward` for the rows of a step, whose runs continue the states of their requests."""
+        projected, _ = apply_linear(self.in_proj, hidden)
+        return apply_linear(self.out_proj, self._mixed(projected, plan.runs, plan.states[self._layer]))
+
+    def _mixed(self, projected: Tensor, runs: Runs, states: States | None) -> Tensor:
+        """[T, 1, in_proj rows] -> [T, 1, H·V]: what each row reads from its state, normed and gated."""
+        sizes = self.sizes
+        wide = projected.squeeze(1).float()
+        x, z, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
+        inputs = Inputs(x, a, b, self.conv1d.weight.float(), self.A_log, self.dt_bias)
+        read = gated_delta_rule(inputs, sizes, runs, states).to(projected.dtype)
+        gated = self.out_norm(read).flatten(1) * silu(z.contiguous())
+        return gated.to(projected.dtype).unsqueeze(1)
