@@ -100,6 +100,11 @@ def test_latent_attention_with_experts_generates_the_same_responses(layout):
     check(size, MOE, flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "latent")
 
 
+@pytest.mark.parametrize("flags", [TP2, long(f"{TP2} --sequence-parallel"), long(PP2)])
+def test_recurrent_states_generate_the_same_responses_in_every_layout(flags):
+    check(2, "", flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "recurrent")
+
+
 def gaps_of_kinds(rank):
     return {kind: generate_in_layout(rank, flags, {"temperature": 1.2}, (3,))[1] for kind, flags in MOE_KINDS.items()}
 

@@ -78,6 +78,18 @@ def test_a_checkpoint_of_latent_attention_continues_in_other_layouts(tmp_path):
     travel(tmp_path, f"{MOE} --use-distributed-optimizer", [(2, f"{TP2} {SP}"), (2, EP2), (1, "")], model="latent")
 
 
+def test_states_of_padded_buckets_are_those_of_their_parameters(tmp_path):
+    """Some parameters have four elements, so that every bucket of the distributed optimizer ends with padding."""
+    flags = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1"
+    travel(tmp_path, DENSE, [(2, flags), (1, "--use-distributed-optimizer")], model="recurrent")
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_recurrent_states_continues_in_other_layouts(tmp_path):
+    route = [(2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (2, EP2), (1, "")]
+    travel(tmp_path, f"{MOE} --use-distributed-optimizer", route, model="recurrent")
+
+
 @pytest.mark.long
 def test_a_distributed_optimizer_checkpoint_continues_in_other_layouts(tmp_path):
     travel(tmp_path, f"{DENSE} --use-distributed-optimizer", DISTRIBUTED_ROUTE)

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
-from tests.helpers.layouts import EP2, LATENT_LAYOUTS, LAYOUTS, MOE, PP2, SP, TP2
+from tests.helpers.layouts import EP2, LATENT_LAYOUTS, LAYOUTS, MOE, PP2, RECURRENT_LAYOUTS, SP, TP2
 from tests.helpers.tiers import by_default, long
-from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
+from tests.helpers.tiny_models import VOCAB, build, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
 
@@ -102,8 +102,8 @@ def test_experts_with_biases_learn_the_same_in_every_layout():
 
 
 @functools.cache
-def single_latent(flags: str) -> tuple:
-    return run_world(update, 1, flags, 1, False, "latent")[0]
+def single_of(shape: str, flags: str) -> tuple:
+    return run_world(update, 1, flags, 1, False, shape)[0]
 
 
 @pytest.mark.parametrize("layout", by_default(LATENT_LAYOUTS, ("tp2-sp", "cp2")))
@@ -111,7 +111,44 @@ def test_latent_attention_learns_the_same_in_every_layout(layout):
     """The weights of the latents are whole on every tensor-parallel rank; all heads share a latent."""
     size, shape, flags = LATENT_LAYOUTS[layout]
     for result in run_world(update, size, f"{shape} {flags}", 2, False, "latent"):
-        check_update(result, single_latent(shape))
-    before, after = single_latent(shape)[3:]
+        check_update(result, single_of("latent", shape))
+    before, after = single_of("latent", shape)[3:]
     latent = [key for key in before if "_down_proj" in key or "kv_layernorm" in key]
     assert latent and all((after[key] != before[key]).any() for key in latent)
+
+
+@pytest.mark.parametrize("layout", by_default(RECURRENT_LAYOUTS, ("tp2", "sharded-dp2")))
+def test_recurrent_states_learn_the_same_in_every_layout(layout):
+    """Heads are split over tensor-parallel ranks; the norm of what they read is whole on every rank."""
+    size, shape, flags = RECURRENT_LAYOUTS[layout]
+    for result in run_world(update, size, f"{shape} {flags}", 2, False, "recurrent"):
+        check_update(result, single_of("recurrent", shape))
+    before, after = single_of("recurrent", shape)[3:]
+    for name in ("out_norm.weight", "conv1d.weight.key", "in_proj.weight.z", "linear_qkv.weight"):
+        own = [key for key in before if key.endswith(name)]
+        assert own and all((after[key] != before[key]).any() for key in own), name
+
+
+def small_gradients(rank, flags: str) -> dict:
+    """Gradients of the vectors of a layer with recurrent states, whole, of the policy's log-probs and entropies."""
+    from megarl.mcore.model.forward_pass import token_scores
+
+    model, _, place = build(flags, "recurrent")
+    tokens, lengths = ragged_tokens([1, 2, 70, 11])
+    scores = token_scores(model, tokens, lengths, 1.0, VOCAB)
+    weights = torch.randn(len(tokens), generator=torch.Generator().manual_seed(1))
+    (weights * (scores.logprobs + scores.entropy)).sum().backward()
+    return {
+        name: whole_tensor(name, parameter, parameter.grad, place.pg_collection.tp, True)
+        for name, parameter in model.named_parameters() if name.endswith(("A_log", "dt_bias", "out_norm.weight"))
+    }  # fmt: skip
+
+
+def test_small_gradients_of_recurrent_states_do_not_depend_on_the_layout():
+    """They are too small to show in an update: a rank has some heads, and all share the norm's weights."""
+    (expected,) = run_world(small_gradients, 1, "")
+    for flags in (TP2, f"{TP2} {SP}"):
+        for found in run_world(small_gradients, 2, flags):
+            assert found.keys() == expected.keys() and len(found) == 3
+            for name, gradient in found.items():
+                assert float((gradient - expected[name]).abs().max()) <= 2e-5 * float(expected[name].abs().max()), name

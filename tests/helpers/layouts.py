@@ -38,6 +38,17 @@ LAYOUTS = {
     "pp2-cp2-gemma": (4, GEMMA, f"{PP2} {CP2}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
 }
+# Of models with recurrent states.
+RECURRENT_LAYOUTS = {
+    "tp2": (2, DENSE, TP2),
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
+    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
+    "tp2-pp2": (4, DENSE, f"{TP2} {PP2}"),
+    "dp2-overlap": (2, DENSE, "--use-distributed-optimizer --overlap-grad-reduce"),
+    "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
+    "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
+    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+}
 # Of models with multi-latent attention.
 LATENT_LAYOUTS = {
     "tp2": (2, DENSE, TP2),

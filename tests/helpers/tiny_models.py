@@ -19,6 +19,11 @@ SHAPES = {
     " --normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16"
     " --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 14 --qk-layernorm --make-vocab-size-divisible-by 32"
     " --init-method-std 0.1",
+    "recurrent": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu"
+    " --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 --qk-layernorm"
+    " --apply-layernorm-1p --attention-output-gate --experimental-attention-variant gated_delta_net"
+    " --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 24"
+    " --linear-value-head-dim 16 --make-vocab-size-divisible-by 32 --init-method-std 0.1",
     "gpt2": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
     " --position-embedding-type learned_absolute --untie-embeddings-and-output-weights"
     " --make-vocab-size-divisible-by 32 --init-method-std 0.1",

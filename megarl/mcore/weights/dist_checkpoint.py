@@ -5,6 +5,7 @@ Saving is one collective of the whole world. Keys of a role's tensors are prefix
 which may not belong to the role.
 """
 
+import contextlib
 import copy
 from collections.abc import Container
 from pathlib import Path
@@ -89,11 +90,33 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
     weights = trained_weights(stages, pg_collection)
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
-        whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(pg_collection))
+        with _with_padding(optimizer):
+            whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(pg_collection))
         kinds = (ShardedBase, LocalNonpersistentObject)
         sharded, rest = extract_matching_values(whole, lambda v: isinstance(v, kinds), return_lists_as_dicts=True)
         state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
     return _prefixed(local_rows(state), role)
+
+
+@contextlib.contextmanager
+def _with_padding(optimizer):
+    """Context in which a distributed optimizer describes its states with the padding between its buckets.
+
+    Megatron gathers them without it, and then takes those of a parameter from where it is with it. So the states of all
+    buckets after one with padding would be those of other parameters, and the last ones zeros.
+    """
+    chained = getattr(optimizer, "chained_optimizers", [])
+    buffers = [buffer for part in chained for buffer in getattr(part, "buffers", ())]
+    sizes = [(buffer, buffer.numel) for buffer in buffers]
+    sizes += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
+    unpadded = [part.numel_unpadded for part, _ in sizes]
+    try:
+        for part, size in sizes:
+            part.numel_unpadded = size
+        yield
+    finally:
+        for (part, _), size in zip(sizes, unpadded, strict=True):
+            part.numel_unpadded = size
 
 
 def average_state(
