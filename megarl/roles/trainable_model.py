@@ -22,7 +22,7 @@ from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
 from megarl.mcore.training import optimizer
 from megarl.mcore.training.weight_average import WeightAverage
-from megarl.mcore.weights import dist_checkpoint
+from megarl.mcore.weights import dist_checkpoint, optimizer_states
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.router_replay.router_state import Microbatches, RouterState
@@ -309,7 +309,7 @@ class TrainableModel:
             # Low-rank factors are loaded onto weights that come from elsewhere.
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))
             adapter.merge(self.model)
-            self.optimizer.load_state_dict(dist_checkpoint.optimizer_state(loaded, self.optimizer))
+            optimizer_states.restore(loaded, self.optimizer)
             if "average" in loaded:
                 self.average.load(loaded["average"], self.role_groups.pg_collection)
             elif self.average is not None:

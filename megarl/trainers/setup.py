@@ -22,6 +22,7 @@ from megarl.errors import CHECKS_FIRST, UsageError
 from megarl.faults import heartbeat, run_lock
 from megarl.flags.debug_settings import parse_step_range
 from megarl.mcore import device, kernel_choice
+from megarl.mcore.config import recurrent_rules
 from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
@@ -175,6 +176,10 @@ def check_kernels(config: arguments.RunConfig):
     wanted, allowed = config.settings.kernels, [kernel_choice.AUTO, *kernel_choice.available()]
     if wanted not in allowed and not device.has_cuda():
         raise UsageError(f"--kernels {wanted}: not on this machine; allowed here: {', '.join(allowed)}")
+    if absence := native.absence():
+        for role in config.with_models():
+            if recurrent_rules.has_states(role.megatron):
+                raise UsageError(f"{role.name}: {recurrent_rules.FLAG}: needs compiled kernels on a CPU: {absence}")
 
 
 def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None = None):

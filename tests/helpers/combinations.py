@@ -8,6 +8,10 @@ from tests.helpers.flag_cases import ONLINE
 BASE = "--train-iters 1 --kl-coefficient 0 --prompts-per-step 4 --minibatch-size 4 --ppo-epochs 1"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+RECURRENT = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2"
+    " --linear-num-value-heads 4 --linear-key-head-dim 24 --linear-value-head-dim 16 --attention-output-gate"
+)
 # Reference and critic have no place here: runs with them are refused, or run as the other values say.
 APART = "--train-iters 3 --advantage grpo --role-map actor=0;reward=1;rollout=1"
 TURNS = (
@@ -49,7 +53,7 @@ AXES = {
         "--router-replay old-logprob")],
     "attention": ["--qk-layernorm", "--window-size 3,0", "--softmax-type off-by-one", "--softmax-type learnable",
                   "--attn-logit-softcapping 5", "--position-embedding-type learned_absolute", "--kv-channels 16",
-                  "--position-embedding-type yarn --rotary-scaling-factor 4"],
+                  "--position-embedding-type yarn --rotary-scaling-factor 4", RECURRENT],
     "model": ["--untie-embeddings-and-output-weights", "--normalization LayerNorm", "--apply-layernorm-1p",
               "--layernorm-position sandwich", "--num-layers 3", "--final-logit-softcapping 5"],
     "precision": ["--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --accumulate-allreduce-grads-in-fp32"],

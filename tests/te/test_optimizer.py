@@ -58,7 +58,7 @@ def moved(rank, impls, is_fused, flags, folder):
     import megatron.core.optimizer as megatron_optimizer
 
     from megarl.mcore.training.optimizer import Adam
-    from megarl.mcore.weights import dist_checkpoint
+    from megarl.mcore.weights import dist_checkpoint, optimizer_states
     from tests.helpers.checkpoints import save_state
 
     args, place = mesh(flags)["actor"]
@@ -76,7 +76,7 @@ def moved(rank, impls, is_fused, flags, folder):
     save_state(dist_checkpoint.role_state("actor", stages, source, {}, place.pg_collection, place.ranks), folder)
     state = dist_checkpoint.role_state("actor", others, destination, {}, place.pg_collection, place.ranks, loading=True)
     loaded = dist_checkpoint.load_role(state, folder, place.pg_collection)
-    destination.load_state_dict(dist_checkpoint.optimizer_state(loaded, destination))
+    optimizer_states.restore(loaded, destination)
     steps = {group["step"] for adam in inner(destination) for group in adam.param_groups}
     classes = [type(adam).__module__ for adam in (*inner(source), *inner(destination))]
     return moments(stages, source, place), moments(others, destination, place), classes, steps

@@ -172,7 +172,7 @@ def _places(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, np.nd
 def pack_sequences(
     lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None,
     shared: SharedPrefix | None = None, window: int | None = None,
-    plan: Callable[[Segments, bool, int | None], HostPlan] = plan_attention, has_states: bool = False,
+    plan: Callable[[Segments, bool, int | None], HostPlan] = plan_attention, taps: int | None = None,
 ) -> PackedLayout:  # fmt: skip
     """Returns this rank's layout of sequences of these lengths [N] int64, each at least 1.
 
@@ -184,7 +184,7 @@ def pack_sequences(
         shared: which sequences share a prefix.
         window: tokens that a token sees in layers with a window; None: no layer has one.
         plan: the attention backend's `plan_attention`.
-        has_states: the model has recurrent states.
+        taps: rows that the convolutions of a model with recurrent states read; None: a model without.
 
     The stream is padded to a multiple of 2·c·t tokens (t for c = 1), and for c > 1 to at least `MIN_ROWS` per rank.
     """
@@ -222,5 +222,5 @@ def pack_sequences(
         tokens=tokens,
         padding=total - tokens,
         routing=routing,
-        runs=runs_of_stream(*stream) if has_states else None,
+        runs=runs_of_stream(*stream, taps) if taps else None,
     )

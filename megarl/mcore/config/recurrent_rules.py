@@ -5,7 +5,6 @@ A rule is data, as in `layout_rules`.
 """
 
 from megarl.errors import UsageError
-from megarl.mcore import device
 from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, require, value_of
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
@@ -69,7 +68,6 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
     """(flag, value, whether it is allowed beside recurrent states, what is) of other flags."""
     context, impl, modules = args.context_parallel_size, args.transformer_impl, args.recompute_modules or []
     return [
-        (FLAG, args.experimental_attention_variant, not device.has_cuda(), "a CPU: it has no kernels for CUDA yet,"),
         ("--context-parallel-size", context, context == 1, "1"),
         ("--transformer-impl", impl, impl == "local", "local"),
         ("--fp16", args.fp16, not args.fp16, "--bf16 or fp32: decays overflow,"),

@@ -84,6 +84,7 @@ class PagedContext(DynamicInferenceContext):
         slot_mapping = view.token_to_block_idx[tokens].long() * self.block_size_tokens
         slot_mapping += view.token_to_local_position_within_kv_block[tokens]
         dedup, reads = self._reads()
+        states = self._states_of_step(len(slot_mapping), dedup)
         dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
         positions = view.token_to_position_in_request[tokens].long()
         positions = positions if dedup is None else positions[dedup.kept_tokens]
@@ -94,7 +95,7 @@ class PagedContext(DynamicInferenceContext):
             reads=reads,
             caches=self._layer_caches(),
             attend=self._attend,
-            **self._states_of_step(len(slot_mapping), dedup),
+            **states,
         )
 
     def _layer_caches(self) -> tuple[Tensor, ...]:
@@ -102,7 +103,7 @@ class PagedContext(DynamicInferenceContext):
         return self.memory_buffer.unbind()
 
     def _states_of_step(self, rows: int, dedup: PrefillDedup | None) -> dict:
-        """Fields of the plan of a step of so many rows, about recurrent states, in models that have them."""
+        """Fields of a step's plan about recurrent states, in models that have them. `dedup`: on the host."""
         return {}
 
     @property

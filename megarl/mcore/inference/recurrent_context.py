@@ -66,6 +66,8 @@ class RecurrentContext(PagedContext):
         config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
         return config
 
+    reads_tables = False  # a decode step is planned on the host, with the states of its requests
+
     def _layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer; that of a layer with states is the first one, which it does not use."""
         caches = iter(self.memory_buffer.unbind())
@@ -75,12 +77,14 @@ class RecurrentContext(PagedContext):
         active = slice(self.paused_request_count, self.total_request_count)
         runs = runs_of_step(
             self.request_ids[active], self.request_query_lengths[active], self.request_kv_length_offsets[active] == 0,
-            rows, dedup,
+            rows, dedup, self._taps,
         )  # fmt: skip
         return {"runs": runs, "states": self._states}
 
 
-def runs_of_step(ids: Tensor, queries: Tensor, is_first: Tensor, rows: int, dedup: PrefillDedup | None) -> Runs:
+def runs_of_step(
+    ids: Tensor, queries: Tensor, is_first: Tensor, rows: int, dedup: PrefillDedup | None, taps: int
+) -> Runs:
     """The runs of an engine's step; a request keeps its state under its id.
 
     Args:
@@ -88,6 +92,7 @@ def runs_of_step(ids: Tensor, queries: Tensor, is_first: Tensor, rows: int, dedu
         queries: [n] rows of each; `is_first`: [n] bool, whether they are its first ones.
         rows: of the step, with padding.
         dedup: equal prompts, computed once: the others get copies of the state.
+        taps: of the convolution.
     """
     ids, queries = ids.long(), queries.long()
     before = torch.where(is_first, NONE, ids)
@@ -103,4 +108,4 @@ def runs_of_step(ids: Tensor, queries: Tensor, is_first: Tensor, rows: int, dedu
         table = torch.cat([table, copies[copies[:, 2] != ids]])
     used = int(table[:, 1].sum())
     padding = torch.tensor([[used, rows - used, NONE, NONE]])
-    return Runs(torch.cat([table, padding]).contiguous(), 0)
+    return Runs(torch.cat([table, padding]).contiguous(), 0, taps)

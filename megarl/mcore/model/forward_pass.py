@@ -77,7 +77,7 @@ def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routin
     packing = pack_sequences(
         lengths, pg_collection.cp, dist.get_world_size(pg_collection.tp) if sequence_parallel else 1, routing, shared,
         window_of(model.config), backends.load(model.config).plan_attention,
-        model.config.experimental_attention_variant is not None,
+        model.config.linear_conv_kernel_dim if model.config.experimental_attention_variant else None,
     )  # fmt: skip
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])

@@ -67,13 +67,20 @@ def gated_delta_rule(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: State
     """[T, H, V]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
     if states is None and torch.is_grad_enabled():
         return _TrainedRule.apply(sizes, runs, *inputs)
-    return _by_token(inputs, sizes, runs, states)
+    return _forward(inputs, sizes, runs, states)
+
+
+def _forward(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> Tensor:
+    if not inputs.x.is_cuda:
+        return _by_token(inputs, sizes, runs, states)
+    if states is not None and runs.decodes is not None:
+        return _one_token(inputs, sizes, runs, states)
+    return by_chunks(inputs, sizes, runs, states)
 
 
 def _by_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> Tensor:
-    taps = inputs.weight.shape[2]
     if states is None:
-        states = States(*map(inputs.x.new_empty, States.shapes(runs.states, taps, sizes)))
+        states = States(*map(inputs.x.new_empty, States.shapes(runs.states, runs.taps, sizes)))
     weight = inputs.weight.squeeze(1).t().contiguous()
     mixed = native.ops.causal_convolution(inputs.x, weight, runs.table, states.inputs)
     gates = native.ops.delta_rule_gates(inputs.a, inputs.b, inputs.decay_logs, inputs.biases)
@@ -81,13 +88,13 @@ def _by_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | Non
 
 
 class _TrainedRule(torch.autograd.Function):
-    """Forward token by token, backward by chunks."""
+    """Backward computes the results again, by chunks."""
 
     @staticmethod
     def forward(ctx, sizes, runs, *inputs):
         ctx.save_for_backward(*inputs)
         ctx.sizes, ctx.runs = sizes, runs
-        return _by_token(Inputs(*inputs), sizes, runs, None)
+        return _forward(Inputs(*inputs), sizes, runs, None)
 
     @staticmethod
     @once_differentiable
@@ -98,45 +105,60 @@ class _TrainedRule(torch.autograd.Function):
         return None, None, *torch.autograd.grad(out, inputs, grad)
 
 
-def by_chunks(inputs: Inputs, sizes: HeadSizes, runs: Runs) -> Tensor:
-    """The same as `gated_delta_rule` up to rounding, of operations with gradients."""
-    groups, heads, keys, values = sizes
-    q, k, v = _convolved(inputs, runs).split((groups * keys, groups * keys, heads * values), 1)
-    q, k = (x.unflatten(1, (groups, keys)) for x in (q, k))
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-    q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
-    log_decays = -inputs.decay_logs.exp() * functional.softplus(inputs.a + inputs.biases)
-    rows = [q, k, v.unflatten(1, (heads, values)), log_decays.unsqueeze(-1), inputs.b.sigmoid().unsqueeze(-1)]
-    kept: dict[int, Tensor] = {}
+class _Rows(NamedTuple):
+    """What the rule reads of each row."""
+
+    queries: Tensor  # [T, H, K]
+    keys: Tensor  # [T, H, K]
+    values: Tensor  # [T, H, V]
+    log_decays: Tensor  # [T, H]
+    strengths: Tensor  # [T, H]
+
+
+def by_chunks(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
+    """The same as `gated_delta_rule` up to rounding, of PyTorch's operations, which have gradients without `states`."""
+    rows = _rows(inputs, sizes, runs, states)
+    kept: dict[int, Tensor] = {}  # memories by the number of the state
     found, places = [], []
     for chunks in runs.chunks:
-        out, order = _scan(rows, chunks, kept)
-        found.append(out)
-        places.append(order)
+        for out, order in _scan(rows, chunks, kept, states):
+            found.append(out)
+            places.append(order)
+    if states is not None and kept:
+        numbers = torch.tensor(list(kept), device=inputs.x.device)
+        states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
     # Padding rows of chunks have the number T; those that count come first in the sorted order.
     order = torch.cat(places).argsort(stable=True)[: len(inputs.x)]
     return torch.cat(found)[order]
 
 
-def _convolved(inputs: Inputs, runs: Runs) -> Tensor:
-    """[T, C] after the causal convolution and its SiLU."""
+def _rows(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> _Rows:
+    """Convolution, norms and gates; `states` get the last inputs of the convolution."""
+    groups, heads, keys, values = sizes
+    taps, plan = inputs.weight.squeeze(1).t(), runs.convolution
     padded = functional.pad(inputs.x, (0, 0, 0, 1))
-    taps = inputs.weight.squeeze(1).t()
-    previous = runs.previous_rows(len(taps)).to(inputs.x.device)
-    return functional.silu(sum(padded[rows] * tap for rows, tap in zip(previous, taps, strict=True)))
+    padded = padded if states is None else torch.cat([padded, states.inputs.flatten(0, 1)])
+    mixed = functional.silu(sum(padded[rows] * tap for rows, tap in zip(plan.read, taps, strict=True)))
+    if states is not None and len(plan.states):
+        states.inputs.index_copy_(0, plan.states, padded[plan.last])
+    q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
+    q, k = (x.unflatten(1, (groups, keys)) for x in (q, k))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
+    log_decays = -inputs.decay_logs.exp() * functional.softplus(inputs.a + inputs.biases)
+    return _Rows(q, k, v.unflatten(1, (heads, values)), log_decays, inputs.b.sigmoid())
 
 
-def _scan(rows: list[Tensor], chunks: Chunks, kept: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
-    """Runs of equal depth: the results [M·C, H, V] of their chunks in the order of the scan, and whose rows these are
-    [M·C]. Adds the states [H, K, V] that other runs continue to `kept`, and reads those that these continue.
+def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States | None) -> list[tuple[Tensor, Tensor]]:
+    """Runs of equal depth: of each step the results [n·C, H, V] of its chunks, and whose rows these are [n·C].
 
-    `rows`: queries, keys [T, H, K], values [T, H, V], logarithms of the decays and strengths [T, H, 1].
+    Adds the memories [H, K, V] that other runs continue to `kept`, and reads those that these continue.
     """
-    index = chunks.rows.to(rows[0].device)
     # [M, H, C, …]: padding rows have strength 0 and decay 1, and so change nothing.
-    q, k, v, log_decays, strengths = (functional.pad(x, (0, 0, 0, 0, 0, 1))[index].transpose(1, 2) for x in rows)
+    wide = [*rows[:3], *(x.unsqueeze(-1) for x in rows[3:])]
+    q, k, v, log_decays, strengths = (functional.pad(x, (0, 0, 0, 0, 0, 1))[chunks.rows].transpose(1, 2) for x in wide)
     total = log_decays.squeeze(-1).cumsum(-1)
-    above = torch.ones_like(total[0, 0].expand(total.shape[-1], -1), dtype=torch.bool).triu(1)
+    above = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
     ratios = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
     scores, system = (q @ k.mT) * ratios, (k * strengths) @ k.mT * ratios
     solve = {"upper": False, "unitriangular": True}
@@ -144,25 +166,40 @@ def _scan(rows: list[Tensor], chunks: Chunks, kept: dict[int, Tensor]) -> tuple[
     old = torch.linalg.solve_triangular(system, k * strengths * total.exp().unsqueeze(-1), **solve)
     q, k = q * total.exp().unsqueeze(-1), k * (total[..., -1:] - total).exp().unsqueeze(-1)
     decays = total[..., -1:, None].exp()
-
-    starts = chunks.counts.cumsum(0) - chunks.counts
-    zeros = v.new_zeros(q.shape[1], q.shape[3], v.shape[3])
-    state = torch.stack([zeros if i == NONE else kept[i] for i in chunks.before.tolist()])
-    found, order = [], []
-    for step in range(int(chunks.counts[0])):
-        active = int((chunks.counts > step).sum())
-        _keep(kept, chunks, state, active)
-        at, state = (starts[:active] + step).to(index.device), state[:active]
-        change = new[at] - old[at] @ state
-        found.append(q[at] @ state + scores[at] @ change)
-        state = state * decays[at] + k[at].mT @ change
-        order.append(index[at])
-    _keep(kept, chunks, state, 0)
-    return torch.cat(found).transpose(1, 2).flatten(0, 1), torch.cat(order).flatten()
+    found, memory = [], _memories(rows, chunks.before, kept, states)
+    for at in chunks.steps:
+        _keep(kept, chunks, memory, len(at))
+        memory = memory[: len(at)]
+        change = new[at] - old[at] @ memory
+        out = q[at] @ memory + scores[at] @ change
+        found.append((out.transpose(1, 2).flatten(0, 1), chunks.rows[at].flatten()))
+        memory = memory * decays[at] + k[at].mT @ change
+    _keep(kept, chunks, memory, 0)
+    return found
 
 
-def _keep(kept: dict[int, Tensor], chunks: Chunks, state: Tensor, active: int):
-    """Keeps the states of the runs that have ended: those after the first `active` ones."""
-    for i in range(active, len(state)):
-        if (number := int(chunks.after[i])) != NONE:
-            kept[number] = state[i]
+def _memories(rows: _Rows, numbers: list[int], kept: dict[int, Tensor], states: States | None) -> Tensor:
+    """[R, H, K, V] of the states with these numbers."""
+    zeros = rows.values.new_zeros(*rows.keys.shape[1:], rows.values.shape[-1])
+    stored = None if states is None else states.memories
+    found = (zeros if i == NONE else kept[i] if i in kept or stored is None else stored[i] for i in numbers)
+    return torch.stack(list(found))
+
+
+def _keep(kept: dict[int, Tensor], chunks: Chunks, memory: Tensor, active: int):
+    """Keeps the memories of the runs that have ended: those after the first `active` ones."""
+    for i in range(active, len(memory)):
+        if (number := chunks.after[i]) != NONE:
+            kept[number] = memory[i]
+
+
+def _one_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:
+    """A decode step: one row of each state; rows of padding read 0."""
+    at, numbers = runs.decodes
+    q, k, v, log_decays, strengths = (x[at] for x in _rows(inputs, sizes, runs, states))
+    memory = states.memories[numbers] * log_decays.exp()[..., None, None]
+    change = (v - (k.unsqueeze(-2) @ memory).squeeze(-2)) * strengths.unsqueeze(-1)
+    memory = memory + k.unsqueeze(-1) * change.unsqueeze(-2)
+    states.memories.index_copy_(0, numbers, memory)
+    read = (q.unsqueeze(-2) @ memory).squeeze(-2)
+    return read.new_zeros(len(inputs.x), *read.shape[1:]).index_copy(0, at, read)

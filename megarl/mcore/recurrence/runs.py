@@ -13,19 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.batch import expand_ranges
+from megarl.mcore import device
 
 NONE = -1  # no state
 
 
-class Chunks(NamedTuple):
-    """Runs of equal depth, cut into chunks of C rows; runs with more chunks come first, and each has its chunks next
-    to each other. All int64, on the host."""
+class ConvolutionRows(NamedTuple):
+    """Which rows a causal convolution reads, among the T rows of the pass, then a row of zeros, then taps − 1 rows of
+    each state; int64, on the device."""
 
-    rows: Tensor  # [M, C] rows of the chunks; `T` stands for padding
-    counts: Tensor  # [R] chunks of each run, falling
-    before: Tensor  # [R] state that each run continues
-    after: Tensor  # [R] state in which each run leaves its own
+    read: Tensor  # [taps, T] for each row, itself last
+    states: Tensor  # [S] states that the pass changes
+    last: Tensor  # [S, taps − 1] the rows that these then hold
+
+
+class Chunks(NamedTuple):
+    """Runs of equal depth, cut into M chunks of C rows; runs with more chunks come first, and each has its chunks next
+    to each other."""
+
+    rows: Tensor  # [M, C] int64 rows of the chunks, on the device; `T` stands for padding
+    steps: list[Tensor]  # of step i the i-th chunks of all runs that have one, int64, on the device
+    before: list[int]  # state that each run continues
+    after: list[int]  # state in which each run leaves its own
 
 
 @dataclass(frozen=True)
@@ -34,51 +43,72 @@ class Runs:
 
     table: Tensor  # [N, 4] int64, on the host
     states: int  # number of states that they name, if these belong to the pass alone; 0 if they outlive it
+    taps: int  # rows that a convolution reads for each row, itself last
 
-    def previous_rows(self, taps: int) -> Tensor:
-        """[taps, T] int64: the rows that a causal convolution reads for each row, itself last; `T` where none is."""
-        total, kept = self.rows, {}
-        found = torch.arange(total) + torch.arange(1 - taps, 1).unsqueeze(1)
-        for first, rows, before, after in self.table.tolist():
-            past = kept.get(before, [total] * (taps - 1))
-            for row in range(min(rows, taps - 1)):
-                found[: taps - 1 - row, first + row] = torch.tensor(past[row:])
-            if after != NONE:
-                kept[after] = [*past, *range(first, first + rows)][-(taps - 1) :] if taps > 1 else []
-        return found
-
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of the pass: each belongs to one run."""
         return int(self.table[:, 1].sum())
 
     @functools.cached_property
+    def decodes(self) -> tuple[Tensor, Tensor] | None:
+        """(rows [n], states [n]) if each run that continues a state has one row and leaves it there, as in a decode
+        step, int64, on the device; rows of other runs are padding. None: other runs."""
+        first, rows, before, after = self.table.t()
+        counts = after != NONE
+        if self.states or not counts.any() or not ((rows == 1) & (before == after))[counts].all():
+            return None
+        found = device.to_device([first[counts].numpy(), before[counts].numpy()])
+        return found[0], found[1]
+
+    @functools.cached_property
+    def convolution(self) -> ConvolutionRows:
+        """What the convolutions of the pass read."""
+        zero, width = self.rows, self.taps - 1
+        read = np.arange(zero) + np.arange(-width, 1)[:, None]
+        kept: dict[int, list[int]] = {}
+        for first, rows, before, after in self.table.tolist():
+            own = zero + 1 + before * width
+            past = [zero] * width if before == NONE else kept.get(before, list(range(own, own + width)))
+            for row in range(min(rows, width)):
+                read[: width - row, first + row] = past[row:]
+            if after != NONE:
+                kept[after] = [*past, *range(first, first + rows)][-width:]
+        last = np.array(list(kept.values()), dtype=np.int64).reshape(-1, width)
+        return ConvolutionRows(*device.to_device([read, np.array(list(kept), dtype=np.int64), last]))
+
+    @functools.cached_property
     def chunks(self) -> list[Chunks]:
-        """The runs in chunks of 64 rows, or fewer if all are short. Those that start from zeros come first, then those
-        that continue these, and so on."""
-        longest, depths = int(self.table[:, 1].max()), {NONE: 0}
-        size, levels = min(64, max(8, 1 << (longest - 1).bit_length())), {}
+        """The runs in chunks of 64 rows, or fewer if all are short. Those that continue none of the others come first,
+        then those that continue these, and so on."""
+        longest, depths = int(self.table[:, 1].max()), dict[int, int]()
+        size, levels = min(64, max(8, 1 << (longest - 1).bit_length())), dict[int, list]()
         for run in self.table.tolist():
-            depth = depths[run[2]]
+            depth = depths.get(run[2], 0) if run[2] != NONE else 0
             depths |= {run[3]: depth + 1} if run[3] != NONE else {}
             levels.setdefault(depth, []).append(run)
-        return [self._chunks(torch.tensor(levels[depth]), size) for depth in sorted(levels)]
+        return [self._chunks(np.array(levels[depth]), size) for depth in sorted(levels)]
 
-    def _chunks(self, table: Tensor, size: int) -> Chunks:
+    def _chunks(self, table: np.ndarray, size: int) -> Chunks:
         counts = -(-table[:, 1] // size)
-        order = counts.argsort(descending=True, stable=True)
+        order = np.argsort(-counts, kind="stable")
         table, counts = table[order], counts[order]
-        padded = torch.full((int(counts.sum()) * size,), self.rows)
-        starts = (counts.cumsum(0) - counts) * size
-        padded[expand_ranges(starts, table[:, 1])] = expand_ranges(table[:, 0], table[:, 1])
-        return Chunks(padded.view(-1, size), counts, table[:, 2], table[:, 3])
+        starts = counts.cumsum() - counts
+        padded = np.full(int(counts.sum()) * size, self.rows)
+        for start, (first, rows, *_) in zip(starts * size, table, strict=True):
+            padded[start : start + rows] = np.arange(first, first + rows)
+        steps = [starts[counts > step] + step for step in range(int(counts[0]))]
+        rows, *sent = device.to_device([padded.reshape(-1, size), *steps])
+        return Chunks(rows, sent, table[:, 2].tolist(), table[:, 3].tolist())
 
 
-def runs_of_stream(starts: np.ndarray, ends: np.ndarray, holders: np.ndarray, prefix_lengths: np.ndarray) -> Runs:
+def runs_of_stream(
+    starts: np.ndarray, ends: np.ndarray, holders: np.ndarray, prefix_lengths: np.ndarray, taps: int
+) -> Runs:
     """The runs of a packed stream: one of each sequence, and several of one that holds a prefix for others.
 
-    A prefix's state is kept under a number of its own for the sequences that continue it. Arguments are the fields of
-    an `attention.segments.TokenStream`.
+    A prefix's state is kept under a number of its own for the sequences that continue it. The first arguments are the
+    fields of an `attention.segments.TokenStream`.
     """
     prefixes: dict[int, list[int]] = {}
     for holder, length in zip(holders.tolist(), prefix_lengths.tolist(), strict=True):
@@ -97,4 +127,4 @@ def runs_of_stream(starts: np.ndarray, ends: np.ndarray, holders: np.ndarray, pr
             holder, length = i, max(prefixes[i])
             start += length
         table.append((start, end - start, numbers.get((holder, length), NONE) if length else NONE, NONE))
-    return Runs(torch.tensor(table), len(numbers))
+    return Runs(torch.tensor(table), len(numbers), taps)

@@ -5,15 +5,13 @@ Saving is one collective of the whole world. Keys of a role's tensors are prefix
 which may not belong to the role.
 """
 
-import contextlib
-import copy
 from collections.abc import Container
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -24,6 +22,7 @@ from megarl.errors import UsageError
 from megarl.mcore.model.value_head import has_value_head
 from megarl.mcore.parallel.fsdp import local_rows
 from megarl.mcore.weights import safe_reading
+from megarl.mcore.weights.optimizer_states import described
 
 safe_reading.install()
 
@@ -90,33 +89,12 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
     weights = trained_weights(stages, pg_collection)
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
-        with _with_padding(optimizer):
+        with described(optimizer):
             whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(pg_collection))
         kinds = (ShardedBase, LocalNonpersistentObject)
         sharded, rest = extract_matching_values(whole, lambda v: isinstance(v, kinds), return_lists_as_dicts=True)
         state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
     return _prefixed(local_rows(state), role)
-
-
-@contextlib.contextmanager
-def _with_padding(optimizer):
-    """Context in which a distributed optimizer describes its states with the padding between its buckets.
-
-    Megatron gathers them without it, and then takes those of a parameter from where it is with it. So the states of all
-    buckets after one with padding would be those of other parameters, and the last ones zeros.
-    """
-    chained = getattr(optimizer, "chained_optimizers", [])
-    buffers = [buffer for part in chained for buffer in getattr(part, "buffers", ())]
-    sizes = [(buffer, buffer.numel) for buffer in buffers]
-    sizes += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
-    unpadded = [part.numel_unpadded for part, _ in sizes]
-    try:
-        for part, size in sizes:
-            part.numel_unpadded = size
-        yield
-    finally:
-        for (part, _), size in zip(sizes, unpadded, strict=True):
-            part.numel_unpadded = size
 
 
 def average_state(
@@ -234,55 +212,6 @@ def load(state: dict, folder: Path, group=None) -> dict:
 def load_role(state: dict, folder: Path, pg_collection) -> dict:
     """Loads one role's state; a collective of that role's ranks only."""
     return load(state, folder, pg_collection.intra_dist_opt)
-
-
-def optimizer_state(loaded: dict, optimizer) -> dict:
-    """Merges the sharded and the plain part of a role's loaded optimizer state, for `optimizer.load_state_dict`.
-
-    Megatron uses a separate optimizer for experts that are split over ranks, so a state saved by one optimizer may be
-    loaded into two, or the reverse. Each param group takes what it lacks, such as the counter of updates, from the
-    matching saved group; rates, decay and Adam's numbers are those of the run's flags.
-    """
-    plain, optimizers = loaded["optimizer_plain"], optimizer.chained_optimizers
-    saved = [plain[i] for i in sorted(plain)] if all(isinstance(key, int) for key in plain) else [plain]
-    saved_groups = [group for state in saved for group in _param_groups(state).values()]
-    states = [copy.deepcopy(saved[min(i, len(saved) - 1)]) for i in range(len(optimizers))]
-    for state, chained in zip(states, optimizers, strict=True):
-        groups = _param_groups(state)
-        groups.clear()
-        groups.update(enumerate(_matching_group(group, saved_groups) for group in chained.param_groups))
-    state = states[0] if len(optimizers) == 1 else dict(enumerate(states))
-    merge(state, loaded["optimizer"])
-    _restore_lists(state)
-    return state
-
-
-def _param_groups(state: dict) -> dict[int, dict]:
-    """Returns the param groups of a plain state by index; their depth depends on the kind of optimizer."""
-    if "param_groups" in state:
-        return state["param_groups"]
-    return next(_param_groups(value) for value in state.values() if isinstance(value, dict) and _has_groups(value))
-
-
-def _has_groups(state: dict) -> bool:
-    return "param_groups" in state or any(isinstance(v, dict) and _has_groups(v) for v in state.values())
-
-
-def _matching_group(group: dict, saved: list[dict]) -> dict:
-    """Returns the group with the counters of a saved group of the same kind of parameters, whatever its rates were."""
-    match = next((other for other in saved if other["wd_mult"] == group["wd_mult"]), saved[0])
-    return match | {name: value for name, value in group.items() if name not in ("params", "step")}
-
-
-def _restore_lists(state: dict):
-    """Turns dictionaries by index, as which a checkpoint stores lists, back into lists, at any depth."""
-    for key, value in state.items():
-        if key == "param_groups" and isinstance(value, dict):
-            state[key] = [value[i] for i in range(len(value))]
-        elif key == "fp32_from_fp16_params":
-            state[key] = [[group[i] for i in range(len(group))] for _, group in sorted(value.items())]
-        elif isinstance(value, dict):
-            _restore_lists(value)
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.segments import TokenStream
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, States, by_chunks, gated_delta_rule
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, States, _one_token, by_chunks, gated_delta_rule
 from megarl.mcore.recurrence.runs import NONE, Runs, runs_of_stream
 
 SIZES, TAPS = HeadSizes(groups=2, heads=4, keys=24, values=32), 4
@@ -35,7 +35,7 @@ def drawn(rows: int, sizes: HeadSizes = SIZES, taps: int = TAPS, seed: int = 0) 
 
 def runs_of(lengths, holders=None, prefixes=None, padding: int = 3) -> Runs:
     shared = None if holders is None else SharedPrefix(torch.tensor(holders), torch.tensor(prefixes))
-    return runs_of_stream(*TokenStream.of(np.array(lengths), shared, lambda tokens: tokens + padding))
+    return runs_of_stream(*TokenStream.of(np.array(lengths), shared, lambda tokens: tokens + padding), TAPS)
 
 
 def by_transformers(inputs: Inputs, sizes: HeadSizes) -> Tensor:
@@ -108,7 +108,7 @@ def empty_states(count: int, sizes: HeadSizes = SIZES) -> States:
 
 
 def of_table(inputs: Inputs, table, states: States, sizes: HeadSizes = SIZES) -> Tensor:
-    return gated_delta_rule(inputs, sizes, Runs(torch.tensor(table), 0), states)
+    return gated_delta_rule(inputs, sizes, Runs(torch.tensor(table), 0, TAPS), states)
 
 
 def test_a_token_has_the_same_bits_under_any_cut():
@@ -173,3 +173,25 @@ def test_runs_of_a_stream():
         [3, 2, 1, NONE], [5, 1, 1, NONE], [6, 3, NONE, NONE], [9, 2, 0, NONE], [11, 1, NONE, NONE],
     ]  # fmt: skip
     assert runs.states == 2 and runs.rows == 12
+
+
+def test_operations_of_pytorch_keep_the_same_states():
+    """What a device computes: prefills, a copy, decode steps with padding, and a prompt in two parts."""
+    kept, own = empty_states(3), empty_states(3)
+    passes = [
+        [[0, 70, NONE, 0], [70, 9, NONE, 2], [0, 0, 0, 1], [79, 2, NONE, NONE]],
+        [[0, 1, 0, 0], [1, 1, 1, 1], [2, 1, 2, 2], [3, 1, NONE, NONE]],
+        [[0, 1, 2, 2], [1, 1, 0, 0]],
+        [[0, 1, 1, 1], [1, 66, 2, 2], [67, 1, NONE, 0]],
+        [[0, 0, 2, 1], [0, 3, 1, 1]],
+    ]
+    for number, table in enumerate(passes):
+        runs = Runs(torch.tensor(table), 0, TAPS)
+        inputs = drawn(runs.rows, seed=number)
+        assert (runs.decodes is not None) == (number in (1, 2))
+        found = (by_chunks if runs.decodes is None else _one_token)(inputs, SIZES, runs, own)
+        expected = gated_delta_rule(inputs, SIZES, runs, kept)
+        counted = [row for first, rows, _, after in table if after != NONE for row in range(first, first + rows)]
+        assert relative(found[counted], expected[counted]) <= 1e-5
+        assert torch.equal(own.inputs, kept.inputs)
+        assert relative(own.memories, kept.memories) <= 1e-5

@@ -1,0 +1,118 @@
+"""States of Megatron's optimizers in checkpoints, where Megatron's own description of them is wrong or incomplete."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from itertools import chain
+
+from megatron.core.dist_checkpointing.dict_utils import merge
+
+
+@contextlib.contextmanager
+def described(optimizer) -> Iterator[None]:
+    """Context in which an optimizer describes all of its states rightly, to save or to load them."""
+    with _with_padding(optimizer), _with_fp32_parameters(optimizer):
+        yield
+
+
+@contextlib.contextmanager
+def _with_padding(optimizer) -> Iterator[None]:
+    """Context in which a distributed optimizer describes its states with the padding between its buckets.
+
+    Megatron gathers them without it, and then takes those of a parameter from where it is with it. So the states of all
+    buckets after one with padding would be those of other parameters, and the last ones zeros.
+    """
+    chained = getattr(optimizer, "chained_optimizers", [])
+    buffers = [buffer for part in chained for buffer in getattr(part, "buffers", ())]
+    sizes = [(buffer, buffer.numel) for buffer in buffers]
+    sizes += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
+    unpadded = [part.numel_unpadded for part, _ in sizes]
+    try:
+        for part, size in sizes:
+            part.numel_unpadded = size
+        yield
+    finally:
+        for (part, _), size in zip(sizes, unpadded, strict=True):
+            part.numel_unpadded = size
+
+
+@contextlib.contextmanager
+def _with_fp32_parameters(optimizer) -> Iterator[None]:
+    """Context in which an optimizer for 16 bits also describes the states of its fp32 parameters.
+
+    Megatron numbers the 16-bit parameters alone, so that each one after an fp32 parameter would get another's states.
+    An fp32 parameter counts here as its own fp32 copy.
+    """
+    mixed = [part for part in getattr(optimizer, "chained_optimizers", []) if any(_fp32_groups(part))]
+    own = [(part.float16_groups, part.fp32_from_float16_groups) for part in mixed]
+    try:
+        for part in mixed:
+            copies = map(chain.from_iterable, (part.fp32_from_float16_groups, part.float16_groups))
+            model = {id(main): parameter for main, parameter in zip(*copies, strict=True)}
+            groups = [list(group["params"]) for group in part.optimizer.param_groups]
+            part.float16_groups = [[model.get(id(main), main) for main in group] for group in groups]
+            part.fp32_from_float16_groups = groups
+        yield
+    finally:
+        for part, (of_model, mains) in zip(mixed, own, strict=True):
+            part.float16_groups, part.fp32_from_float16_groups = of_model, mains
+
+
+def _fp32_groups(part) -> list[list]:
+    """The fp32 parameters of an optimizer for 16 bits that is not distributed; none of another."""
+    return getattr(part, "fp32_from_fp32_groups", []) if hasattr(part, "fp32_from_float16_groups") else []
+
+
+def restore(loaded: dict, optimizer):
+    """Gives Megatron's optimizer the state that a checkpoint has of it. `loaded`: the role's loaded state."""
+    with described(optimizer):
+        optimizer.load_state_dict(_merged(loaded, optimizer))
+
+
+def _merged(loaded: dict, optimizer) -> dict:
+    """Merges the sharded and the plain part of a role's loaded optimizer state, for `optimizer.load_state_dict`.
+
+    Megatron uses a separate optimizer for experts that are split over ranks, so a state saved by one optimizer may be
+    loaded into two, or the reverse. Each param group takes what it lacks, such as the counter of updates, from the
+    matching saved group; rates, decay and Adam's numbers are those of the run's flags.
+    """
+    plain, optimizers = loaded["optimizer_plain"], optimizer.chained_optimizers
+    saved = [plain[i] for i in sorted(plain)] if all(isinstance(key, int) for key in plain) else [plain]
+    saved_groups = [group for state in saved for group in _param_groups(state).values()]
+    states = [copy.deepcopy(saved[min(i, len(saved) - 1)]) for i in range(len(optimizers))]
+    for state, chained in zip(states, optimizers, strict=True):
+        groups = _param_groups(state)
+        groups.clear()
+        groups.update(enumerate(_matching_group(group, saved_groups) for group in chained.param_groups))
+    state = states[0] if len(optimizers) == 1 else dict(enumerate(states))
+    merge(state, loaded["optimizer"])
+    _restore_lists(state)
+    return state
+
+
+def _param_groups(state: dict) -> dict[int, dict]:
+    """Returns the param groups of a plain state by index; their depth depends on the kind of optimizer."""
+    if "param_groups" in state:
+        return state["param_groups"]
+    return next(_param_groups(value) for value in state.values() if isinstance(value, dict) and _has_groups(value))
+
+
+def _has_groups(state: dict) -> bool:
+    return "param_groups" in state or any(isinstance(v, dict) and _has_groups(v) for v in state.values())
+
+
+def _matching_group(group: dict, saved: list[dict]) -> dict:
+    """Returns the group with the counters of a saved group of the same kind of parameters, whatever its rates were."""
+    match = next((other for other in saved if other["wd_mult"] == group["wd_mult"]), saved[0])
+    return match | {name: value for name, value in group.items() if name not in ("params", "step")}
+
+
+def _restore_lists(state: dict):
+    """Turns dictionaries by index, as which a checkpoint stores lists, back into lists, at any depth."""
+    for key, value in state.items():
+        if key == "param_groups" and isinstance(value, dict):
+            state[key] = [value[i] for i in range(len(value))]
+        elif key == "fp32_from_fp16_params":
+            state[key] = [[group[i] for i in range(len(group))] for _, group in sorted(value.items())]
+        elif isinstance(value, dict):
+            _restore_lists(value)
