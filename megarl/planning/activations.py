@@ -11,7 +11,8 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import ROTARY, is_gated
 from megarl.mcore.kernels.vocab_parallel_logprobs import MAX_KEPT, MAX_TOGETHER, row_chunks
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
+from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.planning.parameters import SCALAR_HEAD
 
 SEGMENT_PADDING = 1.2
@@ -29,7 +30,7 @@ def _norm(args, width: int, fused: bool) -> int:
     return width * (8 if keeps_fp32 else args.params_dtype.itemsize)
 
 
-def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
+def of_layer(args, kind: LayerKind, tokens: int, fused: bool = True) -> float:
     """Bytes that one layer keeps for a micro-batch.
 
     Norms 2·norm(H)·s, twice that if before and after; inputs of the linear layers (2H·s + A·D/t·n)·b; attention; MLP.
@@ -38,9 +39,30 @@ def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
     hidden, channels = args.hidden_size, args.kv_channels
     norms = 4 if args.layernorm_position == "sandwich" else 2
-    total = norms * _norm(args, hidden, fused) * s + (2 * hidden * s + heads * channels / t * n) * b
-    total += _latent_attention(args, n, s, fused) if args.multi_latent_attention else _attention(args, n, fused)
-    return total + (_moe(args, s) if is_moe else _mlp(args, args.ffn_hidden_size / t) * n)
+    total = norms * _norm(args, hidden, fused) * s + 2 * hidden * s * b
+    if kind.is_recurrent:
+        total += _delta_net(args, n, fused)
+    else:
+        total += heads * channels / t * n * b
+        total += _latent_attention(args, n, s, fused) if args.multi_latent_attention else _attention(args, n, fused)
+    return total + (_moe(args, s) if kind.is_moe else _mlp(args, args.ffn_hidden_size / t) * n)
+
+
+def _delta_net(args, n: int, fused: bool) -> float:
+    """Bytes of a gated delta net: its inputs in fp32, the normed results, the gates, and their product."""
+    heads = HeadSizes.of(args, args.tensor_model_parallel_size)
+    values, b = heads.heads * heads.values, args.params_dtype.itemsize
+    wide = heads.channels + values + 2 * heads.heads
+    inputs = 4 * wide + (0 if b == 4 else b * wide)
+    return n * (inputs + heads.heads * _norm(args, heads.values, fused) + values * (4 + 4 + 2 * b))
+
+
+def _working(args, kind: LayerKind, tokens: int) -> float:
+    """Bytes that the backward of a layer computes again beside what was kept: chunks of a gated delta net."""
+    if not kind.is_recurrent:
+        return 0
+    n, heads = _tokens(args, tokens)[0], HeadSizes.of(args, args.tensor_model_parallel_size)
+    return 4 * n * (3 * heads.channels + heads.heads * (7 * heads.keys + 6 * heads.values + 3 * 64))
 
 
 def _attention(args, n: int, fused: bool) -> float:
@@ -54,6 +76,8 @@ def _attention(args, n: int, fused: bool) -> float:
     groups = args.num_query_groups if args.group_query_attention else heads
     if args.position_embedding_type in ROTARY:
         total += 4 * channels * n * b
+    if args.attention_output_gate:
+        total += heads * channels / t * n * (4 + 2 * b)
     if args.qk_layernorm or args.qk_layernorm_all_heads:
         total += (heads + groups) / t * _norm(args, channels, fused) * n
     keys = 2 * groups * channels / t * n * args.context_parallel_size * b
@@ -111,17 +135,19 @@ def of_chunk(args, layers: range, tokens: int, last: bool, value_head: bool = Fa
     after that of the others.
     """
     n, s = _tokens(args, tokens)
-    kinds, b = moe_layer_pattern(args), args.params_dtype.itemsize
+    kinds, b = layer_kinds(args), args.params_dtype.itemsize
     sizes = [of_layer(args, kinds[layer], tokens, fused) for layer in layers]
-    kept, working = sum(sizes), 0.0
+    kept = sum(sizes)
+    working = again = max((_working(args, kinds[layer], tokens) for layer in layers), default=0.0)
     if args.recompute_granularity == "full" and sizes:
         size, layer_input = args.recompute_num_layers, args.hidden_size * s * b
         if args.recompute_method == "uniform":
             groups = [sum(sizes[i : i + size]) for i in range(0, len(sizes), size)]
-            kept, working = len(groups) * layer_input, max(groups)
+            kept, working = len(groups) * layer_input, max(groups) + again
         else:
             others = sum(sizes[size:])
-            kept, working = min(size, len(sizes)) * layer_input + others, max(0, max(sizes[:size]) - others)
+            kept = min(size, len(sizes)) * layer_input + others
+            working = max(0, max(sizes[:size]) - others) + again
     if last:
         kept += _norm(args, args.hidden_size, fused) * s + (4 if value_head else b) * args.hidden_size * n + 28 * n
     return kept, working
@@ -142,7 +168,7 @@ def of_stage(args, stage: int, kind: str, tokens: int, microbatches: int, fused:
 
     If interleaved, each chunk holds an equal share of the micro-batches in flight.
     """
-    chunks, kinds = stage_layers(args)[stage], moe_layer_pattern(args)
+    chunks, kinds = stage_layers(args)[stage], layer_kinds(args)
     last = stage == args.pipeline_model_parallel_size - 1
     if kind not in ("train", "value"):
         return int(max((of_layer(args, kinds[i], tokens, fused) for chunk in chunks for i in chunk), default=0))

@@ -4,10 +4,16 @@ from dataclasses import dataclass
 from math import ceil
 
 from megarl.mcore.config.megatron_flags import parallel_sizes, transformer_config
-from megarl.mcore.inference.cache_size import BLOCK_TOKENS_CUDA, capacity_of, check_capacity, token_bytes
+from megarl.mcore.inference.cache_size import (
+    BLOCK_TOKENS_CUDA,
+    cache_bytes,
+    capacity_of,
+    check_capacity,
+    state_bytes,
+    token_bytes,
+)
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.model.pipeline_layout import stage_layers
-from megarl.planning.memory import GIB
+from megarl.mcore.model.pipeline_layout import recurrent_layer_pattern, stage_layers
 from megarl.planning.traffic import StepSizes
 
 
@@ -15,12 +21,14 @@ from megarl.planning.traffic import StepSizes
 class CachePlan:
     """What the cache of a data-parallel replica holds, every sequence at its longest, prompts not shared.
 
-    `token_bytes`: of a token on a rank, that of the pipeline stage with most layers. `longest`: tokens of prompt and
-    response; `full_length`: such sequences that fit at a time; `decoded`: those that are decoded at a time, at most
-    `--rollout-max-requests`. `responses`: of a step, generated in `rounds`.
+    `token_bytes`: of a token on a rank, that of the pipeline stage with most layers with keys and values.
+    `state_bytes`: of a request's recurrent states on a rank, of the stage with most; the buffer has those of all
+    requests before the first token. `longest`: tokens of prompt and response; `full_length`: such sequences that fit at a time; `decoded`:
+    those that are decoded at a time, at most `--rollout-max-requests`. `responses`: of a step, generated in `rounds`.
     """
 
     token_bytes: int
+    state_bytes: int
     tokens: int
     longest: int
     full_length: int
@@ -36,16 +44,22 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
         UsageError: it does not hold one sequence, with the line of the run.
     """
     args, sizes = role.megatron, parallel_sizes(role.megatron)
-    layers = max(sum(map(len, chunks)) for chunks in stage_layers(args))
-    each = token_bytes(transformer_config(args), layers, sizes.tensor)
-    tokens = capacity_of(int(settings.rollout_buffer_gb * GIB), each, BLOCK_TOKENS_CUDA)
+    config, is_recurrent = transformer_config(args), recurrent_layer_pattern(args)
+    max_requests = ceil(max(settings.rollout_max_requests, MIN_ROWS) / sizes.tensor) * sizes.tensor
+    stages = [[is_recurrent[layer] for chunk in chunks for layer in chunk] for chunks in stage_layers(args)]
+    states = [state_bytes(config, sum(stage), sizes.tensor) if any(stage) else 0 for stage in stages]
+    tokens_of = [token_bytes(config, max(1, stage.count(False)), sizes.tensor) for stage in stages]
+    each = max(tokens_of)
+    tokens = min(
+        capacity_of(cache_bytes(settings.rollout_buffer_gb, max_requests, state), of_token, BLOCK_TOKENS_CUDA)
+        for state, of_token in zip(states, tokens_of, strict=True)
+    )
     check_capacity(settings, tokens)
     longest = step.prompt + step.response
     full_length = tokens // BLOCK_TOKENS_CUDA // ceil(longest / BLOCK_TOKENS_CUDA)
     responses = ceil(step.with_greedy().sequences / sizes.data(len(role.ranks)))
-    max_requests = ceil(max(settings.rollout_max_requests, MIN_ROWS) / sizes.tensor) * sizes.tensor
     decoded = min(full_length, max_requests, responses)
     return CachePlan(
-        token_bytes=each, tokens=tokens, longest=longest, full_length=full_length, decoded=decoded,
-        responses=responses, rounds=ceil(responses / decoded),
+        token_bytes=each, state_bytes=max(states), tokens=tokens, longest=longest, full_length=full_length,
+        decoded=decoded, responses=responses, rounds=ceil(responses / decoded),
     )  # fmt: skip

@@ -14,8 +14,9 @@ import torch
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
+from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
 from megarl.mcore.parallel.process_groups import ParallelSizes
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 
 LAYERS = "decoder.layers."  # prefix of the names of transformer layers
 CACHED = 8  # models: a plan asks for the weights of each of its roles several times
@@ -64,7 +65,7 @@ class ModelKey:
 def _stage_weights(model: ModelKey, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
     """Equal chunks are the same list."""
     args = model.args
-    sizes, stages, kinds = parallel_sizes(args), stage_layers(args), moe_layer_pattern(args)
+    sizes, stages, kinds = parallel_sizes(args), stage_layers(args), layer_kinds(args)
     last = (len(stages) - 1, len(stages[-1]) - 1)
     made: dict[tuple, list[Weight]] = {}
 
@@ -106,9 +107,9 @@ def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals
 @functools.lru_cache(maxsize=CACHED)
 def _parameter_totals(model: ModelKey, vocab_size: int, value_head: bool) -> ParameterTotals:
     args = model.args
-    unsplit, kinds = ParallelSizes(), moe_layer_pattern(args)
+    unsplit, kinds = ParallelSizes(), layer_kinds(args)
     weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, unsplit))]
-    weights += [(kinds.count(is_moe), _layer(args, unsplit, is_moe)) for is_moe in set(kinds)]
+    weights += [(kinds.count(kind), _layer(args, unsplit, kind)) for kind in set(kinds)]
     total = sum(times * w.elements for times, module in weights for w in module)
     routed = sum(times * w.elements for times, module in weights for w in module if w.is_routed)
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
@@ -126,7 +127,7 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
         weights.append(_weight(args, "embedding.word_embeddings.weight", vocab, hidden, is_shared))
         if args.position_embedding_type == "learned_absolute":
             weights.append(_weight(args, "embedding.position_embeddings.weight", args.max_position_embeddings, hidden))
-    kinds = moe_layer_pattern(args)
+    kinds = layer_kinds(args)
     of_kind = {kind: _layer(args, sizes, kind) for kind in {kinds[layer] for layer in layers}}
     for number, layer in enumerate(layers):
         weights += [Weight(f"{LAYERS}{number}.{w.name}", *w[1:]) for w in of_kind[kinds[layer]]]
@@ -139,11 +140,14 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
     return weights
 
 
-def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
-    """Attention; two norms; an MLP or a mixture of experts."""
-    hidden, t = args.hidden_size, sizes.tensor
+def _layer(args, sizes: ParallelSizes, kind: LayerKind) -> list[Weight]:
+    """Attention or a gated delta net; two norms; an MLP or a mixture of experts."""
+    hidden, t, is_moe = args.hidden_size, sizes.tensor, kind.is_moe
     weights = [] if args.layernorm_position == "post" else _norm(args, "input_layernorm", hidden)
-    weights += _latent_attention(args, t) if args.multi_latent_attention else _attention(args, t)
+    if kind.is_recurrent:
+        weights += _delta_net(args, t)
+    else:
+        weights += _latent_attention(args, t) if args.multi_latent_attention else _attention(args, t)
     weights += [] if args.layernorm_position == "post" else _norm(args, "pre_mlp_layernorm", hidden)
     weights += _moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t)
     if args.layernorm_position != "pre":
@@ -151,12 +155,25 @@ def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
     return weights
 
 
+def _delta_net(args, t: int) -> list[Weight]:
+    """Decays and their biases in fp32; queries, keys, values, gates and two numbers of each head; a convolution of the
+    first three; a norm of a head."""
+    sizes = HeadSizes.of(args, t)
+    heads, values, channels = sizes.heads, sizes.values, sizes.channels
+    name, hidden = "self_attention.", args.hidden_size
+    weights = [Weight(name + each, heads, heads, 4) for each in ("dt_bias", "A_log")]
+    weights += _matrix(args, f"{name}in_proj", channels + heads * values + 2 * heads, hidden, False)
+    weights += _matrix(args, f"{name}out_proj", hidden, heads * values, False)
+    weights += _matrix(args, f"{name}conv1d", channels, args.linear_conv_kernel_dim, False)
+    return weights + _norm(args, f"{name}out_norm", values)
+
+
 def _attention(args, t: int) -> list[Weight]:
-    """(A + 2G)·D·H/t and A·D·H/t."""
+    """(A + 2G)·D·H/t, with gates (2A + 2G)·D·H/t, and A·D·H/t."""
     channels, heads, has_bias = args.kv_channels, args.num_attention_heads, args.add_bias_linear
     groups, hidden = args.num_query_groups if args.group_query_attention else heads, args.hidden_size
     weights = _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
-    rows = (heads + 2 * groups) * channels // t
+    rows = (heads * (1 + args.attention_output_gate) + 2 * groups) * channels // t
     weights += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
     if args.softmax_type == "learnable":
         weights.append(_weight(args, "self_attention.core_attention.softmax_offset", heads // t))

@@ -12,7 +12,7 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern
 from megarl.planning import summary, traffic
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
 from megarl.planning.parameters import SCALAR_HEAD, stage_weights
@@ -78,7 +78,8 @@ def data(found: StepTime, cluster: Cluster) -> dict:
 
 
 def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) -> float:
-    """2·P·T + L·A·(D_keys + D_values)·s·T: a causal token attends to half of its sequence on average.
+    """2·P·T + L·A·(D_keys + D_values)·s·T of L layers with attention: a causal token attends to half of its sequence on
+    average. What recurrent states take is not counted.
 
     P without embeddings that are only looked up.
     """
@@ -87,12 +88,10 @@ def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) ->
         channels = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
     else:
         channels = 2 * args.kv_channels
-    lookups = 0
+    lookups, layers = 0, recurrent_layer_pattern(args).count(False)
     if args.untie_embeddings_and_output_weights or summary.KINDS[plan.name] in SCALAR_HEAD:
         lookups = padded_vocab_size(args, plan.vocab_size) * args.hidden_size
-    return tokens * (
-        2 * (plan.parameters.active - lookups) + args.num_layers * args.num_attention_heads * channels * length
-    )
+    return tokens * (2 * (plan.parameters.active - lookups) + layers * args.num_attention_heads * channels * length)
 
 
 def _passes(program, plan: summary.RolePlan, step: traffic.StepSizes, cluster: Cluster) -> tuple[float, float]:
@@ -134,7 +133,8 @@ def _generation(program, plan: summary.RolePlan, step: traffic.StepSizes, cluste
 def decode_seconds(args, plan: summary.RolePlan, step: traffic.StepSizes, cluster: Cluster) -> float:
     """Seconds of a decode step without what it sends.
 
-    It reads the weights, and the cache of a round's requests at half of their response, or computes, whichever takes
+    It reads the weights, and the cache of a round's requests at half of their response, reads and writes recurrent
+    states, or computes, whichever takes
     longer; the stages of a pipeline take turns; every collective takes `LATENCY`. Of E experts, n tokens read
     1 − (1 − k/E)ⁿ.
     """
@@ -149,7 +149,7 @@ def decode_seconds(args, plan: summary.RolePlan, step: traffic.StepSizes, cluste
     if any(w.name.startswith("output_layer.") for w in weights):
         weights = [w for w in weights if not w.name.startswith("embedding.")]  # only looked up
     read = sum(w.elements * w.itemsize * (touched if w.is_routed else 1.0) for w in weights)
-    read += requests * mean * cache.token_bytes * sizes.pipeline
+    read += requests * (mean * cache.token_bytes + 2 * cache.state_bytes) * sizes.pipeline
     computed = forward_flops(args, plan, requests, 2 * mean) / sizes.tensor / cluster.flops
     collectives = 2 * args.num_layers * (sizes.tensor > 1) + sizes.pipeline - 1
     collectives += 2 * sum(moe_layer_pattern(args)) * (sizes.expert * sizes.expert_tensor > 1)

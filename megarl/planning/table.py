@@ -71,6 +71,8 @@ def _cache(roles: list[RolePlan]) -> list[str]:
                 f"{cache.full_length:,} sequences of {longest:,} tokens; {cache.responses:,} responses of a step, "
                 f"{cache.decoded:,} at a time: {cache.rounds} round(s)",
             ]  # fmt: skip
+            if cache.state_bytes:
+                lines.append(f"recurrent states of a request, before its tokens: {bytes_of(cache.state_bytes)}")
     return lines
 
 

@@ -8,6 +8,7 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.recurrence.delta_rule import HeadSizes, States
 
+GIB = 2**30
 BLOCK_TOKENS_CUDA, BLOCK_TOKENS_CPU = 64, 16
 BLOCK_TOKENS = BLOCK_TOKENS_CUDA if device.has_cuda() else BLOCK_TOKENS_CPU  # prompts share whole blocks
 
@@ -32,6 +33,21 @@ def state_bytes(model_config, layers: int, tensor_ranks: int) -> int:
     """Bytes of a request's recurrent states, always fp32, in that many layers on a tensor-parallel rank."""
     sizes = HeadSizes.of(model_config, tensor_ranks)
     return 4 * layers * sum(map(math.prod, States.shapes(1, model_config.linear_conv_kernel_dim, sizes)))
+
+
+def cache_bytes(buffer_gb: float, requests: int, bytes_of_state: int) -> int:
+    """Bytes of a buffer of some GiB that keys and values have, after the states of `requests`.
+
+    Raises:
+        UsageError: there are none.
+    """
+    buffer, states = int(buffer_gb * GIB), requests * bytes_of_state
+    if states and states >= buffer:
+        raise UsageError(
+            f"--rollout-buffer-gb {buffer_gb:g}: the states of {requests} requests (--rollout-max-requests) take "
+            f"{states / GIB:.3g} GiB, before any keys and values"
+        )
+    return buffer - states
 
 
 def capacity_of(buffer_bytes: int, bytes_of_token: int, block_tokens: int) -> int:

@@ -8,15 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
-from megarl.mcore.inference.cache_size import state_bytes
+from megarl.mcore.inference.cache_size import GIB, cache_bytes, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.recurrence.delta_rule import HeadSizes, States
 from megarl.mcore.recurrence.runs import NONE, Runs
-
-GIB = 2**30
 
 
 class RecurrentContext(PagedContext):
@@ -34,14 +31,10 @@ class RecurrentContext(PagedContext):
         ranks = inference_config.pg_collection.tp.size()
         self._taps, self._sizes = model_config.linear_conv_kernel_dim, HeadSizes.of(model_config, ranks)
         self._slots = inference_config.max_requests
-        self._state_bytes = self._slots * state_bytes(model_config, sum(has_states), ranks)
-        buffer = int(inference_config.buffer_size_gb * GIB)
-        if self._state_bytes >= buffer:
-            raise UsageError(
-                f"--rollout-buffer-gb {inference_config.buffer_size_gb}: the states of {self._slots} requests "
-                f"(--rollout-max-requests) take {self._state_bytes / GIB:.2f} GiB, before any keys and values"
-            )
-        inference_config = dataclasses.replace(inference_config, buffer_size_gb=(buffer - self._state_bytes) / GIB)
+        bytes_of_state = state_bytes(model_config, sum(has_states), ranks)
+        self._state_bytes = self._slots * bytes_of_state
+        left = cache_bytes(inference_config.buffer_size_gb, self._slots, bytes_of_state)
+        inference_config = dataclasses.replace(inference_config, buffer_size_gb=left / GIB)
         super().__init__(model_config, inference_config, self._memory_after_states)
 
     def _memory_after_states(self, size: int) -> Tensor:

@@ -11,7 +11,8 @@ from tests.helpers.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 UNEVEN = f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 1"
-CASES = [("", "llama", 1), ("--bf16", "gpt2", 1), (TP2, "llama", 2), (TP2, "latent", 2), (UNEVEN, "llama", 2)]
+CASES = [("", "llama", 1), ("--bf16", "gpt2", 1), (TP2, "llama", 2), (TP2, "latent", 2), (UNEVEN, "llama", 2),
+         ("--bf16", "recurrent", 1), (TP2, "recurrent", 2), (UNEVEN, "recurrent", 2)]  # fmt: skip
 
 
 def sizes_of_engine(rank: int, flags: str, shape: str) -> tuple[int, int]:
@@ -40,7 +41,7 @@ def planned(flags: str, shape: str, ranks: int, lengths: str = "24 24"):
 def test_tokens_and_their_bytes_are_those_of_the_engine(flags, shape, ranks):
     """Grouped queries, latents, 16 bits, tensor ranks, and the stage with most layers, whose blocks all stages have."""
     found = run_world(sizes_of_engine, ranks, flags, shape)
-    cache = planned(f"{flags} --rollout-buffer-gb 0.01", shape, ranks)
+    cache = planned(f"{flags} --rollout-buffer-gb 0.01 --rollout-max-requests 32", shape, ranks)
     assert cache.token_bytes == max(each for each, _ in found) > 0
     assert {tokens for _, tokens in found} == {cache.tokens}
 

@@ -38,6 +38,7 @@ MODELS = [
     (f"{TP2} --layernorm-position post --qk-layernorm-all-heads", "llama", False, 2),
     ("--layernorm-position sandwich --geglu --disable-bias-linear", "gpt2", False, 1),
     ("--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "llama", False, 2),
+    ("--num-layers 4 --bf16", "recurrent", False, 2), (f"{TP2} {PP2}", "recurrent", True, 4),
     ("", "latent", True, 1), (f"{TP2} --bf16", "latent", False, 2),
     (f"{DENSE_FIRST} {SP2} {EP2} {PP2}", "latent", False, 8),
 ]  # fmt: skip
@@ -223,6 +224,7 @@ ALONE = [
     ("--num-layers 4 --recompute-activations", "llama", False, 1),
     (f"{FULL} uniform --recompute-num-layers 2", "llama", False, 1),
     (f"{FULL} block --recompute-num-layers 3", "llama", False, 1),
+    ("", "recurrent", False, 1), ("--bf16", "recurrent", False, 1), ("--num-layers 4", "recurrent", False, 1),
     ("", "latent", False, 1), ("--bf16", "latent", False, 1), ("--recompute-activations", "latent", False, 1),
 ]  # fmt: skip
 PAIR = [

@@ -1,4 +1,4 @@
-"""Published models with multi-latent attention: their config.json is understood, and their parameters are counted."""
+"""Published models with multi-latent attention or recurrent states: their config.json is understood, and their parameters are counted."""
 
 import json
 
@@ -27,8 +27,14 @@ V2_LITE = V2 | {
     "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_method": "greedy",
 }  # fmt: skip
 
+# What its config.json says beside the defaults of the class.
+QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936,
+              "hidden_size": 2048, "rope_theta": 10000000, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
+              "max_position_embeddings": 262144, "full_attention_interval": 4, "num_experts": 512}  # fmt: skip
+
 # config.json, parameters in all and of one token in billions: 2412.19437, 2507.20534, 2405.04434 and its appendix B.
-MODELS = {"V3": (V3, 671, 37), "K2": (K2, 1026, 32), "V2": (V2, 236, 21), "V2-Lite": (V2_LITE, 15.7, 2.4)}
+MODELS = {"V3": (V3, 671, 37), "K2": (K2, 1026, 32), "V2": (V2, 236, 21), "V2-Lite": (V2_LITE, 15.7, 2.4),
+          "Qwen3-Next": (QWEN3_NEXT, 79.7, 3.3)}  # fmt: skip  # of its card, which says 80 and 3
 
 
 @pytest.mark.parametrize("name", MODELS)
