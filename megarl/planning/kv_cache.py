@@ -23,8 +23,9 @@ class CachePlan:
 
     `token_bytes`: of a token on a rank, that of the pipeline stage with most layers with keys and values.
     `state_bytes`: of a request's recurrent states on a rank, of the stage with most; the buffer has those of all
-    requests before the first token. `longest`: tokens of prompt and response; `full_length`: such sequences that fit at a time; `decoded`:
-    those that are decoded at a time, at most `--rollout-max-requests`. `responses`: of a step, generated in `rounds`.
+    requests before the first token. `longest`: tokens of prompt and response; `full_length`: such sequences that fit
+    at a time; `decoded`: those that are decoded at a time, at most `--rollout-max-requests`. `responses`: of a step,
+    generated in `rounds`.
     """
 
     token_bytes: int

@@ -55,7 +55,7 @@ def _of_layers(args, on: bool) -> list[LayoutRule]:
              f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
         LayoutRule("--linear-num-key-heads", keys, not on or keys % tensor == 0,
              f"a multiple of --tensor-model-parallel-size {tensor}"),
-        LayoutRule("--linear-num-value-heads", values, not on or values % keys == 0,
+        LayoutRule("--linear-num-value-heads", values, not on or keys > 0 and values % keys == 0,
              f"a multiple of --linear-num-key-heads {keys}"),
         LayoutRule("--linear-value-head-dim", args.linear_value_head_dim,
              not on or args.linear_value_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),

@@ -1,4 +1,4 @@
-"""Published models with multi-latent attention or recurrent states: their config.json is understood, and their parameters are counted."""
+"""Published models with multi-latent attention or recurrent states: config.json is understood, parameters counted."""
 
 import json
 

@@ -10,10 +10,12 @@ from megarl.mcore.config.megatron_flags import transformer_config
 from tests.helpers.tiny_models import SHAPES
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
+RECURRENT = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
 WRONG = {  # flags, what the line says
     "fp32": ("", "--bf16 False: with --exact-rollout on CUDA allowed is --bf16 or --fp16"),
     "tensor parallelism": ("--bf16 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: with"),
     "context parallelism": ("--bf16 --context-parallel-size 2", "--context-parallel-size 2: with"),
+    "recurrent states": (f"--bf16 {RECURRENT}", "--experimental-attention-variant gated_delta_net: with"),
     "softcap": ("--bf16 --attn-logit-softcapping 5", "--attn-logit-softcapping 5.0: with"),
     "sinks": ("--bf16 --softmax-type learnable", "--softmax-type learnable: with"),
     "other attention": ("--bf16 --attention-backend sdpa", "--attention-backend sdpa: with --exact-rollout on CUDA "

@@ -1,0 +1,72 @@
+"""Rules on models with recurrent states: each is broken by a case, which one line refuses before any work."""
+
+import pytest
+
+from megarl.arguments import parse
+from megarl.errors import UsageError
+from megarl.mcore.config import recurrent_rules
+from tests.helpers.tiny_models import LENGTHS, SHAPES
+
+SHAPE = f"{SHAPES['recurrent']} {LENGTHS} --lr 1e-3"
+FLAG = recurrent_rules.FLAG
+
+# A case of a model with recurrent states: its flags, and words of the line.
+WRONG = {
+    "no pattern": ("--linear-attention-freq 1", "--linear-attention-freq 1: allowed is a number from 2 to"),
+    "long period": ("--linear-attention-freq 3", "--linear-attention-freq 3: allowed is a number from 2"),
+    "short pattern": ("--linear-attention-freq [1]", "--linear-attention-freq [1]: allowed is a number from 2"),
+    "all recurrent": ("--linear-attention-freq [1,1]", "--linear-attention-freq [1, 1]: allowed is a number from 2"),
+    "none recurrent": ("--linear-attention-freq [0,0]", "--linear-attention-freq [0, 0]: allowed is a number from 2"),
+    "no key heads": ("--linear-num-key-heads 0", "--linear-num-key-heads 0: allowed is 1 or more"),
+    "key heads": ("--linear-num-key-heads 3 --linear-num-value-heads 3 --tensor-model-parallel-size 2",
+                  "--linear-num-key-heads 3: allowed is a multiple of --tensor-model-parallel-size 2"),
+    "value heads": ("--linear-num-value-heads 3", "--linear-num-value-heads 3: allowed is a multiple of"),
+    "value channels": ("--linear-value-head-dim 24", "--linear-value-head-dim 24: allowed is a multiple of 16"),
+    "one tap": ("--linear-conv-kernel-dim 1", "--linear-conv-kernel-dim 1: allowed is from 2 to 8"),
+    "no key channels": ("--linear-key-head-dim 0", "--linear-key-head-dim 0: allowed is 1 or more"),
+    "context parallelism": ("--context-parallel-size 2", "--context-parallel-size 2: allowed is 1 with"),
+    "fp16": ("--fp16", "--fp16 True: allowed is --bf16 or fp32"),
+    "post-norm": ("--layernorm-position post", "--layernorm-position post: allowed is pre with"),
+    "LayerNorm": ("--normalization LayerNorm", "--normalization LayerNorm: allowed is RMSNorm with"),
+    "recomputed norm": ("--recompute-granularity selective --recompute-modules gdn_norm_out",
+                        "--recompute-modules gdn_norm_out: allowed is others than gdn_norm_out"),
+    "sharded 16 bits": ("--use-torch-fsdp2 --bf16", "--use-torch-fsdp2 True: allowed is fp32"),
+    "norm of all heads": ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads True: allowed is none with"),
+    "biases with gates": ("--add-qkv-bias", "--attention-output-gate True: allowed is none with biases"),
+    "factors": ("--lora-rank 2", f"--lora-rank 2: not yet with {FLAG} gated_delta_net"),
+}  # fmt: skip
+ALONE = [("linear-num-key-heads", 4), ("linear-num-value-heads", 4), ("linear-key-head-dim", 8),
+         ("linear-value-head-dim", 16), ("linear-conv-kernel-dim", 3), ("linear-attention-freq", 2)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_models(case):
+    flags, needle = WRONG[case]
+    with pytest.raises(UsageError) as error:
+        parse(f"{SHAPE} {flags}".split(), 2, "sft")
+    assert needle in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, value", ALONE)
+def test_sizes_need_recurrent_states(name, value):
+    with pytest.raises(UsageError, match=f"--{name} {value}: allowed is none without {FLAG}"):
+        parse(f"{SHAPES['llama']} {LENGTHS} --lr 1e-3 --{name} {value}".split(), 1, "sft")
+
+
+def test_gates_of_latents_are_refused():
+    with pytest.raises(UsageError, match="--attention-output-gate True: allowed is none with --multi-latent-attention"):
+        parse(f"{SHAPES['latent']} {LENGTHS} --lr 1e-3 --attention-output-gate".split(), 1, "sft")
+
+
+@pytest.mark.parametrize("flag", ["--rollout-prefix-caching", "--speculative-rollout"])
+def test_what_a_rollout_cannot_do_with_states(flag):
+    with pytest.raises(UsageError, match=f"{flag}: not yet with {FLAG} gated_delta_net"):
+        parse(f"{SHAPE} --advantage grpo {flag}".split(), 1, "rl")
+
+
+def test_states_that_the_buffer_does_not_hold():
+    from megarl.mcore.inference.cache_size import cache_bytes
+
+    assert cache_bytes(0.5, 100, 2**20) == 2**29 - 100 * 2**20
+    with pytest.raises(UsageError, match=r"--rollout-buffer-gb 0.5: the states of 600 requests .* take 0.586 GiB"):
+        cache_bytes(0.5, 600, 2**20)
