@@ -17,7 +17,8 @@ from megarl.comm.exchange import HEADER, STATES
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern, stage_layers
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
 from megarl.planning.parameters import CACHED, LAYERS, SCALAR_HEAD, ModelKey, Weight, is_half, of_stages, stage_weights
@@ -227,13 +228,18 @@ def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
 
 def context(args, n: int, forwards: int, backwards: int) -> float:
     """Each layer all-gathers keys and values of n tokens, or their latents, from every rank, and reduce-scatters their
-    gradients."""
+    gradients. One with recurrent states sends what its heads read to the ranks of the heads, and results back."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     width = 2 * groups * args.kv_channels / args.tensor_model_parallel_size
     if args.multi_latent_attention:
         width = args.kv_lora_rank + args.qk_pos_emb_head_dim
-    layers = args.num_layers / args.pipeline_model_parallel_size
-    return (forwards + backwards) * layers * (args.context_parallel_size - 1) * n * width * args.params_dtype.itemsize
+    ranks, is_recurrent = args.context_parallel_size, recurrent_layer_pattern(args)
+    channels = is_recurrent.count(False) * (ranks - 1) * width
+    if any(is_recurrent):
+        sizes = HeadSizes.of(args, args.tensor_model_parallel_size)
+        sent = sizes.channels + 2 * sizes.heads * sizes.values + 2 * sizes.heads
+        channels += is_recurrent.count(True) * (ranks - 1) / ranks * sent
+    return (forwards + backwards) * channels / args.pipeline_model_parallel_size * n * args.params_dtype.itemsize
 
 
 def pipeline(args, n: int, forwards: int, backwards: int) -> float:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_damage import FIRST, INDEX, SINGLE, config, in_order, tensors
-from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, RECURRENT, REWARD, SHORT, SUPPORTED, run_cases
+from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, REWARD, SHORT, SUPPORTED, run_cases
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
@@ -29,14 +29,14 @@ LAYOUTS = {
     "ep2": (2, "--expert-model-parallel-size 2", MOE, True),
     "sharded": (2, "--use-torch-fsdp2", SUPPORTED, False),
     "tp2-sp-ep2-pp2": (4, f"{TP2} {SP} {UNEVEN_PP2} --expert-model-parallel-size 2", MOE, True),
-    "cp2": (2, "--context-parallel-size 2", tuple(case for case in DENSE + MOE if case not in RECURRENT), False),
+    "cp2": (2, "--context-parallel-size 2", DENSE + MOE, False),
 }
 # Layouts that the others almost cover, with the cases that run in them by default.
 ALIKE = {
     "tp2": ("gemma2", "olmo2", "qwen35_dense"),
     "tp2-sp-ep2-pp2": ("qwen3_moe", "gpt_oss", "deepseek_v3_yarn", "qwen3_next"),
     "sharded": ("qwen25_tied", "gemma2", "mixtral", "qwen35_dense"),
-    "cp2": ("mistral_window", "gemma3", "glm4_moe"),
+    "cp2": ("mistral_window", "gemma3", "glm4_moe", "qwen35_moe"),
 }
 
 

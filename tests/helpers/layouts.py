@@ -44,6 +44,8 @@ RECURRENT_LAYOUTS = {
     "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
     "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
     "tp2-pp2": (4, DENSE, f"{TP2} {PP2}"),
+    "cp2": (2, DENSE, CP2),
+    "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),
     "dp2-overlap": (2, DENSE, "--use-distributed-optimizer --overlap-grad-reduce"),
     "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
     "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),

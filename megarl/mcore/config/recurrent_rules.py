@@ -45,7 +45,8 @@ def rules(args) -> list[LayoutRule]:
 
 
 def _of_layers(args, on: bool) -> list[LayoutRule]:
-    freq, layers, tensor = args.linear_attention_freq, args.num_layers, args.tensor_model_parallel_size
+    freq, layers, context = args.linear_attention_freq, args.num_layers, args.context_parallel_size
+    tensor = args.tensor_model_parallel_size
     keys, values = args.linear_num_key_heads, args.linear_num_value_heads
     fits = (
         1 < freq <= layers if isinstance(freq, int) else on and freq and is_pattern(freq, layers) and {*freq} == {0, 1}
@@ -53,8 +54,8 @@ def _of_layers(args, on: bool) -> list[LayoutRule]:
     return [
         LayoutRule("--linear-attention-freq", freq, not on or fits,
              f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
-        LayoutRule("--linear-num-key-heads", keys, not on or keys % tensor == 0,
-             f"a multiple of --tensor-model-parallel-size {tensor}"),
+        LayoutRule("--linear-num-key-heads", keys, not on or keys % (tensor * context) == 0,
+             f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
         LayoutRule("--linear-num-value-heads", values, not on or keys > 0 and values % keys == 0,
              f"a multiple of --linear-num-key-heads {keys}"),
         LayoutRule("--linear-value-head-dim", args.linear_value_head_dim,
@@ -66,9 +67,8 @@ def _of_layers(args, on: bool) -> list[LayoutRule]:
 
 def _combinations(args) -> list[tuple[str, object, bool, str]]:
     """(flag, value, whether it is allowed beside recurrent states, what is) of other flags."""
-    context, impl, modules = args.context_parallel_size, args.transformer_impl, args.recompute_modules or []
+    impl, modules = args.transformer_impl, args.recompute_modules or []
     return [
-        ("--context-parallel-size", context, context == 1, "1"),
         ("--transformer-impl", impl, impl == "local", "local"),
         ("--fp16", args.fp16, not args.fp16, "--bf16 or fp32: decays overflow,"),
         ("--multi-latent-attention", args.multi_latent_attention, not args.multi_latent_attention, "none"),

@@ -8,6 +8,7 @@ Shapes: T rows, G key heads with K channels and H value heads with V channels on
 import functools
 
 import torch
+import torch.distributed as dist
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules, _GDNBase
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -19,6 +20,7 @@ from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.norm import RMSNorm
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
+from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, States, gated_delta_rule
 from megarl.mcore.recurrence.runs import Runs
 
@@ -87,21 +89,34 @@ class GatedDeltaNet(_GDNBase):
         if inference_context is not None:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
         projected, _ = self.in_proj(hidden_states)
-        return self.out_proj(self._mixed(projected, packed_seq_params.runs, None))
+        layout = packed_seq_params
+        if layout.order is None:
+            return self.out_proj(self._mixed(projected.squeeze(1), layout.runs, None).unsqueeze(1))
+        of_heads = to_heads(projected.squeeze(1), self.in_proj_split_sections, layout.order, layout.cp_group)
+        ranks, rank = dist.get_world_size(layout.cp_group), dist.get_rank(layout.cp_group)
+        mixed = to_tokens(self._mixed(of_heads, layout.runs, None, ranks, rank), layout.order, layout.cp_group)
+        return self.out_proj(mixed.unsqueeze(1))
 
     _layer = functools.cached_property(local_layer)
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Same as `forward` for the rows of a step, whose runs continue the states of their requests."""
         projected, _ = apply_linear(self.in_proj, hidden)
-        return apply_linear(self.out_proj, self._mixed(projected, plan.runs, plan.states[self._layer]))
+        mixed = self._mixed(projected.squeeze(1), plan.runs, plan.states[self._layer])
+        return apply_linear(self.out_proj, mixed.unsqueeze(1))
 
-    def _mixed(self, projected: Tensor, runs: Runs, states: States | None) -> Tensor:
-        """[T, 1, in_proj rows] -> [T, 1, H·V]: what each row reads from its state, normed and gated."""
-        sizes = self.sizes
-        wide = projected.squeeze(1).float()
+    def _mixed(self, projected: Tensor, runs: Runs, states: States | None, shares: int = 1, share: int = 0) -> Tensor:
+        """[T, in_proj rows] -> [T, H·V]: what each row reads from its state, normed and gated.
+
+        `shares`, `share`: the heads are one of so many shares of this rank's.
+        """
+        sizes = self.sizes._replace(groups=self.sizes.groups // shares, heads=self.sizes.heads // shares)
+        wide = projected.float()
         x, z, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
-        inputs = Inputs(x, a, b, self.conv1d.weight.float(), self.A_log, self.dt_bias)
-        read = gated_delta_rule(inputs, sizes, runs, states).to(projected.dtype)
+        weight, logs, biases = self.conv1d.weight.float(), self.A_log, self.dt_bias
+        if shares > 1:
+            weight = torch.cat([part.chunk(shares)[share] for part in weight.split(self.conv1d.weight.parts)])
+            logs, biases = logs.chunk(shares)[share], biases.chunk(shares)[share]
+        read = gated_delta_rule(Inputs(x, a, b, weight, logs, biases), sizes, runs, states).to(projected.dtype)
         gated = self.out_norm(read).flatten(1) * silu(z.contiguous())
-        return gated.to(projected.dtype).unsqueeze(1)
+        return gated.to(projected.dtype)

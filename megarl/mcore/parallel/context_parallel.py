@@ -3,8 +3,11 @@
 The stream of T tokens, all sequences one after another, is split into 2·c equal chunks. Rank r of c holds chunks r and
 2·c − 1 − r, so that each rank has early and late tokens (2310.05209 does this for one sequence). Chunk boundaries
 ignore sequence boundaries, so that no sequence needs padding. For attention every rank all-gathers keys and values and
-keeps its own queries (2407.21783, §3.3.2); with grouped queries that is little data.
+keeps its own queries (2407.21783, §3.3.2); with grouped queries that is little data. A recurrent state needs all tokens
+before a token: for it each rank gets all tokens of a share of the heads (2309.14509 does this for attention).
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -61,3 +64,36 @@ def gather_result(local: Tensor, group) -> Tensor:
     Every rank must compute the same from the result: gradients are not summed over the ranks.
     """
     return gather_from_sequence_parallel_region(local, tensor_parallel_output_grad=False, group=group)
+
+
+class _AllToAll(torch.autograd.Function):
+    """[c, …]: sends part i to rank i of the group, and receives its part; backward sends gradients back."""
+
+    @staticmethod
+    def forward(ctx, parts: Tensor, group):
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _AllToAll.apply(grad.contiguous(), ctx.group), None
+
+
+def to_heads(local: Tensor, sections: Sequence[int], order: Tensor, group) -> Tensor:
+    """Gives each of c ranks all tokens of a share of the heads: [T/c, W] -> [T, W/c] in stream order.
+
+    `sections`: columns of each kind of channels, heads one after another; a rank gets the same share of each.
+    """
+    ranks = dist.get_world_size(group)
+    parts = torch.cat([part.unflatten(1, (ranks, -1)) for part in local.split(list(sections), 1)], 2)
+    return _AllToAll.apply(parts.transpose(0, 1).contiguous(), group).flatten(0, 1)[order]
+
+
+def to_tokens(of_heads: Tensor, order: Tensor, group) -> Tensor:
+    """The reverse of `to_heads` for one kind of channels: [T, W/c] -> [T/c, W]."""
+    by_rank = torch.empty_like(order)
+    by_rank[order] = torch.arange(len(order), device=order.device)
+    parts = of_heads[by_rank].unflatten(0, (dist.get_world_size(group), -1))
+    return _AllToAll.apply(parts.contiguous(), group).transpose(0, 1).flatten(1)

@@ -104,7 +104,8 @@ def sent_by_rank(rank: int, layouts: list[str], shape: str) -> list[tuple[float,
     return found
 
 
-@pytest.mark.parametrize("shape, layouts", [("llama", LAYOUTS), long(("latent", LATENT))], ids=["llama", "latent"])
+@pytest.mark.parametrize("shape, layouts", [("llama", LAYOUTS), long(("latent", LATENT)), long(("recurrent", LATENT))],
+                         ids=["llama", "latent", "recurrent"])  # fmt: skip
 def test_a_real_update_sends_the_planned_bytes(shape, layouts):
     """Within 5 %: statistics of the head, shapes between stages and gradient norms are not in the plan."""
     ranks = run_world(sent_by_rank, 2, layouts, shape, timeout=120)
