@@ -1,4 +1,5 @@
-"""A run of a model with multi-latent attention and experts: exact rollouts, roles on other ranks, resume, export."""
+"""Runs of models with experts and multi-latent attention, or recurrent states: exact rollouts, roles on other ranks,
+resume, export."""
 
 import shutil
 
@@ -8,28 +9,33 @@ from safetensors.torch import load_file
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import GRADED, metrics, samples, timeless, train, write_lines
+from tests.helpers.tiers import by_default
 
 FLAGS = (
     "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256 --prompts-per-step 4"
     " --samples-per-prompt 4 --minibatch-size 8 --lr 1e-3 --rollout-buffer-gb 0.01 --rollout-max-requests 8"
     " --advantage grpo --kl-coefficient 0.05 --router-replay rollout --save-interval 1"
-    f" --export-hf --rollout-prefix-caching {GRADED}"
+    f" --export-hf {GRADED}"
 )
+# The families of DeepSeek-V3 with YaRN, and of Qwen3-Next.
+MODELS = {"latent": ("deepseek_v3_yarn", "--rollout-prefix-caching"), "recurrent": ("qwen3_next", "")}
 TP2_EP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
 APART = "--role-map actor=0-1;reference=0-1;reward=0-1;rollout=2 --expert-model-parallel-size 2"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A folder of DeepSeek-V3's family with YaRN, and prompts."""
-    folder = tmp_path_factory.mktemp("latent")
-    hf_folders.write_folder("deepseek_v3_yarn", folder / "model", files=2)
+@pytest.fixture(scope="module", params=by_default(MODELS, ("latent",)))
+def data(request, tmp_path_factory):
+    """A model's folder, prompts, and further flags."""
+    folder, (case, flags) = tmp_path_factory.mktemp(request.param), MODELS[request.param]
+    hf_folders.write_folder(case, folder / "model", files=2)
     write_lines(folder / "train.jsonl", [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(16)])
+    (folder / "flags").write_text(flags)
     return folder
 
 
 def argv(data, save, flags: str) -> list[str]:
     paths = {"--hf-model": data / "model", "--prompts": data / "train.jsonl", "--save": save}
+    flags = f"{(data / 'flags').read_text()} {flags}"
     return [*FLAGS.split(), *(str(token) for pair in paths.items() for token in pair), *flags.split()]
 
 
@@ -79,5 +85,5 @@ def test_an_export_has_the_sources_tensors_with_other_numbers(run, data):
         assert {name: (x.shape, x.dtype) for name, x in before.items()} == {
             name: (x.shape, x.dtype) for name, x in after.items()
         }
-        for name in (name for name in before if "kv_a_" in name or "q_b_proj" in name):
+        for name in (name for name in before if "kv_a_" in name or "q_b_proj" in name or "linear_attn" in name):
             assert not before[name].equal(after[name]), name
