@@ -70,39 +70,69 @@ def gated_delta_rule(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: State
     return _forward(inputs, sizes, runs, states)
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Whether compiled kernels compute the rule on the device of a tensor."""
+    return not x.is_cuda
+
+
 def _forward(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> Tensor:
-    if not inputs.x.is_cuda:
-        return _by_token(inputs, sizes, runs, states)
+    if has_kernels(inputs.x):
+        return _by_token(inputs, sizes, runs, _own_states(inputs, sizes, runs) if states is None else states)
     if states is not None and runs.decodes is not None:
         return _one_token(inputs, sizes, runs, states)
     return by_chunks(inputs, sizes, runs, states)
 
 
-def _by_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> Tensor:
-    if states is None:
-        states = States(*map(inputs.x.new_empty, States.shapes(runs.states, runs.taps, sizes)))
+def _by_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:
     weight = inputs.weight.squeeze(1).t().contiguous()
     mixed = native.ops.causal_convolution(inputs.x, weight, runs.table, states.inputs)
     gates = native.ops.delta_rule_gates(inputs.a, inputs.b, inputs.decay_logs, inputs.biases)
     return native.ops.delta_rule(mixed, *gates, sizes.groups, sizes.keys, runs.table, states.memories)
 
 
+def _own_states(inputs: Inputs, sizes: HeadSizes, runs: Runs) -> States:
+    """Uninitialized states of the pass alone."""
+    return States(*map(inputs.x.new_empty, States.shapes(runs.states, runs.taps, sizes)))
+
+
 class _TrainedRule(torch.autograd.Function):
-    """Backward computes the results again, by chunks."""
+    """Backward computes states again: on a CPU those of tokens, else of chunks."""
 
     @staticmethod
     def forward(ctx, sizes, runs, *inputs):
-        ctx.save_for_backward(*inputs)
+        states = _own_states(Inputs(*inputs), sizes, runs) if has_kernels(inputs[0]) else None
+        ctx.save_for_backward(*inputs, *([] if states is None else [states.memories]))
         ctx.sizes, ctx.runs = sizes, runs
-        return _forward(Inputs(*inputs), sizes, runs, None)
+        return _forward(Inputs(*inputs), sizes, runs, states)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        inputs = Inputs(*(x.detach().requires_grad_() for x in ctx.saved_tensors))
+        *saved, last = ctx.saved_tensors if len(ctx.saved_tensors) > len(Inputs._fields) else (*ctx.saved_tensors, None)
+        inputs = Inputs(*(x.detach().requires_grad_() for x in saved))
         with torch.enable_grad():
-            out = by_chunks(inputs, ctx.sizes, ctx.runs)
-        return None, None, *torch.autograd.grad(out, inputs, grad)
+            if last is None:
+                results, grads = by_chunks(inputs, ctx.sizes, ctx.runs), grad
+            else:
+                results = _convolved(inputs, ctx.runs, None), *_gates(inputs)
+                grads = _token_gradients(grad, [each.detach() for each in results], ctx.sizes, ctx.runs, last)
+        return None, None, *torch.autograd.grad(results, inputs, grads)
+
+
+def _token_gradients(grad: Tensor, of_rule: list[Tensor], sizes: HeadSizes, runs: Runs, memories: Tensor):
+    """Gradients of convolved rows, decays and strengths, token by token. `memories`: of the states of the pass."""
+    mixed, log_decays, strengths = of_rule
+    decays = log_decays.exp()
+    rule = native.ops.delta_rule_backward
+    of_mixed, of_decays, of_strengths = rule(
+        grad.contiguous(), mixed, decays, strengths, sizes.groups, sizes.keys, runs.table, memories
+    )
+    return of_mixed, of_decays * decays, of_strengths
+
+
+def _gates(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Logarithms of the decays, and strengths, both [T, H]."""
+    return -inputs.decay_logs.exp() * functional.softplus(inputs.a + inputs.biases), inputs.b.sigmoid()
 
 
 class _Rows(NamedTuple):
@@ -135,18 +165,23 @@ def by_chunks(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | Non
 def _rows(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> _Rows:
     """Convolution, norms and gates; `states` get the last inputs of the convolution."""
     groups, heads, keys, values = sizes
+    mixed = _convolved(inputs, runs, states)
+    q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
+    q, k = (x.unflatten(1, (groups, keys)) for x in (q, k))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
+    return _Rows(q, k, v.unflatten(1, (heads, values)), *_gates(inputs))
+
+
+def _convolved(inputs: Inputs, runs: Runs, states: States | None) -> Tensor:
+    """[T, C] after the causal convolution and its SiLU; `states` get its last inputs."""
     taps, plan = inputs.weight.squeeze(1).t(), runs.convolution
     padded = functional.pad(inputs.x, (0, 0, 0, 1))
     padded = padded if states is None else torch.cat([padded, states.inputs.flatten(0, 1)])
     mixed = functional.silu(sum(padded[rows] * tap for rows, tap in zip(plan.read, taps, strict=True)))
     if states is not None and len(plan.states):
         states.inputs.index_copy_(0, plan.states, padded[plan.last])
-    q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
-    q, k = (x.unflatten(1, (groups, keys)) for x in (q, k))
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-    q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
-    log_decays = -inputs.decay_logs.exp() * functional.softplus(inputs.a + inputs.biases)
-    return _Rows(q, k, v.unflatten(1, (heads, values)), log_decays, inputs.b.sigmoid())
+    return mixed
 
 
 def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States | None) -> list[tuple[Tensor, Tensor]]:

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <vector>
 
@@ -163,6 +164,163 @@ inline Tensor delta_rule(const Tensor& x, const Tensor& decays, const Tensor& be
             }
     });
     return out;
+}
+
+// What a head's backward pass needs beside its states: the tensors of `delta_rule`, and gradients.
+struct DeltaGradients {
+    const float *x, *decays, *betas, *grad;
+    float *x_grad, *decay_grad, *beta_grad;
+    int64_t channels, groups, heads, keys, values;
+};
+
+// Gradients of x · r · scale with r = (Σ x² + ε)^−½ -> of x, added to `out`.
+inline void length_gradient(const float* x, const float* grad, int64_t n, float scale, float* out) {
+    RowSum products;
+    float r = inverse_length(x, n);
+    for_vectors(n, [&](int64_t i, int width) { products.fma_into(i, load_some(x + i, width), load_some(grad + i, width)); });
+    float shared = products.total() * r * r;
+    for (int64_t i = 0; i < n; ++i) out[i] += scale * r * (grad[i] - x[i] * shared);
+}
+
+// One token backwards: `before` [K, V] is the state before it, `state_grad` the gradient of the one after it, then of
+// that before it. `sums` [2, K]: scratch memory.
+inline void delta_step_backward(const DeltaGradients& g, int64_t t, int64_t h, const float* before, const float* query,
+                                const float* key, float* state_grad, float* sums) {
+    constexpr int WIDE = 8;  // vectors of a state's row that are kept in registers
+    int64_t keys = g.keys, values = g.values;
+    const float *value = g.x + t * g.channels + 2 * g.groups * keys + h * values, *grad = g.grad + (t * g.heads + h) * values;
+    float* value_grad = g.x_grad + t * g.channels + 2 * g.groups * keys + h * values;
+    Vec decay = all(g.decays[t * g.heads + h]), beta = all(g.betas[t * g.heads + h]);
+    float *query_grad = sums, *key_grad = sums + keys;
+    std::fill(sums, sums + 2 * keys, 0.0f);
+    Vec decay_sum = zero(), beta_sum = zero();
+    for (int64_t j = 0; j < values; j += WIDE * W) {
+        int parts = int(std::min<int64_t>(WIDE, (values - j) / W));
+        Vec known[WIDE], change[WIDE], change_grad[WIDE], out_grad[WIDE];
+        for (int p = 0; p < parts; ++p) {
+            known[p] = change_grad[p] = zero();
+            out_grad[p] = load(grad + j + p * W);
+        }
+        for (int64_t i = 0; i < keys; ++i)
+            for (int p = 0; p < parts; ++p)
+                known[p] = fma(mul(load(before + i * values + j + p * W), decay), all(key[i]), known[p]);
+        for (int p = 0; p < parts; ++p) {
+            known[p] = sub(load(value + j + p * W), known[p]);  // what the value differs by from the known one
+            change[p] = mul(known[p], beta);
+        }
+        for (int64_t i = 0; i < keys; ++i) {
+            Vec query_sum = zero(), key_sum = zero(), q = all(query[i]), k = all(key[i]);
+            for (int p = 0; p < parts; ++p) {
+                float* at = state_grad + i * values + j + p * W;
+                Vec grown = fma(q, out_grad[p], load(at));
+                store(at, grown);
+                change_grad[p] = fma(k, grown, change_grad[p]);
+                Vec after = fma(k, change[p], mul(load(before + i * values + j + p * W), decay));
+                query_sum = fma(after, out_grad[p], query_sum);
+                key_sum = fma(grown, change[p], key_sum);
+            }
+            query_grad[i] += sum(query_sum);
+            key_grad[i] += sum(key_sum);
+        }
+        for (int p = 0; p < parts; ++p) {
+            store(value_grad + j + p * W, mul(change_grad[p], beta));
+            beta_sum = fma(change_grad[p], known[p], beta_sum);
+            change_grad[p] = sub(zero(), mul(change_grad[p], beta));  // of what is known
+        }
+        for (int64_t i = 0; i < keys; ++i) {
+            Vec key_sum = zero(), k = all(key[i]);
+            for (int p = 0; p < parts; ++p) {
+                float* at = state_grad + i * values + j + p * W;
+                Vec old = load(before + i * values + j + p * W), decayed_grad = fma(k, change_grad[p], load(at));
+                key_sum = fma(mul(old, decay), change_grad[p], key_sum);
+                decay_sum = fma(old, decayed_grad, decay_sum);
+                store(at, mul(decayed_grad, decay));
+            }
+            key_grad[i] += sum(key_sum);
+        }
+    }
+    g.decay_grad[t * g.heads + h] = sum(decay_sum);
+    g.beta_grad[t * g.heads + h] = sum(beta_sum);
+    const float* x = g.x + t * g.channels + h / (g.heads / g.groups) * keys;
+    float* x_grad = g.x_grad + t * g.channels + h / (g.heads / g.groups) * keys;
+    length_gradient(x, query_grad, keys, 1.0f / std::sqrt(float(keys)), x_grad);
+    length_gradient(x + g.groups * keys, key_grad, keys, 1.0f, x_grad + g.groups * keys);
+}
+
+// A run of one head backwards: its states are computed again, in chunks. `state` is the one that it begins with.
+inline void delta_run_backward(const DeltaGradients& g, const Run& run, int64_t h, const float* state, float* state_grad,
+                               std::vector<float>& scratch) {
+    constexpr int64_t CHUNK = 32;  // tokens whose states are kept at a time
+    int64_t keys = g.keys, size = keys * g.values, chunks = (run.rows + CHUNK - 1) / CHUNK;
+    scratch.resize((chunks + CHUNK) * size + 4 * keys + g.values);
+    float *starts = scratch.data(), *states = starts + chunks * size, *sums = states + CHUNK * size;
+    float *query = sums + 2 * keys, *key = query + keys, *ignored = key + keys;
+    auto normed = [&](int64_t t) {
+        const float* q = g.x + t * g.channels + h / (g.heads / g.groups) * keys;
+        const float* k = q + g.groups * keys;
+        float of_query = inverse_length(q, keys) / std::sqrt(float(keys)), of_key = inverse_length(k, keys);
+        for (int64_t i = 0; i < keys; ++i) {
+            query[i] = q[i] * of_query;
+            key[i] = k[i] * of_key;
+        }
+    };
+    auto step = [&](int64_t t, float* at) {
+        const float* value = g.x + t * g.channels + 2 * g.groups * keys + h * g.values;
+        delta_step(at, query, key, value, g.decays[t * g.heads + h], g.betas[t * g.heads + h], keys, g.values, ignored);
+    };
+    std::copy_n(state, size, states);
+    for (int64_t i = 0; i < run.rows; ++i) {
+        if (i % CHUNK == 0) std::copy_n(states, size, starts + i / CHUNK * size);
+        if (i / CHUNK == chunks - 1) break;  // the last chunk is computed again first
+        normed(run.first + i);
+        step(run.first + i, states);
+    }
+    for (int64_t c = chunks - 1; c >= 0; --c) {
+        int64_t first = run.first + c * CHUNK, rows = std::min(CHUNK, run.first + run.rows - first);
+        std::copy_n(starts + c * size, size, states);
+        for (int64_t i = 0; i + 1 < rows; ++i) {
+            std::copy_n(states + i * size, size, states + (i + 1) * size);
+            normed(first + i);
+            step(first + i, states + (i + 1) * size);
+        }
+        for (int64_t i = rows - 1; i >= 0; --i) {
+            normed(first + i);
+            delta_step_backward(g, first + i, h, states + i * size, query, key, state_grad, sums);
+        }
+    }
+}
+
+// Gradients of `delta_rule`: grad [T, H, V] -> those of x [T, C], decays and betas [T, H]. `states`: what the runs left
+// there, of the pass alone.
+inline std::tuple<Tensor, Tensor, Tensor> delta_rule_backward(const Tensor& grad, const Tensor& x, const Tensor& decays,
+                                                              const Tensor& betas, int64_t groups, int64_t keys,
+                                                              const Tensor& runs, const Tensor& states) {
+    int64_t rows = x.size(0), channels = x.size(1), heads = decays.size(1), values = grad.size(2), size = keys * values;
+    TORCH_CHECK(2 * groups * keys + heads * values == channels && values % W == 0 && heads % groups == 0,
+                "megarl::delta_rule_backward: sizes do not fit");
+    Tensor x_grad = at::zeros({rows, channels}, x.options().memory_format(std::nullopt));
+    Tensor decay_grad = at::empty({rows, heads}, x_grad.options()), beta_grad = at::empty({rows, heads}, x_grad.options());
+    Tensor state_grads = at::zeros({states.size(0), heads, keys, values}, x_grad.options());
+    DeltaGradients g{floats(x), floats(decays), floats(betas), floats(grad), mutable_floats(x_grad),
+                     mutable_floats(decay_grad), mutable_floats(beta_grad), channels, groups, heads, keys, values};
+    const float* kept = floats(states);
+    float* kept_grads = mutable_floats(state_grads);
+    const Run* all_runs = runs_of(runs, rows, states.size(0));
+    parallel_parts(groups, threads_for(rows * heads * size * 16), [&](int64_t begin, int64_t end) {
+        std::vector<float> zeros(size), state_grad(size), scratch;
+        for (int64_t h = begin * (heads / groups); h < end * (heads / groups); ++h)
+            for (int64_t r = runs.size(0) - 1; r >= 0; --r) {
+                const Run& run = all_runs[r];
+                if (run.to >= 0) std::copy_n(kept_grads + (run.to * heads + h) * size, size, state_grad.data());
+                else std::fill(state_grad.begin(), state_grad.end(), 0.0f);
+                const float* state = run.from < 0 ? zeros.data() : kept + (run.from * heads + h) * size;
+                delta_run_backward(g, run, h, state, state_grad.data(), scratch);
+                if (run.from < 0) continue;
+                float* total = kept_grads + (run.from * heads + h) * size;
+                for (int64_t i = 0; i < size; ++i) total[i] += state_grad[i];
+            }
+    });
+    return {x_grad, decay_grad, beta_grad};
 }
 
 }  // namespace megarl

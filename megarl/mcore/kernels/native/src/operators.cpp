@@ -377,6 +377,10 @@ TORCH_LIBRARY(megarl, m) {
         "delta_rule(Tensor x, Tensor decays, Tensor betas, int groups, int keys, Tensor runs, Tensor(a!) states) "
         "-> Tensor",
         &delta_rule);
+    m.def(
+        "delta_rule_backward(Tensor grad, Tensor x, Tensor decays, Tensor betas, int groups, int keys, Tensor runs, "
+        "Tensor states) -> (Tensor, Tensor, Tensor)",
+        &delta_rule_backward);
 }
 
 }  // namespace megarl
