@@ -92,10 +92,7 @@ def check_run(settings, megatron: dict, lora: dict):
                 f"--lora-rank {lora[role].rank}: not yet with {FLAG} {GATED_DELTA_NET}, whose projections are fused"
             )
     actor = megatron.get("actor")
-    flags = {
-        "--rollout-prefix-caching": "its blocks hold keys and values, and no states",
-        "--speculative-rollout": "a state cannot go back over wrong drafts",
-    }
-    for flag, why in flags.items() if actor is not None and has_states(actor) else ():
-        if getattr(settings, flag.removeprefix("--").replace("-", "_")):
-            raise UsageError(f"{flag}: not yet with {FLAG} {GATED_DELTA_NET}: {why}")
+    if actor is not None and has_states(actor) and settings.rollout_prefix_caching:
+        raise UsageError(
+            f"--rollout-prefix-caching: not yet with {FLAG} {GATED_DELTA_NET}: blocks of the cache hold no states"
+        )

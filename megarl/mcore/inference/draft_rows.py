@@ -128,6 +128,7 @@ def end_step(context, counts: Tensor):
     """
     c, size = context, context.block_size_tokens
     n = c.total_request_count
+    c.keep_states(counts)
     last = c.request_kv_length_offsets[:n].long() + counts - 1
     used = last // size + 1
     pages = c.request_to_kv_block_ids[:n]

@@ -106,6 +106,9 @@ class PagedContext(DynamicInferenceContext):
         """Fields of a step's plan about recurrent states, in models that have them. `dedup`: on the host."""
         return {}
 
+    def keep_states(self, counts: Tensor):
+        """Takes the first `counts` [n] rows of each request, in a step with drafts, into its recurrent states."""
+
     @property
     def reads_tables(self) -> bool:
         """Whether the attention backend takes a decode step's cache blocks as a table on the device."""

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megarl.batch import expand_ranges
 from megarl.mcore import device
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, cache_bytes, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
-from megarl.mcore.recurrence.delta_rule import HeadSizes, States
+from megarl.mcore.recurrence.delta_rule import HeadSizes, States, gated_delta_rule
 from megarl.mcore.recurrence.runs import NONE, Runs
 
 
@@ -67,38 +68,50 @@ class RecurrentContext(PagedContext):
         return tuple(self.memory_buffer[0] if own else next(caches) for own in self._has_states)
 
     def _states_of_step(self, rows: int, dedup: PrefillDedup | None) -> dict:
-        active = slice(self.paused_request_count, self.total_request_count)
-        runs = runs_of_step(
-            self.request_ids[active], self.request_query_lengths[active], self.request_kv_length_offsets[active] == 0,
-            rows, dedup, self._taps,
-        )  # fmt: skip
-        return {"runs": runs, "states": self._states}
+        if self.draft_rows is None:
+            active = slice(self.paused_request_count, self.total_request_count)
+            is_first = self.request_kv_length_offsets[active] == 0
+            table = runs_of_step(self.request_ids[active], self.request_query_lengths[active], is_first, dedup)
+            rows = rows if dedup is None else len(dedup.kept_tokens)
+            return {"runs": self._with_padding(table, rows), "states": self._states}
+        # Some of the rows may be dropped, so that states stay as they are until it is known which.
+        requests, counts = torch.unique_consecutive(self.draft_rows.requests, return_counts=True)
+        ids = self.request_ids[requests].long()
+        table = torch.stack([counts.cumsum(0) - counts, counts, ids, torch.full_like(ids, NONE)], 1)
+        return {"runs": self._with_padding(table, rows), "states": self._states, "drafted": {}}
+
+    def _with_padding(self, table: Tensor, rows: int) -> Runs:
+        used = int(table[:, 1].sum())
+        padding = torch.tensor([[used, rows - used, NONE, NONE]])
+        return Runs(torch.cat([table, padding]).contiguous(), 0, self._taps)
+
+    def keep_states(self, counts: Tensor):
+        """Computes the first `counts` [n] rows of each request again, for the states that they leave."""
+        drafts, ids = self.draft_rows, self.request_ids[: self.total_request_count].long()
+        first = (drafts.places == 0).nonzero().flatten()
+        rows = expand_ranges(drafts.computed[first], counts)
+        runs = Runs(torch.stack([counts.cumsum(0) - counts, counts, ids, ids], 1).contiguous(), 0, self._taps)
+        for layer, inputs in self._plan.drafted.items():
+            places = rows.to(inputs.x.device)
+            kept = inputs._replace(x=inputs.x[places], a=inputs.a[places], b=inputs.b[places])
+            gated_delta_rule(kept, self._sizes, runs, self._states[layer])
 
 
-def runs_of_step(
-    ids: Tensor, queries: Tensor, is_first: Tensor, rows: int, dedup: PrefillDedup | None, taps: int
-) -> Runs:
-    """The runs of an engine's step; a request keeps its state under its id.
+def runs_of_step(ids: Tensor, queries: Tensor, is_first: Tensor, dedup: PrefillDedup | None) -> Tensor:
+    """[N, 4] the runs of an engine's step without padding; a request keeps its state under its id.
 
     Args:
         ids: [n] of the requests.
         queries: [n] rows of each; `is_first`: [n] bool, whether they are its first ones.
-        rows: of the step, with padding.
         dedup: equal prompts, computed once: the others get copies of the state.
-        taps: of the convolution.
     """
     ids, queries = ids.long(), queries.long()
-    before = torch.where(is_first, NONE, ids)
-    starts = queries.cumsum(0) - queries
+    before, starts = torch.where(is_first, NONE, ids), queries.cumsum(0) - queries
     if dedup is None:
-        table = torch.stack([starts, queries, before, ids], 1)
-    else:
-        kept = queries[dedup.requests]
-        kept_starts = kept.cumsum(0) - kept
-        rows, originals = len(dedup.kept_tokens), torch.searchsorted(kept_starts, dedup.inverse[starts], right=True) - 1
-        table = torch.stack([kept_starts, kept, before[dedup.requests], ids[dedup.requests]], 1)
-        copies = torch.stack([starts.new_zeros(len(ids)), queries.new_zeros(len(ids)), table[originals, 3], ids], 1)
-        table = torch.cat([table, copies[copies[:, 2] != ids]])
-    used = int(table[:, 1].sum())
-    padding = torch.tensor([[used, rows - used, NONE, NONE]])
-    return Runs(torch.cat([table, padding]).contiguous(), 0, taps)
+        return torch.stack([starts, queries, before, ids], 1)
+    kept = queries[dedup.requests]
+    kept_starts = kept.cumsum(0) - kept
+    table = torch.stack([kept_starts, kept, before[dedup.requests], ids[dedup.requests]], 1)
+    originals = torch.searchsorted(kept_starts, dedup.inverse[starts], right=True) - 1
+    copies = torch.stack([torch.zeros_like(ids), torch.zeros_like(ids), table[originals, 3], ids], 1)
+    return torch.cat([table, copies[copies[:, 2] != ids]])

@@ -23,7 +23,7 @@ from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.silu import by_whole_rows
 from megarl.mcore.model import rotary
 from megarl.mcore.moe.layer import MixtureLayer
-from megarl.mcore.recurrence.delta_rule import States
+from megarl.mcore.recurrence.delta_rule import Inputs, States
 from megarl.mcore.recurrence.runs import Runs
 
 
@@ -76,6 +76,8 @@ class StepPlan:
     is_on_device: bool = False  # the device planned it: 16-bit decodes on CUDA
     runs: Runs | None = None  # of the rows, in models with recurrent states
     states: tuple[States | None, ...] = ()  # of each layer of this rank; None of those with attention
+    # What the rows give to the states, by layer; if some rows may be dropped, the states take them after the step.
+    drafted: dict[int, Inputs] | None = None
 
     def store(self, heads: Tensor, rotation: Rotation | None, cache: Tensor):
         """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to

@@ -103,20 +103,30 @@ class GatedDeltaNet(_GDNBase):
         """Same as `forward` for the rows of a step, whose runs continue the states of their requests."""
         projected, _ = apply_linear(self.in_proj, hidden)
         mixed = self._mixed(projected.squeeze(1), plan.runs, plan.states[self._layer])
+        if plan.drafted is not None:
+            plan.drafted[self._layer] = self._inputs(projected.squeeze(1).float())
         return apply_linear(self.out_proj, mixed.unsqueeze(1))
+
+    def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> Inputs:
+        """What the rule reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
+        sizes = self._sizes_of(shares)
+        x, _, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
+        weight, logs, biases = self.conv1d.weight.float(), self.A_log, self.dt_bias
+        if shares > 1:
+            weight = torch.cat([part.chunk(shares)[share] for part in weight.split(self.conv1d.weight.parts)])
+            logs, biases = logs.chunk(shares)[share], biases.chunk(shares)[share]
+        return Inputs(x, a, b, weight, logs, biases)
+
+    def _sizes_of(self, shares: int) -> HeadSizes:
+        return self.sizes._replace(groups=self.sizes.groups // shares, heads=self.sizes.heads // shares)
 
     def _mixed(self, projected: Tensor, runs: Runs, states: States | None, shares: int = 1, share: int = 0) -> Tensor:
         """[T, in_proj rows] -> [T, H·V]: what each row reads from its state, normed and gated.
 
         `shares`, `share`: the heads are one of so many shares of this rank's.
         """
-        sizes = self.sizes._replace(groups=self.sizes.groups // shares, heads=self.sizes.heads // shares)
-        wide = projected.float()
-        x, z, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
-        weight, logs, biases = self.conv1d.weight.float(), self.A_log, self.dt_bias
-        if shares > 1:
-            weight = torch.cat([part.chunk(shares)[share] for part in weight.split(self.conv1d.weight.parts)])
-            logs, biases = logs.chunk(shares)[share], biases.chunk(shares)[share]
-        read = gated_delta_rule(Inputs(x, a, b, weight, logs, biases), sizes, runs, states).to(projected.dtype)
+        sizes, wide = self._sizes_of(shares), projected.float()
+        read = gated_delta_rule(self._inputs(wide, shares, share), sizes, runs, states).to(projected.dtype)
+        z = wide[:, sizes.channels : sizes.channels + sizes.heads * sizes.values]
         gated = self.out_norm(read).flatten(1) * silu(z.contiguous())
         return gated.to(projected.dtype)
