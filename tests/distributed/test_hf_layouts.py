@@ -18,13 +18,15 @@ from tests.helpers.worlds import run_world
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 UNEVEN_PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
-ONE_GROUP = ("smollm2",)  # tensor parallelism would have to split one key and value group
+TP4 = "--tensor-model-parallel-size 4"
+EVEN_HEADS = tuple(case for case in SUPPORTED if case != "smollm2")  # it has three
 
 # layout -> ranks, flags, cases, whether the rollout engine runs on it
 LAYOUTS = {
     "one rank": (1, "", SUPPORTED, True),
-    "tp2": (2, TP2, tuple(case for case in DENSE + REWARD if case not in ONE_GROUP), True),
-    "tp2-sp": (2, f"{TP2} {SP}", tuple(case for case in SUPPORTED if case not in ONE_GROUP), True),
+    "tp2": (2, TP2, tuple(case for case in EVEN_HEADS if case in DENSE + REWARD), True),
+    "tp2-sp": (2, f"{TP2} {SP}", EVEN_HEADS, True),
+    "tp4-sp": (4, f"{TP4} {SP}", EVEN_HEADS, False),  # two ranks share a query group
     "pp2": (2, UNEVEN_PP2, SUPPORTED, True),
     "ep2": (2, "--expert-model-parallel-size 2", MOE, True),
     "sharded": (2, "--use-torch-fsdp2", SUPPORTED, False),

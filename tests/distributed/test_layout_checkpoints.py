@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.checkpoints import save_state
-from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2
+from tests.helpers.layouts import CP2, DENSE, EP2, MOE, OLMO, ONE_GROUP, PP2, SP, TP2, TP4, VP2
 from tests.helpers.lora_models import stored_tensors
 from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
@@ -71,6 +71,16 @@ def travel(folder, shape: str, route, value_head: bool = False, model: str = "ll
 @pytest.mark.parametrize("route", [DENSE_ROUTE[1:5:3], long(DENSE_ROUTE)], ids=["short", "long"])
 def test_a_dense_checkpoint_continues_in_other_layouts(route, tmp_path):
     travel(tmp_path, DENSE, route)
+
+
+@pytest.mark.parametrize("shape, route", [
+    (ONE_GROUP, [(2, TP2), (1, "")]),
+    *(long((f"{shape} {flags}", [(1, ""), (4, f"{TP4} {SP}"), (2, PP2), (4, f"{TP2} {CP2}"), (4, TP4), (1, "")]))
+      for shape in (DENSE, ONE_GROUP, OLMO) for flags in ("", "--use-distributed-optimizer")),
+    long((ONE_GROUP, [(4, f"{TP2} --use-torch-fsdp2"), (1, ""), (4, f"{TP4} {SP}")])),
+])  # fmt: skip
+def test_a_checkpoint_of_fewer_query_groups_than_ranks_continues_in_other_layouts(shape, route, tmp_path):
+    travel(tmp_path, shape, route)
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.checkpoints import save_state
-from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, RECOMPUTE, SP, TP2, VP2
+from tests.helpers.layouts import CP2, DENSE, EP2, MOE, ONE_GROUP, PP2, RECOMPUTE, SP, TP2, TP4, VP2
 from tests.helpers.lora_models import (
     LORA,
     SCALE,
@@ -22,7 +22,7 @@ from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import run_world
 
 FSDP = "--use-torch-fsdp2"
-CHANNELS, QUERIES = 16, 2  # of the tiny llama: two groups of two query heads
+CHANNELS, HEADS = 16, 4  # of the tiny llama
 LAYOUTS = {
     "one": (1, DENSE, ""),
     "tp2": (2, DENSE, TP2),
@@ -42,6 +42,10 @@ LAYOUTS = {
     "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
     "cp2-fsdp2-recompute": (2, DENSE, f"{CP2} {RECOMPUTE} {FSDP}"),
     "fsdp2-moe": (2, MOE, FSDP),
+    "tp2-one-group": (2, ONE_GROUP, TP2),
+    "tp4-sp-one-group": (4, ONE_GROUP, f"{TP4} {SP}"),  # a rank without queries, one with queries alone
+    "tp4-sp-two-groups": (4, DENSE, f"{TP4} {SP} {RECOMPUTE}"),
+    "tp2-sp-fsdp2-one-group": (4, ONE_GROUP, f"{TP2} {SP} {FSDP}"),
 }
 
 
@@ -85,8 +89,9 @@ def of_one_rank(shape: str, model_shape: str = "llama"):
 def rows_of(projection: str, count: int):
     """Rows of a projection among the `count` rows of the whole fused weight."""
     if projection in ("q_proj", "k_proj", "v_proj"):
-        grouped = torch.arange(count).view(-1, QUERIES + 2, CHANNELS)
-        return grouped[:, {"q_proj": slice(0, QUERIES), "k_proj": QUERIES, "v_proj": QUERIES + 1}[projection]].flatten()
+        queries = HEADS // ((count // CHANNELS - HEADS) // 2)  # of each group
+        grouped = torch.arange(count).view(-1, queries + 2, CHANNELS)
+        return grouped[:, {"q_proj": slice(0, queries), "k_proj": queries, "v_proj": queries + 1}[projection]].flatten()
     halves = {"gate_proj": slice(0, count // 2), "up_proj": slice(count // 2, count)}
     return torch.arange(count)[halves.get(projection, slice(0, count))]
 
@@ -169,7 +174,11 @@ def test_only_the_factors_and_a_scalar_head_change(flags, value_head):
 
 
 @pytest.mark.parametrize(
-    "layout", by_default(["tp2-sp", "pp2-vp2", "dp2", "tp2-ep2-sp", "fsdp3", "fsdp2-moe"], ["dp2", "fsdp2-moe"])
+    "layout",
+    by_default(
+        ["tp2-sp", "pp2-vp2", "dp2", "tp2-ep2-sp", "fsdp3", "fsdp2-moe", "tp4-sp-one-group", "tp2-sp-fsdp2-one-group"],
+        ["dp2", "fsdp2-moe"],
+    ),
 )
 def test_updates_do_not_depend_on_the_layout(layout):
     size, shape, flags = LAYOUTS[layout]
@@ -189,6 +198,8 @@ ROUTES = {
     DENSE: [(1, ""), (2, f"{TP2} {SP}"), (3, FSDP), (2, f"{PP2} {VP2}"), (4, f"{TP2} {SP} {FSDP}"), (1, "")],
     f"{DENSE} --bf16": [(1, ""), (2, FSDP), (2, TP2), (1, "")],
     f"{DENSE} --use-distributed-optimizer": [(2, ""), (2, TP2), (1, "")],
+    f"{ONE_GROUP} --bf16": [(1, ""), (2, TP2), (4, f"{TP2} {SP} {FSDP}"), (1, "")],
+    f"{ONE_GROUP} --use-distributed-optimizer": [(2, ""), (4, f"{TP4} {SP}"), (4, TP2), (1, "")],
     MOE: [(1, ""), (2, EP2), (2, FSDP), (4, f"{TP2} {SP} {EP2}"), (1, "")],
     f"{MOE} {BIASED}": [(1, ""), (2, f"{PP2} {VP2}"), (1, "")],
 }

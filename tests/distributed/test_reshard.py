@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.reshard_pair import CP2, DEEP, EP2, PP2, SP, TP2, VP2, Pair, named, roles, tensors
+from tests.helpers.reshard_pair import CP2, DEEP, EP2, PP2, SP, TP2, TP4, VP2, Pair, named, roles, tensors
 from tests.helpers.tiers import by_default, long
 from tests.helpers.tiny_models import VOCAB, gather_parameters
 from tests.helpers.worlds import run_world
@@ -37,6 +37,8 @@ LAYOUTS = {
     "ep1 ep2": (3, "llama", roles("0", [], "1-2", [EP2], MOE)),
     "tp2 ep2 pp2": (4, "llama", roles("0-3", [TP2, SP, EP2], "0-3", [PP2, EP2], MOE)),
     "dense first": (4, "llama", roles("0-3", [PP2, EP2], "1-2", [TP2, SP], DENSE_FIRST)),
+    "tp4 dp2": (4, "llama", roles("0-3", [TP4], "0-1", [])),  # two query groups
+    "tp2 tp4 of one group": (4, "llama", roles("0-1", [TP2], "0-3", [TP4, SP], "--num-query-groups 1")),
 }
 
 

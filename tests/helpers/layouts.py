@@ -9,6 +9,8 @@ GEMMA = (
     " --attn-logit-softcapping 2 --final-logit-softcapping 5 --query-pre-attn-scalar 24 --softmax-type learnable"
 )
 TP2, SP, PP2 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--pipeline-model-parallel-size 2"
+TP4, GROUP = "--tensor-model-parallel-size 4", "--num-query-groups 1"
+ONE_GROUP = f"{DENSE} {GROUP}"
 CP2, EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 VP2 = "--num-layers-per-virtual-pipeline-stage 1"
@@ -37,6 +39,18 @@ LAYOUTS = {
     "tp2-sp-gemma": (2, GEMMA, f"{TP2} {SP}"),
     "pp2-cp2-gemma": (4, GEMMA, f"{PP2} {CP2}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+    # Ranks share a query group; in the last ones heads are cut, and a rank has no query rows.
+    "tp2-one-group": (2, ONE_GROUP, TP2),
+    "tp4-two-groups": (4, DENSE, TP4),
+    "tp4-sp-two-groups": (4, DENSE, f"{TP4} {SP}"),
+    "tp4-sp-one-group": (4, ONE_GROUP, f"{TP4} {SP}"),
+    "tp2-sp-cp2-one-group": (4, ONE_GROUP, f"{TP2} {SP} {CP2} --add-qkv-bias"),
+    "tp2-pp2-recompute-one-group": (4, ONE_GROUP, f"{TP2} {PP2} {RECOMPUTE}"),
+    "tp2-sharded-dp2-one-group": (4, ONE_GROUP, f"{TP2} --use-torch-fsdp2"),
+    "tp4-olmo": (4, OLMO, TP4),
+    "tp2-sp-gemma-one-group": (2, f"{GEMMA} {GROUP}", f"{TP2} {SP}"),
+    "tp4-sp-gemma": (4, GEMMA, f"{TP4} {SP}"),
+    "tp4-ep2-sp": (4, MOE, f"{TP4} {SP} {EP2}"),
 }
 # Of models with recurrent states.
 RECURRENT_LAYOUTS = {

@@ -30,7 +30,7 @@ def draw_factors(stages):
     for linear in adapter.adapted_linears(stages):
         size, rank = dist.get_world_size(linear.layer.tp_group), dist.get_rank(linear.layer.tp_group)
         for name, factors in linear.factors.items():
-            is_whole = linear.is_row_parallel or linear.is_replicated
+            is_whole = linear.product.has_whole_b
             rows = len(factors.b) * (1 if is_whole else size)
             whole = draw_uniform(f"{linear.whole_name}.{name}", 7, (rows, factors.b.shape[1]), 0.3)
             data, here = rows_here(factors.b)

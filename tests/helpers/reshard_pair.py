@@ -8,6 +8,7 @@ from tests.helpers.worlds import SAFETY
 
 DEEP = "--num-layers 4"
 TP2, PP2, EP2 = "tensor-model-parallel-size 2", "pipeline-model-parallel-size 2", "expert-model-parallel-size 2"
+TP4 = "tensor-model-parallel-size 4"
 CP2, VP2, SP = "context-parallel-size 2", "num-layers-per-virtual-pipeline-stage 1", "sequence-parallel"
 
 

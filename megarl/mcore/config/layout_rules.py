@@ -133,9 +133,14 @@ def _attention(args) -> list[LayoutRule]:
     multiple, ffn = f"a multiple of --tensor-model-parallel-size {tensor}", args.ffn_hidden_size
     divisor, hidden = args.make_vocab_size_divisible_by, args.hidden_size
     channels = args.kv_channels or hidden // max(heads, 1)
+    is_shared = bool(groups) and tensor > groups and _divides(groups, tensor)  # ranks share a group
+    ranks = tensor // groups if is_shared else 1
     return [
         LayoutRule("--num-attention-heads", heads, _divides(tensor, heads), multiple),
-        LayoutRule("--num-query-groups", groups, groups is None or _divides(tensor, groups), multiple),
+        LayoutRule("--num-query-groups", groups, groups is None or is_shared or _divides(tensor, groups),
+             f"{multiple}, or a divisor of it"),
+        LayoutRule("--kv-channels", channels, 2 * channels % ranks == 0 or args.multi_latent_attention,
+             f"a size whose double is a multiple of the {ranks} tensor-parallel ranks of a query group"),
         LayoutRule("--num-query-groups", groups, groups is None or _divides(groups, heads),
              f"a divisor of --num-attention-heads {heads}"),
         LayoutRule("--hidden-size", hidden, bool(args.kv_channels) or _divides(heads, hidden),

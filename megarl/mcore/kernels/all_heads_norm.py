@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -41,16 +42,24 @@ class _SplitRMSNorm(torch.autograd.Function):
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
-    """Norms [T, 1, heads, D] over heads and channels, in fp32; its weights are split with the heads."""
+    """Norms [T, 1, heads, D] over heads and channels, in fp32; its weights are split with the heads.
 
-    def __init__(self, config, heads: int, channels: int, group):
-        """`heads`: of this rank; `group`: the tensor-parallel group."""
+    Where ranks share a head, each has the whole weights, and backward sums their gradients. The means are those over
+    all heads, because all have equally many ranks.
+    """
+
+    def __init__(self, config, heads: int, channels: int, group, shared=None):
+        """`heads`: of this rank; `group`: the tensor-parallel group; `shared`: the `SharedGroup` whose head it is."""
         super().__init__()
-        self.eps, self.group = config.layernorm_epsilon, group
-        self._is_by_rows = is_exact(config)
-        ones = torch.ones(heads * channels, dtype=config.params_dtype, device=device.device())
+        self.eps, self.group, width = config.layernorm_epsilon, group, heads * channels
+        self._is_by_rows, self._here = is_exact(config), None  # this rank's part of whole weights
+        if shared is not None:
+            self._here = slice(shared.number * width, (shared.number + 1) * width)
+            width *= group.size() // shared.ranks
+        ones = torch.ones(width, dtype=config.params_dtype, device=device.device())
         self.weight = torch.nn.Parameter(ones)
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+        if shared is None:
+            set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, 1, heads, D] -> the same shape."""
@@ -59,11 +68,15 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
             return row_norm(x.flatten(1), self.weight.float(), None, self.eps).view_as(x)
         wide = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
-        return _SplitRMSNorm.apply(wide, self.weight.to(wide.dtype), self.eps, self.group).to(x.dtype).view_as(x)
+        weight = self.weight.to(wide.dtype)
+        if self._here is not None:
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.group)[self._here]
+        return _SplitRMSNorm.apply(wide, weight, self.eps, self.group).to(x.dtype).view_as(x)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Describes the weights to checkpoints, split over tensor-parallel ranks."""
+        """Describes the weights to checkpoints, split over tensor-parallel ranks unless each has the whole."""
         state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
+        axes = {"weight": 0} if self._here is None else {}
         return make_sharded_tensors_for_checkpoint(
-            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+            state, prefix, axes, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
         )

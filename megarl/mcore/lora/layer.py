@@ -39,8 +39,8 @@ class AdaptedLinear(torch.nn.Module):
         self.whole_name, weight = name, layer.weight
         self.is_row_parallel, self.is_replicated = projections[0].name in ROW_PARALLEL, type(layer) is ReplicatedLinear
         self.product = LowRankProduct(
-            rows=tuple(projection.rows for projection in projections), scale=lora.scale,
-            is_merged=weight.dtype is torch.float32, is_row_parallel=self.is_row_parallel,
+            rows=tuple(each.rows for each in projections), held=tuple(each.held for each in projections),
+            scale=lora.scale, is_merged=weight.dtype is torch.float32, is_row_parallel=self.is_row_parallel,
             group=None if self.is_replicated else layer.tp_group, multiply=forward_product(layer.config),
         )  # fmt: skip
         # W, where the layer's weight has the factors merged; under FSDP this rank's rows.
@@ -53,7 +53,7 @@ class AdaptedLinear(torch.nn.Module):
             a = draw_uniform(f"{name}.{projection.name}.lora_A", seed, (lora.rank, columns), bound)
             a = a.chunk(size, 1)[rank] if self.is_row_parallel else a
             like = {"dtype": weight.dtype, "device": weight.device}
-            b = torch.zeros(_height(projection.rows), lora.rank, **like)
+            b = torch.zeros(projection.height, lora.rank, **like)
             self.factors[projection.name] = Factors(a.to(**like).contiguous(), b)
         self._mark_parallel(weight)
 
@@ -81,9 +81,10 @@ class AdaptedLinear(torch.nn.Module):
             if self.is_replicated:
                 a.sequence_parallel = b.sequence_parallel = weight.sequence_parallel
                 continue
-            split, axis = (a, 1) if self.is_row_parallel else (b, 0)
-            split.tensor_model_parallel, split.partition_dim = True, axis
-            split.partition_stride = 1
+            if self.is_row_parallel or not self.product.has_whole_b:
+                split, axis = (a, 1) if self.is_row_parallel else (b, 0)
+                split.tensor_model_parallel, split.partition_dim = True, axis
+                split.partition_stride = 1
             a.allreduce = b.allreduce = getattr(weight, "allreduce", True)
 
     def _forward_impl(
@@ -101,7 +102,9 @@ class AdaptedLinear(torch.nn.Module):
         each layout gets the same weight. The factors must be whole.
         """
         changes, is_whole = [], len(here) == len(self.layer.weight)
-        for rows, (a, b) in zip(self.product.rows, self.pairs(), strict=True):
+        for rows, (a, b) in zip(self.product.rows, self.product.used(self.pairs()), strict=True):
+            if not len(b):
+                continue
             rows, held = (rows, slice(None)) if is_whole else _within(rows, here)
             if self.is_row_parallel:
                 product = matmul(a.t().contiguous(), b).t()[held]
@@ -158,7 +161,7 @@ class AdaptedLinear(torch.nn.Module):
         size, rank = dist.get_world_size(self.layer.tp_group), dist.get_rank(self.layer.tp_group)
         stacked, state = () if expert is None else ((0, *expert),), {}
         for projection, factors in self.factors.items():
-            a_axis, b_axis = (1, None) if self.is_row_parallel else (None, None if self.is_replicated else 0)
+            a_axis, b_axis = 1 if self.is_row_parallel else None, None if self.product.has_whole_b else 0
             for factor, axis in (("a", a_axis), ("b", b_axis)):
                 split = () if axis is None else ((axis + len(stacked), rank, size),)
                 state[f"{prefix}factors.{projection}.{factor}"] = ShardedTensor.from_rank_offsets(
@@ -166,10 +169,6 @@ class AdaptedLinear(torch.nn.Module):
                     replica_id=(0, rank if axis is None else 0, replica), prepend_axis_num=len(stacked),
                 )  # fmt: skip
         return state
-
-
-def _height(rows: slice | Tensor) -> int:
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def _within(rows: slice | Tensor, here: range) -> tuple[slice | Tensor, slice | Tensor]:

@@ -14,10 +14,12 @@ class LowRankProduct(NamedTuple):
     """How a layer multiplies; factors are passed as [(A [r, K], B [n, r])], one pair per projection.
 
     Under tensor parallelism a column-parallel layer holds its rows of B and the whole A; a row-parallel one its columns
-    of A and the whole B. What is whole gets a part of its gradient on each rank; `group` adds them up.
+    of A and the whole B; one whose ranks share query groups the whole A and the whole B, of which it uses rows.
+    What is whole gets a part of its gradient on each rank; `group` adds them up.
     """
 
     rows: tuple[slice | Tensor, ...]  # of the output, for each projection
+    held: tuple[Tensor | None, ...]  # the rows of B that it uses, for each projection; None: all
     scale: float
     is_merged: bool  # the weight is W + s·B·A; else the factors' product is added to the output
     is_row_parallel: bool
@@ -27,7 +29,9 @@ class LowRankProduct(NamedTuple):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
         """[…, K] -> […, N]. Rollout and training call it, so their results are equal."""
         output = self.multiply(x, weight, bias)
-        for rows, (a, b) in zip(self.rows, factors, strict=True) if not self.is_merged else ():
+        for rows, (a, b) in zip(self.rows, self.used(factors), strict=True) if not self.is_merged else ():
+            if not len(b):
+                continue
             change = self.multiply(self.multiply(x, a), b).mul_(self.scale)
             if isinstance(rows, slice):
                 output[..., rows] += change
@@ -35,25 +39,47 @@ class LowRankProduct(NamedTuple):
                 output.index_add_(-1, rows, change)
         return output
 
+    @property
+    def has_whole_b(self) -> bool:
+        """Whether each tensor-parallel rank has the whole B."""
+        return self.is_row_parallel or self.group is None or self.held[0] is not None
+
+    def used(self, factors: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """The factors with those rows of B that this rank uses."""
+        return [(a, b if held is None else b[held]) for (a, b), held in zip(factors, self.held, strict=True)]
+
     def projected_gradients(self, grad: Tensor, factors: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Output gradient […, N] -> for each projection its columns g […, n], and s·g·B […, r]."""
         parts = [grad[..., rows].contiguous() for rows in self.rows]
-        return [(g, input_gradient(g, b).mul_(self.scale)) for g, (_, b) in zip(parts, factors, strict=True)]
+        return [
+            (g, _input_gradient(g, b).mul_(self.scale)) for g, (_, b) in zip(parts, self.used(factors), strict=True)
+        ]
 
     def factor_gradients(
         self, projected: list[tuple[Tensor, Tensor]], x: Tensor, factors: list[tuple[Tensor, Tensor]]
     ) -> list[Tensor]:
         """[dA, dB, dA, dB, …]: dA = s·(g·B)ᵀ·x and dB = s·gᵀ·(x·Aᵀ), summed over tensor-parallel ranks if whole."""
         grads = []
-        for (g, gb), (a, _) in zip(projected, factors, strict=True):
-            grads += [weight_gradient(gb, x), weight_gradient(g, matmul(x, a)).mul_(self.scale)]
-        whole = grads[1::2] if self.is_row_parallel else grads[::2]
+        for (g, gb), (a, b), held in zip(projected, factors, self.held, strict=True):
+            grads.append(weight_gradient(gb, x))
+            if held is None:
+                grads.append(weight_gradient(g, matmul(x, a)).mul_(self.scale))
+                continue
+            grads.append(torch.zeros_like(b))
+            if len(held):
+                grads[-1][held] = weight_gradient(g, matmul(x, a)).mul_(self.scale)
+        whole = grads[1::2] if self.is_row_parallel else grads if self.has_whole_b else grads[::2]
         if self.group is not None and dist.get_world_size(self.group) > 1:
             flat = torch.cat([part.flatten() for part in whole])
             dist.all_reduce(flat, group=self.group)
             for part, total in zip(whole, flat.split([part.numel() for part in whole]), strict=True):
                 part.copy_(total.view(part.shape))
         return grads
+
+
+def _input_gradient(grad: Tensor, b: Tensor) -> Tensor:
+    """`input_gradient` [T, r]; zeros on a rank that has no row of the projection."""
+    return input_gradient(grad, b) if len(b) else grad.new_zeros(*grad.shape[:-1], b.shape[1])
 
 
 class _AdaptedLinear(torch.autograd.Function):

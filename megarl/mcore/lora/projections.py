@@ -1,8 +1,9 @@
 """Which rows of this rank's linear layers the targeted projections are, and the shapes of their factors."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.mcore.config.model_flags import is_gated
@@ -18,6 +19,8 @@ class Projection(NamedTuple):
 
     name: str
     rows: slice | Tensor  # of the layer's output on this rank
+    height: int  # rows of B on this rank
+    held: Tensor | None = None  # the rows of B that this rank uses, if ranks share a query group; None: all
 
 
 def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[Projection]:
@@ -31,18 +34,29 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
     names = next((names for suffix, names in LINEARS.items() if linear.endswith(suffix)), ())
     count = len(layer.weight)
     if names == LINEARS["self_attention.linear_qkv"]:
-        rows: list[Any] = _rows_of_heads(count, HeadLayout.of(args), layer.weight.device)
+        heads, rank, ranks = HeadLayout.of(args), dist.get_rank(layer.tp_group), dist.get_world_size(layer.tp_group)
+        found = _projections_of_heads(heads, torch.arange(count, device=layer.weight.device), rank, ranks)
     elif len(names) == 2 and is_gated(args):
-        rows = [slice(0, count // 2), slice(count // 2, count)]
+        found = [Projection(names[0], slice(0, count // 2), count // 2),
+                 Projection(names[1], slice(count // 2, count), count // 2)]  # fmt: skip
     else:
-        names, rows = names[-1:], [slice(0, count)]
-    return [Projection(name, of_name) for name, of_name in zip(names, rows, strict=True) if name in targets]
+        found = [Projection(name, slice(0, count), count) for name in names[-1:]]
+    return [projection for projection in found if projection.name in targets]
 
 
-def _rows_of_heads(count: int, heads: HeadLayout, device) -> list[Tensor]:
-    """Rows of q, k and v among `count` rows."""
-    grouped = torch.arange(count, device=device).view(-1, heads.queries + 2, heads.channels)
-    return [grouped[:, part].flatten() for part in (slice(0, heads.queries), heads.queries, heads.queries + 1)]
+def _projections_of_heads(heads: HeadLayout, rows: Tensor, rank: int, ranks: int) -> list[Projection]:
+    """q, k and v among the `rows` 0, 1, … of a rank. If ranks share a group, a rank may have none of one of them, and
+    each has the whole B, since checkpoints split tensors equally."""
+    is_shared, found, first = heads.ranks_of_group(ranks) > 1, [], 0
+    of_group = (heads.queries + 2) * heads.channels
+    group, row = (len(rows) * rank + rows) // of_group, (len(rows) * rank + rows) % of_group  # group of the whole model
+    for name, height in zip(LINEARS["self_attention.linear_qkv"], (heads.queries, 1, 1), strict=True):
+        each = height * heads.channels
+        here = ((row >= first) & (row < first + each)).nonzero().flatten()
+        held = (group * each + row - first)[here] if is_shared else None
+        found.append(Projection(name, here, heads.groups * each if is_shared else len(here), held))
+        first += each
+    return found
 
 
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:

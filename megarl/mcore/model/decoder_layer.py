@@ -22,6 +22,8 @@ from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.silu import by_whole_rows
 from megarl.mcore.model import rotary
+from megarl.mcore.model.projections import HeadLayout
+from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.recurrence.delta_rule import Inputs, States
 from megarl.mcore.recurrence.runs import Runs
@@ -110,6 +112,8 @@ class PagedSelfAttention(SelfAttention):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self._yarn_concentration_factor = rotary.concentration(config, self.core_attention.kind)
+        has_shared_group = config.num_query_groups < self.world_size
+        self.shared_group = SharedGroup(HeadLayout.of_config(config), self.tp_group) if has_shared_group else None
 
     def forward(self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
         """Same as Megatron's; `inference_context` is a `megarl.mcore.inference.paged_context.PagedContext`."""
@@ -133,14 +137,26 @@ class PagedSelfAttention(SelfAttention):
         attended = attended if gate is None else self._apply_output_gate(attended, gate)
         return apply_linear(self.linear_proj, attended)
 
+    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
+        """Same as Megatron's, which has another way of getting this rank's heads of a group that ranks share."""
+        if self.shared_group is None:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        heads = self._projected_heads(hidden_states)
+        query, key, value = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]  # one group, in place of one batch
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
+
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[T, G, R + 2, D] in fresh memory: the query heads of each group, then its key, then its value; and the gates
         of the output in models that have them."""
-        if self.q_layernorm is not None or self.config.num_query_groups < self.world_size:
-            return self._normed_heads(hidden)
+        return self._normed_heads(hidden) if self.q_layernorm is not None else (self._projected_heads(hidden), None)
+
+    def _projected_heads(self, hidden: Tensor) -> Tensor:
+        """The heads of `_heads`, before norms of queries and keys; of a group that ranks share, R are this rank's."""
         projected, _ = apply_linear(self.linear_qkv, hidden)
+        projected = projected if self.shared_group is None else self.shared_group.exchange(projected)
         groups, channels = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
-        return projected.view(len(projected), groups, -1, channels), None
+        return projected.view(len(projected), groups, -1, channels)
 
     def _normed_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Same as `_heads`, with the norms of queries and keys."""
@@ -152,9 +168,9 @@ class AllHeadsNormAttention(PagedSelfAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        sizes = self.hidden_size_per_attention_head, self.tp_group
-        self.q_norm = AllHeadsRMSNorm(config, self.num_attention_heads_per_partition, *sizes)
-        self.k_norm = AllHeadsRMSNorm(config, self.num_query_groups_per_partition, *sizes)
+        sizes, heads = (self.hidden_size_per_attention_head, self.tp_group), config.num_attention_heads
+        self.q_norm = AllHeadsRMSNorm(config, heads // self.world_size, *sizes)
+        self.k_norm = AllHeadsRMSNorm(config, self.num_query_groups_per_partition, *sizes, self.shared_group)
 
     def get_query_key_value_tensors(self, *args, **kwargs):
         """Same as Megatron's, with the norms."""

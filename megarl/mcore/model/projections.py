@@ -40,6 +40,19 @@ class HeadLayout(NamedTuple):
         recurrent = None if args.experimental_attention_variant is None else HeadSizes.of(args, 1)
         return cls(groups, args.num_attention_heads // groups, args.kv_channels, recurrent)
 
+    @classmethod
+    def of_config(cls, config) -> "HeadLayout":
+        """That of Megatron's config of a model."""
+        return cls(config.num_query_groups, config.num_attention_heads // config.num_query_groups, config.kv_channels)
+
+    def ranks_of_group(self, tensor_ranks: int) -> int:
+        """Tensor-parallel ranks that share a group; 1: each has whole groups."""
+        return max(1, tensor_ranks // self.groups)
+
+    def groups_of_rank(self, tensor_ranks: int) -> int:
+        """Groups whose keys and values a tensor-parallel rank has."""
+        return max(1, self.groups // tensor_ranks)
+
 
 def linears_of(args) -> dict[str, tuple[str, ...]]:
     """Those of `LINEARS` that a model has; of multi-latent attention perhaps more. `args`: its Megatron namespace."""

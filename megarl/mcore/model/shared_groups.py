@@ -1,0 +1,123 @@
+"""Query groups of which tensor-parallel ranks share one, because there are fewer groups than ranks.
+
+Megatron splits the rows of `linear_qkv` equally over all ranks: with s ranks to a group, a rank computes an s-th of its
+rows, and heads are cut anywhere. A rank needs the rows of its own R/s query heads, and the key and value, which all of
+the s ranks need. Megatron gathers all rows of all groups on every rank for that; here the ranks of a group exchange the
+rows that each lacks. Weights, gradients and checkpoints stay split; keys, values and their cache are equal on s ranks.
+Shapes: T tokens, R query heads of a group, D channels of a head, m = (R + 2)·D / s rows of a rank.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.mcore.model.projections import HeadLayout
+
+
+class Columns(NamedTuple):
+    """Neighbouring columns that one rank sends to another: of what the sender has, and of what the receiver gets."""
+
+    sent: slice
+    received: slice
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.sent.stop - self.sent.start
+
+
+@functools.cache
+def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -> list[Columns]:
+    """What a rank of a group, from 0 to `ranks` − 1, has of what another needs, or of what it needs itself."""
+    rows, own = (heads.queries + 2) * heads.channels // ranks, heads.queries // ranks * heads.channels
+    first, found = sender * rows, []
+    for start, count, place in ((receiver * own, own, 0), (heads.queries * heads.channels, 2 * heads.channels, own)):
+        low, high = max(start, first), min(start + count, first + rows)
+        if low < high:
+            shift = place - start
+            found.append(Columns(slice(low - first, high - first), slice(low + shift, high + shift)))
+    return found
+
+
+def columns_sent(heads: HeadLayout, ranks: int) -> float:
+    """Columns of a token that a rank sends to the others of its group, on average."""
+    pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
+    return sum(columns.count for pair in pairs for columns in columns_between(heads, ranks, *pair)) / ranks
+
+
+class _OfRanks(NamedTuple):
+    """Columns that are sent to, or come from, the tensor-parallel ranks, in their order."""
+
+    places: list[slice]
+    counts: list[int]  # of each rank
+
+    @classmethod
+    def of(cls, columns: list[list[Columns]], side: str) -> "_OfRanks":
+        places = [getattr(each, side) for of_rank in columns for each in of_rank]
+        return cls(places, [sum(each.count for each in of_rank) for of_rank in columns])
+
+
+class SharedGroup:
+    """One rank's place among the s ranks of a query group."""
+
+    def __init__(self, heads: HeadLayout, group):
+        """`group`: the tensor-parallel ranks, more than there are query groups."""
+        size = dist.get_world_size(group)
+        self.ranks = heads.ranks_of_group(size)
+        self.number, place = divmod(dist.get_rank(group), self.ranks)  # of the query group; among its ranks
+        self._group = group
+        self._rows = (heads.queries + 2) * heads.channels // self.ranks
+        self._width = (heads.queries // self.ranks + 2) * heads.channels
+        sent: list[list[Columns]] = [[] for _ in range(size)]
+        received: list[list[Columns]] = [[] for _ in range(size)]
+        for other in range(self.ranks):
+            rank = self.number * self.ranks + other
+            sent[rank] = columns_between(heads, self.ranks, place, other)
+            received[rank] = columns_between(heads, self.ranks, other, place)
+        self._sent, self._received = _OfRanks.of(sent, "sent"), _OfRanks.of(received, "received")
+
+    def exchange(self, projected: Tensor) -> Tensor:
+        """This rank's rows [T, 1, m] of `linear_qkv` -> [T, 1, (R/s + 2)·D]: its query heads, the key and the value."""
+        return _Exchange.apply(projected, self)
+
+    def to_heads(self, projected: Tensor) -> Tensor:
+        """`exchange` of [T, m]."""
+        heads = projected.new_empty(len(projected), self._width)
+        for columns, part in self._swap(projected, self._sent, self._received):
+            heads[:, columns] = part
+        return heads
+
+    def to_rows(self, heads: Tensor) -> Tensor:
+        """Gradient of `to_heads`: [T, (R/s + 2)·D] -> [T, m], summed over the ranks in their order."""
+        projected = heads.new_zeros(len(heads), self._rows)
+        for columns, part in self._swap(heads, self._received, self._sent):
+            projected[:, columns] += part
+        return projected
+
+    def _swap(self, x: Tensor, sent: _OfRanks, received: _OfRanks) -> list[tuple[slice, Tensor]]:
+        """Sends columns of x [T, …] to the ranks; returns where the columns belong that come from them, [T, n] each."""
+        tokens = len(x)
+        message = torch.cat([x[:, columns].flatten() for columns in sent.places])
+        arrived = x.new_empty(tokens * sum(received.counts))
+        sizes = [[tokens * count for count in of_ranks.counts] for of_ranks in (received, sent)]
+        dist.all_to_all_single(arrived, message, *sizes, group=self._group)
+        parts = arrived.split([tokens * (columns.stop - columns.start) for columns in received.places])
+        return [(columns, part.view(tokens, -1)) for columns, part in zip(received.places, parts, strict=True)]
+
+
+class _Exchange(torch.autograd.Function):
+    """`SharedGroup.exchange`."""
+
+    @staticmethod
+    def forward(ctx, projected, shared):
+        ctx.shared = shared
+        return shared.to_heads(projected.squeeze(1)).unsqueeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.shared.to_rows(grad.squeeze(1)).unsqueeze(1), None
