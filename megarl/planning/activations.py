@@ -13,6 +13,7 @@ from megarl.mcore.kernels.vocab_parallel_logprobs import MAX_KEPT, MAX_TOGETHER,
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
 from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.model.projections import HeadLayout
 from megarl.planning.parameters import SCALAR_HEAD
 
 SEGMENT_PADDING = 1.2
@@ -66,21 +67,20 @@ def _working(args, kind: LayerKind, tokens: int) -> float:
 
 
 def _attention(args, n: int, fused: bool) -> float:
-    """Bytes of rotary tables 4·D·n·b and of attention ((2A + 2G)·D/t·b + 4A/t)·n·SEGMENT_PADDING, keys and values of
-    all c·n tokens under context parallelism.
+    """Bytes of rotary tables 4·D·n·b and of attention ((2A/t + 2g)·D·b + 4A/t)·n·SEGMENT_PADDING with g = G/t groups of
+    a rank, at least one; keys and values of all c·n tokens under context parallelism.
 
-    Selective recomputation of the core attention keeps (A + 2G)·D/t·b·n of the attention's share.
+    Selective recomputation of the core attention keeps (A/t + 2g)·D·b·n of the attention's share.
     """
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
-    channels, total = args.kv_channels, 0.0
-    groups = args.num_query_groups if args.group_query_attention else heads
+    channels, groups, total = args.kv_channels, HeadLayout.of(args).groups_of_rank(t), 0.0
     if args.position_embedding_type in ROTARY:
         total += 4 * channels * n * b
     if args.attention_output_gate:
         total += heads * channels / t * n * (4 + 2 * b)
     if args.qk_layernorm or args.qk_layernorm_all_heads:
-        total += (heads + groups) / t * _norm(args, channels, fused) * n
-    keys = 2 * groups * channels / t * n * args.context_parallel_size * b
+        total += (heads / t + groups) * _norm(args, channels, fused) * n
+    keys = 2 * groups * channels * n * args.context_parallel_size * b
     if args.recompute_granularity == "selective":
         total += heads * channels / t * n * b + keys
     else:

@@ -55,5 +55,8 @@ def _rows(rows: int, projections: int, args) -> list[int]:
     if projections < 3:
         gates = 2 if projections == 2 and is_gated(args) else 1
         return [rows // gates] * projections if gates == projections else [0] * (projections - 1) + [rows]
-    each = rows // (HeadLayout.of(args).queries + 2)
+    heads = HeadLayout.of(args)
+    if heads.ranks_of_group(args.tensor_model_parallel_size) > 1:  # each rank has the whole B
+        rows = heads.groups * (heads.queries + 2) * heads.channels
+    each = rows // (heads.queries + 2)
     return [rows - 2 * each, each, each]

@@ -15,6 +15,7 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
+from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.parallel.process_groups import ParallelSizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
 
@@ -171,9 +172,9 @@ def _delta_net(args, t: int) -> list[Weight]:
 def _attention(args, t: int) -> list[Weight]:
     """(A + 2G)·D·H/t, with gates (2A + 2G)·D·H/t, and A·D·H/t."""
     channels, heads, has_bias = args.kv_channels, args.num_attention_heads, args.add_bias_linear
-    groups, hidden = args.num_query_groups if args.group_query_attention else heads, args.hidden_size
+    layout, hidden = HeadLayout.of(args), args.hidden_size
     weights = _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
-    rows = (heads * (1 + args.attention_output_gate) + 2 * groups) * channels // t
+    rows = (heads * (1 + args.attention_output_gate) + 2 * layout.groups) * channels // t
     weights += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
     if args.softmax_type == "learnable":
         weights.append(_weight(args, "self_attention.core_attention.softmax_offset", heads // t))
@@ -182,7 +183,8 @@ def _attention(args, t: int) -> list[Weight]:
         weights += _norm(args, "self_attention.k_layernorm", channels)
     if args.qk_layernorm_all_heads:
         weights += _norm(args, "self_attention.q_norm", heads * channels // t)
-        weights += _norm(args, "self_attention.k_norm", groups * channels // t)
+        splits = 1 if layout.ranks_of_group(t) > 1 else t  # whole where ranks share a group
+        weights += _norm(args, "self_attention.k_norm", layout.groups * channels // splits)
     return weights
 
 

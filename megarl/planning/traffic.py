@@ -19,6 +19,8 @@ from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern, stage_layers
 from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.model.projections import HeadLayout
+from megarl.mcore.model.shared_groups import columns_sent
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
 from megarl.planning.parameters import CACHED, LAYERS, SCALAR_HEAD, ModelKey, Weight, is_half, of_stages, stage_weights
@@ -201,7 +203,7 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
 
     Under sequence parallelism the backward gathers once more. Embedding and head together count as one. Experts gather
     and scatter k copies over x ranks. In place of H, what enters the heads of multi-latent attention has as many
-    channels as its latents.
+    channels as its latents. Ranks that share a query group exchange its heads in forward and backward.
     """
     t, x, wide = args.tensor_model_parallel_size, args.expert_tensor_parallel_size, args.hidden_size
     b, stages = args.params_dtype.itemsize, args.pipeline_model_parallel_size
@@ -216,7 +218,15 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
         channels -= layers * fewer * (both if args.sequence_parallel else 2 * backwards)
         channels -= layers * backwards * (wide - queries) if args.sequence_parallel else 0
     s = n / t if args.sequence_parallel else n
-    return channels * (t - 1) / t * n * b + 2 * both * experts * (x - 1) * args.moe_router_topk * s * wide * b
+    channels = channels * (t - 1) / t + layers * both * _exchanged_columns(args)
+    return channels * n * b + 2 * both * experts * (x - 1) * args.moe_router_topk * s * wide * b
+
+
+def _exchanged_columns(args) -> float:
+    """Columns of `linear_qkv`, or of their gradients, that a rank sends of a token; 0 unless ranks share a group."""
+    heads, t = HeadLayout.of(args), args.tensor_model_parallel_size
+    ranks = 1 if args.multi_latent_attention else heads.ranks_of_group(t)
+    return columns_sent(heads, ranks) if ranks > 1 else 0.0
 
 
 def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
@@ -229,8 +239,7 @@ def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
 def context(args, n: int, forwards: int, backwards: int) -> float:
     """Each layer all-gathers keys and values of n tokens, or their latents, from every rank, and reduce-scatters their
     gradients. One with recurrent states sends what its heads read to the ranks of the heads, and results back."""
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    width = 2 * groups * args.kv_channels / args.tensor_model_parallel_size
+    width = 2 * HeadLayout.of(args).groups_of_rank(args.tensor_model_parallel_size) * args.kv_channels
     if args.multi_latent_attention:
         width = args.kv_lora_rank + args.qk_pos_emb_head_dim
     ranks, is_recurrent = args.context_parallel_size, recurrent_layer_pattern(args)

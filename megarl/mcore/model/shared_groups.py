@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megarl.mcore.model.projections import HeadLayout
 
 
-class Columns(NamedTuple):
+class SharedColumns(NamedTuple):
     """Neighbouring columns that one rank sends to another: of what the sender has, and of what the receiver gets."""
 
     sent: slice
@@ -31,7 +31,7 @@ class Columns(NamedTuple):
 
 
 @functools.cache
-def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -> list[Columns]:
+def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -> list[SharedColumns]:
     """What a rank of a group, from 0 to `ranks` − 1, has of what another needs, or of what it needs itself."""
     rows, own = (heads.queries + 2) * heads.channels // ranks, heads.queries // ranks * heads.channels
     first, found = sender * rows, []
@@ -39,24 +39,24 @@ def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -
         low, high = max(start, first), min(start + count, first + rows)
         if low < high:
             shift = place - start
-            found.append(Columns(slice(low - first, high - first), slice(low + shift, high + shift)))
+            found.append(SharedColumns(slice(low - first, high - first), slice(low + shift, high + shift)))
     return found
 
 
 def columns_sent(heads: HeadLayout, ranks: int) -> float:
-    """Columns of a token that a rank sends to the others of its group, on average."""
+    """SharedColumns of a token that a rank sends to the others of its group, on average."""
     pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
     return sum(columns.count for pair in pairs for columns in columns_between(heads, ranks, *pair)) / ranks
 
 
-class _OfRanks(NamedTuple):
-    """Columns that are sent to, or come from, the tensor-parallel ranks, in their order."""
+class _ColumnsOfRanks(NamedTuple):
+    """SharedColumns that are sent to, or come from, the tensor-parallel ranks, in their order."""
 
     places: list[slice]
     counts: list[int]  # of each rank
 
     @classmethod
-    def of(cls, columns: list[list[Columns]], side: str) -> "_OfRanks":
+    def of(cls, columns: list[list[SharedColumns]], side: str) -> "_ColumnsOfRanks":
         places = [getattr(each, side) for of_rank in columns for each in of_rank]
         return cls(places, [sum(each.count for each in of_rank) for of_rank in columns])
 
@@ -72,13 +72,13 @@ class SharedGroup:
         self._group = group
         self._rows = (heads.queries + 2) * heads.channels // self.ranks
         self._width = (heads.queries // self.ranks + 2) * heads.channels
-        sent: list[list[Columns]] = [[] for _ in range(size)]
-        received: list[list[Columns]] = [[] for _ in range(size)]
+        sent: list[list[SharedColumns]] = [[] for _ in range(size)]
+        received: list[list[SharedColumns]] = [[] for _ in range(size)]
         for other in range(self.ranks):
             rank = self.number * self.ranks + other
             sent[rank] = columns_between(heads, self.ranks, place, other)
             received[rank] = columns_between(heads, self.ranks, other, place)
-        self._sent, self._received = _OfRanks.of(sent, "sent"), _OfRanks.of(received, "received")
+        self._sent, self._received = _ColumnsOfRanks.of(sent, "sent"), _ColumnsOfRanks.of(received, "received")
 
     def exchange(self, projected: Tensor) -> Tensor:
         """This rank's rows [T, 1, m] of `linear_qkv` -> [T, 1, (R/s + 2)·D]: its query heads, the key and the value."""
@@ -98,7 +98,7 @@ class SharedGroup:
             projected[:, columns] += part
         return projected
 
-    def _swap(self, x: Tensor, sent: _OfRanks, received: _OfRanks) -> list[tuple[slice, Tensor]]:
+    def _swap(self, x: Tensor, sent: _ColumnsOfRanks, received: _ColumnsOfRanks) -> list[tuple[slice, Tensor]]:
         """Sends columns of x [T, …] to the ranks; returns where the columns belong that come from them, [T, n] each."""
         tokens = len(x)
         message = torch.cat([x[:, columns].flatten() for columns in sent.places])

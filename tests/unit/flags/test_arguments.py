@@ -231,7 +231,8 @@ def test_wrong_values_are_rejected(argv, says):
 
 @pytest.mark.parametrize("argv, says", [
     (["--num-attention-heads", "3", "--tensor-model-parallel-size", "2"], ["--num-attention-heads 3", "size 2"]),
-    (["--actor-tensor-model-parallel-size", "4"], ["actor", "--num-query-groups 2", "size 4"]),
+    (["--actor-tensor-model-parallel-size", "4", "--num-attention-heads", "12", "--num-query-groups", "6",
+      "--kv-channels", "16"], ["actor", "--num-query-groups 6", "size 4"]),
     (["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size 3", "4 rank(s)"]),
     (["--tensor-model-parallel-size", "0"], ["--tensor-model-parallel-size 0"]),
     (["--num-query-groups", "3"], ["--num-query-groups 3"]),

@@ -29,7 +29,7 @@ def search(question: Question, available: float = GIB) -> layouts.Found:
 def test_with_enough_memory_replicas_are_best_and_nothing_is_recomputed():
     found = search(question_of())
     assert found.best[0].flags == SHARDED
-    assert found.legal == found.fitting == 4  # two query groups and two layers: TP and PP of 1 and 2
+    assert found.legal == found.fitting == 5  # TP and PP of 1 and 2 for two layers, and TP of 4
     seconds = [layout.seconds for layout in found.best]
     assert seconds == sorted(seconds) and len(seconds) == layouts.SHOWN
 
@@ -107,7 +107,7 @@ def test_stages_that_do_not_divide_the_layers_end_with_a_smaller_one():
 
 
 @pytest.mark.parametrize("flags, says", [
-    (f"{TENSOR} 4", "--tensor-model-parallel-size"), (f"{PIPELINE} 3", "--pipeline-model-parallel-size"),
+    (f"{TENSOR} 3", "--tensor-model-parallel-size"), (f"{PIPELINE} 3", "--pipeline-model-parallel-size"),
 ])  # fmt: skip
 def test_if_the_run_refuses_every_layout_its_reason_is_the_error(flags, says):
     with pytest.raises(UsageError, match=says):

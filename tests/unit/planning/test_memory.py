@@ -41,6 +41,8 @@ MODELS = [
     ("--num-layers 4 --bf16", "recurrent", False, 2), (f"{TP2} {PP2}", "recurrent", True, 4),
     ("", "latent", True, 1), (f"{TP2} --bf16", "latent", False, 2),
     (f"{DENSE_FIRST} {SP2} {EP2} {PP2}", "latent", False, 8),
+    (f"{TP2} --layernorm-position post --qk-layernorm-all-heads --num-query-groups 1", "llama", False, 2),
+    ("--tensor-model-parallel-size 4 --qk-layernorm", "llama", False, 4),
 ]  # fmt: skip
 
 
@@ -234,7 +236,7 @@ PAIR = [
     (f"{CP2} {DISTRIBUTED}", "llama", False, 1), (f"{MOE} {EP2}", "llama", False, 1),
     (TP2, "latent", False, 1), (SP2, "latent", False, 1), (CP2, "latent", False, 1),
     (f"{DENSE_FIRST} {SP2} {EP2}", "llama", False, 1), (f"{PP2} --num-layers 4", "llama", False, 1),
-    (f"{PP2} --num-layers 4", "llama", False, 4),
+    (f"{PP2} --num-layers 4", "llama", False, 4), (f"{SP2} --num-query-groups 1 --qk-layernorm", "llama", False, 1),
     (f"{PP2} --num-layers 4 --bf16", "llama", True, 4), (VPP, "llama", False, 4), (VPP, "llama", False, 2),
 ]  # fmt: skip
 

@@ -35,6 +35,7 @@ LAYOUTS = [
     f"{MOE} {EP2}", f"{MOE} {EP2} {TP2} --sequence-parallel {SHARED}", f"{PP2} --num-layers 4",
     f"{PP2} --num-layers 4 --untie-embeddings-and-output-weights --num-layers-per-virtual-pipeline-stage 1",
     f"{TP2} --num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    f"{TP2} --num-query-groups 1",
 ]  # fmt: skip
 LATENT = [TP2, f"{TP2} --sequence-parallel", "--context-parallel-size 2"]  # with multi-latent attention
 # Bytes that a call sends over a ring of r ranks: from its first arguments.
@@ -42,8 +43,13 @@ RINGS = {
     "all_reduce": lambda r, tensor: 2 * (r - 1) / r * tensor.nbytes,
     "all_gather_into_tensor": lambda r, output: (r - 1) / r * output.nbytes,
     "reduce_scatter_tensor": lambda r, _, tensor: (r - 1) / r * tensor.nbytes,
-    "all_to_all_single": lambda r, _, tensor: (r - 1) / r * tensor.nbytes,
+    "all_to_all_single": lambda r, _, tensor, received=None, sent=None: tensor.nbytes * _to_others(r, sent),
 }
+
+
+def _to_others(ranks: int, sent: list[int] | None) -> float:
+    """The fraction of a message that goes to other ranks of the world, which are the group's."""
+    return 1 - sent[dist.get_rank()] / sum(sent) if sent else (ranks - 1) / ranks
 
 
 def program(flags: str):

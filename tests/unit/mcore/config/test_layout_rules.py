@@ -61,7 +61,10 @@ WRONG = {
     "EP × PP": (f"{MOE} {PP2} --expert-model-parallel-size 4", 4, "--expert-model-parallel-size 4 × --pipeline-model-"
                 "parallel-size 2: allowed is a product that divides the role's 4 rank(s)"),
     "heads": ("--tensor-model-parallel-size 16", 16, "--num-attention-heads 8: allowed is a multiple of --tensor"),
-    "groups by TP": ("--tensor-model-parallel-size 8", 8, "--num-query-groups 4: allowed is a multiple of --tensor"),
+    "groups by TP": ("--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 96 --num-query-groups 6", 4,
+                     "--num-query-groups 6: allowed is a multiple of --tensor-model-parallel-size 4, or a divisor of"),
+    "rows of a group": ("--tensor-model-parallel-size 8 --hidden-size 48 --num-query-groups 1", 8, "--kv-channels 6: "
+                        "allowed is a size whose double is a multiple of the 8 tensor-parallel ranks of a query group"),
     "groups by heads": ("--num-query-groups 3", 1, "--num-query-groups 3: allowed is a divisor of --num-attention"),
     "width by heads": ("--hidden-size 68", 1, "--hidden-size 68: allowed is a multiple of --num-attention-heads 8"),
     "odd heads": ("--hidden-size 120", 1, "--kv-channels 15: allowed is an even number with rotary emb"),
@@ -138,7 +141,8 @@ WRONG_ON_GPUS = {
     "grouped in fp32": (f"{MOE} --moe-grouped-gemm", 1, "--moe-grouped-gemm True: allowed is none without --bf16"),
 }
 RIGHT = [
-    ("", 3), (TP2, 4), ("--context-parallel-size 4", 8), (f"{TP2} --sequence-parallel --context-parallel-size 2", 4),
+    ("", 3), (TP2, 4), ("--tensor-model-parallel-size 8", 8), (f"{TP2} --num-query-groups 1", 2),
+    ("--context-parallel-size 4", 8), (f"{TP2} --sequence-parallel --context-parallel-size 2", 4),
     (f"{PP4} --num-layers-per-virtual-pipeline-stage 1", 4), (f"{PP2} --num-virtual-stages-per-pipeline-rank 4", 2),
     ("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 2", 3),
     (f"{PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5", 2),
