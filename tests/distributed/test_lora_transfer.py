@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.lora_models import draw_factors, trained_state
-from tests.helpers.reshard_pair import EP2, PP2, SP, TP2, Pair, roles
+from tests.helpers.reshard_pair import EP2, PP2, SP, TP2, TP4, Pair, roles
 from tests.helpers.tiers import by_default
 from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import run_world
@@ -15,6 +15,8 @@ LAYOUTS = {
     "tp2 sp dp2": (2, roles("0-1", [TP2, SP], "0-1", [])),
     "one elsewhere": (2, roles("0", [], "1", [])),
     "tp2 elsewhere": (3, roles("0-1", [TP2], "2", [])),
+    "tp2 dp2 of one group": (2, roles("0-1", [TP2], "0-1", [], "--num-query-groups 1")),
+    "tp2 tp4": (4, roles("0-1", [TP2], "0-3", [TP4])),
     "pp2 tp2": (2, roles("0-1", [PP2], "0-1", [TP2])),
     "tp2 pp2": (2, roles("0-1", [TP2], "0-1", [PP2])),
     "ep2 ep1": (2, roles("0-1", [EP2], "0-1", [], MOE)),

@@ -22,7 +22,7 @@ from tests.helpers.worlds import SAFETY, run_world
 # PEFT and transformers run in processes of their own: they start threads, and worlds are forked from this process.
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
 
-TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
+TP2, TP4, SP = (*(f"--tensor-model-parallel-size {size}" for size in (2, 4)), "--sequence-parallel")
 DENSE, MOE = (
     ("llama3", "qwen2", "phi4", "gemma2", "olmo2"),
     ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v2_lite"),
@@ -30,6 +30,7 @@ DENSE, MOE = (
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
     "tp2-sp": (2, f"{TP2} {SP}", ("phi4", "gemma2", "qwen2_moe", "gpt_oss", "deepseek_v3")),
+    "tp4-sp": (4, f"{TP4} {SP}", ("llama3", "phi4", "qwen2", "gpt_oss")),  # two ranks share a query group
     "pp2": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", ("llama3", "glm4_moe")),
     "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss")),
     "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe")),

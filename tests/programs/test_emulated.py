@@ -23,6 +23,7 @@ COPIES = "--ema-decay 0.5 --evaluate-ema --reference-update-interval 1 --referen
 RUNS = {  # name -> (flags, ranks)
     "dense": (COPIES, 1),
     "tensor and sequence parallel": (TP2, 2),
+    "one query group of two ranks": (f"{TP2} --num-query-groups 1", 2),
     "experts": (EXPERTS, 1),
     "experts, distributed optimizer": (f"{EXPERTS} --use-distributed-optimizer", 1),
     "experts on several ranks": (f"{EXPERTS} {EP2}", 2),

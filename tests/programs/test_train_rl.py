@@ -145,6 +145,7 @@ LAYOUTS = {
     "colocated on 2": (2, ""),
     "colocated on 4": (4, ""),
     "colocated on 2, TP2": (2, "--tensor-model-parallel-size 2"),
+    "colocated on 4, TP4": (4, "--tensor-model-parallel-size 4"),  # two ranks share a query group
     "colocated on 2, CP2": (2, "--context-parallel-size 2"),
     "colocated on 2, PP2": (2, "--pipeline-model-parallel-size 2 --critic-max-tokens-per-microbatch 20"),
     "overlapping on 3": (3, "--role-map actor=0-1;critic=1-2;reward=2;reference=0-2"),
@@ -163,7 +164,9 @@ def test_placement_does_not_change_the_run(layout, folder):
     assert reference[1]["reward/std"] > 0.01
     for step in (1, 2, 3):
         assert_close(rows[step], reference[step], PLACED, 2e-5)
-        assert rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed() and rows[step]["actor/ppo_kl_first"] == 0
+        rounding = 1e-5 if "TP4" in layout else 0.0  # gloo orders the sums of four ranks by their place in the buffer
+        assert rows[step]["rollout/logprob_gap_max"] <= max(rounding, largest_gap_allowed())
+        assert rows[step]["actor/ppo_kl_first"] == 0
 
 
 def assert_same_tokens(one: Path, other: Path):
@@ -235,7 +238,8 @@ def test_a_step_loaded_into_another_folder_continues_there(folder, tmp_path):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("size, layout", [(2, "--tensor-model-parallel-size 2"), long((4, DISJOINT))])
+@pytest.mark.parametrize("size, layout", [(2, "--tensor-model-parallel-size 2"), long((4, DISJOINT)),
+                                          long((4, "--tensor-model-parallel-size 4"))])  # fmt: skip
 def test_resuming_in_another_layout(size, layout, folder, tmp_path):
     whole = whole_run(folder)
     step = f"{whole}/checkpoints/step_00000002"
