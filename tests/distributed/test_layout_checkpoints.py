@@ -74,7 +74,6 @@ def test_a_dense_checkpoint_continues_in_other_layouts(route, tmp_path):
 
 
 @pytest.mark.parametrize("shape, route", [
-    (ONE_GROUP, [(2, TP2), (1, "")]),
     *(long((f"{shape} {flags}", [(1, ""), (4, f"{TP4} {SP}"), (2, PP2), (4, f"{TP2} {CP2}"), (4, TP4), (1, "")]))
       for shape in (DENSE, ONE_GROUP, OLMO) for flags in ("", "--use-distributed-optimizer")),
     long((ONE_GROUP, [(4, f"{TP2} --use-torch-fsdp2"), (1, ""), (4, f"{TP4} {SP}")])),

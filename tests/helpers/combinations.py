@@ -65,7 +65,8 @@ AXES = {
     "memory": ["--actor-offload", "--max-tokens-per-microbatch 20", "--exact-rollout", "--kernels blas"],
     "evaluation": ["--eval-prompts {heldout} --eval-interval 1 --eval-samples 4", "--save-interval 1",
                    "--eval-prompts {heldout} --eval-interval 1 --eval-samples 4 --ema-decay 0.5 --evaluate-ema"],
-    "layout": [TP2, f"{TP2} --sequence-parallel", PP2, "--context-parallel-size 2", "--use-torch-fsdp2",
+    "layout": [TP2, f"{TP2} --sequence-parallel", f"{TP2} --sequence-parallel --num-query-groups 1", PP2,
+               "--context-parallel-size 2", "--use-torch-fsdp2",
                "--expert-model-parallel-size 2", "--role-map actor=0;critic=1;reward=1;reference=0",
                "--role-map actor=0-1;reward=1", f"--rollout{TP2[1:]}", "--actor-pipeline-model-parallel-size 2"],
 }  # fmt: skip

@@ -39,12 +39,12 @@ LAYOUTS = {
     "tp2-sp-gemma": (2, GEMMA, f"{TP2} {SP}"),
     "pp2-cp2-gemma": (4, GEMMA, f"{PP2} {CP2}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
-    # Ranks share a query group; in the last ones heads are cut, and a rank has no query rows.
+    # Ranks share a query group; with four of one group a rank has no row of the queries.
     "tp2-one-group": (2, ONE_GROUP, TP2),
     "tp4-two-groups": (4, DENSE, TP4),
     "tp4-sp-two-groups": (4, DENSE, f"{TP4} {SP}"),
     "tp4-sp-one-group": (4, ONE_GROUP, f"{TP4} {SP}"),
-    "tp2-sp-cp2-one-group": (4, ONE_GROUP, f"{TP2} {SP} {CP2} --add-qkv-bias"),
+    "tp2-sp-cp2-one-group": (4, f"{ONE_GROUP} --add-qkv-bias", f"{TP2} {SP} {CP2}"),
     "tp2-pp2-recompute-one-group": (4, ONE_GROUP, f"{TP2} {PP2} {RECOMPUTE}"),
     "tp2-sharded-dp2-one-group": (4, ONE_GROUP, f"{TP2} --use-torch-fsdp2"),
     "tp4-olmo": (4, OLMO, TP4),

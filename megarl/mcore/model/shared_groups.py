@@ -103,8 +103,8 @@ class SharedGroup:
         tokens = len(x)
         message = torch.cat([x[:, columns].flatten() for columns in sent.places])
         arrived = x.new_empty(tokens * sum(received.counts))
-        sizes = [[tokens * count for count in of_ranks.counts] for of_ranks in (received, sent)]
-        dist.all_to_all_single(arrived, message, *sizes, group=self._group)
+        taken, given = ([tokens * count for count in of_ranks.counts] for of_ranks in (received, sent))
+        dist.all_to_all_single(arrived, message, taken, given, group=self._group)
         parts = arrived.split([tokens * (columns.stop - columns.start) for columns in received.places])
         return [(columns, part.view(tokens, -1)) for columns, part in zip(received.places, parts, strict=True)]
 
