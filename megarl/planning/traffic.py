@@ -224,9 +224,8 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
 
 def _exchanged_columns(args) -> float:
     """Columns of `linear_qkv`, or of their gradients, that a rank sends of a token; 0 unless ranks share a group."""
-    heads, t = HeadLayout.of(args), args.tensor_model_parallel_size
-    ranks = 1 if args.multi_latent_attention else heads.ranks_of_group(t)
-    return columns_sent(heads, ranks) if ranks > 1 else 0.0
+    heads = HeadLayout.of(args)
+    return columns_sent(heads, heads.ranks_of_group(args.tensor_model_parallel_size))
 
 
 def _gathered_logits(args, vocab_size: int, tokens: float) -> float:

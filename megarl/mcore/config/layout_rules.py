@@ -139,7 +139,7 @@ def _attention(args) -> list[LayoutRule]:
         LayoutRule("--num-attention-heads", heads, _divides(tensor, heads), multiple),
         LayoutRule("--num-query-groups", groups, groups is None or is_shared or _divides(tensor, groups),
              f"{multiple}, or a divisor of it"),
-        LayoutRule("--kv-channels", channels, 2 * channels % ranks == 0 or args.multi_latent_attention,
+        LayoutRule("--kv-channels", channels, 2 * channels % ranks == 0,
              f"a size whose double is a multiple of the {ranks} tensor-parallel ranks of a query group"),
         LayoutRule("--num-query-groups", groups, groups is None or _divides(groups, heads),
              f"a divisor of --num-attention-heads {heads}"),
