@@ -39,9 +39,10 @@ class AdaptedLinear(torch.nn.Module):
         self.whole_name, weight = name, layer.weight
         self.is_row_parallel, self.is_replicated = projections[0].name in ROW_PARALLEL, type(layer) is ReplicatedLinear
         self.product = LowRankProduct(
-            rows=tuple(each.rows for each in projections), held=tuple(each.held for each in projections),
-            scale=lora.scale, is_merged=weight.dtype is torch.float32, is_row_parallel=self.is_row_parallel,
+            rows=tuple(projection.rows for projection in projections), scale=lora.scale,
+            is_merged=weight.dtype is torch.float32, is_row_parallel=self.is_row_parallel,
             group=None if self.is_replicated else layer.tp_group, multiply=forward_product(layer.config),
+            held=tuple(projection.held for projection in projections) if projections[0].held is not None else None,
         )  # fmt: skip
         # W, where the layer's weight has the factors merged; under FSDP this rank's rows.
         self.base: torch.nn.Parameter | None = None

@@ -19,12 +19,12 @@ class LowRankProduct(NamedTuple):
     """
 
     rows: tuple[slice | Tensor, ...]  # of the output, for each projection
-    held: tuple[Tensor | None, ...]  # the rows of B that it uses, for each projection; None: all
     scale: float
     is_merged: bool  # the weight is W + s·B·A; else the factors' product is added to the output
     is_row_parallel: bool
     group: Any  # tensor-parallel ranks of the layer; None: each has the whole layer
     multiply: Product = matmul  # in forward passes
+    held: tuple[Tensor, ...] | None = None  # which rows of each B it uses, if ranks share query groups; None: all
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
         """[…, K] -> […, N]. Rollout and training call it, so their results are equal."""
@@ -42,11 +42,13 @@ class LowRankProduct(NamedTuple):
     @property
     def has_whole_b(self) -> bool:
         """Whether each tensor-parallel rank has the whole B."""
-        return self.is_row_parallel or self.group is None or self.held[0] is not None
+        return self.is_row_parallel or self.group is None or self.held is not None
 
     def used(self, factors: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """The factors with those rows of B that this rank uses."""
-        return [(a, b if held is None else b[held]) for (a, b), held in zip(factors, self.held, strict=True)]
+        if self.held is None:
+            return factors
+        return [(a, b[held]) for (a, b), held in zip(factors, self.held, strict=True)]
 
     def projected_gradients(self, grad: Tensor, factors: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Output gradient […, N] -> for each projection its columns g […, n], and s·g·B […, r]."""
@@ -60,14 +62,10 @@ class LowRankProduct(NamedTuple):
     ) -> list[Tensor]:
         """[dA, dB, dA, dB, …]: dA = s·(g·B)ᵀ·x and dB = s·gᵀ·(x·Aᵀ), summed over tensor-parallel ranks if whole."""
         grads = []
-        for (g, gb), (a, b), held in zip(projected, factors, self.held, strict=True):
-            grads.append(weight_gradient(gb, x))
-            if held is None:
-                grads.append(weight_gradient(g, matmul(x, a)).mul_(self.scale))
-                continue
-            grads.append(torch.zeros_like(b))
-            if len(held):
-                grads[-1][held] = weight_gradient(g, matmul(x, a)).mul_(self.scale)
+        for i, ((g, gb), (a, b)) in enumerate(zip(projected, factors, strict=True)):
+            of_b = weight_gradient(g, matmul(x, a)).mul_(self.scale) if g.shape[-1] else g.new_zeros(0, len(a))
+            of_b = of_b if self.held is None else torch.zeros_like(b).index_copy_(0, self.held[i], of_b)
+            grads += [weight_gradient(gb, x), of_b]
         whole = grads[1::2] if self.is_row_parallel else grads if self.has_whole_b else grads[::2]
         if self.group is not None and dist.get_world_size(self.group) > 1:
             flat = torch.cat([part.flatten() for part in whole])
