@@ -19,8 +19,14 @@ class Projection(NamedTuple):
 
     name: str
     rows: slice | Tensor  # of the layer's output on this rank
-    height: int  # rows of B on this rank
-    held: Tensor | None = None  # the rows of B that this rank uses, if ranks share a query group; None: all
+    whole: int | None = None  # rows of the whole B, if each rank has it because ranks share a query group
+    held: Tensor | None = None  # those of them that this rank uses
+
+    @property
+    def height(self) -> int:
+        """Rows of B on this rank."""
+        here = self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
+        return here if self.whole is None else self.whole
 
 
 def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[Projection]:
@@ -37,10 +43,9 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
         heads, rank, ranks = HeadLayout.of(args), dist.get_rank(layer.tp_group), dist.get_world_size(layer.tp_group)
         found = _projections_of_heads(heads, torch.arange(count, device=layer.weight.device), rank, ranks)
     elif len(names) == 2 and is_gated(args):
-        found = [Projection(names[0], slice(0, count // 2), count // 2),
-                 Projection(names[1], slice(count // 2, count), count // 2)]  # fmt: skip
+        found = [Projection(names[0], slice(0, count // 2)), Projection(names[1], slice(count // 2, count))]
     else:
-        found = [Projection(name, slice(0, count), count) for name in names[-1:]]
+        found = [Projection(name, slice(0, count)) for name in names[-1:]]
     return [projection for projection in found if projection.name in targets]
 
 
@@ -53,8 +58,8 @@ def _projections_of_heads(heads: HeadLayout, rows: Tensor, rank: int, ranks: int
     for name, height in zip(LINEARS["self_attention.linear_qkv"], (heads.queries, 1, 1), strict=True):
         each = height * heads.channels
         here = ((row >= first) & (row < first + each)).nonzero().flatten()
-        held = (group * each + row - first)[here] if is_shared else None
-        found.append(Projection(name, here, heads.groups * each if is_shared else len(here), held))
+        whole = (heads.groups * each, (group * each + row - first)[here]) if is_shared else ()
+        found.append(Projection(name, here, *whole))
         first += each
     return found
 
