@@ -44,13 +44,13 @@ def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -
 
 
 def columns_sent(heads: HeadLayout, ranks: int) -> float:
-    """SharedColumns of a token that a rank sends to the others of its group, on average."""
+    """Columns of a token that a rank sends to the others of its group, on average."""
     pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
     return sum(columns.count for pair in pairs for columns in columns_between(heads, ranks, *pair)) / ranks
 
 
 class _ColumnsOfRanks(NamedTuple):
-    """SharedColumns that are sent to, or come from, the tensor-parallel ranks, in their order."""
+    """Columns that are sent to, or come from, the tensor-parallel ranks, in their order."""
 
     places: list[slice]
     counts: list[int]  # of each rank
@@ -92,11 +92,11 @@ class SharedGroup:
         return heads
 
     def to_rows(self, heads: Tensor) -> Tensor:
-        """Gradient of `to_heads`: [T, (R/s + 2)·D] -> [T, m], summed over the ranks in their order."""
-        projected = heads.new_zeros(len(heads), self._rows)
+        """Gradient of `to_heads`: [T, (R/s + 2)·D] -> [T, m], summed over the ranks in their order, in fp32."""
+        projected = heads.new_zeros(len(heads), self._rows, dtype=torch.promote_types(heads.dtype, torch.float32))
         for columns, part in self._swap(heads, self._received, self._sent):
             projected[:, columns] += part
-        return projected
+        return projected.to(heads.dtype)
 
     def _swap(self, x: Tensor, sent: _ColumnsOfRanks, received: _ColumnsOfRanks) -> list[tuple[slice, Tensor]]:
         """Sends columns of x [T, …] to the ranks; returns where the columns belong that come from them, [T, n] each."""
