@@ -12,8 +12,8 @@ from megarl.mcore.config.model_flags import ROTARY, is_gated
 from megarl.mcore.kernels.vocab_parallel_logprobs import MAX_KEPT, MAX_TOGETHER, row_chunks
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
-from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.model.projections import HeadLayout
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.planning.parameters import SCALAR_HEAD
 
 SEGMENT_PADDING = 1.2

@@ -18,9 +18,9 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern, stage_layers
-from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
 from megarl.planning.parameters import CACHED, LAYERS, SCALAR_HEAD, ModelKey, Weight, is_half, of_stages, stage_weights

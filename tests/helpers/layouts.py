@@ -57,6 +57,7 @@ RECURRENT_LAYOUTS = {
     "tp2": (2, DENSE, TP2),
     "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
     "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
+    "tp2-one-group": (2, ONE_GROUP, TP2),
     "tp2-pp2": (4, DENSE, f"{TP2} {PP2}"),
     "cp2": (2, DENSE, CP2),
     "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),

@@ -137,14 +137,15 @@ class PagedSelfAttention(SelfAttention):
         attended = attended if gate is None else self._apply_output_gate(attended, gate)
         return apply_linear(self.linear_proj, attended)
 
-    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
+    def get_query_key_value_tensors(self, hidden_states, *args, output_gate: bool = False, **kwargs):
         """Same as Megatron's, which has another way of getting this rank's heads of a group that ranks share."""
         if self.shared_group is None:
-            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+            return super().get_query_key_value_tensors(hidden_states, *args, output_gate=output_gate, **kwargs)
         heads = self._projected_heads(hidden_states)
         query, key, value = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]  # one group, in place of one batch
+        query, *gates = query.chunk(2, 2) if output_gate else (query,)
         query = query if self.q_layernorm is None else self.q_layernorm(query)
-        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
+        return query, key if self.k_layernorm is None else self.k_layernorm(key), value, *gates
 
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[T, G, R + 2, D] in fresh memory: the query heads of each group, then its key, then its value; and the gates

@@ -32,18 +32,21 @@ class HeadLayout(NamedTuple):
     queries: int  # per group
     channels: int
     recurrent: HeadSizes | None = None
+    has_gates: bool = False  # of the output: Megatron fuses those of a group after its queries
 
     @classmethod
     def of(cls, args) -> "HeadLayout":
         """That of a role's Megatron namespace."""
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
         recurrent = None if args.experimental_attention_variant is None else HeadSizes.of(args, 1)
-        return cls(groups, args.num_attention_heads // groups, args.kv_channels, recurrent)
+        gates = bool(args.attention_output_gate)
+        return cls(groups, args.num_attention_heads // groups, args.kv_channels, recurrent, gates)
 
     @classmethod
     def of_config(cls, config) -> "HeadLayout":
         """That of Megatron's config of a model."""
-        return cls(config.num_query_groups, config.num_attention_heads // config.num_query_groups, config.kv_channels)
+        groups, gates = config.num_query_groups, bool(config.attention_output_gate)
+        return cls(groups, config.num_attention_heads // groups, config.kv_channels, None, gates)
 
     def ranks_of_group(self, tensor_ranks: int) -> int:
         """Tensor-parallel ranks that share a group; 1: each has whole groups."""

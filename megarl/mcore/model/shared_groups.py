@@ -4,7 +4,8 @@ Megatron splits the rows of `linear_qkv` equally over all ranks: with s ranks to
 rows, and heads are cut anywhere. A rank needs the rows of its own R/s query heads, and the key and value, which all of
 the s ranks need. Megatron gathers all rows of all groups on every rank for that; here the ranks of a group exchange the
 rows that each lacks. Weights, gradients and checkpoints stay split; keys, values and their cache are equal on s ranks.
-Shapes: T tokens, R query heads of a group, D channels of a head, m = (R + 2)·D / s rows of a rank.
+Shapes: T tokens, R query heads of a group, doubled where queries have gates, D channels of a head, m = (R + 2)·D / s
+rows of a rank.
 """
 
 import functools
@@ -33,9 +34,12 @@ class SharedColumns(NamedTuple):
 @functools.cache
 def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -> list[SharedColumns]:
     """What a rank of a group, from 0 to `ranks` − 1, has of what another needs, or of what it needs itself."""
-    rows, own = (heads.queries + 2) * heads.channels // ranks, heads.queries // ranks * heads.channels
+    kinds, channels = 1 + heads.has_gates, heads.channels  # queries, and perhaps gates after them
+    own, of_kind = heads.queries // ranks * channels, heads.queries * channels
+    rows = (kinds * of_kind + 2 * channels) // ranks
+    wanted = [(kind * of_kind + receiver * own, own, kind * own) for kind in range(kinds)]
     first, found = sender * rows, []
-    for start, count, place in ((receiver * own, own, 0), (heads.queries * heads.channels, 2 * heads.channels, own)):
+    for start, count, place in (*wanted, (kinds * of_kind, 2 * channels, kinds * own)):
         low, high = max(start, first), min(start + count, first + rows)
         if low < high:
             shift = place - start
@@ -70,8 +74,9 @@ class SharedGroup:
         self.ranks = heads.ranks_of_group(size)
         self.number, place = divmod(dist.get_rank(group), self.ranks)  # of the query group; among its ranks
         self._group = group
-        self._rows = (heads.queries + 2) * heads.channels // self.ranks
-        self._width = (heads.queries // self.ranks + 2) * heads.channels
+        queries = heads.queries * (1 + heads.has_gates)
+        self._rows = (queries + 2) * heads.channels // self.ranks
+        self._width = (queries // self.ranks + 2) * heads.channels
         sent: list[list[SharedColumns]] = [[] for _ in range(size)]
         received: list[list[SharedColumns]] = [[] for _ in range(size)]
         for other in range(self.ranks):
