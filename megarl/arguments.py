@@ -351,8 +351,8 @@ def _megatron_namespace(
         "draws_weights": hf_model is None,
         "exact_rollout": settings.exact_rollout and role in _generating_roles(context),
     }
-    if role == "reward" and max_length != settings.max_prompt_length + settings.max_response_length:
-        own["length_flags"] = "--judge-max-length" if settings.judge_config else "--reward-max-length"
+    if max_length != settings.max_prompt_length + settings.max_response_length:
+        own["length_flags"] = role_flags.length_flags(settings, role)
     extra = frozenset({"global_batch_size"}) if context.program in SUPERVISED.split() else frozenset()
     if hf_model is None:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
@@ -383,16 +383,3 @@ def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
     """A role's values of those of megarl's own flags that may have a role prefix."""
     fields = [field for field in dataclasses.fields(Settings) if field.metadata["roles"]]
     return {f.name: values.get(f"{role}-{f.name.replace('_', '-')}", getattr(settings, f.name)) for f in fields}
-
-
-def check_microbatches(config: RunConfig, sequences: int = 1):
-    """UsageError unless each role's micro-batches hold an example: its longest sequence, or a pair of them."""
-    for role in (role for role in config.with_models() if not role.is_judge):
-        cap, max_length = role.max_tokens_per_microbatch, role.megatron.seq_length
-        if cap < sequences * max_length:
-            prefix = "" if cap == config.settings.max_tokens_per_microbatch else f"{role.name}-"
-            limit = role.megatron.length_flags
-            needed, each = ("one sequence", "") if sequences == 1 else ("a pair", " each")
-            raise UsageError(
-                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {max_length} tokens{each}"
-            )

@@ -268,3 +268,26 @@ def longest_sequence(settings, role: str, is_judge: bool) -> int:
         return settings.judge_max_length if is_judge else settings.reward_max_length or own
     prompt = settings.teacher_max_prompt_length if role == "teacher" else None
     return max(own, (prompt or 0) + settings.max_response_length)
+
+
+def length_flags(settings, role: str) -> str:
+    """The flags that set a `longest_sequence` which is not that of the policy."""
+    if role == "reward":
+        return "--judge-max-length" if settings.judge_config else "--reward-max-length"
+    return "--teacher-max-prompt-length + --max-response-length"
+
+
+def check_microbatches(config, sequences: int = 1):
+    """UsageError unless each role's micro-batches hold an example: its longest sequence, or a pair of them.
+
+    `config`: a `RunConfig`.
+    """
+    for role in (role for role in config.with_models() if not role.is_judge):
+        cap, max_length = role.max_tokens_per_microbatch, role.megatron.seq_length
+        if cap < sequences * max_length:
+            prefix = "" if cap == config.settings.max_tokens_per_microbatch else f"{role.name}-"
+            limit = role.megatron.length_flags
+            needed, each = ("one sequence", "") if sequences == 1 else ("a pair", " each")
+            raise UsageError(
+                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {max_length} tokens{each}"
+            )

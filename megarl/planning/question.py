@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl import arguments
+from megarl.flags import role_flags
 from megarl.mcore.parallel import fake_world
 from megarl.planning import summary
 
@@ -39,7 +40,7 @@ class Question:
         """The run with further flags, parsed and checked as the run itself does. UsageError for wrong ones."""
         with fake_world.fake_world(self.world_size):
             program = arguments.parse([*self.flags, *more], self.world_size, ranks_per_node=self.ranks_per_node)
-        arguments.check_microbatches(program)
+        role_flags.check_microbatches(program)
         return program
 
     def price(self, more: tuple[str, ...] = ()) -> Price:

@@ -20,6 +20,7 @@ from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import CHECKS_FIRST, UsageError
 from megarl.faults import heartbeat, run_lock
+from megarl.flags import role_flags
 from megarl.flags.debug_settings import parse_step_range
 from megarl.mcore import device, kernel_choice
 from megarl.mcore.config import recurrent_rules
@@ -37,7 +38,7 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
     """Checks flags that all training programs share. `sequences`: of an example. Raises UsageError."""
     s = config.settings
     check_required({"--prompts": s.prompts})
-    arguments.check_microbatches(config, sequences)
+    role_flags.check_microbatches(config, sequences)
     if s.eval_interval and not s.eval_prompts:
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:

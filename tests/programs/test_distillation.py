@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,8 @@ def check(argv: list[str], name: str = "rl"):
     ("rl", "--reward exact-match --role-map actor=0;reward=0;reference=0;teacher=0", "'teacher' has nothing"),
     ("rl", "--distill loss --reward none {teacher} --prompts {hinted}", "hinted.jsonl:2: teacher_prompt has "),
     ("rl", "--distill loss --reward none {teacher} --teacher-lr 1", "--teacher-lr: the teacher is not trained"),
+    ("rl", "--distill loss --reward none {teacher} --teacher-max-prompt-length 90 --teacher-max-tokens-per-microbatch"
+     " 93", "microbatch 93: must hold one sequence of --teacher-max-prompt-length + --max-response-length = 94 tokens"),
     ("rl", "--distill loss --reward none {teacher} --teacher-hidden-size 40", "the flags of teacher describe"),
 ])  # fmt: skip
 def test_wrong_input(folder, tmp_path, name, flags, message):
@@ -339,7 +342,7 @@ def test_wrong_input(folder, tmp_path, name, flags, message):
         argv.remove("--advantage"), argv.remove("none")
     elif name == "rl":
         argv += ["--kl-coefficient", "0"]
-    with pytest.raises(UsageError, match=message.replace("(", r"\(").replace("[", r"\[")) as caught:
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
         check(argv, name)
     assert "\n" not in str(caught.value)
 
