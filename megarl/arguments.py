@@ -9,23 +9,22 @@ the others is dropped with a warning (`combinations`).
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from megarl import plugins, process_state
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, parser, role_flags
+from megarl.flags.command_line import CommandLine, named_function, named_policy_loss, read
 from megarl.flags.distill_settings import NONE, with_defaults_of_distillation
-from megarl.flags.fields import DATA, SUPERVISED
+from megarl.flags.fields import SUPERVISED
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.judge_settings import check_layout
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
+from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, teacher_models
 from megarl.rewards import expression
 
 if TYPE_CHECKING:
@@ -48,7 +47,8 @@ class RoleSettings:
     `has_model` is False for a reward role with verifiers only; `is_judge`: it is a judge, which generates, not a reward
     model, which has a scalar head. `hf_model`: the Hugging Face folder that describes the
     model; None: the flags do. `lora`: the factors that it trains instead of its weights; a rollout has the actor's.
-    `lora_adapter`: the PEFT adapter that they start from.
+    `lora_adapter`: the PEFT adapter that they start from. `run_folder`: of the run of megarl whose policy's weights it
+    has, for one of several teachers.
     """
 
     name: str
@@ -68,6 +68,7 @@ class RoleSettings:
     lora: "LoRASettings | None"
     lora_adapter: str | None
     is_judge: bool = False
+    run_folder: str | None = None
 
     @property
     def has_scalar_head(self) -> bool:
@@ -92,7 +93,8 @@ class RunConfig:
     `estimator`, `policy_loss` (with its options) and `rewards` are those of `--advantage`, `--policy-loss` and
     `--reward`. `warnings`: lines for the user who starts the program. `trained`: names of the roles that are trained.
     `command_line`: the module and the arguments as they were typed. `user_settings`: sorted names of the settings that
-    command line and config files set, of `megarl` and `megatron`; those of one role have its prefix.
+    command line and config files set, of `megarl` and `megatron`; those of one role have its prefix. `teachers`: the
+    models of the role teacher, whose settings in `roles` are those of the first.
     """
 
     settings: Settings
@@ -105,6 +107,7 @@ class RunConfig:
     warnings: tuple[str, ...]
     command_line: tuple[str, ...]
     user_settings: dict[str, list[str]]
+    teachers: TeacherModels
 
     def megarl_settings(self) -> dict[str, object]:
         """Values of megarl's own flags, including the policy loss's options, by name with underscores."""
@@ -112,18 +115,9 @@ class RunConfig:
         return dataclasses.asdict(self.settings) | options
 
     def with_models(self) -> list[RoleSettings]:
-        """Roles that run a model of their own; a judge generates, the others read packed sequences."""
-        return [role for name, role in self.roles.items() if name in MODELS and role.has_model]
-
-
-class CommandLine(NamedTuple):
-    """A command line with its config files, divided into megarl's own flags and all other tokens."""
-
-    flags: dict[str, parser.Flag]  # megarl's own flags of the program, by name
-    values: dict[str, object]  # of those that are given
-    others: list[str]  # tokens: Megatron's flags, with or without a role prefix
-    check: bool  # --check
-    removed: list[str]  # warnings about flags of earlier versions
+        """Roles that run a model of their own, each teacher; a judge generates, the others read packed sequences."""
+        roles = [role for name, role in self.roles.items() if name in MODELS and role.has_model]
+        return [*roles, *self.teachers.models[1:]]
 
 
 def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node: int | None = None) -> RunConfig:
@@ -140,7 +134,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     Args:
         ranks_per_node: for role maps of nodes; None: all ranks are on one node.
     """
-    command = _read(argv, program)
+    command = read(argv, program)
     parser.check_values(command.values, command.flags)
     context = _context(program, command.flags, command.values)
 
@@ -152,14 +146,17 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
 
     idle = _flags_without_effect(command, context, absent)
     tokens = _tokens_of_roles(command, program, idle)
-    attributes = role_flags.attributes_set(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations())
+    megatron = megatron_flags.destinations()
+    attributes = role_flags.attributes_set(command.others, role_flags.ROLES_OF[program], megatron)
     values = {name: value for name, value in command.values.items() if f"--{name}" not in idle}
     context = _context(program, command.flags, values)
     combinations.check(context)
 
     trained = () if context.settings.debug_rollout_only else role_flags.TRAINED_ROLES[program]
-    roles = _role_settings(context, values, tokens, ranks)
-    folders = [role.hf_model for role in roles.values() if role.hf_model is not None]
+    options = *(f"--{name}" for name in values), *role_flags.with_prefix(command.others, ("teacher",), megatron)
+    check_flags(context.settings.teachers, options, megatron)
+    roles, teachers = _roles_and_teachers(context, values, tokens, ranks)
+    folders = [role.hf_model for role in (*roles.values(), *teachers.models) if role.hf_model is not None]
     notes = dict.fromkeys(note for folder in folders for note in folder.notes)
     warnings = *command.removed, *combinations.warning(idle), *combinations.cautions(context.settings), *notes
     return RunConfig(
@@ -168,6 +165,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
         rewards=context.terms, warnings=warnings,
         command_line=(f"megarl.{parser.MODULES[program]}", *argv),
         user_settings={"megarl": sorted(name.replace("-", "_") for name in command.values), "megatron": attributes},
+        teachers=teachers,
     )  # fmt: skip
 
 
@@ -175,47 +173,6 @@ def with_sources(error: UsageError, argv: list[str], program: str) -> UsageError
     """An error about a command line that also says which of the flags in its message come from config files."""
     defaults = {name: flag.default for name, flag in parser.own_flags(program).items()}
     return config_files.with_sources(error, argv, defaults)
-
-
-def _read(argv: list[str], program: str) -> CommandLine:
-    flags = parser.own_flags(program)
-    found, others = _parse_own(argv, program, flags)
-    name = vars(found).get("policy-loss")
-    if name is not None and name not in POLICY_LOSSES:  # a plug-in, which may define further flags
-        flags = parser.own_flags(program, _policy_loss(name))
-        found, others = _parse_own(argv, program, flags)
-    values = {name: value for name, value in vars(found).items() if name in flags}
-    removed = [f"--{name}: was removed: {text}" for name, text in parser.REMOVED.items() if name in vars(found)]
-    return CommandLine(flags=flags, values=values, others=others, check=found.check, removed=removed)
-
-
-def _parse_own(argv: list[str], program: str, own: dict[str, parser.Flag]) -> tuple[argparse.Namespace, list[str]]:
-    """argparse's `parse_known_args`, with the flags of the config files before those of the command line."""
-    own_parser = parser.build_parser(program, own)
-    files = config_files.read(own_parser.parse_known_args(argv)[0].config)
-    is_other = _is_training_key(program, str(files.get("policy-loss", "")))
-    kinds = {name: flag.kind for name, flag in own.items()}
-    return own_parser.parse_known_args(config_files.tokens(files, kinds, is_other) + argv)
-
-
-def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
-    """Whether a program ignores a key of a config file: evaluation and server accept the config file of a training run.
-
-    `policy_loss`: that of the files; a plug-in's options are training flags, too.
-    """
-    if program not in ("evaluate", "serve"):
-        return lambda key: False
-    own, absent = parser.own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
-    from megarl.mcore.config import megatron_flags, supported_flags
-
-    others = (parser.own_flags(other) for other in DATA.split())
-    names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
-    options = megatron_flags.destinations().items()
-    names |= {option.removeprefix("--") for option, dest in options if dest in supported_flags.training()}
-    prefixes = [f"{role}-" for role in absent]
-    if ":" in policy_loss:
-        prefixes.append(policy_loss.rpartition(":")[2].replace("_", "-") + "-")
-    return lambda key: key in names or key not in own and key.startswith(tuple(prefixes))
 
 
 def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, object]) -> combinations.FlagContext:
@@ -226,7 +183,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
     if program == "rl" and fields.get("distill", NONE) != NONE:
         fields = with_defaults_of_distillation(fields)
     settings = Settings(**fields)
-    estimator = _named("--advantage", settings.advantage, ESTIMATORS, estimator_of)
+    estimator = named_function("--advantage", settings.advantage, ESTIMATORS, estimator_of)
     trains = not settings.debug_rollout_only
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     if "logprobs" in estimator.needs:
@@ -242,7 +199,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
         ),
         estimator=estimator,
         terms=expression.parse(settings.reward),
-        policy_loss=_policy_loss(settings.policy_loss),
+        policy_loss=named_policy_loss(settings.policy_loss),
     )
 
 
@@ -272,25 +229,6 @@ def _tokens_of_roles(command: CommandLine, program: str, idle: dict[str, str]) -
     return role_flags.split(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations(), unknown, idle)
 
 
-def _named(flag: str, name: str, built_in: dict, wrap):
-    """The built-in object of that name, or the wrapped plug-in."""
-    if name in built_in:
-        return built_in[name]
-    caller = f"{flag} {name}"
-    with process_state.kept(caller):
-        found = plugins.load(flag, name, built_in)
-    try:
-        plug_in = wrap(found)
-    except ValueError as error:
-        raise UsageError(f"{caller}: {error}") from None
-    return plug_in._replace(function=process_state.keeping(caller, plug_in.function))
-
-
-def _policy_loss(name: str) -> PolicyLoss:
-    """The policy loss of a name with its default options."""
-    return _named("--policy-loss", name, POLICY_LOSSES, functools.partial(policy_loss_of, name.rpartition(":")[2]))
-
-
 def _with_options(context: combinations.FlagContext, values: dict[str, object]) -> PolicyLoss:
     try:
         return context.policy_loss.with_options(values)
@@ -298,10 +236,34 @@ def _with_options(context: combinations.FlagContext, values: dict[str, object]) 
         raise UsageError(f"--policy-loss {context.settings.policy_loss}: {error}") from None
 
 
-def _role_settings(
+def _roles_and_teachers(
     context: combinations.FlagContext, values: dict[str, object], tokens: dict[str, list[str]], ranks: dict[str, range]
-) -> dict[str, RoleSettings]:
-    """The settings of each role of `ranks`, from the values of megarl's own flags and Megatron's tokens."""
+) -> tuple[dict[str, RoleSettings], TeacherModels]:
+    """The settings of each role of `ranks`, and those of each teacher; arguments as of `_role_settings`."""
+    text = context.settings.teachers if "teacher" in ranks else None
+    if text is None:
+        roles = _role_settings(context, values, tokens, ranks)
+        return roles, TeacherModels(models=(roles["teacher"],) if "teacher" in roles else ())
+
+    def build(folder: TeacherFolder) -> RoleSettings:
+        own = values | {"teacher-hf-model": folder.hf_model}
+        return _role_settings(context, own, tokens, {"teacher": ranks["teacher"]}, folder)["teacher"]
+
+    roles = _role_settings(context, values, tokens, {role: own for role, own in ranks.items() if role != "teacher"})
+    found = teacher_models(text, build)
+    if found.take_turns:
+        found = found._replace(models=tuple(dataclasses.replace(role, offload=True) for role in found.models))
+    return {role: roles.get(role, found.models[0]) for role in ranks}, found
+
+
+def _role_settings(
+    context: combinations.FlagContext, values: dict[str, object], tokens: dict[str, list[str]],
+    ranks: dict[str, range], folder: TeacherFolder | None = None,
+) -> dict[str, RoleSettings]:  # fmt: skip
+    """The settings of each role of `ranks`, from the values of megarl's own flags and Megatron's tokens.
+
+    `folder`: of the only role, one of several teachers.
+    """
 
     settings = context.settings
     is_judge = combinations.CONDITIONS["judge"].holds(context)
@@ -309,13 +271,13 @@ def _role_settings(
     own = {role: _own_of_role(role, settings, values) for role in ranks}
     hf_models = read_hf_models(context.program, settings, own, lengths)
     megatron = {
-        role: _megatron_namespace(context, role, tokens[role], len(ranks[role]), lengths[role], hf_models[role])
+        role: _megatron_namespace(context, role, tokens[role], len(ranks[role]), lengths[role], hf_models[role], folder)
         for role in ranks
     }
     own = {role: with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
     lora = lora_of_roles(own, megatron, hf_models, role_flags.TRAINED_ROLES[context.program])
     role_flags.check_models(settings, {role: own[role]["offload"] for role in ranks if role in MODELS}, megatron, lora)
-    if is_judge:
+    if is_judge and "reward" in ranks:
         check_layout(megatron["reward"])
     if "rollout" in ranks:
         lora["rollout"] = lora["actor"]
@@ -330,6 +292,7 @@ def _role_settings(
             is_judge=role == "reward" and is_judge,
             hf_model=hf_models[role],
             lora=lora[role],
+            run_folder=None if folder is None else folder.run,
             **{name: own[role][name] for name in OWN_FIELDS},
         )
         for role in ranks
@@ -338,7 +301,7 @@ def _role_settings(
 
 def _megatron_namespace(
     context: combinations.FlagContext, role: str, tokens: list[str], ranks: int, max_length: int,
-    hf_model: "HFModel | None",
+    hf_model: "HFModel | None", teacher: TeacherFolder | None = None,
 ) -> argparse.Namespace:  # fmt: skip
     """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
     from megarl.mcore.config import architecture, megatron_flags
@@ -353,6 +316,7 @@ def _megatron_namespace(
     }
     if max_length != settings.max_prompt_length + settings.max_response_length:
         own["length_flags"] = role_flags.length_flags(settings, role)
+    own |= {} if teacher is None else {"pretrained_checkpoint": None, **teacher.attributes}
     extra = frozenset({"global_batch_size"}) if context.program in SUPERVISED.split() else frozenset()
     if hf_model is None:
         return megatron_flags.parse(role, tokens, ranks, own, extra)

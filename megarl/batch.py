@@ -36,6 +36,7 @@ class Batch:
     correct: Tensor = _sequence(torch.bool)  # [N] verdict of the verifier
     solved: Tensor = _sequence(torch.bool)  # [N] verdict of the environment
     finished: Tensor = _sequence(torch.bool)  # [N] ended with the end token, not at the length limit
+    teacher_ids: Tensor = _sequence(torch.int64)  # [N] which of several teachers' it is, by the order of their names
     lengths: Tensor = _sequence(torch.int64)  # [N] tokens in each sequence; their sum is T
     tokens: Tensor = _token(torch.int64)  # [T]
     rollout_logprobs: Tensor = _token(torch.float32)  # [T] log μ, from the engine's sampling distribution
@@ -43,7 +44,8 @@ class Batch:
     entropy: Tensor = _token(torch.float32)  # [T] of π_old over the vocabulary
     reference_logprobs: Tensor = _token(torch.float32)  # [T]
     teacher_logprobs: Tensor = _token(torch.float32)  # [T]
-    teacher_states: Tensor = _token(torch.uint8)  # [T], each [B] bytes: the teacher's hidden state before the token
+    # [T], each [B] bytes: the hidden state before the token of its teacher, zeros after that of a narrower teacher
+    teacher_states: Tensor = _token(torch.uint8)
     values: Tensor = _token(torch.float32)  # [T] V_old
     advantages: Tensor = _token(torch.float32)  # [T]
     returns: Tensor = _token(torch.float32)  # [T]
@@ -126,6 +128,7 @@ class HostMetadata:
     lengths: Tensor  # [N] int64
     response_mask: Tensor | None  # [T] bool; None if the batch has none
     shared: SharedPrefix | None = None  # None: no prefix is shared
+    teacher_ids: Tensor | None = None  # [N] int64; None if the batch has none
 
 
 @dataclass(frozen=True)

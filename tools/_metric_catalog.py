@@ -17,6 +17,7 @@ PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
     "component": ".+",  # of an environment's rewards; any text
     "layer": r"\d{3}",
     "k": r"\d+",
+    "teacher": r"[\w.-]+",  # of --teachers
 }
 
 
@@ -51,6 +52,7 @@ PAIR_METRICS = (
     ("chosen_logprob", "nats", "mean Σ log π over the tokens of a chosen response"),
     ("rejected_logprob", "nats", "the same of the rejected responses"),
 )  # fmt: skip
+SEVERAL = "with several --teachers"
 EVALUATED = ("train_rl", "evaluate")
 FP16 = "with --fp16"
 STALE = "with --generation-lag or --partial-rollouts"
@@ -207,6 +209,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                "with --distill loss", ("train_sft",)),
         Metric("eval/divergence", "nats", "the same divergence of held-out responses", "with --distill loss",
                ("train_sft",)),
+        *(
+            Metric(f"{name}/<teacher>", unit, "the same over the tokens whose teacher it is", f"{SEVERAL}{when}, in"
+                   " steps with such tokens", programs)
+            for name, unit, when, programs in (
+                ("distill/divergence", "nats", " and --distill loss", ("train_rl", "train_sft")),
+                ("distill/forward_kl", "nats", " and --distill loss", ("train_rl", "train_sft")),
+                ("distill/top1_agreement", "fraction", " and --distill loss", ("train_rl", "train_sft")),
+                ("distill/reverse_kl", "nats", "", ("train_rl", "train_sft")),
+                ("teacher/logprob", "nats", "", ("train_rl", "train_sft")),
+                ("eval/divergence", "nats", " and --distill loss", ("train_sft",)),
+            )
+        ),
     ),
     "Rollout correction": (
         Metric("correction/weight_mean", "ratio", "mean of the unbounded weights π_old/μ, per token or response as"

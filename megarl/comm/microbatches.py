@@ -177,8 +177,9 @@ def blank_sequences(fields: list[str], device, sequences: int = 1) -> Batch:
     values = {name: torch.zeros(sequences, dtype=FIELDS[name].dtype, device=device) for name in fields}
     blank = Batch(**{**values, "lengths": torch.ones(sequences, dtype=torch.int64, device=device)})
     blank.host_metadata = HostMetadata(
-        torch.ones(sequences, dtype=torch.int64), torch.zeros(sequences, dtype=torch.bool)
-    )
+        lengths=torch.ones(sequences, dtype=torch.int64), response_mask=torch.zeros(sequences, dtype=torch.bool),
+        teacher_ids=torch.zeros(sequences, dtype=torch.int64) if "teacher_ids" in fields else None,
+    )  # fmt: skip
     return blank
 
 
@@ -187,7 +188,7 @@ def build_microbatches(
 ) -> list[tuple[Batch, Tensor]]:
     """[(micro-batch, positions of its sequences in `batch`)] for groups of positions on the host.
 
-    Copies lengths and mask to the host once, for all groups. `prompts`: of all sequences of `batch`; None: no prefix is
+    Copies what the host needs once, for all groups. `prompts`: of all sequences of `batch`; None: no prefix is
     shared.
 
     Raises:
@@ -195,13 +196,17 @@ def build_microbatches(
     """
     lengths, mask = batch.lengths.cpu(), batch.response_mask
     mask = None if mask is None else mask.cpu()
+    teachers = None if batch.teacher_ids is None else batch.teacher_ids.cpu()
     starts, microbatches = lengths.cumsum(0) - lengths, []
     for group in groups:
         rows = expand_ranges(starts[group], lengths[group])
         positions, tokens = device.to_device([group.numpy(), rows.numpy()])
         microbatch = batch.take(positions, tokens)
         shared = None if prompts is None else _shared_prefix(prompts.ids[group].numpy(), prompts.shared[group])
-        microbatch.host_metadata = HostMetadata(lengths[group], None if mask is None else mask[rows], shared)
+        microbatch.host_metadata = HostMetadata(
+            lengths=lengths[group], response_mask=None if mask is None else mask[rows], shared=shared,
+            teacher_ids=None if teachers is None else teachers[group],
+        )  # fmt: skip
         microbatches.append((microbatch, positions))
     _check_shared_prefixes([microbatch for microbatch, _ in microbatches])
     return microbatches

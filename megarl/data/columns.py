@@ -26,12 +26,14 @@ _NAMES = {
         "answer": (_VERL_ANSWER, "answer", "solution", "ground_truth", "label"),
         "task": ("task", "data_source"),
         "teacher_prompt": ("teacher_prompt",),
+        "teacher": ("teacher",),
     },
     SFT: {
         "messages": ("messages", "conversations"),
         "prompt": ("prompt", "question", "problem", "input", "query"),
         "response": ("response", "completion", "output", "answer", "solution"),
         "tools": ("tools",),
+        "teacher": ("teacher",),
     },
     REWARD: {
         "prompt": ("prompt", "question", "problem", "input", "query"),
@@ -100,15 +102,17 @@ class ColumnMap:
                 if not self._has(wanted):
                     raise UsageError(f"--{field}-column {wanted}: {where}: has no such column; {_found(table)}")
                 names = (wanted,)
-            # An object called task is not the name of a task.
-            fitting = [name for name in names if self._has(name) and not (field == "task" and table.columns[name])]
+            # An object called task is not the name of a task, nor is one called teacher.
+            is_name = field in ("task", "teacher")
+            fitting = [name for name in names if self._has(name) and not (is_name and table.columns[name])]
             if fitting:
                 self.columns[field] = fitting[0]
         self._choose_conversation_or_parts(columns)
         for field in () if "messages" in self.columns else _NEEDED[self._shape]:
             if field not in self.columns:
                 raise UsageError(f"{where}: {_missing(field, columns.purpose)}; {_found(table)}")
-        used = set(self.columns.values()) - {"data_source"}  # a reward that was written for verl reads it, too
+        # A reward that was written for verl reads the source, too, and one may read who the teacher is.
+        used = set(self.columns.values()) - {"data_source", "teacher"}
         self.extras = [name for name in table.columns if name not in used] if columns.purpose == RL else []
 
     @property
@@ -123,7 +127,8 @@ class ColumnMap:
     def _choose_conversation_or_parts(self, columns: Columns):
         """A conversation is whole: beside `messages` only its tools are read, unless the user names parts of it."""
         if "messages" in self.columns and not {"prompt", "response"} & set(columns.named):
-            self.columns = {name: self.columns[name] for name in ("messages", "tools") if name in self.columns}
+            kept = ("messages", "tools", "teacher")
+            self.columns = {name: self.columns[name] for name in kept if name in self.columns}
         else:
             self.columns.pop("messages", None)
 

@@ -22,6 +22,7 @@ FIELD_TYPES: dict[str, tuple[Any, str]] = {
     "environment": (str, "a string"),
     "desirable": (bool, "true or false"),
     "teacher_prompt": (str | list, "a string or a list of messages"),
+    "teacher": (str, "a string"),
 }
 
 

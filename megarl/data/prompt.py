@@ -25,6 +25,7 @@ class Prompt:
     desirable: bool | None = None  # whether `response` is
     environment: str | None = None
     teacher_prompt: str | list[Message] | None = None  # what a teacher reads instead of `prompt`
+    teacher: str | None = None  # the name of its teacher
 
     @property
     def key(self) -> str | tuple[MessageKey, ...]:

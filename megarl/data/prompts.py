@@ -133,10 +133,10 @@ class PromptSet:
         arrays = self.on_node(lambda: Ragged.of_rows(rows()).arrays(), "teacher", encoder, max_length)
         return Ragged.of_arrays(arrays) if len(arrays["values"]) else None
 
-    def note_unread_teacher_prompts(self) -> PromptSet:
-        """The set with a note if one of its first prompts has a `teacher_prompt`, which only a teacher reads."""
-        has_one = any(self[index].teacher_prompt is not None for index in range(min(len(self), _LOOKED_AT)))
-        return self.noted("teacher_prompt is not read without --distill") if has_one else self
+    def note_unread(self, field: str, flag: str) -> PromptSet:
+        """The set with a note if one of its first prompts has a field that is not read without a flag."""
+        has_one = any(getattr(self[index], field) is not None for index in range(min(len(self), _LOOKED_AT)))
+        return self.noted(f"{field} is not read without {flag}") if has_one else self
 
     def encode_fitting(self, encoder: Encoder, max_prompt_length: int) -> tuple[PromptSet, Ragged]:
         """The prompts of at most `max_prompt_length` tokens, and their tokens. UsageError if there is none.

@@ -5,7 +5,8 @@ from typing import Any
 
 from megarl.algorithms.divergence import DIVERGENCES
 from megarl.algorithms.estimators import NO_ADVANTAGE
-from megarl.flags.fields import flag, not_negative, one_of, positive
+from megarl.flags.fields import flag, not_negative, one_of, parses, positive
+from megarl.flags.teachers import parse_teachers
 from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
 from megarl.rewards import expression
 
@@ -25,6 +26,10 @@ class DistillSettings:
                            " --teacher-pretrained-checkpoint (given), those that the policy starts from (self), or in"
                            " train_rl its moving average, --ema-decay (ema)", programs=STUDENTS,
                            when="distill")  # fmt: skip
+    teachers: str | None = flag(None, "several teachers, NAME=FOLDER …: Hugging Face folders, or run folders of megarl;"
+                                " the field teacher of a prompt's line names one, and a line without it has the one"
+                                " called default", parses(parse_teachers), "NAME=FOLDER …, each name once, of letters,"
+                                " digits, _, . and -", programs=STUDENTS, when="distill", several=True)  # fmt: skip
     teacher_temperature: float = positive(1.0, "temperature of the teacher's distributions, whatever the policy's is",
                                           programs=STUDENTS, when="distill")  # fmt: skip
     teacher_max_prompt_length: int | None = positive(None, "maximum length of a line's teacher_prompt, tokens; default:"
@@ -41,9 +46,15 @@ class DistillSettings:
                                                    " divergence", programs="sft", when="distill-loss")  # fmt: skip
 
     @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """The teachers of `--teachers`; none of a run with one teacher, or none."""
+        return () if self.teachers is None else tuple(parse_teachers(self.teachers))
+
+    @property
     def teacher_fields(self) -> tuple[str, ...]:
-        """Batch fields that the teacher computes for the actor."""
-        return {NONE: (), REWARD: ("teacher_logprobs",), LOSS: ("teacher_states",)}[self.distill]
+        """Batch fields that the teacher computes for the actor; several say whose they are."""
+        found = {NONE: (), REWARD: ("teacher_logprobs",), LOSS: ("teacher_states",)}[self.distill]
+        return (*found, "teacher_ids") if found and self.teachers is not None else found
 
 
 def with_defaults_of_distillation(fields: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ ALL = f"{DATA} serve"
 
 
 def flag(default, text: str, check: Callable | None = None, allowed: str = "", programs: str = "rl",
-          roles: tuple[str, ...] = (), when: str | None = None):  # fmt: skip
+          roles: tuple[str, ...] = (), when: str | None = None, several: bool = False):  # fmt: skip
     """A field of a class of settings.
 
     Args:
@@ -21,9 +21,10 @@ def flag(default, text: str, check: Callable | None = None, allowed: str = "", p
         programs: the programs that have the flag.
         roles: roles that may override the value with a prefixed flag.
         when: name of the condition under which the flag has an effect.
+        several: the flag takes several words, which the value has with spaces between them.
     """
     meta = {"help": text, "check": check, "allowed": allowed, "programs": programs.split(), "roles": roles}
-    return dataclasses.field(default=default, metadata=meta | {"when": when})
+    return dataclasses.field(default=default, metadata=meta | {"when": when, "several": several})
 
 
 def positive(default, text, **kw):

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from megarl.flags import teachers
 from megarl.flags.settings import Settings
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def read_hf_models(
     if "rollout" in paths:
         paths["rollout"] = paths["actor"]
     flags = {role: "--hf-model" if path == settings.hf_model else f"--{role}-hf-model" for role, path in paths.items()}
+    if settings.teachers is not None:
+        flags["teacher"] = teachers.FLAG
     if "reward" in paths and program != "reward" and settings.reward_hf_model:
         paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
     if settings.judge_hf_model:
@@ -42,7 +45,7 @@ def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: 
         values: the flags that the user gave, by name.
     """
     given = {"tokenizer-type", "tokenizer-model", f"{role}-tokenizer-type", f"{role}-tokenizer-model"}
-    prefixes = f"--{role}-", *(("--judge-",) if role == "reward" else ())
+    prefixes = f"--{role}-", *{"reward": ("--judge-",), "teacher": (teachers.FLAG,)}.get(role, ())
     has_own_folder = hf_model is not None and hf_model.folder.flag.startswith(prefixes)
     if has_own_folder:  # its tokenizer comes before that of the common flags
         given -= {"tokenizer-type", "tokenizer-model"}

@@ -2,7 +2,7 @@
 
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.flags.distill_settings import AVERAGE, NONE
+from megarl.flags.distill_settings import AVERAGE, GIVEN, NONE
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.rewards.expression import EXACT_MATCH
 
@@ -28,6 +28,8 @@ def distillation(context: FlagContext) -> list[FlagRule]:
         FlagRule("--teacher", s.teacher, s.teacher != AVERAGE or s.ema_decay is not None, "needs --ema-decay"),
         FlagRule("--teacher", s.teacher, s.teacher != AVERAGE or not s.generation_lag,
              "needs --generation-lag 0: the average of a step is known when the step is trained"),
+        FlagRule("--teachers", s.teachers, s.teachers is None or s.teacher == GIVEN,
+             f"names the teachers' folders; not allowed with --teacher {s.teacher}"),
         FlagRule("--group-filter", s.group_filter, s.group_filter != "reward" or counts or not is_rl,
              "no reward counts, so that all groups would be dropped"),
         FlagRule("--eval-prompts", s.eval_prompts, s.eval_prompts is None or bool(context.terms),

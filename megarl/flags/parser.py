@@ -10,6 +10,7 @@ import difflib
 import types
 import typing
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from megarl.algorithms import policy_losses
 from megarl.algorithms.policy_loss import PolicyLoss
@@ -54,6 +55,7 @@ class Flag:
     condition: str | None  # under which it has an effect, by name (`combinations.condition`)
     common: str
     setting: str | None  # field of `Settings` that it sets; None for an option of a loss
+    several: bool = False  # it takes several words
 
 
 def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag]:
@@ -90,6 +92,7 @@ def _of_setting(field: dataclasses.Field) -> Flag:
     return Flag(
         name=name, kind=_kind_of(field.type), default=field.default, text=meta["help"], check=meta["check"],
         allowed=meta["allowed"], condition=meta["when"], common=name, setting=field.name,
+        several=meta["several"],
     )  # fmt: skip
 
 
@@ -133,6 +136,13 @@ def _yes_or_no(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r}: allowed true or false")
 
 
+class _Joined(argparse.Action):
+    """Sets the words of a flag as one text, with spaces between them."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, " ".join(values))
+
+
 def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.ArgumentParser:
     """The parser of megarl's own flags for one program. `own`: the flags; default: `own_flags(program)`."""
     name = f"megarl.{MODULES[program]}"
@@ -145,7 +155,11 @@ def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.A
         parser.add_argument(f"--{name}", dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     group = parser.add_argument_group("megarl")
     for flag in (own_flags(program) if own is None else own).values():
-        extra = {"nargs": "?", "const": True, "type": _yes_or_no} if flag.kind is bool else {"type": flag.kind}
+        extra: dict[str, Any] = {"type": flag.kind}
+        if flag.kind is bool:
+            extra = {"nargs": "?", "const": True, "type": _yes_or_no}
+        elif flag.several:
+            extra |= {"nargs": "+", "action": _Joined}
         text = flag.text + ("" if flag.default is None else f" (default {flag.default})")
         if flag.name != flag.common:
             text = f"--{flag.common} of this role only"

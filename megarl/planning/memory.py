@@ -39,7 +39,7 @@ class Memory:
     peak is that of the actor, which loads them, not that of the rollout. `sent_weights` are the copies of the actor's
     weights on their way to a rollout that generates ahead. `teacher_data` are the actor's rows of the teacher's output
     layer and the teacher's hidden states of a step, with those of the micro-batches. `average` is the moving average of
-    what is trained, in host memory.
+    what is trained, in host memory; `waiting` are teachers there that wait for their turns.
     """
 
     weights: int = 0
@@ -53,6 +53,7 @@ class Memory:
     sent_weights: int = 0
     teacher_data: int = 0
     average: int = 0
+    waiting: int = 0
 
     @property
     def resident(self) -> int:
@@ -71,7 +72,7 @@ class Memory:
     @property
     def host(self) -> int:
         """Bytes of host copies of what is offloaded, gradients apart, which are not kept, and of the moving average."""
-        return self.average + sum(getattr(self, name) for name in self.offloaded if name != "gradients")
+        return self.average + self.waiting + sum(getattr(self, name) for name in self.offloaded if name != "gradients")
 
     @property
     def total(self) -> int:

@@ -91,7 +91,7 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         roles=roles,
         rank_sets=sets_of(roles, world_size),
         exchanges=[
-            *traffic.exchanges(role_groups, program.settings, traffic.state_bytes(program.roles)),
+            *traffic.exchanges(role_groups, program.settings, program.teachers.state_bytes),
             *traffic.routes(program.roles, role_groups, program.settings),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
@@ -108,6 +108,9 @@ def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -
     plans = {
         name: _role(role, program.settings, sizes[name], step, caches[name]) for name, role in program.roles.items()
     }
+    if program.teachers.take_turns:
+        of_teachers = [_role(role, program.settings, vocab_size, step, None) for role in program.teachers.models]
+        plans["teacher"] = _in_turns(of_teachers)
     copies, actor = traffic.weights_to_rollout(program.roles, vocab_size), plans["actor"]
     sent = program.settings.generation_lag * copies // len(actor.ranks)
     taught = _teacher_data(program, vocab_size, step)
@@ -119,17 +122,35 @@ def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -
 
 
 def _teacher_data(program, vocab_size: int, step: traffic.StepSizes) -> list[int]:
-    """Bytes on the ranks of each stage of the actor of what it has of the teacher, with `--distill loss`."""
+    """Bytes on the ranks of each stage of the actor of what it has of the teachers, with `--distill loss`."""
     actor = program.roles["actor"]
     sizes = parallel_sizes(actor.megatron)
     if program.settings.distill != LOSS:
         return [0] * sizes.pipeline
-    row = traffic.state_bytes(program.roles)
     # The step's states, and once more those of an update's micro-batches.
     share = ceil(step.epochs / step.updates)
-    states = (1 + share) * step.tokens_of_replica(sizes.data(len(actor.ranks))) * row
-    head = padded_vocab_size(actor.megatron, vocab_size) // sizes.tensor * row
-    return [states] * (sizes.pipeline - 1) + [states + head]
+    states = (1 + share) * step.tokens_of_replica(sizes.data(len(actor.ranks))) * program.teachers.state_bytes
+    rows = padded_vocab_size(actor.megatron, vocab_size) // sizes.tensor
+    heads = [rows * role.megatron.hidden_size * role.megatron.params_dtype.itemsize for role in program.teachers.models]
+    return [states] * (sizes.pipeline - 1) + [states + sum(heads)]
+
+
+def _in_turns(plans: list[RolePlan]) -> RolePlan:
+    """The plan of models that take turns on a role's ranks, from that of each: the largest is on the device, the host
+    has copies of all, and the one with the most traffic may get all sequences of a step."""
+    stages = []
+    for of_models in zip(*(plan.stages for plan in plans), strict=True):
+        largest = max(of_models, key=lambda memory: memory.total)
+        others = sum(memory.host for memory in of_models) - largest.host
+        stages.append(replace(largest, waiting=others))
+    busiest = max(plans, key=lambda plan: sum(plan.traffic.values()))
+    totals = [plan.parameters for plan in plans if plan.parameters is not None]
+    parameters = ParameterTotals(
+        total=sum(each.total for each in totals),
+        active=max(each.active for each in totals),
+        largest_rank=max(each.largest_rank for each in totals),
+    )
+    return replace(plans[0], stages=stages, traffic=busiest.traffic, parameters=parameters)
 
 
 def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:

@@ -104,17 +104,11 @@ def moves(settings, roles) -> list[FieldMove]:
 
 def field_bytes(names: list[str], step: StepSizes, state: int = 0) -> int:
     """Bytes of these fields of a step's whole batch, with the header that identifies the sequences; `state`: of one of
-    the teacher's hidden states."""
+    the teachers' hidden states."""
     names = dict.fromkeys(HEADER + names)
     items = {"token": step.tokens, "sequence": step.sequences}
     sizes = {name: state if name == STATES else FIELDS[name].dtype.itemsize for name in names}
     return sum(size * items[FIELDS[name].kind] for name, size in sizes.items())
-
-
-def state_bytes(roles: dict) -> int:
-    """Bytes of one of the teacher's hidden states; 0 without a teacher."""
-    teacher = roles.get("teacher")
-    return 0 if teacher is None else teacher.megatron.hidden_size * teacher.megatron.params_dtype.itemsize
 
 
 def exchanges(role_groups: dict, settings, state: int = 0) -> list[dict]:

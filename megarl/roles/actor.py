@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithms.aggregation import local_counts
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.rollout_correction import correction_report, correction_sums
 from megarl.algorithms.staleness import staleness_maxima, staleness_report, staleness_sums
@@ -22,7 +21,7 @@ from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
 from megarl.roles.loss_mask import is_all_masked, loss_mask
 from megarl.roles.policy_scores import policy_scores
-from megarl.roles.teacher import TeacherOutput
+from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay import probe
 
@@ -123,11 +122,11 @@ class Actor:
         return self._scores(chunk, microbatch, self.teacher_output)
 
     def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None):
-        teacher, only_distills = None, False
+        teachers, only_distills = [], False
         if output is not None:
-            teacher, only_distills = output.rows(microbatch), self.settings.only_distills
+            teachers, only_distills = output.rows(microbatch), self.settings.only_distills
         return policy_scores(
-            chunk, microbatch, self.settings.temperature, self.vocab_size, teacher, only_distills
+            chunk, microbatch, self.settings.temperature, self.vocab_size, teachers, only_distills
         )  # fmt: skip
 
     def update(self, step_batch: StepBatch, kl_coefficient: float):
@@ -170,7 +169,7 @@ class Actor:
         """One update. `on_policy`: also sets the old log-probs."""
         minibatch = batch.select(positions)
         mask = loss_mask(minibatch, self.settings)
-        counts = self.role_groups.dp_all_reduce(local_counts(mask, minibatch.cu_seqlens))
+        counts = self.role_groups.dp_all_reduce(self.loss.local_counts(minibatch, mask))
         has_loss = not is_all_masked(counts[0], self.settings)
 
         def loss(scores, microbatch):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megarl.algorithms.aggregation import aggregate, masked_sum
+from megarl.algorithms.aggregation import aggregate, local_counts, masked_sum
 from megarl.algorithms.kl import REFERENCE_LOG_RATIO_LIMIT, kl_estimate
 from megarl.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from megarl.algorithms.rollout_correction import CorrectionOptions, correction_weights
@@ -12,12 +12,16 @@ from megarl.batch import Batch
 from megarl.flags.distill_settings import LOSS
 from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
 from megarl.roles.loss_mask import loss_mask
+from megarl.roles.teacher_metrics import (
+    DISTILL_NAMES,
+    masks_by_teacher,
+    measured_apart,
+    names_by_teacher,
+    token_counts,
+)
 
 PPO_KL = "actor/ppo_kl"
 METRIC_NAMES = ("actor/loss", "actor/entropy", PPO_KL, "actor/clip_fraction", "actor/kl_loss")
-DISTILL_NAMES = (
-    "distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement", "teacher/logprob"
-)  # fmt: skip
 
 
 class ActorLoss:
@@ -31,7 +35,11 @@ class ActorLoss:
             floor=s.rollout_correction_floor,
         )  # fmt: skip
         self.norm = s.loss_norm_length or float(s.max_response_length)
-        self.names = METRIC_NAMES + (DISTILL_NAMES if s.distill == LOSS else ())
+        self.teachers: tuple[str, ...] = ()
+        self.names: tuple[str, ...] = METRIC_NAMES
+        if s.distill == LOSS:
+            self.teachers = measured_apart(s)
+            self.names += DISTILL_NAMES + names_by_teacher(DISTILL_NAMES, self.teachers)
 
     def __call__(
         self,
@@ -46,7 +54,7 @@ class ActorLoss:
         Args:
             scores: of the present policy.
             old_logprobs: [T] of the policy before the step.
-            counts: [2] of the whole mini-batch (`aggregation.local_counts`).
+            counts: [2 + K] of the whole mini-batch (`local_counts`), with K teachers that are measured apart.
             kl_coefficient: β of a KL term in the loss; unused with the KL in the reward.
         """
         s, mask = self.settings, loss_mask(microbatch, self.settings)
@@ -57,7 +65,7 @@ class ActorLoss:
         )
 
         def reduce(losses: Tensor) -> Tensor:
-            return aggregate(losses, *layout, s.loss_aggregation, counts, self.norm)
+            return aggregate(losses, *layout, s.loss_aggregation, counts[:2], self.norm)
 
         tokens = PolicyTokens(
             logprobs=scores.logprobs, old_logprobs=old, advantages=advantages, response_mask=mask,
@@ -83,10 +91,20 @@ class ActorLoss:
             masked_sum(x.detach().double(), mask) / counts[0].clamp(min=1)
             for x in (scores.entropy, terms.approx_kl, terms.clipped, *compared)
         ]
+        means += [
+            masked_sum(x.detach().double(), of_teacher) / count.clamp(min=1)
+            for of_teacher, count in zip(masks_by_teacher(microbatch, mask, self.teachers), counts[2:], strict=True)
+            for x in compared
+        ]
         return value, torch.stack([value.detach().double(), *means[:3], kl.detach().to(means[0]), *means[3:]])
+
+    def local_counts(self, minibatch: Batch, mask: Tensor) -> Tensor:
+        """[2 + K] this replica's `aggregation.local_counts` of a mini-batch, and the tokens of each of K teachers."""
+        return torch.cat([local_counts(mask, minibatch.cu_seqlens), token_counts(minibatch, mask, self.teachers)])
 
     def metric_counts(self, counts: Tensor) -> Tensor:
         """[M] what each metric of a mini-batch is a mean over: tokens, or for losses sequences, too."""
         tokens, of_losses = counts[0], counts[0 if self.settings.loss_aggregation == "token-mean" else 1]
-        compared = [tokens] * (len(self.names) - len(METRIC_NAMES))
-        return torch.stack([of_losses, tokens, tokens, tokens, of_losses, *compared])
+        of_teachers = counts[2:].repeat_interleave(len(DISTILL_NAMES))
+        compared = [tokens] * (len(self.names) - len(METRIC_NAMES) - len(of_teachers))
+        return torch.cat([torch.stack([of_losses, tokens, tokens, tokens, of_losses, *compared]), of_teachers])

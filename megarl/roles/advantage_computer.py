@@ -18,6 +18,7 @@ from megarl.observe.timers import Timers
 from megarl.rewards import expression
 from megarl.roles.loss_mask import masked_tokens
 from megarl.roles.reward_metrics import step_metrics
+from megarl.roles.teacher_metrics import masks_by_teacher, measured_apart
 
 
 class AdvantageComputer:
@@ -142,17 +143,23 @@ class AdvantageComputer:
         if kl is not None:
             self.controller.update(kl, sequences)
 
-    def _teacher_metrics(self, batch: Batch, generated: float) -> dict[str, float]:
-        """Means over the step's response tokens, of which there are `generated`. A collective of the actor."""
-        mask = batch.response_mask
-        teacher, difference = (
-            x.double().masked_fill(~mask, 0.0).sum()
-            for x in (batch.teacher_logprobs, batch.logprobs - batch.teacher_logprobs)
-        )
-        sums = self.role_groups.dp_all_reduce(torch.stack([teacher, difference])).tolist()
-        return dict(
-            zip(("teacher/logprob", "distill/reverse_kl"), (x / max(generated, 1.0) for x in sums), strict=True)
-        )
+    def _teacher_metrics(self, batch: Batch) -> dict[str, float]:
+        """Means over the step's response tokens, and over those of each of several teachers. A collective of the
+        actor."""
+        mask, teachers = batch.response_mask, measured_apart(self.settings)
+        values = [x.double() for x in (batch.teacher_logprobs, batch.logprobs - batch.teacher_logprobs)]
+        masks = mask, *masks_by_teacher(batch, mask, teachers)
+        sums = [
+            torch.stack([*(x.masked_fill(~of_teacher, 0.0).sum() for x in values), of_teacher.sum().double()])
+            for of_teacher in masks
+        ]
+        totals = self.role_groups.dp_all_reduce(torch.stack(sums)).tolist()
+        metrics = {}
+        for suffix, (*found, count) in zip(("", *(f"/{name}" for name in teachers)), totals, strict=True):
+            if count or not suffix:
+                means = [total / max(count, 1.0) for total in found]
+                metrics |= {f"teacher/logprob{suffix}": means[0], f"distill/reverse_kl{suffix}": means[1]}
+        return metrics
 
     def _step_metrics(self, step_batch: StepBatch) -> tuple[dict[str, float], float | None, int]:
         """(metrics, mean KL per response or None without a reference, sequences). A collective of the actor."""
@@ -165,7 +172,7 @@ class AdvantageComputer:
         kl_sum, entropy, generated, masked = of_all
         metrics["rollout/entropy"] = entropy / max(generated, 1.0)
         if batch.teacher_logprobs is not None:
-            metrics |= self._teacher_metrics(batch, generated)
+            metrics |= self._teacher_metrics(batch)
         if self.settings.mask_truncated_responses:
             metrics["rollout/masked_fraction"] = masked / max(generated, 1.0)
         if batch.reference_logprobs is None:

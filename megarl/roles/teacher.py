@@ -1,8 +1,8 @@
-"""The teacher role: a frozen model whose distributions the policy learns, and the policy's copy of its output layer.
+"""The teacher role: a frozen model whose distributions the policy learns.
 
 With `--distill reward` the teacher sends its log-prob of each response token. With `--distill loss` it sends hidden
-states, and the policy's last stage forms both models' logits itself from its own rows of the teacher's output layer:
-T · H_T numbers instead of T · V, and no token of the vocabulary is left out.
+states, and the policy's last stage forms both models' logits itself (`teacher_output`): T · H_T numbers instead of
+T · V, and no token of the vocabulary is left out.
 """
 
 from typing import NamedTuple
@@ -10,19 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.divergence import Divergence
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch, expand_ranges
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
-from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.data.ragged import Ragged
 from megarl.flags.distill_settings import AVERAGE, REWARD
-from megarl.mcore.kernels.head_divergence import TeacherHead
 from megarl.mcore.model import forward_pass
-from megarl.mcore.model.forward_pass import TeacherRows
-from megarl.mcore.model.gpt import ModelChunks
-from megarl.mcore.weights.head_transfer import HeadCopy
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import FrozenModel
 from megarl.roles.policy_scores import policy_scores
@@ -31,7 +25,7 @@ from megarl.roles.weight_refresh import WeightRefresh
 
 
 class Teacher:
-    """The frozen teacher; only for runs with `--distill`."""
+    """A frozen teacher on the ranks of the role."""
 
     name = "teacher"
 
@@ -47,8 +41,7 @@ class Teacher:
         """
         self.settings, self.role_groups = settings, role_groups
         self.vocab_size, self.timers, self._prompts = vocab_size, timers, prompts
-        self.outputs = settings.teacher_fields
-        self.metrics: dict[str, float] = {}
+        (self._output,) = settings.teacher_fields[:1]
         self._refresh: WeightRefresh | None = None
         self.frozen_model: FrozenModel | None = None
         if role_groups.is_member:
@@ -62,22 +55,13 @@ class Teacher:
         if self.settings.teacher == AVERAGE and (actor is not None or self.frozen_model is not None):
             self._refresh = WeightRefresh(mesh, self.name, actor, self.frozen_model, 1.0, self.timers)
 
-    def refresh(self):
-        """Gives a teacher that follows the actor the weights that its model has now, the average. Collective."""
-        if self._refresh is not None:
-            self.metrics["weights/teacher_bytes"] = self._refresh.run()
-
-    def score(self, step_batch: StepBatch):
-        """Fills `teacher_logprobs` or `teacher_states`."""
-        batch = step_batch[self.name]
-        if batch is None:
-            return
-        with self.timers.phase(self.name, "logprobs"):
-            self.score_batch(batch)
-            self.metrics |= self.frozen_model.offload.metrics(self.name)
+    def refresh(self) -> dict[str, float]:
+        """Gives a teacher that follows the actor the weights that its model has now, the average; returns metrics.
+        Collective."""
+        return {} if self._refresh is None else {"weights/teacher_bytes": self._refresh.run()}
 
     def score_batch(self, batch: Batch):
-        """`score` of a replica's batch. A collective of the role."""
+        """Fills `teacher_logprobs` or `teacher_states` of a replica's batch. A collective of the role."""
         read, places = (batch, None) if self._prompts is None else with_prompts(batch, self._prompts)
         if self.settings.distill == REWARD:
             results = self.frozen_model.forward_only(read, self._logprobs)
@@ -85,10 +69,10 @@ class Teacher:
         else:
             results = self.frozen_model.forward_only(read, self._states)
             mb.write_back_rows(read, "teacher_states", results)
-        for name in self.outputs if places is not None else ():
-            values = getattr(read, name)
-            setattr(batch, name, values.new_zeros(len(batch.tokens), *values.shape[1:]))
-            getattr(batch, name)[places.own] = values[places.read]
+        if places is not None:
+            values = getattr(read, self._output)
+            setattr(batch, self._output, values.new_zeros(len(batch.tokens), *values.shape[1:]))
+            getattr(batch, self._output)[places.own] = values[places.read]
 
     def _logprobs(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
         return policy_scores(chunk, microbatch, self.settings.teacher_temperature, self.vocab_size)
@@ -133,36 +117,3 @@ def with_prompts(batch: Batch, prompts: Ragged) -> tuple[Batch, ResponsePlaces]:
         response_mask=mask,
     )  # fmt: skip
     return read_batch, ResponsePlaces(own, read)
-
-
-class TeacherOutput:
-    """The teacher's output layer on the policy's ranks, in the policy's tensor-parallel layout."""
-
-    def __init__(
-        self, settings: Settings, teacher: Teacher, mesh: RoleMesh, policy: ModelChunks | None, role: RoleSettings
-    ):
-        """Copies the output layer from the teacher's ranks. A collective of the ranks of teacher and actor.
-
-        Args:
-            policy: the actor's model on this rank.
-            role: the teacher's settings, on every rank.
-        """
-        divergence = Divergence(settings.distill_divergence, settings.distill_beta)
-        self.dtype = role.megatron.params_dtype
-        self.head: TeacherHead | None = None
-        groups = mesh[ACTOR].pg_collection, mesh.channel(teacher.name)
-        self._copy = HeadCopy(teacher.frozen_model, policy, *groups, self.dtype)
-        self.refresh = self._copy.run
-        if self._copy.weight is not None:
-            self.head = TeacherHead(
-                self._copy.weight, settings.teacher_temperature, role.megatron.final_logit_softcapping, divergence
-            )
-
-    def rows(self, microbatch: Batch) -> TeacherRows | None:
-        """What `token_scores` compares a micro-batch with; None except on the ranks of the policy's last stage."""
-        if self.head is None:
-            return None
-        states = microbatch.teacher_states
-        if states.dim() == 1:  # of a micro-batch without tokens that count
-            states = torch.zeros(len(states), self.head.weight.shape[1], dtype=self.dtype, device=states.device)
-        return TeacherRows(states.view(self.dtype), self.head)

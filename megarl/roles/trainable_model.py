@@ -236,9 +236,11 @@ class TrainableModel:
         metrics, trained = {}, [update for update in updates if update.has_loss]
         if trained:
             counts = torch.stack([update.counts.expand_as(update.means) for update in trained])
-            shares = counts / counts.sum(0).clamp(min=1)  # exactly 1 for a single update
+            totals = counts.sum(0)
+            shares = counts / totals.clamp(min=1)  # exactly 1 for a single update
             means = (torch.stack([update.means for update in trained]) * shares).sum(0)
-            metrics = dict(zip(names, means.tolist(), strict=True))
+            found = zip(names, means.tolist(), totals.tolist(), strict=True)
+            metrics = {name: mean for name, mean, total in found if total}  # a mean over nothing is none
         if norms := [update.norm for update in trained if not update.is_overflow]:
             metrics[f"{prefix}/grad_norm"] = sum(norms) / len(norms)
         if (scale := optimizer.loss_scale(self.optimizer)) is not None:

@@ -49,6 +49,9 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
         facts = [f"rank{'s' * (len(role.ranks) > 1)} {span(role.ranks)}"]
         if role.model_role != name:
             facts.append(f"the {role.model_role}'s model")
+        elif name == "teacher" and config.teachers.names:
+            count_of = len(config.teachers.models)
+            facts += [_layout(role), f"{count_of} models, one at a time on the device" if count_of > 1 else "1 model"]
         elif role.has_model:
             facts += [_layout(role), _model(role, tokens, config.settings.judge_load if role.is_judge else None)]
         if name == "reward" and "actor" in config.roles:
@@ -60,7 +63,16 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
             if name != "critic" and (decay := config.settings.ema_decay) is not None:
                 facts.append(f"moving average with decay {decay:g}")
         rows.append((name, "; ".join(facts)))
+        if name == "teacher":
+            rows += _teachers(config, tokens)
     return rows
+
+
+def _teachers(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
+    """A line for each of several teachers."""
+    found = config.teachers
+    models = [_model(role, tokens, role.run_folder) for role in found.models]
+    return [(f"  {name}", models[number]) for name, number in zip(found.names, found.model_of, strict=True)]
 
 
 def _layout(role: RoleSettings) -> str:

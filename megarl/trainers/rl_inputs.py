@@ -10,7 +10,6 @@ from megarl.checkpoint.pretrained import (
     find_pretrained,
     with_stored_factors,
 )
-from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout import waiting_groups
@@ -23,7 +22,8 @@ from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_pr
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.schedule_inputs import read_schedule
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
-from megarl.trainers.teacher_inputs import check_same_model, find_teacher
+from megarl.trainers.teacher_inputs import check_same_model, find_teachers
+from megarl.trainers.teacher_lines import teachers_of_lines
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
 
@@ -46,7 +46,7 @@ class RLInputs:
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = self.prompt_sets.get(EVAL_PROMPTS), tokens_of.get(EVAL_PROMPTS)
-        self.teacher_tokens = self._teacher_prompts(config)
+        self._read_teachers_lines(config)
         check_environments(s, encoder, self.prompt_sets)
         self.reward_factory.check(*self.prompt_sets.values())
         tokens = self.tokenizer.vocab_size
@@ -56,8 +56,7 @@ class RLInputs:
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(s, config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
-        if "teacher" in config.roles and (of_teacher := find_teacher(config, encoder)) is not None:
-            self.pretrained["teacher"] = of_teacher
+        self.teachers = find_teachers(config, encoder)
         self.resume = None
         is_compared = s.load or s.save or s.load_rollouts or s.replay_schedule
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
@@ -75,13 +74,17 @@ class RLInputs:
         self.saved_rollouts = self._saved_rollouts(s) if s.load_rollouts else None
         self.frozen_policy = self._frozen_policy(config) if s.debug_rollout_only else None
 
-    def _teacher_prompts(self, config: RunConfig) -> Ragged | None:
-        """The tokens that the teacher reads instead of the prompts; None: it reads the prompts."""
+    def _read_teachers_lines(self, config: RunConfig):
+        """Sets the tokens that a teacher reads instead of the prompts (None: it reads the prompts), and which teacher
+        each line has (None: the run has one, or none)."""
+        s, self.teacher_tokens, self.teacher_numbers = config.settings, None, None
         if "teacher" in config.roles:
-            limit = config.settings.teacher_max_prompt_length or config.settings.max_prompt_length
-            return self.prompts.encode_for_teacher(self.encoder, limit)
-        self.prompts = self.prompt_sets[PROMPTS] = self.prompts.note_unread_teacher_prompts()
-        return None
+            limit = s.teacher_max_prompt_length or s.max_prompt_length
+            self.teacher_tokens = self.prompts.encode_for_teacher(self.encoder, limit)
+        else:
+            self.prompts = self.prompts.note_unread("teacher_prompt", "--distill")
+        self.prompts, self.teacher_numbers = teachers_of_lines(self.prompts, config, self.encoder)
+        self.prompt_sets[PROMPTS] = self.prompts
 
     def _rollout_facts(self, config: RunConfig) -> dict:
         """What the manifest of a saved rollout says about the run, and what a run that loads it compares."""

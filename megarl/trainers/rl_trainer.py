@@ -14,7 +14,8 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
-from megarl.roles.teacher import Teacher, TeacherOutput
+from megarl.roles.teacher_output import TeacherOutput
+from megarl.roles.teachers import Teachers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import replica_files
 from megarl.rollout.batcher import RolloutBatcher
@@ -99,13 +100,13 @@ class RLTrainer(Trainer):
         shared = policy if is_shared else None
         self.reference = Reference(s, reference, mesh["reference"], sizes.get("reference"), timers, shared)
         self.reference.plan_refreshes(mesh, policy)
-        self.teacher = Teacher(
-            s, roles.get("teacher"), mesh["teacher"], sizes.get("teacher"), timers, inputs.teacher_tokens
-        )
+        vocab_size, of_lines = self.tokenizer.vocab_size, (inputs.teacher_tokens, inputs.teacher_numbers)
+        self.teacher = Teachers(config, mesh["teacher"], vocab_size, timers, *of_lines)
         self.teacher.plan_refreshes(mesh, policy)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
         states = {name: model.router_state for name, model in self._models().items()}
+        states |= {f"teacher {number}": state for number, state in enumerate(self.teacher.router_states)}
         self.routing_replay = RoutingReplay(
             s, roles["actor"], mesh, self.rollout.recorded_layers, states, self.actor.passes_of_step
         )
@@ -145,10 +146,9 @@ class RLTrainer(Trainer):
         return (ScoringBatcher if s.debug_rollout_only else RolloutBatcher)(*args, writer)
 
     def _models(self) -> dict:
-        """This rank's models by role."""
+        """This rank's models by role, without teachers."""
         actor, critic = self.actor.trainable_model, self.critic.trainable_model
-        frozen = {"reference": self.reference.frozen_model, "teacher": self.teacher.frozen_model}
-        models = {"actor": actor, "critic": critic, **frozen}
+        models = {"actor": actor, "critic": critic, "reference": self.reference.frozen_model}
         return {name: model for name, model in models.items() if model}
 
     def trained_models(self) -> list[TrainableModel]:
@@ -160,16 +160,16 @@ class RLTrainer(Trainer):
         for name, weights in self.inputs.pretrained.items():
             if name in models and not (name == "reference" and self.reference.is_shared):
                 models[name].load_pretrained(weights)
+        self.teacher.load(self.inputs.teachers)
 
     def _copy_teacher_output(self):
-        """Gives the actor its rows of the teacher's output layer, with `--distill loss`."""
+        """Gives the actor its rows of the teachers' output layers, with `--distill loss`."""
         is_involved = self.mesh["teacher"].is_member or self.mesh["actor"].is_member
         if self.settings.distill == LOSS and is_involved:
             policy = self.actor.trainable_model
             self.actor.teacher_output = TeacherOutput(
-                self.settings, self.teacher, self.mesh, None if policy is None else policy.model,
-                self.config.roles["teacher"],
-            )  # fmt: skip
+                self.settings, self.teacher, self.mesh, None if policy is None else policy.model, self.config.teachers
+            )
 
     def _evaluate_before_training(self):
         metrics = self._evaluated()

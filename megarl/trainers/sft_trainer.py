@@ -18,9 +18,16 @@ from megarl.flags.distill_settings import AVERAGE, LOSS, REWARD
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS
-from megarl.roles.actor_loss import DISTILL_NAMES
 from megarl.roles.policy_scores import policy_scores
+from megarl.roles.teacher_metrics import (
+    DISTILL_NAMES,
+    masks_by_teacher,
+    measured_apart,
+    names_by_teacher,
+    token_counts,
+)
 from megarl.trainers.distiller import Distiller
+from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec
 
 
@@ -65,27 +72,42 @@ class SFTTrainer(SupervisedTrainer):
     def prepare(self):
         """Builds the teacher, if there is one. Collective."""
         s, self._distiller = self.settings, None
+        self._teachers: tuple[str, ...] = ()  # that are measured apart
+        self._taught = torch.zeros(0)  # tokens of the present batch by such a teacher
         if s.distill == LOSS:
             self._distiller = Distiller(
-                self.config, self.mesh, self.trainable_model, self.vocab_size, self.inputs.teacher, self.timers
+                self.config, self.mesh, self.trainable_model, self.vocab_size, self.inputs.teachers, self.timers
             )
-            self.metric_names = ("loss", "negative_logprob", *DISTILL_NAMES)
+            self._teachers = measured_apart(s)
+            compared = DISTILL_NAMES + names_by_teacher(DISTILL_NAMES, self._teachers)
+            self.metric_names = ("loss", "negative_logprob", *compared)
 
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean loss of a batch; sets `metrics`."""
-        self._ask_teacher(examples)
+        self._ask_teacher(examples, PROMPTS)
+        own = token_counts(examples.batch, examples.batch.response_mask, self._teachers)
+        self._taught = self.role_groups.dp_all_reduce(own) if self._teachers else own
         super().update(examples)
 
-    def _ask_teacher(self, examples: ExampleBatch):
+    def metric_counts(self, tokens: Tensor) -> Tensor:
+        """[M] the tokens of the batch, for the metrics of one of several teachers its own."""
+        of_teachers = self._taught.repeat_interleave(len(DISTILL_NAMES))
+        return torch.cat([tokens.expand(len(self.metric_names) - len(of_teachers)), of_teachers])
+
+    def _ask_teacher(self, examples: ExampleBatch, prompts: str):
+        """`prompts`: the set of the examples."""
         if self._distiller is not None:
-            self._distiller.ask(examples.batch, examples.dp_assignment)
+            numbers = self.inputs.teacher_numbers[prompts]
+            if numbers is not None:
+                numbers = numbers[torch.tensor(examples.lines, dtype=torch.int64)[examples.batch.sequence_ids.cpu()]]
+            self._distiller.ask(examples.batch, examples.dp_assignment, numbers)
 
     def _forward(self, chunk, microbatch) -> forward_pass.TokenScores | forward_pass.TaughtScores:
-        teacher, only_distills = None, False
+        teachers, only_distills = [], False
         if self._distiller is not None:
-            teacher = self._distiller.output.rows(microbatch)
+            teachers = self._distiller.output.rows(microbatch)
             only_distills = not self.settings.distill_sft_coefficient
-        return policy_scores(chunk, microbatch, 1.0, self.vocab_size, teacher, only_distills)
+        return policy_scores(chunk, microbatch, 1.0, self.vocab_size, teachers, only_distills)
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
         """The mean negative log-probability of the response tokens; with a teacher, the divergence from it."""
@@ -101,7 +123,13 @@ class SFTTrainer(SupervisedTrainer):
             value = s.distill_coefficient * mean(scores.distillation.divergence)
             if s.distill_sft_coefficient:
                 value = value + s.distill_sft_coefficient * negative_logprob
-            measured = value, negative_logprob, *map(mean, scores.distillation)
+            masks = masks_by_teacher(microbatch, microbatch.response_mask, self._teachers)
+            of_teachers = (
+                token_mean(values, of_teacher, count)
+                for of_teacher, count in zip(masks, self._taught, strict=True)
+                for values in scores.distillation
+            )
+            measured = value, negative_logprob, *map(mean, scores.distillation), *of_teachers
             return value, (torch.stack([each.detach().double() for each in measured]),)
 
         return loss
@@ -109,16 +137,19 @@ class SFTTrainer(SupervisedTrainer):
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Mean negative log-probability of the held-out responses' tokens, and their divergence from the teacher.
         Collective."""
-        self._ask_teacher(examples)
-        sums = torch.zeros(3, dtype=torch.float64, device=device.device())
+        self._ask_teacher(examples, EVAL_PROMPTS)
+        names = "eval/loss", "eval/divergence", *names_by_teacher(("eval/divergence",), self._teachers)
+        sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device.device())
         for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
-            mask = examples.batch.select(positions).response_mask
+            microbatch = examples.batch.select(positions)
+            mask = microbatch.response_mask
             if len(positions):
                 divergence = torch.zeros_like(scores.logprobs)
                 if isinstance(scores, forward_pass.TaughtScores):
                     divergence = scores.distillation.divergence
-                measured = masked_sum(-scores.logprobs, mask), masked_sum(divergence, mask), mask.sum()
-                sums += torch.stack([each.double() for each in measured])
-        total, divergence, count = self.role_groups.dp_all_reduce(sums).tolist()
-        metrics = {"eval/loss": total / max(count, 1.0)}
-        return metrics if self._distiller is None else metrics | {"eval/divergence": divergence / max(count, 1.0)}
+                masks = mask, *masks_by_teacher(microbatch, mask, self._teachers)
+                measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)
+                sums += torch.stack([torch.stack([masked_sum(x, m).double(), m.sum().double()]) for x, m in measured])
+        totals = self.role_groups.dp_all_reduce(sums).tolist()
+        metrics = {name: total / max(count, 1.0) for name, (total, count) in zip(names, totals, strict=True)}
+        return metrics if self._distiller is not None else {"eval/loss": metrics["eval/loss"]}

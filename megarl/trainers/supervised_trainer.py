@@ -25,7 +25,8 @@ from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
 from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
-from megarl.trainers.teacher_inputs import find_teacher
+from megarl.trainers.teacher_inputs import find_teachers
+from megarl.trainers.teacher_lines import teachers_of_lines
 from megarl.trainers.trainer import Trainer
 
 
@@ -109,6 +110,10 @@ class SupervisedTrainer(Trainer, abc.ABC):
         `tokens`: those of the batch's response masks, of all replicas.
         """
 
+    def metric_counts(self, tokens: Tensor) -> Tensor:
+        """What the metrics of an update are means over, as of `Update`."""
+        return tokens
+
     @abc.abstractmethod
     def _forward(self, chunk, microbatch: Batch):
         """The model's output on a micro-batch."""
@@ -141,7 +146,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             tokens, total = self.role_groups.dp_all_reduce(counts)
             _, update = self.trainable_model.checked_update(
                 self.microbatches(examples.batch), self._forward, self.loss_of(examples, tokens), self.metric_names,
-                counts=tokens, check=lambda loss, _: math.isfinite(loss),
+                counts=self.metric_counts(tokens), check=lambda loss, _: math.isfinite(loss),
             )  # fmt: skip
             prefix = self.task.prefix
             names = tuple(name if "/" in name else f"{prefix}/{name}" for name in self.metric_names)
@@ -244,10 +249,12 @@ class SupervisedInputs:
         encoder.check_turns()
         setup.check_vocabulary(role, encoder.tokenizer.vocab_size)
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
-        self.teacher = find_teacher(config, encoder) if "teacher" in config.roles else None
+        self.teachers = find_teachers(config, encoder)
         prompt_sets = read_prompts(s, task.purpose, encoder)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in prompt_sets.items()}
-        self.prompt_sets = {name: found.prompts for name, found in examples.items()}
+        lines = {name: teachers_of_lines(found.prompts, config, encoder) for name, found in examples.items()}
+        self.prompt_sets = {name: prompts for name, (prompts, _) in lines.items()}
+        self.teacher_numbers = {name: numbers for name, (_, numbers) in lines.items()}
         first = trainer.sequences(examples[PROMPTS][0])
         self.first_example = dict(zip(task.sequence_names, first, strict=True))
         self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])

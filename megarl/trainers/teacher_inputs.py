@@ -1,17 +1,19 @@
 """The teacher's weights and tokenizer, checked before any work starts."""
 
 from megarl.arguments import RoleSettings, RunConfig
-from megarl.checkpoint.pretrained import PretrainedWeights, find_pretrained, folder_weights
+from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, find_pretrained, folder_weights
 from megarl.data.conversations import Encoder
 from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError
 from megarl.flags.distill_settings import GIVEN
+from megarl.flags.teachers import FLAG
 from megarl.mcore.config.architecture import ARCHITECTURE
 from megarl.trainers.setup import check_vocabulary
 
 
-def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights | None:
-    """The teacher's weights; None: those that the policy starts from are drawn from the seed, by both alike.
+def find_teachers(config: RunConfig, encoder: Encoder) -> list[PretrainedWeights | None]:
+    """The weights of each teacher's model; None: those that the policy starts from are drawn from the seed, by both
+    alike.
 
     Args:
         encoder: the policy's.
@@ -19,6 +21,33 @@ def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights | Non
     Raises:
         UsageError: no teacher, other weights or another model than `--teacher` says, or another tokenizer.
     """
+    if not config.teachers.names:
+        return [_find_teacher(config, encoder) for _ in config.teachers.models]
+    for role in config.teachers.models:
+        _check_vocabularies(config, role, encoder)
+    return [_of_folder(role, encoder.tokenizer.vocab_size) for role in config.teachers.models]
+
+
+def _of_folder(role: RoleSettings, tokens: int) -> PretrainedWeights:
+    """The weights of one of several teachers."""
+    if role.run_folder is None:
+        return folder_weights(role)
+    return checkpoint_weights(role.run_folder, FLAG, role, role.model_vocab_size(tokens))
+
+
+def _check_vocabularies(config: RunConfig, teacher: RoleSettings, encoder: Encoder):
+    """UsageError unless a teacher has at least the policy's tokens."""
+    tokens = encoder.tokenizer.vocab_size
+    wanted, known = (role.model_vocab_size(tokens) for role in (config.roles["actor"], teacher))
+    check_vocabulary(teacher, wanted)
+    _check_tokens(encoder.tokenizer, teacher)
+    if known < wanted:
+        source = "the teacher" if teacher.run_folder is None else f"{FLAG} {teacher.run_folder}"
+        raise UsageError(f"{source}: has {known} tokens, the policy's model {wanted}; give one with as many")
+
+
+def _find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights | None:
+    """The weights of the only teacher, as of `find_teachers`."""
     s, teacher, actor = config.settings, config.roles["teacher"], config.roles["actor"]
     own_folder = teacher.hf_model is not None and _folder(teacher) != _folder(actor)
     own_checkpoint = teacher.megatron.pretrained_checkpoint != actor.megatron.pretrained_checkpoint
@@ -32,8 +61,7 @@ def find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights | Non
         )
     if s.teacher != GIVEN:
         check_same_model(f"--teacher {s.teacher}", actor, teacher)
-    check_vocabulary(teacher, actor.model_vocab_size(encoder.tokenizer.vocab_size))
-    _check_tokens(encoder.tokenizer, teacher)
+    _check_vocabularies(config, teacher, encoder)
     # A checkpoint that only the policy is meant to start from says nothing about a teacher in a folder of its own.
     if own_folder and not own_checkpoint:
         return folder_weights(teacher)

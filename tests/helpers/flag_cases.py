@@ -9,7 +9,8 @@ FOLDERS = (
     "reward_hf_model",
     "judge_hf_model",
     "lora_adapter",
-)  # read at once: see test_hf_models.py and test_peft_files.py
+    "teachers",
+)  # read at once: see test_hf_models.py, test_peft_files.py, test_several_teachers.py
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in FOLDERS]
 
 ONLINE = (  # preferences from groups

@@ -86,7 +86,7 @@ def watched(rank: int, parsed) -> list[dict]:
                 text = self.inputs.prompts[int(line)].teacher_prompt
                 prompt = tokens[:start] if text is None else torch.tensor(self.tokenizer.encode(text))
                 read = torch.cat([prompt, tokens[start:]])
-                other = logits_alone(self.teacher.frozen_model.model, read, vocab)[len(prompt) :]
+                other = logits_alone(self.teacher.frozen_models[0].model, read, vocab)[len(prompt) :]
                 other = other.log_softmax(-1)[mask[start:]]
                 forward = (other.exp() * (other - student)).sum(-1)
                 reverse = (student.exp() * (student - other)).sum(-1)
@@ -151,7 +151,7 @@ def of_average(rank: int, parsed) -> list[bool]:
     class Watched(rl_trainer.RLTrainer):
         def dispatch(self, batch):
             super().dispatch(batch)
-            actor, frozen = self.actor.trainable_model, self.teacher.frozen_model
+            actor, frozen = self.actor.trainable_model, self.teacher.frozen_models[0]
             own = [parameter.clone() for parameter in actor.model.parameters()]
             with actor.averaged():
                 average = list(map(torch.clone, actor.model.parameters()))

@@ -57,6 +57,12 @@ class PackedLayout(PackedSeqParams):
         following = ((self.token_indices + 1) % (self.tokens + self.padding)).clamp_(max=self.tokens - 1)
         return following if self.held is None else self.held[following]
 
+    @property
+    def host_next_tokens(self) -> np.ndarray:
+        """`next_tokens` on the host."""
+        following = ((self.host_token_indices + 1) % (self.tokens + self.padding)).clip(max=self.tokens - 1)
+        return following if self.host_held is None else self.host_held[following]
+
 
 class ScoredTokens(NamedTuple):
     """The tokens that a rank scores: those whose next token is requested, and the first `MIN_ROWS` for enough rows.
@@ -67,6 +73,7 @@ class ScoredTokens(NamedTuple):
     rows: Tensor  # [n] scored tokens among the rank's tokens; n is at least `MIN_ROWS` if the rank has that many
     requested_of_scored: Tensor  # [m] requested tokens among the n scored ones
     requested: Tensor  # [m] requested tokens among the rank's tokens
+    host_rows: np.ndarray  # `rows` on the host
 
 
 def _padded_size(tokens: int, context_ranks: int, tensor_ranks: int) -> int:
@@ -145,7 +152,8 @@ def scored_tokens(mask: Tensor, packing: PackedLayout) -> ScoredTokens:
     is_scored = next_requested.copy()
     is_scored[:MIN_ROWS] = True
     indices = [np.flatnonzero(is_scored), np.flatnonzero(next_requested[is_scored]), np.flatnonzero(next_requested)]
-    return ScoredTokens(*device.to_device(indices))
+    at, of_scored, of_all = device.to_device(indices)
+    return ScoredTokens(at, of_scored, of_all, host_rows=indices[0])
 
 
 def _shared_token_indices(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, np.ndarray]:

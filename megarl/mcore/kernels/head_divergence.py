@@ -6,6 +6,7 @@ collectives per chunk (maxima, sums of exponentials, sums of the divergences), b
 Shapes: T tokens, n of them scored; H, H_T channels of student and teacher, V columns of the padded vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -158,6 +159,15 @@ def head_divergence(
         ValueError: as many states as targets are needed, and as many rows of the teacher's weight as of the student's.
     """
     hidden = linear.to_all_ranks(hidden, group, sequence_parallel)
+    options = _Options(group, temperature, vocab_size, softcap, is_exact)
+    return _compared(hidden, weight, states, teacher, targets, indices, options)
+
+
+def _compared(
+    hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, indices: Tensor | None,
+    options: _Options,
+) -> DistillScores:  # fmt: skip
+    """`head_divergence` of hidden states that are already gathered."""
     total = len(hidden if indices is None else indices)
     if (len(states), len(targets), len(teacher.weight)) != (total, total, len(weight)):
         raise ValueError(
@@ -168,6 +178,34 @@ def head_divergence(
         missing = MIN_ROWS - total
         hidden, states = (pad(x, (0, 0, 0, missing)) for x in (hidden, states))
         targets = pad(targets, (0, missing))
-    options = _Options(group, temperature, vocab_size, softcap, is_exact)
     scores = _HeadDivergence.apply(hidden, weight, states, targets, indices, teacher, options)
     return DistillScores(*(score[:total] for score in scores))
+
+
+class TaughtRows(NamedTuple):
+    """The tokens that one of several teachers teaches."""
+
+    rows: Tensor  # [m] int64, their places among the targets
+    states: Tensor  # [m, H_T] the teacher's hidden states of them
+    teacher: TeacherHead
+
+
+def heads_divergence(
+    hidden: Tensor, weight: Tensor, taught: Sequence[TaughtRows], targets: Tensor, temperature: float, vocab_size: int,
+    group, sequence_parallel=False, indices: Tensor | None = None, softcap: float | None = None, is_exact: bool = False,
+) -> DistillScores:  # fmt: skip
+    """`head_divergence` with a teacher for each token: the numbers of each token are those with its teacher alone.
+
+    `taught`: every target is in one of them; the same rows on all ranks of the group. ValueError as there.
+    """
+    hidden = linear.to_all_ranks(hidden, group, sequence_parallel)
+    hidden = hidden if indices is None else hidden.index_select(0, indices)
+    options, places = _Options(group, temperature, vocab_size, softcap, is_exact), torch.cat([t.rows for t in taught])
+    if len(places) != len(hidden):
+        raise ValueError(f"{len(hidden)} hidden states, but teachers for {len(places)}")
+    scores = [
+        _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], None, options)
+        for rows, states, teacher in [each for each in taught if len(each.rows)] or taught[:1]
+    ]
+    order = places.argsort()
+    return DistillScores(*(torch.cat(of_teachers).index_select(0, order) for of_teachers in zip(*scores, strict=True)))

@@ -4,8 +4,10 @@ Only this module splits a micro-batch for context and sequence parallelism and g
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.inference.utils import InferenceMode
@@ -17,7 +19,13 @@ from megarl.mcore.attention import backends
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
 from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
-from megarl.mcore.kernels.head_divergence import DistillScores, TeacherHead, head_divergence
+from megarl.mcore.kernels.head_divergence import (
+    DistillScores,
+    TaughtRows,
+    TeacherHead,
+    head_divergence,
+    heads_divergence,
+)
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.routing import Routing
@@ -40,10 +48,11 @@ class TaughtScores(NamedTuple):
 
 
 class TeacherRows(NamedTuple):
-    """A micro-batch's teacher: its hidden states before each token [T, H_T], and its output layer."""
+    """A micro-batch's teacher, or one of several."""
 
-    states: Tensor
-    head: TeacherHead
+    states: Tensor  # [T, H_T] its hidden states before each token
+    head: TeacherHead  # its output layer
+    tokens: np.ndarray | None = None  # [T] bool on the host, the tokens that it teaches; None: all
 
 
 def align_to_tokens(next_token_values: Tensor, packing: PackedLayout) -> Tensor:
@@ -99,7 +108,7 @@ def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routin
 
 def token_scores(
     chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
-    mask: Tensor | None = None, shared: SharedPrefix | None = None, teacher: TeacherRows | None = None,
+    mask: Tensor | None = None, shared: SharedPrefix | None = None, teachers: Sequence[TeacherRows] = (),
     only_distills: bool = False,
 ):  # fmt: skip
     """Returns log-probabilities and entropies of packed tokens under a language model.
@@ -113,11 +122,11 @@ def token_scores(
         routing: routes of this micro-batch to replay or record; None: the routers choose the experts.
         mask: [T] bool on the host, the tokens to score; None: all except the first of each sequence.
         shared: which sequences share a prefix: it is computed once, with results equal to the last bit.
-        teacher: whose distributions are compared with the model's.
+        teachers: whose distributions are compared with the model's; each token has one, if there are any.
         only_distills: log-probs and entropies need no gradient.
 
     Returns:
-        TokenScores, or TaughtScores with a teacher, from a model's last chunk; hidden states for the next stage from
+        TokenScores, or TaughtScores with teachers, from a model's last chunk; hidden states for the next stage from
         other chunks.
     """
 
@@ -140,16 +149,28 @@ def token_scores(
                 score = score.new_zeros(len(targets)).index_copy(0, scored.requested, requested)
             return align_to_tokens(gather_stream(score, packing), packing)
 
-        if teacher is None:
+        if not teachers:
             return TokenScores(aligned(logprobs), aligned(entropy))
         places = packing.next_tokens if rows is None else packing.next_tokens[rows]
-        divergences = head_divergence(
-            hidden, weight, teacher.states[places], teacher.head, row_targets, temperature, vocab_size, group,
-            sequence_parallel, rows, **of_head,
-        )  # fmt: skip
+        of_policy = (row_targets, temperature, vocab_size, group, sequence_parallel, rows)
+        if teachers[0].tokens is None:
+            (teacher,) = teachers
+            divergences = head_divergence(
+                hidden, weight, teacher.states[places], teacher.head, *of_policy, **of_head
+            )  # fmt: skip
+        else:
+            host_places = packing.host_next_tokens if rows is None else packing.host_next_tokens[scored.host_rows]
+            taught = _taught_rows(teachers, places, host_places)
+            divergences = heads_divergence(hidden, weight, taught, *of_policy, **of_head)
         return TaughtScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
 
     return run_chunk(chunk, tokens, lengths, processor, routing, shared)
+
+
+def _taught_rows(teachers: Sequence[TeacherRows], places: Tensor, host_places: np.ndarray) -> list[TaughtRows]:
+    """The rows of each teacher. `places`: [n] int64, the token of each row; also on the host."""
+    rows = device.to_device([np.flatnonzero(teacher.tokens[host_places]) for teacher in teachers])
+    return [TaughtRows(at, each.states[places[at]], each.head) for each, at in zip(teachers, rows, strict=True)]
 
 
 def token_states(

@@ -206,6 +206,8 @@ WRONG = {
     "an average of nothing": ("--distill loss --teacher ema", "--teacher ema: needs --ema-decay"),
     "an average ahead of itself": ("--distill loss --teacher ema --ema-decay 0.9 --generation-lag 1"
                                    " --rollout-correction tis", "--teacher ema: needs --generation-lag 0"),
+    "folders of a start": ("--distill loss --teacher self --teachers a=b", "--teachers a=b: names the teachers'"
+                           " folders; not allowed with --teacher self"),
     "an evaluation of nothing": ("--distill loss --eval-prompts x", "--eval-prompts x: needs a --reward that measures"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),

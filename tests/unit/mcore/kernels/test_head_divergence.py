@@ -9,7 +9,13 @@ from torch.nn.functional import kl_div
 
 from megarl.algorithms.divergence import DIVERGENCES, JSD, Divergence
 from megarl.mcore.kernels import head_divergence as kernel
-from megarl.mcore.kernels.head_divergence import DistillScores, TeacherHead, head_divergence
+from megarl.mcore.kernels.head_divergence import (
+    DistillScores,
+    TaughtRows,
+    TeacherHead,
+    head_divergence,
+    heads_divergence,
+)
 from tests.helpers.output_heads import cut_chunks
 from tests.helpers.worlds import run_world
 
@@ -186,3 +192,70 @@ def wrong_sizes(rank):
 
 def test_wrong_sizes_are_rejected():
     assert run_world(wrong_sizes, 1) == [True]
+
+
+def several(rank, dtype):
+    """(whether the scores are those of each teacher alone, the largest relative difference of a gradient)."""
+    size, same, worst = dist.get_world_size(), True, 0.0
+    for number, is_split in itertools.product(range(0, 40, 5), (False, True)):
+        case, generator = draw(number), torch.Generator().manual_seed(number)
+        tokens, padded = len(case["hidden"]) // size * size, len(case["weight"])
+        if not tokens:
+            continue
+        case |= {name: case[name][:tokens] for name in ("hidden", "states", "targets", "upstream")}
+        other = {"states": torch.randn(tokens, 7, generator=generator), "softcaps": (case["softcaps"][0], 11.0)}
+        other["teacher"] = torch.randn(padded, 7, generator=generator)
+        names = ("hidden", "weight", "states", "teacher", "upstream")
+        cases = [each | {name: each[name].to(dtype) for name in names} for each in (case, case | other, case)]
+        is_first = torch.rand(tokens, generator=generator) < (number + 1) / 40
+        rows = [
+            is_first.nonzero().flatten(),
+            (~is_first).nonzero().flatten().flip(0),
+            torch.arange(0),
+        ]  # the last: none
+        found, gradients = of_several(cases, rows, rank, size, is_split)
+        sums = [torch.zeros_like(gradient) for gradient in gradients]
+        for each, own in zip(cases[:2], rows, strict=False):
+            kept = torch.zeros(tokens, dtype=dtype).index_fill(0, own, 1)
+            alone, of_alone = of_kernel(each | {"upstream": each["upstream"] * kept}, rank, size, is_split)
+            # Products in float64 are those of BLAS, of which a row depends on the number of rows.
+            equal = torch.equal if dtype is torch.float32 else torch.allclose
+            same &= all(equal(x[own], y[own]) for x, y in zip(found, alone, strict=True))
+            sums = [total + part for total, part in zip(sums, of_alone, strict=True)]
+        pairs = zip(gradients, sums, strict=True)
+        worst = max([worst, *(float((x - y).abs().max() / y.abs().max().clamp(min=1e-9)) for x, y in pairs)])
+    return same, worst
+
+
+def of_several(cases, rows, rank, size, sequence_parallel):
+    case, hidden = cases[0], cases[0]["hidden"].clone()
+    share = case["weight"].chunk(size)[rank].clone().requires_grad_()
+    hidden = (hidden.chunk(size)[rank].clone() if sequence_parallel else hidden).requires_grad_()
+    taught = [
+        TaughtRows(at, each["states"][at], TeacherHead(
+            each["teacher"].chunk(size)[rank], each["temperatures"][1], each["softcaps"][1], each["divergence"]
+        ))
+        for each, at in zip(cases, rows, strict=True)
+    ]  # fmt: skip
+    scores = heads_divergence(
+        hidden, share, taught, case["targets"], case["temperatures"][0], case["vocab"], dist.group.WORLD,
+        sequence_parallel, None, case["softcaps"][0],
+    )  # fmt: skip
+    return scores, torch.autograd.grad((scores.divergence * case["upstream"]).sum(), (hidden, share))
+
+
+@pytest.mark.parametrize("size, dtype, tolerance", [(1, torch.float64, 1e-12), (2, torch.float32, 1e-5)])
+def test_each_of_several_teachers_gives_its_tokens_what_it_gives_alone(size, dtype, tolerance):
+    for same, worst in run_world(several, size, dtype):
+        assert same and worst <= tolerance
+
+
+def missing_rows(rank):
+    case = draw(6)
+    with pytest.raises(ValueError, match="but teachers for"):
+        of_several([case], [torch.arange(2)], rank, 1, False)
+    return True
+
+
+def test_every_token_needs_a_teacher():
+    assert run_world(missing_rows, 1) == [True]
