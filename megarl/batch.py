@@ -44,8 +44,7 @@ class Batch:
     entropy: Tensor = _token(torch.float32)  # [T] of π_old over the vocabulary
     reference_logprobs: Tensor = _token(torch.float32)  # [T]
     teacher_logprobs: Tensor = _token(torch.float32)  # [T]
-    # [T], each [B] bytes: the hidden state before the token of its teacher, zeros after that of a narrower teacher
-    teacher_states: Tensor = _token(torch.uint8)
+    teacher_states: Tensor = _token(torch.uint8)  # [T], each [B] bytes: its teacher's hidden state before the token
     values: Tensor = _token(torch.float32)  # [T] V_old
     advantages: Tensor = _token(torch.float32)  # [T]
     returns: Tensor = _token(torch.float32)  # [T]

@@ -52,7 +52,7 @@ PAIR_METRICS = (
     ("chosen_logprob", "nats", "mean Σ log π over the tokens of a chosen response"),
     ("rejected_logprob", "nats", "the same of the rejected responses"),
 )  # fmt: skip
-SEVERAL = "with several --teachers"
+SEVERAL, STUDENTS = "with several --teachers, in steps with such tokens", ("train_rl", "train_sft")
 EVALUATED = ("train_rl", "evaluate")
 FP16 = "with --fp16"
 STALE = "with --generation-lag or --partial-rollouts"
@@ -192,7 +192,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Distillation": (
         *(
-            metric._replace(when="with --distill loss", programs=("train_rl", "train_sft")) for metric in (
+            metric._replace(when="with --distill loss", programs=STUDENTS) for metric in (
                 Metric("distill/divergence", "nats", "divergence from the teacher, as of --distill-divergence, over the"
                        " whole vocabulary, before its coefficient, mean over the updates' response tokens"),
                 Metric("distill/forward_kl", "nats", "KL(teacher ‖ policy), whichever divergence is the loss"),
@@ -200,27 +200,20 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             )
         ),
         Metric("distill/reverse_kl", "nats", "KL(policy ‖ teacher); with --distill reward the mean of log π_old −"
-               " log π_T over the step's response tokens", "with --distill", ("train_rl", "train_sft")),
+               " log π_T over the step's response tokens", "with --distill", STUDENTS),
         Metric("teacher/logprob", "nats", "mean log-prob of the response tokens under the teacher, at its own"
-               " temperature", "with --distill", ("train_rl", "train_sft")),
+               " temperature", "with --distill", STUDENTS),
         Metric("weights/teacher_bytes", "bytes", "bytes sent to the teacher by all ranks at the start of a step",
                "with --teacher ema"),
         Metric("sft/negative_logprob", "nats", "mean negative log-prob of the response tokens, whatever the loss is",
                "with --distill loss", ("train_sft",)),
         Metric("eval/divergence", "nats", "the same divergence of held-out responses", "with --distill loss",
                ("train_sft",)),
-        *(
-            Metric(f"{name}/<teacher>", unit, "the same over the tokens whose teacher it is", f"{SEVERAL}{when}, in"
-                   " steps with such tokens", programs)
-            for name, unit, when, programs in (
-                ("distill/divergence", "nats", " and --distill loss", ("train_rl", "train_sft")),
-                ("distill/forward_kl", "nats", " and --distill loss", ("train_rl", "train_sft")),
-                ("distill/top1_agreement", "fraction", " and --distill loss", ("train_rl", "train_sft")),
-                ("distill/reverse_kl", "nats", "", ("train_rl", "train_sft")),
-                ("teacher/logprob", "nats", "", ("train_rl", "train_sft")),
-                ("eval/divergence", "nats", " and --distill loss", ("train_sft",)),
-            )
-        ),
+        *(Metric(f"{name}/<teacher>", unit, "the same over the tokens of one teacher", SEVERAL, programs)
+          for name, unit, programs in (
+              ("distill/divergence", "nats", STUDENTS), ("distill/forward_kl", "nats", STUDENTS),
+              ("distill/top1_agreement", "fraction", STUDENTS), ("distill/reverse_kl", "nats", STUDENTS),
+              ("teacher/logprob", "nats", STUDENTS), ("eval/divergence", "nats", ("train_sft",)))),
     ),
     "Rollout correction": (
         Metric("correction/weight_mean", "ratio", "mean of the unbounded weights π_old/μ, per token or response as"

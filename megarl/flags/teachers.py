@@ -3,13 +3,10 @@
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.errors import UsageError
 from megarl.yaml_files import read_mapping
-
-if TYPE_CHECKING:
-    from megarl.arguments import RoleSettings
 
 FLAG = "--teachers"
 DEFAULT = "default"  # the teacher of lines that name none
@@ -35,7 +32,7 @@ class TeacherModels(NamedTuple):
     """The models of the role teacher. They have the same ranks and layout, and may be of any architecture."""
 
     names: tuple[str, ...] = ()  # of `--teachers`, in its order; none: a run has one teacher without a name, or none
-    models: "tuple[RoleSettings, ...]" = ()  # folders that are the same are one model
+    models: tuple[Any, ...] = ()  # `RoleSettings`; folders that are the same are one model
     model_of: tuple[int, ...] = ()  # by name: the number of its model
 
     @property
@@ -113,8 +110,8 @@ def check_flags(text: str | None, options: Collection[str], megatron: dict[str, 
             raise UsageError(f"{option}: not allowed with {FLAG}, whose folders give models and weights; leave it out")
 
 
-def teacher_models(text: str, build: "Callable[[TeacherFolder], RoleSettings]") -> TeacherModels:
-    """The models of `--teachers`. `build`: makes the role's settings for a folder; UsageError."""
+def teacher_models(text: str, build: Callable[[TeacherFolder], Any]) -> TeacherModels:
+    """The models of `--teachers`. `build`: makes the `RoleSettings` for a folder, or raises UsageError."""
     folders: dict[Path, int] = {}
     models, model_of = [], []
     for name, path in parse_teachers(text).items():
@@ -131,7 +128,7 @@ def teacher_models(text: str, build: "Callable[[TeacherFolder], RoleSettings]") 
     return TeacherModels(tuple(parse_teachers(text)), tuple(models), tuple(model_of))
 
 
-def _built(name: str, path: str, build: "Callable[[TeacherFolder], RoleSettings]") -> "RoleSettings":
+def _built(name: str, path: str, build: Callable[[TeacherFolder], Any]) -> Any:
     try:
         return build(read_folder(path))
     except UsageError as error:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.arguments import RunConfig, Settings
+from megarl.batch import Batch
 from megarl.data.columns import SFT
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
@@ -123,16 +124,16 @@ class SFTTrainer(SupervisedTrainer):
             value = s.distill_coefficient * mean(scores.distillation.divergence)
             if s.distill_sft_coefficient:
                 value = value + s.distill_sft_coefficient * negative_logprob
-            masks = masks_by_teacher(microbatch, microbatch.response_mask, self._teachers)
-            of_teachers = (
-                token_mean(values, of_teacher, count)
-                for of_teacher, count in zip(masks, self._taught, strict=True)
-                for values in scores.distillation
-            )
-            measured = value, negative_logprob, *map(mean, scores.distillation), *of_teachers
+            measured = value, negative_logprob, *map(mean, scores.distillation), *self._by_teacher(scores, microbatch)
             return value, (torch.stack([each.detach().double() for each in measured]),)
 
         return loss
+
+    def _by_teacher(self, scores: forward_pass.TaughtScores, microbatch: Batch) -> list[Tensor]:
+        """A micro-batch's share of the metrics of each teacher that is measured apart."""
+        masks = masks_by_teacher(microbatch, microbatch.response_mask, self._teachers)
+        pairs = zip(masks, self._taught, strict=True)
+        return [token_mean(values, mask, count) for mask, count in pairs for values in scores.distillation]
 
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Mean negative log-probability of the held-out responses' tokens, and their divergence from the teacher.

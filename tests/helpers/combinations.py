@@ -32,7 +32,8 @@ AXES = {
            "--kl-coefficient 0.1 --reference-update-interval 1",
            "--kl-coefficient 0.1 --reference-update-interval 1 --reference-mixup 0.5"],
     "teacher": [f"{programs.GRADED} --distill {flags}" for flags in (
-        "loss --teacher self --teacher-temperature 0.5", "loss --distill-divergence jsd --teacher ema --ema-decay 0.5",
+        "loss --teachers default={sft} other={sft}", "loss --teacher self --teacher-temperature 0.5",
+        "loss --distill-divergence jsd --teacher ema --ema-decay 0.5",
         "reward --teacher self --distill-coefficient 0.1", "loss --teacher self --teacher-offload")],
     "updates": ["--ppo-epochs 2", "--minibatch-size 2", "--entropy-coefficient 0.01", "--clip-range 0.3"],
     "masks": ["--mask-truncated-responses", "--overlong-buffer 2", "--reward-failure fallback"],
@@ -80,7 +81,8 @@ NEUTRAL = [
 
 def argv_of(values: list[str], save: Path) -> list[str]:
     """Command line of a case: a small run of one step, without a warm start."""
-    flags = " ".join([BASE, *values]).format(heldout=programs.inputs() / "heldout.jsonl")
+    folder = programs.inputs()
+    flags = " ".join([BASE, *values]).format(heldout=folder / "heldout.jsonl", sft=folder / "sft")
     has_critic = "--advantage" not in flags or "--advantage gae" in flags
     return programs.rl_argv(
         save, flags + " --critic-lr 1e-3" * (has_critic and "--advantage" in flags), warm_start=False
