@@ -152,5 +152,6 @@ class SFTTrainer(SupervisedTrainer):
                 measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)
                 sums += torch.stack([torch.stack([masked_sum(x, m).double(), m.sum().double()]) for x, m in measured])
         totals = self.role_groups.dp_all_reduce(sums).tolist()
-        metrics = {name: total / max(count, 1.0) for name, (total, count) in zip(names, totals, strict=True)}
-        return metrics if self._distiller is not None else {"eval/loss": metrics["eval/loss"]}
+        found = list(zip(names, totals, strict=True))[: None if self._distiller is not None else 1]
+        # Some of several teachers may have none of the held-out tokens.
+        return {name: total / max(count, 1.0) for name, (total, count) in found if count or name in names[:2]}
