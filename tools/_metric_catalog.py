@@ -53,6 +53,7 @@ PAIR_METRICS = (
     ("rejected_logprob", "nats", "the same of the rejected responses"),
 )  # fmt: skip
 SEVERAL, STUDENTS = "with several --teachers, in steps with such tokens", ("train_rl", "train_sft")
+SIBLING = "with --teacher-context sibling"
 EVALUATED = ("train_rl", "evaluate")
 FP16 = "with --fp16"
 STALE = "with --generation-lag or --partial-rollouts"
@@ -203,6 +204,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " log π_T over the step's response tokens", "with --distill", STUDENTS),
         Metric("teacher/logprob", "nats", "mean log-prob of the response tokens under the teacher, at its own"
                " temperature", "with --distill", STUDENTS),
+        Metric("teacher/context_fraction", "fraction", "responses before which the teacher reads a correct sibling",
+               SIBLING),
+        Metric("teacher/context_too_long_fraction", "fraction", "responses that lack it for its length", SIBLING),
         Metric("weights/teacher_bytes", "bytes", "bytes sent to the teacher by all ranks at the start of a step",
                "with --teacher ema"),
         Metric("sft/negative_logprob", "nats", "mean negative log-prob of the response tokens, whatever the loss is",

@@ -11,6 +11,7 @@ from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
+from megarl.flags.distill_settings import SIBLING
 
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
 SETTINGS = "settings"  # the manifest's entry with the settings that decide the numbers
@@ -19,7 +20,7 @@ _NOT_NUMBERS = {
     "role_map", "prompts", "eval_prompts", "prompt_column", "answer_column", "response_column", "messages_column",
     "chosen_column", "rejected_column", "filter_long_prompts",
     "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "chat_template_kwargs",
-    "chat_template_date", "bos", "seed",
+    "chat_template_date", "bos", "seed", "teacher_context_template",
     "reward_model", "reward_hf_model", "judge_config", "judge_hf_model", "judge_load", "judge_buffer_gb",
     "judge_max_requests", "judge_max_length", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
     "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
@@ -71,6 +72,9 @@ def settings_entry(config: RunConfig) -> dict[str, object]:
     if settings.judge_config:  # whose content decides
         content = bundled.find(settings.judge_config).read_bytes()
         found["--judge-config"] = f"of sha256 {hashlib.sha256(content).hexdigest()[:12]}"
+    if settings.teacher_context == SIBLING:
+        content = bundled.find(settings.teacher_context_template).read_bytes()
+        found[flag_of("teacher_context_template")] = f"of sha256 {hashlib.sha256(content).hexdigest()[:12]}"
     for role in config.trained:
         args = config.roles[role].megatron
         found |= {flag_of(f"{role}-{name}"): getattr(args, name) for name in _LEARNING}

@@ -85,6 +85,11 @@ class StepBatch:
         if self._has(role.name):
             self._transfer(ACTOR, role.name, role.targets)
 
+    def pass_on(self, source: str, destination: str, fields: tuple[str, ...]):
+        """Sends fields that a role has computed to another one that holds the same sequences."""
+        if self._has(source) and self._has(destination):
+            self._transfer(source, destination, fields)
+
     def wait_sends(self):
         """Waits until everything that this rank has sent is received; the transfers themselves do not wait for it."""
         self._pending.wait()

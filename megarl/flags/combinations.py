@@ -13,7 +13,7 @@ from megarl.algorithms.estimators import AdvantageOptions
 from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
-from megarl.flags.distill_settings import LOSS, NONE
+from megarl.flags.distill_settings import LOSS, NONE, SIBLING
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.flags.learning_rules import distillation, preferences
 from megarl.flags.settings import Settings, parse_positive_ints
@@ -86,6 +86,7 @@ CONDITIONS: dict[str, Condition] = {
                           "--reward {reward} has neither a verifier nor a judge"),
     "local": Condition(lambda context: bool(context.rewards - {*UNVERIFIED, "remote"}),
                        "--reward {reward} has no verifier that runs locally"),
+    "context": _when(lambda s: s.distill != NONE and s.teacher_context == SIBLING, "needs --teacher-context sibling"),
     "critic": Condition(lambda context: "critic" in context.roles, "--advantage {advantage} needs no critic"),
     "reference": Condition(lambda context: "reference" in context.roles,
                            "--kl-coefficient is 0 and --role-map has no reference"),

@@ -12,6 +12,7 @@ from megarl.rewards import expression
 
 NONE, REWARD, LOSS = FORMS = ("none", "reward", "loss")
 GIVEN, START, AVERAGE = TEACHERS = ("given", "self", "ema")
+PROMPT, SIBLING = CONTEXTS = ("prompt", "sibling")
 STUDENTS = "rl sft"
 
 
@@ -32,8 +33,19 @@ class DistillSettings:
                                 " digits, _, . and -", programs=STUDENTS, when="distill", several=True)  # fmt: skip
     teacher_temperature: float = positive(1.0, "temperature of the teacher's distributions, whatever the policy's is",
                                           programs=STUDENTS, when="distill")  # fmt: skip
-    teacher_max_prompt_length: int | None = positive(None, "maximum length of a line's teacher_prompt, tokens; default:"
-                                                      " --max-prompt-length", when="distill")  # fmt: skip
+    teacher_max_prompt_length: int | None = positive(None, "maximum length of the prompt that a teacher reads, which"
+                                                      " may be a line's teacher_prompt or have a sibling's response,"
+                                                      " tokens; default: --max-prompt-length",
+                                                      when="distill")  # fmt: skip
+    teacher_context: str = one_of(PROMPT, CONTEXTS, "what the teacher reads before a response: the prompt, or a correct"
+                                   " response of the same group and then the question (sibling)", programs="rl",
+                                   when="distill")  # fmt: skip
+    teacher_context_reward: float = flag(0.0, "a sibling's response is read if its reward is the highest of its group"
+                                         " and above this; 1 is that of a correct one where no term of --reward counts",
+                                         when="context")  # fmt: skip
+    teacher_context_template: str = flag("configs/teacher_context.txt", "text file with the places {question} and"
+                                         " {response}: what the teacher reads instead of the user's last message",
+                                         when="context")  # fmt: skip
     distill_coefficient: float = positive(1.0, "weight of what the teacher says: of its share of the advantage, or"
                                            " of the divergence in the loss", programs=STUDENTS,
                                            when="distill")  # fmt: skip

@@ -2,7 +2,7 @@
 
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.flags.distill_settings import AVERAGE, GIVEN, NONE
+from megarl.flags.distill_settings import AVERAGE, GIVEN, NONE, SIBLING
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.rewards.expression import EXACT_MATCH
 
@@ -11,6 +11,7 @@ def distillation(context: FlagContext) -> list[FlagRule]:
     """Rules of runs with a teacher, and of those that would learn nothing without one."""
     s, is_rl = context.settings, context.program == "rl"
     counts, has_teacher = any(term.weight for term in context.terms), s.distill != NONE
+    longest, reads_siblings = s.teacher_max_prompt_length, s.teacher_context == SIBLING
     has_advantage = s.advantage != NO_ADVANTAGE
     return [
         FlagRule("--reward", s.reward, bool(context.terms) or has_teacher,
@@ -30,6 +31,16 @@ def distillation(context: FlagContext) -> list[FlagRule]:
              "needs --generation-lag 0: the average of a step is known when the step is trained"),
         FlagRule("--teachers", s.teachers, s.teachers is None or s.teacher == GIVEN,
              f"names the teachers' folders; not allowed with --teacher {s.teacher}"),
+        FlagRule("--teacher-context", s.teacher_context, not reads_siblings or s.samples_per_prompt > 1,
+             "needs --samples-per-prompt 2 or more: the sibling is another response to the prompt"),
+        FlagRule("--teacher-context", s.teacher_context, not reads_siblings or bool(context.terms),
+             f"needs a --reward that says which responses are correct; one of weight 0, as 0*{EXACT_MATCH}, is not"
+             " learnt"),
+        FlagRule("--teacher-context", s.teacher_context, not reads_siblings or (longest or 0) > s.max_prompt_length,
+             f"needs --teacher-max-prompt-length above --max-prompt-length {s.max_prompt_length}: a response is before"
+             " the question"),
+        FlagRule("--teacher-context", s.teacher_context, not reads_siblings or s.environment is None,
+             "not allowed with --environment, whose responses hold its own texts"),
         FlagRule("--group-filter", s.group_filter, s.group_filter != "reward" or counts or not is_rl,
              "no reward counts, so that all groups would be dropped"),
         FlagRule("--eval-prompts", s.eval_prompts, s.eval_prompts is None or bool(context.terms),

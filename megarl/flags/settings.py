@@ -16,7 +16,7 @@ from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
 from megarl.flags.average_settings import AverageSettings
 from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
-from megarl.flags.distill_settings import LOSS, REWARD, DistillSettings
+from megarl.flags.distill_settings import LOSS, REWARD, SIBLING, DistillSettings
 from megarl.flags.environment_settings import EnvironmentSettings
 from megarl.flags.fields import (
     ALL,
@@ -342,6 +342,11 @@ class Settings(
     def score_fields(self) -> tuple[str, ...]:
         """Batch fields of the reward role. The response mask loses the responses that have no score."""
         return ("scores", "correct", *(("response_mask",) if self.reward_failure == "drop" else ()))
+
+    @property
+    def context_fields(self) -> tuple[str, ...]:
+        """Batch fields that the reward role sends to a teacher that reads siblings, unless the batch has them."""
+        return self.score_fields if self.teacher_context == SIBLING and self.group_filter == "none" else ()
 
     @property
     def return_fields(self) -> tuple[str, ...]:

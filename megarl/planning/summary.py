@@ -203,7 +203,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
     count, totals, sent = 0, None, {}
     if kind in ("train", "value"):
         count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch)
-    if kind in ("reward model", "judge"):  # whose tokenizer may give more tokens for the same text
+    if kind in ("reward model", "judge") or role.name == "teacher":  # which may read more tokens than the policy
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
     if kind is not None:
         sent = traffic.within_role(role, kind, vocab_size, step)

@@ -93,6 +93,7 @@ def moves(settings, roles) -> list[FieldMove]:
         ("rollout", "actor", [*ACTOR_FIELDS, *settings.staleness_fields, *known]),
         *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "teacher", "critic")),
         ("reward", "actor", list(settings.score_fields)),
+        *([("reward", "teacher", list(settings.context_fields))] if settings.context_fields else []),
         ("reference", "actor", ["reference_logprobs"]),
         ("teacher", "actor", list(settings.teacher_fields)),
         ("critic", "actor", ["values"]),

@@ -8,11 +8,14 @@ from megarl.batch import FIELDS, Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import StepBatch
+from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import FrozenModel
+from megarl.roles.sibling_context import SiblingContext
 from megarl.roles.teacher import Teacher
+from megarl.roles.teacher_prompts import TeacherPrompts, prompts_of_lines, with_prompts
 from megarl.roles.trainable_model import TrainableModel
 from megarl.router_replay.router_state import RouterState
 
@@ -24,7 +27,7 @@ class Teachers:
 
     def __init__(
         self, config: RunConfig, role_groups: RoleGroups, vocab_size: int, timers: Timers,
-        prompts: Ragged | None = None, numbers: Tensor | None = None,
+        prompts: Ragged | None = None, numbers: Tensor | None = None, context: SiblingContext | None = None,
     ):  # fmt: skip
         """Builds the models on this rank. A collective of the role.
 
@@ -32,14 +35,16 @@ class Teachers:
             vocab_size: of a model without a Hugging Face folder: the policy's tokenizer's.
             prompts: by line, the tokens of the prompt that the teachers read instead; none: the policy's.
             numbers: [lines] int64, which of `--teachers` each line has; None: there is one, or batches say it.
+            context: makes prompts with a sibling's response; None: `--teacher-context prompt`.
         """
         self.settings, self.role_groups, self.timers = config.settings, role_groups, timers
         self.outputs = config.settings.teacher_fields
         self.metrics: dict[str, float] = {}
-        self._numbers, self._state_bytes = numbers, config.teachers.state_bytes
+        self._prompts, self._numbers, self._context = prompts, numbers, context
+        self._state_bytes = config.teachers.state_bytes
         self._model_of = torch.tensor(config.teachers.model_of, dtype=torch.int64)
         self.teachers = [
-            Teacher(config.settings, role, role_groups, role.model_vocab_size(vocab_size), timers, prompts)
+            Teacher(config.settings, role, role_groups, role.model_vocab_size(vocab_size), timers)
             for role in config.teachers.models
         ]
 
@@ -73,17 +78,44 @@ class Teachers:
             self.metrics |= teacher.refresh()
 
     def score(self, step_batch: StepBatch):
-        """Fills `teacher_logprobs` or `teacher_states`, and with several teachers `teacher_ids`."""
+        """Fills `teacher_logprobs` or `teacher_states`, and with several teachers `teacher_ids`.
+
+        With `--teacher-context sibling` a collective of reward and teacher, which gets the rewards.
+        """
+        if self.settings.context_fields:
+            step_batch.pass_on("reward", self.name, self.settings.context_fields)
         batch = step_batch[self.name]
         if batch is None:
             return
         if self._numbers is not None:
             batch.teacher_ids = self._numbers.to(batch.prompt_ids.device)[batch.prompt_ids]
         with self.timers.phase(self.name, "logprobs"):
-            self.score_batch(batch)
+            prompts = self._prompts_of(batch, step_batch.prompts)
+            if prompts is None:
+                self.score_batch(batch)
+            else:
+                read, places = with_prompts(batch, prompts)
+                self.score_batch(read)
+                name = self.outputs[0]
+                values = getattr(read, name)
+                setattr(batch, name, values.new_zeros(len(batch.tokens), *values.shape[1:]))
+                getattr(batch, name)[places.own] = values[places.read]
         offloaded = [model.offload.bytes for model in self.frozen_models if model.offload.blocks]
         if offloaded:
             self.metrics[f"memory/{self.name}/offloaded_bytes"] = sum(offloaded)
+
+    def _prompts_of(self, batch: Batch, lines: PromptSet) -> TeacherPrompts | None:
+        """What the teachers read before the responses; None: the policy's prompts. A collective of the role."""
+        if self._prompts is None and self._context is None:
+            return None
+        own = TeacherPrompts([None] * len(batch), batch.prompt_ids.cpu())
+        if self._prompts is not None:
+            own = prompts_of_lines(batch, self._prompts)
+        if self._context is None:
+            return own
+        found = self._context.prompts(batch, lines, own)
+        self.metrics |= self._context.metrics(self.role_groups)
+        return found
 
     def score_batch(self, batch: Batch):
         """`score` of a replica's batch, which has its `teacher_ids`. A collective of the role."""

@@ -23,6 +23,7 @@ from megarl.data.order import PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
+from megarl.flags.distill_settings import SIBLING
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
 from megarl.rollout import replica_files, waiting_groups
@@ -179,15 +180,17 @@ class RolloutBatcher:
                 self._scorer.score(GenerationRound(**message["round"]), step)
 
     def _step_batch(self, step: int, responses: Batch | None, header: BatchHeader) -> StepBatch:
-        """The batch, its sequences assigned to replicas by FLOPs; whole groups to a reward that compares responses."""
+        """The batch, its sequences assigned to replicas by FLOPs; whole groups to roles that compare responses."""
         count = len(header.lengths)
         minibatches = mb.minibatches_of_step(self.settings, count, step, epoch=0)
         group = self.settings.group_of_minibatches(count)
         dp_assignment = load_balance.balanced_assignment(
             self.mesh, header.lengths, header.generated_on, minibatches, self.hidden_size, group
         )
-        name, samples = self.reward.name, self.settings.samples_per_prompt
-        if self.reward.needs_whole_groups and name in dp_assignment:
+        samples, compares = self.settings.samples_per_prompt, {
+            self.reward.name: self.reward.needs_whole_groups, "teacher": self.settings.teacher_context == SIBLING
+        }  # fmt: skip
+        for name in (name for name in dp_assignment if compares.get(name)):
             replicas = len(self.mesh[name].replicas)
             dp_assignment[name] = with_whole_groups(
                 dp_assignment[name], header.lengths, samples, replicas, self.hidden_size

@@ -10,7 +10,9 @@ from megarl.checkpoint.pretrained import (
     find_pretrained,
     with_stored_factors,
 )
+from megarl.data.context_template import read_context_template
 from megarl.errors import UsageError
+from megarl.flags.distill_settings import SIBLING
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout import waiting_groups
 from megarl.rollout.rollout_files import SavedRollouts
@@ -77,7 +79,9 @@ class RLInputs:
     def _read_teachers_lines(self, config: RunConfig):
         """Sets the tokens that a teacher reads instead of the prompts (None: it reads the prompts), and which teacher
         each line has (None: the run has one, or none)."""
-        s, self.teacher_tokens, self.teacher_numbers = config.settings, None, None
+        s, self.teacher_tokens, self.teacher_context = config.settings, None, None
+        if s.teacher_context == SIBLING:
+            self.teacher_context = read_context_template(s.teacher_context_template)
         if "teacher" in config.roles:
             limit = s.teacher_max_prompt_length or s.max_prompt_length
             self.teacher_tokens = self.prompts.encode_for_teacher(self.encoder, limit)

@@ -14,6 +14,7 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
+from megarl.roles.sibling_context import SiblingContext
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.teachers import Teachers
 from megarl.roles.trainable_model import TrainableModel
@@ -100,8 +101,11 @@ class RLTrainer(Trainer):
         shared = policy if is_shared else None
         self.reference = Reference(s, reference, mesh["reference"], sizes.get("reference"), timers, shared)
         self.reference.plan_refreshes(mesh, policy)
-        vocab_size, of_lines = self.tokenizer.vocab_size, (inputs.teacher_tokens, inputs.teacher_numbers)
-        self.teacher = Teachers(config, mesh["teacher"], vocab_size, timers, *of_lines)
+        vocab_size, context = self.tokenizer.vocab_size, None
+        if inputs.teacher_context is not None:
+            context = SiblingContext(s, inputs.teacher_context, inputs.encoder)
+        of_lines = inputs.teacher_tokens, inputs.teacher_numbers
+        self.teacher = Teachers(config, mesh["teacher"], vocab_size, timers, *of_lines, context)
         self.teacher.plan_refreshes(mesh, policy)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)

@@ -34,6 +34,7 @@ AXES = {
     "teacher": [f"{programs.GRADED} --distill {flags}" for flags in (
         "loss --teachers default={sft} other={sft}", "loss --teacher self --teacher-temperature 0.5",
         "loss --distill-divergence jsd --teacher ema --ema-decay 0.5",
+        "loss --teacher self --teacher-context sibling --teacher-max-prompt-length 300 --max-tokens-per-microbatch 400",
         "reward --teacher self --distill-coefficient 0.1", "loss --teacher self --teacher-offload")],
     "updates": ["--ppo-epochs 2", "--minibatch-size 2", "--entropy-coefficient 0.01", "--clip-range 0.3"],
     "masks": ["--mask-truncated-responses", "--overlong-buffer 2", "--reward-failure fallback"],

@@ -17,13 +17,18 @@ ONLINE = (  # preferences from groups
     "--advantage preference --policy-loss reinforce --loss-aggregation seq-mean-token-sum --kl-in loss"
 )
 
+CONTEXT = (  # a teacher that reads siblings
+    "--distill loss --reward exact-match --advantage grpo --samples-per-prompt 4 --teacher-context sibling"
+    " --teacher-max-prompt-length 9000"
+)
+
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
     "environment": "--environment x:y",
     "critic": "", "reference": "", "kl": "", "refreshes": "--reference-update-interval 2",
     "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
-    "jsd": "--distill loss --distill-divergence jsd",
+    "jsd": "--distill loss --distill-divergence jsd", "context": CONTEXT,
     "average": "--ema-decay 0.5 --eval-prompts x",
     "baselines": "--advantage remax", "norm": "--loss-aggregation seq-mean-token-sum-norm",
     "adaptive": "--kl-controller adaptive --kl-target 1", "correction": "--rollout-correction tis",
@@ -52,6 +57,7 @@ FAILS = {
     "estimator:whiten": ONLINE, "preference": "",
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
     "environment": "", "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
+    "context": "--distill loss",
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "refreshes": "",
     "average": "--ema-decay 0.5",
     "baselines": "",
@@ -83,11 +89,12 @@ VALUES = {
     "bos": "never", "reward_failure": "fallback", "decode_graphs": "off",
     "preference_loss": "rpo", "preference_label_smoothing": 0.25,
     "generation_schedule": "recorded", "distill": "loss", "teacher": "self", "distill_divergence": "forward",
-    "distill_beta": 0.25,
+    "distill_beta": 0.25, "teacher_context": "sibling",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
     "export_hf": "--save y", "rollout_bank": "--save y", "save_rollouts": "--save y", "profile_steps": "--save y",
+    "teacher_context": CONTEXT.replace("--teacher-context sibling", ""),
     "load_rollouts": "--debug-train-only", "debug_train_only": "--load-rollouts x",
     "export_peft": "--save y", "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
     "dynamic_sampling": "--group-filter reward", "generation_lag": "--rollout-correction tis",

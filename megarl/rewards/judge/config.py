@@ -1,14 +1,13 @@
 """The file of `--judge-config`: the messages that a judge reads, how it answers, and how its number is read."""
 
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megarl.data.places import names_in
 from megarl.errors import UsageError
 from megarl.rewards.judge.numbers import NumberRule, NumbersRule, is_number, number_rule, numbers_rule
 from megarl.yaml_files import read_mapping
 
-PLACE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 # Mode -> the places of the responses that are judged together: one, two, or a group.
 PLACES = {"single": ("response",), "pair": ("first", "second"), "group": ("responses",)}
 PAIRS = ("all", "anchor")  # all pairs of a group, or each response with the first one
@@ -64,7 +63,7 @@ class JudgeConfig(NamedTuple):
     @property
     def places(self) -> tuple[str, ...]:
         """Names of the places in the messages, each once."""
-        return tuple(dict.fromkeys(name for message in self.messages for name in PLACE.findall(message["content"])))
+        return tuple(dict.fromkeys(name for message in self.messages for name in names_in(message["content"])))
 
 
 class _Key(NamedTuple):
@@ -156,7 +155,7 @@ def _messages(values: list, where: str) -> tuple[dict[str, str], ...]:
 
 def _check(config: JudgeConfig):
     """UsageError for keys that do not go together."""
-    found = [name for message in config.messages for name in PLACE.findall(message["content"])]
+    found = [name for message in config.messages for name in names_in(message["content"])]
     for name in PLACES[config.mode]:
         if (count := found.count(name)) != 1:
             raise UsageError(

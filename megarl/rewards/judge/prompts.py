@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.data.conversations import Encoder
+from megarl.data.places import filled
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens, valid_unicode
 from megarl.errors import UsageError
-from megarl.rewards.judge.config import PLACE, PLACES, JudgeConfig
+from megarl.rewards.judge.config import PLACES, JudgeConfig
 
 JOINING = 16  # tokens that a response may have beside its own, where it meets the text around it
 
@@ -65,10 +66,7 @@ class JudgePrompts:
         ]
         blocks = ["\n\n".join(blocks)] if self.config.mode == "group" else blocks
         values |= dict(zip(places, blocks, strict=True))
-        return [
-            message | {"content": PLACE.sub(lambda place: values[place[1]], message["content"])}
-            for message in self.config.messages
-        ]
+        return [message | {"content": filled(message["content"], values)} for message in self.config.messages]
 
     def text(self, tokens: list[int]) -> str:
         """The text of a judgement."""

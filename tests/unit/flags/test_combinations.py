@@ -8,7 +8,7 @@ from megarl.algorithms.estimators import ESTIMATORS
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags import combinations
-from tests.helpers.flag_cases import FAILS, FIELDS, HOLDS, ONLINE, flag_of, required_flags, value_of
+from tests.helpers.flag_cases import CONTEXT, FAILS, FIELDS, HOLDS, ONLINE, flag_of, required_flags, value_of
 from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
@@ -208,6 +208,14 @@ WRONG = {
                                    " --rollout-correction tis", "--teacher ema: needs --generation-lag 0"),
     "folders of a start": ("--distill loss --teacher self --teachers a=b", "--teachers a=b: names the teachers'"
                            " folders; not allowed with --teacher self"),
+    "a response alone": (CONTEXT.replace("grpo --samples-per-prompt 4", "reinforce++ --samples-per-prompt 1"),
+                         "--teacher-context sibling: needs --samples-per-prompt 2 or more"),
+    "siblings without rewards": (CONTEXT.replace("--reward exact-match --advantage grpo", ""),
+                                 "--teacher-context sibling: needs a --reward that says which responses are correct"),
+    "no room for a sibling": (CONTEXT.replace("9000", "512"), "--teacher-context sibling: needs"
+                              " --teacher-max-prompt-length above --max-prompt-length 512"),
+    "siblings of an environment": (f"{CONTEXT.replace('exact-match', 'environment')} --environment x:y",
+                                   "--teacher-context sibling: not allowed with --environment"),
     "an evaluation of nothing": ("--distill loss --eval-prompts x", "--eval-prompts x: needs a --reward that measures"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),

@@ -1,0 +1,219 @@
+"""A teacher that reads a correct sibling's response: which one, its numbers, layouts, resume, and what is said."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.checkpoint import resume
+from megarl.errors import UsageError
+from megarl.planning import traffic
+from megarl.roles.sibling_context import siblings
+from tests.helpers.programs import (
+    GRADED,
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    program,
+    rl_argv,
+    sft_argv,
+    timeless_rows,
+    train,
+    write_lines,
+)
+from tests.helpers.tiers import long
+from tests.helpers.worlds import run_world
+
+COMPARED = ["distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement",
+            "teacher/logprob", "teacher/context_fraction"]  # fmt: skip
+SIBLING = "--teacher-context sibling --teacher-max-prompt-length 12 --samples-per-prompt 4 --prompts-per-step 3"
+APART = "--role-map actor=0;reward=1;reference=0;teacher=1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("context")
+    (folder / "template.txt").write_text("{response}={question}\n")
+    return folder
+
+
+def argv_of(folder: Path, save: Path, flags: str) -> list[str]:
+    own = f"--kl-coefficient 0 --ppo-epochs 1 --minibatch-size 6 --train-iters 2 --teacher self {SIBLING}"
+    template = f"--teacher-context-template {folder}/template.txt"
+    return rl_argv(save, f"--advantage grpo {own} {template} {flags}")
+
+
+@pytest.mark.parametrize("rewards, scored, threshold, expected", [
+    ([0, 1, 0, 1], [True] * 4, 0, [1, 3, 1, 1]), ([0, 1, 0], [True] * 3, 0, [1, None, 1]),
+    ([0, 0], [True] * 2, 0, [None, None]), ([0.5, 1, 0.2], [True] * 3, 1, [None] * 3),
+    ([2, 1, 1], [False, True, True], 0, [None, 2, 1]), ([-1, -2], [True] * 2, -3, [None, 0]),
+    ([float("nan"), 1], [False, True], 0, [None, None]), ([], [], 0, []),
+])  # fmt: skip
+def test_the_first_other_response_with_the_highest_reward_is_the_sibling(rewards, scored, threshold, expected):
+    assert siblings(rewards, scored, threshold) == expected
+
+
+def watched(rank: int, parsed) -> list[tuple]:
+    """For each step (the teacher's log-probs of the responses, the same of each alone after what it should read)."""
+    from megarl import train_rl
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+    from megarl.trainers import rl_trainer
+
+    steps = []
+
+    class Watched(rl_trainer.RLTrainer):
+        def dispatch(self, batch):
+            super().dispatch(batch)
+            steps.append(batch)
+
+        def log(self, step):
+            super().log(step)
+            batch, tokenizer = steps[-1]["actor"], self.tokenizer
+            starts, found, wanted, read = batch.cu_seqlens.tolist(), [], [], 0
+            for position, line in enumerate(batch.prompt_ids.tolist()):
+                span, prompt = slice(starts[position], starts[position + 1]), int(batch.prompt_lengths[position])
+                group = range(position // 4 * 4, position // 4 * 4 + 4)
+                rewards = (batch.correct.float() if "0*" in self.settings.reward else batch.scores).tolist()
+                best = max(rewards[other] for other in group)
+                other = [other for other in group if other != position and rewards[other] == best > 0]
+                before = batch.tokens[span][:prompt]
+                if other:
+                    start = starts[other[0]] + int(batch.prompt_lengths[other[0]])
+                    text = tokenizer.decode(batch.tokens[start : starts[other[0] + 1]].tolist())
+                    before = torch.tensor(tokenizer.encode(f"{text}={self.inputs.prompts[line].prompt}"))
+                    read += 1
+                sequence = torch.cat([before, batch.tokens[span][prompt:]])
+                model = self.teacher.frozen_models[0].model
+                with inference_mode(model):
+                    alone = token_scores(model[0], sequence, torch.tensor([len(sequence)]), 1.0, tokenizer.vocab_size)
+                wanted.append(alone.logprobs[len(before) :].tolist())
+                found.append(batch.teacher_logprobs[span][prompt:].tolist())
+            steps[-1] = found, wanted, read / len(batch), self._metrics["teacher/context_fraction"]
+
+    rl_trainer.RLTrainer = train_rl.RLTrainer = Watched
+    in_world(rank, "rl", parsed)
+    return steps
+
+
+@pytest.mark.parametrize("reward", [
+    GRADED, long(f"{GRADED} --group-filter reward"),
+    long("--reward 0*tests.helpers.programs:coarse_reward --advantage none"),  # where no reward counts: a correct one
+])  # fmt: skip
+def test_the_teacher_reads_the_sibling_and_then_the_question(folder, tmp_path, reward):
+    argv = argv_of(folder, tmp_path, f"--distill reward {reward}")
+    for found, wanted, share, metric in run_world(watched, 1, program("rl", argv, 1))[0]:
+        assert found == wanted and 0 < share == metric
+
+
+def test_what_is_too_long_is_left_out_and_said_once(folder, tmp_path):
+    flags = f"--distill loss {GRADED} --teacher-max-prompt-length 7"
+    (printed,) = run_world(with_warnings, 1, program("rl", argv_of(folder, tmp_path, flags), 1))
+    for row in metrics(tmp_path).values():
+        assert row["teacher/context_too_long_fraction"] > 0
+        assert row["teacher/context_fraction"] + row["teacher/context_too_long_fraction"] < 1
+    assert len(re.findall("--teacher-context sibling: of 12 responses", printed)) == 1
+
+
+def with_warnings(rank: int, parsed) -> str:
+    import contextlib
+    import io
+
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        in_world(rank, "rl", parsed)
+    return printed.getvalue()
+
+
+@functools.cache
+def run_of(folder: Path, flags: str, size: int = 1) -> dict[int, dict]:
+    save = folder / f"{size}{flags}".replace("/", "")[-150:].strip()
+    train("rl", argv_of(folder, save, f"{GRADED} {flags}"), size)
+    return metrics(save)
+
+
+@pytest.mark.parametrize("size, form, layout", [
+    (2, "loss", "--role-map actor=0-1;reward=0;reference=0;teacher=0-1 --actor-tensor-model-parallel-size 2"),
+    long((2, "loss", APART)), long((2, "reward", APART)), long((2, "loss", "--tensor-model-parallel-size 2")),
+    long((4, "loss", "--role-map actor=0-1;reward=1;reference=0;teacher=2-3 --teacher-pipeline-model-parallel-size 2")),
+    long((2, "loss", "--context-parallel-size 2")), long((3, "loss", "")),
+    long((2, "loss", "--group-filter reward --dynamic-sampling")),
+])  # fmt: skip
+def test_updates_are_the_same_in_every_layout(folder, size, form, layout):
+    common = layout if "filter" in layout else ""
+    alone, found = run_of(folder, f"--distill {form} {common}"), run_of(folder, f"--distill {form} {layout}", size)
+    for step, row in found.items():
+        names = [name for name in [*COMPARED, "actor/loss", "actor/grad_norm"] if name in row]
+        assert len(names) >= 5
+        assert_close(row, alone[step], names, 2e-5)
+        assert row["teacher/context_fraction"] == alone[step]["teacher/context_fraction"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size, teacher, reward, rollout", [(2, "0", "1", "1"), (3, "2", "1", "1"), (4, "2", "1", "3")])
+def test_a_run_ahead_has_the_same_numbers_wherever_teacher_and_reward_are(folder, size, teacher, reward, rollout):
+    ahead = "--generation-lag 1 --rollout-correction tis --train-iters 4"
+    first = run_of(folder, f"--distill loss {ahead} --role-map actor=0;reward=1;teacher=1;rollout=1", 2)
+    places = f"--role-map actor=0;reward={reward};teacher={teacher};rollout={rollout}"
+    for step, row in run_of(folder, f"--distill loss {ahead} {places}", size).items():
+        assert_close(row, first[step], [*COMPARED, "actor/loss", "actor/grad_norm"], 2e-5)
+        assert row["teacher/context_fraction"] == first[step]["teacher/context_fraction"] > 0
+
+
+@pytest.mark.long
+def test_several_teachers_read_siblings_too(folder):
+    default = inputs() / "sft"
+    train("sft", sft_argv(folder / "other", "--num-layers 1 --train-iters 10"))
+    found = []
+    for size, layout in ((1, ""), (2, APART)):
+        save = folder / f"several{size}"
+        argv = argv_of(folder, save, f"--distill loss {GRADED} {layout}")
+        at = argv.index("--teacher")
+        argv[at : at + 2] = ["--teachers", f"default={default}", f"other={folder}/other"]
+        argv += ["--prompts", str(named(folder))]
+        train("rl", argv, size)
+        found.append(metrics(save))
+    for step, row in found[1].items():
+        names = [*COMPARED, "distill/divergence/default", "distill/divergence/other", "actor/grad_norm"]
+        assert_close(row, found[0][step], [name for name in names if name in row], 2e-5)
+    assert found[0][1]["distill/divergence/other"] != found[0][1]["distill/divergence/default"]
+
+
+def named(folder: Path) -> Path:
+    """Prompts of which every second one is for another teacher."""
+    rows = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()]
+    others = [row | ({"teacher": "other"} if number % 2 else {}) for number, row in enumerate(rows)]
+    return write_lines(folder / "named.jsonl", others)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [
+    "", "--teacher ema --ema-decay 0.5", "--reward-failure drop",
+    "--role-map actor=0;reward=1;teacher=1;rollout=1 --generation-lag 1 --rollout-correction tis",
+])  # fmt: skip
+def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(folder, tmp_path, flags):
+    size = 2 if "role-map" in flags else 1
+    flags = f"--distill loss {GRADED} {flags} --train-iters 4"
+    train("rl", argv_of(folder, tmp_path / "whole", f"{flags} --save-interval 1"), size)
+    start = tmp_path / "whole" / "checkpoints" / "step_00000002"
+    train("rl", argv_of(folder, tmp_path / "b", f"{flags} --load {start}"), size)
+    assert timeless_rows(tmp_path / "b", (3, 4)) == timeless_rows(tmp_path / "whole", (3, 4))
+    assert timeless_rows(tmp_path / "b", (4,))[4]["teacher/context_fraction"] > 0
+
+
+def test_rewards_must_be_known_before_the_teacher_reads(folder, tmp_path):
+    from megarl.trainers.rl_inputs import RLInputs
+
+    ahead = "--role-map actor=0;reward=0;teacher=1;rollout=1 --generation-lag 1 --rollout-correction tis"
+    with pytest.raises(UsageError, match="--teacher-context needs the scores of a batch before it is trained on"):
+        RLInputs(program("rl", argv_of(folder, tmp_path, f"--distill loss {GRADED} {ahead}"), 2))
+
+
+def test_the_plan_counts_the_rewards_that_the_teacher_gets(folder, tmp_path):
+    for flags, sent in (("", [("reward", "teacher")]), ("--group-filter reward", [])):
+        config = program("rl", argv_of(folder, tmp_path, f"--distill loss {GRADED} {flags}"), 1)
+        moves = [move for move in traffic.moves(config.settings, config.roles) if move.destination == "teacher"]
+        assert [(move.source, move.destination) for move in moves if move.source != "rollout"] == sent
+        assert resume.settings_entry(config)["--teacher-context-template"].startswith("of sha256 ")
