@@ -264,7 +264,6 @@ def _role_settings(
 
     `folder`: of the only role, one of several teachers.
     """
-
     settings = context.settings
     is_judge = combinations.CONDITIONS["judge"].holds(context)
     lengths = {role: role_flags.longest_sequence(settings, role, is_judge) for role in ranks}
