@@ -132,7 +132,7 @@ def numbers_of(folder: Path, form: str, named: str, layout: str = "", size: int 
 
 
 @pytest.mark.parametrize("form, size, layout", [
-    ("loss", 1, ""), ("reward", 2, APART),
+    ("loss", 1, ""), long(("reward", 2, APART)),
     long(("reward", 1, "")), long(("loss", 2, TP2)), long(("reward", 2, TP2)), long(("loss", 2, APART)),
     long(("loss", 2, f"{TP2} --sequence-parallel")),
     long(("loss", 4, "--role-map actor=0-1;reward=0;teacher=2-3 --actor-tensor-model-parallel-size 2"
@@ -190,14 +190,15 @@ def names_of(row: dict) -> list[str]:
     return [name for name in [*COMPARED, *own, "actor/loss", "actor/grad_norm"] if name in row]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size, form, layout", [
     (2, "loss", "--role-map actor=0-1;reward=0;teacher=0-1 --actor-tensor-model-parallel-size 2"
      " --actor-sequence-parallel"),
-    long((2, "loss", "")), long((2, "loss", APART)), long((2, "loss", "--context-parallel-size 2")),
-    long((2, "loss", "--actor-pipeline-model-parallel-size 2")),
-    long((2, "loss", "--max-tokens-per-microbatch 20")), long((2, "reward", "")), long((2, "reward", TP2)),
-    long((4, "loss", "--role-map actor=0-1;reward=0;teacher=2-3 --teacher-tensor-model-parallel-size 2"
-          " --actor-context-parallel-size 2")),
+    (2, "loss", ""), (2, "loss", APART), (2, "loss", "--context-parallel-size 2"),
+    (2, "loss", "--actor-pipeline-model-parallel-size 2"),
+    (2, "loss", "--max-tokens-per-microbatch 20"), (2, "reward", ""), (2, "reward", TP2),
+    (4, "loss", "--role-map actor=0-1;reward=0;teacher=2-3 --teacher-tensor-model-parallel-size 2"
+          " --actor-context-parallel-size 2"),
 ])  # fmt: skip
 def test_updates_are_the_same_in_every_layout(folder, size, form, layout):
     alone, found = run_of(folder, f"--distill {form}"), run_of(folder, f"--distill {form} {layout}", size)

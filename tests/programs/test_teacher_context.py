@@ -134,12 +134,13 @@ def run_of(folder: Path, flags: str, size: int = 1) -> dict[int, dict]:
     return metrics(save)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size, form, layout", [
     (2, "loss", "--role-map actor=0-1;reward=0;reference=0;teacher=0-1 --actor-tensor-model-parallel-size 2"),
-    long((2, "loss", APART)), long((2, "reward", APART)), long((2, "loss", "--tensor-model-parallel-size 2")),
-    long((4, "loss", "--role-map actor=0-1;reward=1;reference=0;teacher=2-3 --teacher-pipeline-model-parallel-size 2")),
-    long((2, "loss", "--context-parallel-size 2")), long((3, "loss", "")),
-    long((2, "loss", "--group-filter reward --dynamic-sampling")),
+    (2, "loss", APART), (2, "reward", APART), (2, "loss", "--tensor-model-parallel-size 2"),
+    (4, "loss", "--role-map actor=0-1;reward=1;reference=0;teacher=2-3 --teacher-pipeline-model-parallel-size 2"),
+    (2, "loss", "--context-parallel-size 2"), (3, "loss", ""),
+    (2, "loss", "--group-filter reward --dynamic-sampling"),
 ])  # fmt: skip
 def test_updates_are_the_same_in_every_layout(folder, size, form, layout):
     common = layout if "filter" in layout else ""
