@@ -14,6 +14,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
 from megarl.mcore import device
+from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.observe import activity
@@ -75,7 +76,7 @@ class Judge:
         with self.frozen_model.offload.present("weights"):
             self.engine = RolloutEngine(
                 self.frozen_model.model[0], role_groups.pg_collection, vocab_size, settings.judge_max_length,
-                settings.judge_buffer_gb, settings.judge_max_requests, prefix_caching=True,
+                settings.judge_buffer_gb, settings.judge_max_requests, prefix_caching=not has_states(role.megatron),
                 decode_graphs=settings.decode_graphs == "auto",
             )  # fmt: skip
         if self.engine.capacity < settings.judge_max_length:

@@ -44,8 +44,8 @@ def cache_bytes(buffer_gb: float, requests: int, bytes_of_state: int) -> int:
     buffer, states = int(buffer_gb * GIB), requests * bytes_of_state
     if states and states >= buffer:
         raise UsageError(
-            f"--rollout-buffer-gb {buffer_gb:g}: the states of {requests} requests (--rollout-max-requests) take "
-            f"{states / GIB:.3g} GiB, before any keys and values"
+            f"--rollout-buffer-gb {buffer_gb:g} (of a judge --judge-buffer-gb): the states of {requests} requests "
+            f"(--…-max-requests) take {states / GIB:.3g} GiB, before any keys and values"
         )
     return buffer - states
 

@@ -28,6 +28,10 @@ class RecurrentContext(PagedContext):
         self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None, *, has_states: list[bool]
     ):
         """`has_states`: of each layer of this rank; others have keys and values. The rest as of `PagedContext`."""
+        if inference_config.enable_prefix_caching:
+            raise RuntimeError(
+                "blocks of the cache hold no recurrent states: prefix caching would skip tokens silently"
+            )
         self._has_states, self._cache_memory = has_states, memory
         ranks = inference_config.pg_collection.tp.size()
         self._taps, self._sizes = model_config.linear_conv_kernel_dim, HeadSizes.of(model_config, ranks)

@@ -68,5 +68,5 @@ def test_states_that_the_buffer_does_not_hold():
     from megarl.mcore.inference.cache_size import cache_bytes
 
     assert cache_bytes(0.5, 100, 2**20) == 2**29 - 100 * 2**20
-    with pytest.raises(UsageError, match=r"--rollout-buffer-gb 0.5: the states of 600 requests .* take 0.586 GiB"):
+    with pytest.raises(UsageError, match=r"--rollout-buffer-gb 0.5 .*: the states of 600 requests .* take 0.586 GiB"):
         cache_bytes(0.5, 600, 2**20)
