@@ -8,7 +8,8 @@
 
 `from-hf` writes a checkpoint for `--pretrained-checkpoint` or `--load` of an evaluation. `to-hf` writes the weights of
 a run with the names, types and files of the folder that the run started from; a folder with only a config.json gives
-new files in its `dtype`. `verify` compares every bit of a checkpoint, rounded to the folder's types, with the folder.
+new files in its `dtype`; `--hf-mtp drop` leaves out tensors of multi-token prediction. `verify` compares every bit of
+a checkpoint, rounded to the folder's types, with the folder.
 `average` writes the moving average of a run with `--ema-decay` as a checkpoint like those of `from-hf`; the model is
 that of `--hf-model` or of the flags.
 All take Megatron's flags. `--reward` or `--critic` as the first flag selects a model with a scalar head: a reward
@@ -134,7 +135,7 @@ class Conversion:
         gathered: list[Any] = [None] * self.mesh.size
         dist.all_gather_object(gathered, differing_tensors(self.weight_map, self.model, self.groups))
         different = {name: max(found.get(name, 0.0) for found in gathered) for found in gathered for name in found}
-        count = len(self.weight_map.model.folder.tensors)
+        count = len(self.weight_map.expected())
         if different:
             first = ", ".join(f"{name} (by {size:.3g})" for name, size in sorted(different.items())[:NAMED])
             self.say(f"{len(different)} of {count} tensors differ: {first}")
@@ -160,7 +161,7 @@ def main():
     rest = sys.argv[2:]
     role = HEADS.get(rest[0] if rest else "", "actor")
     rest = rest if role == "actor" else rest[1:]
-    sys.argv[1:] = LENGTHS + rest
+    sys.argv[1:] = LENGTHS + ["--export-hf"] * (command == "to-hf") + rest
     with torch.no_grad():
         launch(
             lambda config, _: getattr(Conversion(command, role, config), command.replace("-", "_"))(),

@@ -26,7 +26,7 @@ _NOT_NUMBERS = {
     "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
     "rollout_prefix_caching", "rollout_chunked_prefill", "speculative_rollout", "decode_graphs",
     "verify_weights",
-    "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "eval_interval", "evaluate_ema",
+    "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "hf_mtp", "eval_interval", "evaluate_ema",
     "keep_best", "offload",
     "train_iters", "deterministic", "save", "save_interval", "async_save", "keep_last", "keep_every",
     "on_save_failure", "load", "load_changed_data",

@@ -128,6 +128,7 @@ CONDITIONS: dict[str, Condition] = {
     "tracked": _when(lambda s: s.save is not None and has_remote(s.trackers),
                      "needs --save and wandb or mlflow in --trackers"),
     "saved": _when(lambda s: s.save is not None, "needs --save"),
+    "exported": _when(lambda s: s.export_hf, "needs --export-hf"),
     "keep_last": _when(lambda s: s.keep_last > 0, "needs --keep-last"),
     "load": _when(lambda s: s.load is not None, "needs --load"),
     "best": _when(lambda s: s.eval_prompts and s.eval_interval and s.save,

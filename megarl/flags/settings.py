@@ -279,6 +279,9 @@ class Settings(
                                   " before it is dropped", programs=TRAINING)  # fmt: skip
     export_hf: bool = flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"
                             " --save", programs=TRAINING)  # fmt: skip
+    hf_mtp: str = one_of("keep", ("keep", "drop"), "tensors of multi-token prediction in an export: those of the"
+                          " --hf-model folder, or none; they are not trained", programs=TRAINING,
+                          when="exported")  # fmt: skip
     load: str | None = flag(None, "run folder to resume from (training), to evaluate or to serve", programs=ALL)
 
     @property

@@ -11,8 +11,9 @@ from safetensors import safe_open
 
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.hf_damage import FIRST, INDEX, SINGLE, config, in_order, tensors
+from tests.helpers.hf_damage import FIRST, INDEX, SINGLE, in_order, tensors
 from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, RECURRENT, REWARD, SHORT, SUPPORTED, run_cases
+from tests.helpers.hf_prediction import with_prediction
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
@@ -108,9 +109,9 @@ def rotary_buffers(held):
     held |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.arange(8.0) for i in range(3)}
 
 
-def prediction_layer(held):
-    """A layer of multi-token prediction, some of it in a type that megarl does not read."""
-    held |= {"model.layers.3.eh_proj.weight": torch.ones(64, 128), "model.layers.3.count": torch.arange(5)}
+def integers(held):
+    """A tensor of prediction in a type that megarl does not read."""
+    held["model.layers.3.count"] = torch.arange(5)
 
 
 def index_of_one_file(folder: Path):
@@ -139,7 +140,8 @@ def written_by_transformers(rank: int, folders: dict[str, Path]):
 STORED_OTHERWISE = {
     "qwen25_tied+stored_head": (1, tensors(stored_head)),
     "llama2+rotary_buffers": (1, tensors(rotary_buffers)),
-    "deepseek_v3+prediction_layer": (1, in_order(config(num_nextn_predict_layers=1), tensors(prediction_layer))),
+    "deepseek_v3+prediction_layer": (1, in_order(with_prediction, tensors(integers))),
+    "glm4_moe+prediction_layer": (1, with_prediction),
     "qwen3+index_of_one_file": (1, index_of_one_file),
     "llama3+unnamed_tensor": (2, unnamed_tensor),
 }

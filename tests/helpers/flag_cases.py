@@ -38,7 +38,7 @@ HOLDS = {
     "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
-    "keep_last": "--save y --keep-last 1", "rollout_server": "--rollout-server http://x",
+    "keep_last": "--save y --keep-last 1", "exported": "--save y --export-hf", "rollout_server": "--rollout-server http://x",
     "serve_policy": "--serve-policy", "engine": "", "evaluates": "", "trained": "", "ahead": "",
     "profile": "--save y --profile-steps 2-3",
     "tracked": "--save y --trackers wandb",
@@ -65,7 +65,8 @@ FAILS = {
     "routes": "--router-replay old-logprob",
     "partial": "--over-sampling 2", "ahead": "--debug-rollout-only",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
-    "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "rollout_server": "", "serve_policy": "",
+    "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "exported": "--save y",
+    "rollout_server": "", "serve_policy": "",
     "engine": "--debug-train-only --load-rollouts x", "evaluates": "--debug-rollout-only",
     "trained": "--debug-rollout-only", "profile": "",
     "model": "", "judge": "", "scoring_model": "", "fallible": "--reward model --reward-model x",
@@ -89,7 +90,7 @@ VALUES = {
     "bos": "never", "reward_failure": "fallback", "decode_graphs": "off",
     "preference_loss": "rpo", "preference_label_smoothing": 0.25,
     "generation_schedule": "recorded", "distill": "loss", "teacher": "self", "distill_divergence": "forward",
-    "distill_beta": 0.25, "teacher_context": "sibling",
+    "distill_beta": 0.25, "teacher_context": "sibling", "hf_mtp": "drop",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",

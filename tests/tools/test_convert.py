@@ -9,8 +9,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import hf_folders
+from tests.helpers.hf_damage import SECOND, config, in_order, index, tensors
 from tests.helpers.worlds import run_world
 from tools import convert
+
+ENORM = "model.layers.4.enorm.weight"
 
 
 def converted(rank: int, *argv: str):
@@ -73,6 +76,28 @@ def test_a_folder_with_a_configuration_alone_gives_new_files(checkpoint, tmp_pat
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+
+
+def test_prediction_is_kept_or_dropped(checkpoint, tmp_path, capfd):
+    """The same run, but for a folder that has more than the run."""
+    source = shutil.copytree(checkpoint / "hf", tmp_path / "hf")
+    add = in_order(config(num_nextn_predict_layers=1), tensors(add_norm, SECOND), index(with_norm))
+    add(source)
+    argv = "to-hf", "--hf-model", source, "--load", checkpoint / "run", "--save"
+    assert run(1, *argv, tmp_path / "kept") == [0] and equal(source, tmp_path / "kept")
+    assert "1 MTP tensors are those of the source folder, not trained" in capfd.readouterr().err
+    assert run(1, *argv, tmp_path / "dropped", "--hf-mtp", "drop") == [0]
+    assert not [name for name in load_file(tmp_path / "dropped" / SECOND) if name == ENORM]
+    assert run(1, *argv[:2], checkpoint / "hf", *argv[3:], tmp_path / "none", "--hf-mtp", "drop") == [0]
+    assert "has no tensors of multi-token prediction: --hf-mtp drop changes nothing" in capfd.readouterr().err
+
+
+def add_norm(held):
+    held[ENORM] = held["model.norm.weight"] + 1
+
+
+def with_norm(files):
+    return files | {ENORM: SECOND}
 
 
 def test_a_reward_model_keeps_its_head(tmp_path):

@@ -2,9 +2,11 @@
 
 import json
 import math
+from collections.abc import Collection
 from typing import NamedTuple
 
-from megarl.mcore.weights.hf.folder import CONFIG, INDEX, SINGLE
+from megarl.mcore.weights.hf.family import EMBEDDING, MODEL
+from megarl.mcore.weights.hf.folder import CONFIG, INDEX, SINGLE, HFFolder
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER, LANGUAGE_MODEL
 from megarl.mcore.weights.hf.safetensors_file import DTYPES, Header, make_header, read_header
 from megarl.mcore.weights.hf.weight_map import WeightMap
@@ -22,29 +24,44 @@ class ExportPlan(NamedTuple):
     headers: dict[str, Header]  # of each weight file
     index: bytes | None  # type: ignore[assignment]  # of model.safetensors.index.json; None: there is one weight file
     config: bytes  # of config.json
-    unused: frozenset[str] = frozenset()  # tensors of the folder that the model does not use, copied as they are
+    kept: dict[str, str]  # tensors that the model does not use, copied as they are -> the folder's file that has them
 
 
-def plan_export(weight_map: WeightMap) -> ExportPlan:
+def plan_export(weight_map: WeightMap, copies: Collection[str] = ()) -> ExportPlan:
     """Plans an export with the names, types and files of the folder that the model came from.
 
     A folder without weights gives the types by its config.json, and new files. If the head differs, a scalar one for a
-    vocabulary's, its tensor takes the place of the other.
+    vocabulary's, its tensor takes the place of the other. `copies`: `WeightMap.shared_copies`.
     """
-    folder, expected = weight_map.model.folder, weight_map.written().expected()
-    config = (folder.path / CONFIG).read_bytes()
-    if weight_map.value_head != weight_map.model.has_scalar_head:
-        config = _classifier_config(folder.config)
+    folder, expected = weight_map.model.folder, weight_map.written(copies).expected()
+    config, kept = _config(weight_map), {}
     if not folder.has_weights:
         headers = _new_files(expected, _dtype(weight_map))
-    elif expected.keys() <= folder.tensors.keys():
+    elif config is None and expected.keys() <= folder.tensors.keys():
         headers = {file: read_header(folder.path / file) for file in folder.files()}
-        index, names = folder.path / INDEX, (name for header in headers.values() for name in header.tensors)
-        unused = frozenset(names) - expected.keys()
-        return ExportPlan(headers, index.read_bytes() if index.exists() else None, config, unused)
+        kept = {name: file for file, header in headers.items() for name in header.tensors if name not in expected}
+        index = folder.path / INDEX
+        return ExportPlan(headers, index.read_bytes() if index.exists() else None, _bytes_of(folder), kept)
     else:
-        headers = _changed_files(weight_map, expected)
-    return ExportPlan(headers, None if list(headers) == [SINGLE] else _index(headers), config)
+        kept = {name: tensor.file for name, tensor in folder.tensors.items() if weight_map.keeps(name)}
+        headers = _changed_files(weight_map, expected, kept.keys())
+    index = None if list(headers) == [SINGLE] else _index(headers)
+    return ExportPlan(headers, index, _bytes_of(folder) if config is None else _json(config), kept)
+
+
+def _bytes_of(folder: HFFolder) -> bytes:
+    return (folder.path / CONFIG).read_bytes()
+
+
+def _config(weight_map: WeightMap) -> dict | None:
+    """config.json of an export; None: the folder's own."""
+    model, folder = weight_map.model, weight_map.model.folder
+    changed = folder.config
+    if weight_map.value_head != model.has_scalar_head:
+        changed = _of_classifier(changed)
+    if folder.has_weights and not all(weight_map.keeps(name) for name in folder.tensors if model.prediction.has(name)):
+        changed = model.prediction.without(changed)
+    return None if changed is folder.config else changed
 
 
 def _dtype(weight_map: WeightMap) -> str:
@@ -72,16 +89,18 @@ def _new_files(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, Head
     return dict(zip(names, map(make_header, files), strict=True))
 
 
-def _changed_files(weight_map: WeightMap, shapes: dict[str, tuple[int, ...]]) -> dict[str, Header]:
+def _changed_files(
+    weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], kept: Collection[str]
+) -> dict[str, Header]:
     """The folder's files without the tensors that are not written; new ones join the last file."""
     stored = weight_map.model.folder.tensors
-    kept = {name: tensor for name, tensor in stored.items() if name in shapes}
-    files: dict[str, Tensors] = {file: {} for file in sorted({tensor.file for tensor in kept.values()})}
-    for name, tensor in kept.items():
+    found = {name: tensor for name, tensor in stored.items() if name in shapes or name in kept}
+    files: dict[str, Tensors] = {file: {} for file in sorted({tensor.file for tensor in found.values()})}
+    for name, tensor in found.items():
         files[tensor.file][name] = tensor.dtype, tensor.shape
     last = list(files)[-1]
-    for name in shapes.keys() - kept.keys():
-        files[last][name] = next(iter(files[last].values()))[0], shapes[name]
+    for name in shapes.keys() - found.keys():
+        files[last][name] = stored[MODEL[EMBEDDING].names[0]].dtype, shapes[name]
     return {file: make_header(tensors) for file, tensors in files.items()}
 
 
@@ -94,12 +113,15 @@ def _index(headers: dict[str, Header]) -> bytes:
         "metadata": {"total_parameters": count, "total_size": size},
         "weight_map": {name: file for name, (file, _) in entries.items()},
     }
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+    return _json(index)
 
 
-def _classifier_config(config: dict) -> bytes:
+def _of_classifier(config: dict) -> dict:
     """config.json of a language model's body with a scalar head."""
     names = [name.replace(LANGUAGE_MODEL, CLASSIFIER) for name in config.get("architectures") or []]
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
-    changed = config | labels | ({"architectures": names} if names else {})
-    return (json.dumps(changed, indent=2, sort_keys=True) + "\n").encode()
+    return config | labels | ({"architectures": names} if names else {})
+
+
+def _json(content: dict) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

@@ -81,19 +81,22 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path, f
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if folder.resolve() == weight_map.model.folder.path.resolve():
         raise ValueError(f"{folder}: an export must not overwrite the folder that the model came from")
-    plan = plan_export(weight_map)
     if rank == 0:
         _prepare(folder)
-    dist.barrier(group)
     gathered: list[Any] = [None] * size
-    dist.all_gather_object(gathered, source.description()._replace(shards=[]), group=group)
+    own = source.description()._replace(shards=[]), weight_map.shared_copies() if rank == 0 else []
+    dist.all_gather_object(gathered, own, group=group)
+    descriptions, (copies, *_) = zip(*gathered, strict=True)
+    plan = plan_export(weight_map, copies)
     mine = [file for number, file in enumerate(plan.headers) if number % size == rank]
     weight_files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}
-    written, wholes = weight_map.written(), merge_wholes("source", gathered)
+    written, wholes = weight_map.written(copies), merge_wholes("source", list(descriptions))
     for names in written.names_without_copies():
         WeightTransfer(source, _WrittenFiles(written, wholes, weight_files, names), group).run()
-    for name, file in weight_files.items():
-        file.copy_from(weight_map.model.folder.path / name, plan.unused)
+    for file in weight_files.values():
+        for kept in sorted(set(plan.kept.values())):
+            names = [name for name in file.names if plan.kept.get(name) == kept]
+            file.copy_from(weight_map.model.folder.path / kept, names)
         file.flush()
     dist.barrier(group)
     if rank == 0:

@@ -98,6 +98,28 @@ def delta_net_layers(projections: dict[str, Mapping]) -> dict[str, Mapping]:
     }
 
 
+class Prediction(NamedTuple):
+    """Tensors of multi-token prediction (2404.19737), which megarl does not train.
+
+    Patterns match whole names; `{layer}` in them is the number of a prediction layer, which follow the model's layers.
+    """
+
+    pattern: str
+    copies: dict[str, str]  # pattern of tensors that are copies -> the model's tensor
+    counts: tuple[str, ...]  # entries of config.json with the number of prediction layers; the class has the first
+
+
+# Those of DeepSeek-V3 (2412.19437 §2.2) and of the families that follow it.
+PREDICTION_LAYERS = Prediction(
+    r"model\.layers\.{layer}\..+",
+    {
+        r"model\.layers\.{layer}\.embed_tokens\.weight": "model.embed_tokens.weight",
+        r"model\.layers\.{layer}\.shared_head\.head\.weight": "lm_head.weight",
+    },
+    ("num_mtp_layers", "num_nextn_predict_layers"),
+)
+
+
 class Family(NamedTuple):
     """A `model_type` of config.json."""
 
@@ -108,6 +130,7 @@ class Family(NamedTuple):
     flags: Callable[[ModelConfig], dict[str, object]]
     # Another type whose class of transformers reads its config.json.
     config_type: str | None = None
+    prediction: Prediction | None = None
 
 
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")

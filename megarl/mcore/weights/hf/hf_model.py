@@ -8,6 +8,7 @@ from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
 from megarl.mcore.weights.hf.mapping import Mapping, Rows, rows, stacked_experts
 from megarl.mcore.weights.hf.model_config import ModelConfig
+from megarl.mcore.weights.hf.prediction import PredictionTensors, prediction_tensors
 
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old folders of Llama have it
@@ -28,8 +29,7 @@ class HFModel(NamedTuple):
     flags: dict[str, object]  # Megatron's, without dashes; True for a switch
     vocab_size: int  # rows of the embedding; a tokenizer may have fewer tokens
     has_scalar_head: bool  # a reward model or critic
-    # Layers of the model, and after them those of multi-token prediction, whose tensors are not used.
-    layers: tuple[int, int]
+    prediction: PredictionTensors
     notes: tuple[str, ...] = ()  # for the user: tensors that are not used
 
     @property
@@ -40,7 +40,7 @@ class HFModel(NamedTuple):
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
-        return bool(ROTARY_BUFFER.fullmatch(name)) or _is_prediction(name, self.layers)
+        return bool(ROTARY_BUFFER.fullmatch(name)) or self.prediction.has(name)
 
     def tokens(self) -> list[str]:
         """The flags as command-line tokens."""
@@ -48,12 +48,13 @@ class HFModel(NamedTuple):
         return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
 
 
-def read_model(path: str, flag: str, longest: int) -> HFModel:
+def read_model(path: str, flag: str, longest: int, keeps_prediction: bool = True) -> HFModel:
     """Reads a folder's config.json and, if it has weights, their headers.
 
     Args:
         flag: that gave the path, for messages.
         longest: maximum length of prompt and response together, in tokens.
+        keeps_prediction: whether exports have the folder's tensors of multi-token prediction.
 
     Raises:
         UsageError: not such a folder, or a model that megarl's layers do not compute.
@@ -66,13 +67,12 @@ def read_model(path: str, flag: str, longest: int) -> HFModel:
     flags, is_classifier = family.flags(config), _is_classifier(config)
     if is_classifier or not config.switch("tie_word_embeddings"):
         flags["untie-embeddings-and-output-weights"] = True
-    predicting = config.get("num_mtp_layers") if config.is_known("num_mtp_layers") else 0
-    layers = config.whole("num_hidden_layers"), predicting or 0
+    prediction = prediction_tensors(family, config, keeps_prediction)
     notes: tuple[str, ...] = ()
     if folder.has_weights:
         family = family._replace(layers=_stored_layers(family, folder))
-        notes = _notes(folder, layers)
-    return HFModel(folder, family, flags, config.whole("vocab_size"), is_classifier, layers, notes)
+        notes = _notes(folder, prediction)
+    return HFModel(folder, family, flags, config.whole("vocab_size"), is_classifier, prediction, notes)
 
 
 def _stored_layers(family: Family, folder: HFFolder) -> dict[str, Mapping]:
@@ -84,18 +84,9 @@ def _stored_layers(family: Family, folder: HFFolder) -> dict[str, Mapping]:
     return family.layers | FUSED_EXPERTS
 
 
-def _is_prediction(name: str, layers: tuple[int, int]) -> bool:
-    """Whether a tensor belongs to multi-token prediction. `layers`: of the model, and after them of prediction."""
-    match = LAYER_TENSOR.fullmatch(name)
-    return bool(match) and layers[0] <= int(match[1]) < sum(layers)
-
-
-def _notes(folder: HFFolder, layers: tuple[int, int]) -> tuple[str, ...]:
-    predicting = sum(_is_prediction(name, layers) for name in folder.tensors)
-    unnamed = sorted(folder.unnamed)
-    found = []
-    if predicting:
-        found.append(f"{predicting} tensors of multi-token prediction are not used; an export keeps them as they are")
+def _notes(folder: HFFolder, prediction: PredictionTensors) -> tuple[str, ...]:
+    note, unnamed = prediction.note(folder.tensors), sorted(folder.unnamed)
+    found = [note] if note else []
     if unnamed:
         found.append(f"{len(unnamed)} tensors that {INDEX} does not name are not used; the first is {unnamed[0]}")
     return tuple(str(folder.error(text)) for text in found)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_BITS = re.compile(r"(?:BOOL|[A-Z]+(\d+))(?:_\w+)?")
 METADATA = {"format": "pt"}
 COPIED_BYTES = 16 * 2**20  # at a time
 _LENGTH = struct.Struct("<Q")
@@ -44,12 +46,18 @@ def make_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Header:
     Tensors are stored by falling element size, then by name; spaces align the data to 8 bytes.
     """
     entries, end = {}, 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-DTYPES[item[1][0]].itemsize, item[0])):
-        start, end = end, end + torch.Size(shape).numel() * DTYPES[dtype].itemsize
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-_bits(item[1][0]), item[0])):
+        start, end = end, end + torch.Size(shape).numel() * _bits(dtype) // 8
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": METADATA} | entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return Header(_LENGTH.pack(len(text)) + text, entries)
+
+
+def _bits(dtype: str) -> int:
+    """Size of an element of any type, as safetensors names them: BOOL, I64, F8_E4M3, F4 …"""
+    match = _BITS.fullmatch(dtype)
+    return int(match[1] or 8) if match else 8
 
 
 class MappedFile:
@@ -73,14 +81,14 @@ class MappedFile:
         return len(self._header.content) + start, len(self._header.content) + end
 
     def copy_from(self, source: Path, names: Collection[str]):
-        """Copies those tensors that it has, of any type, from a file with the same header."""
-        copied = sorted(self._header.tensors.keys() & names)
-        if not copied:
+        """Copies tensors of these names, of any type, from another file."""
+        if not names:
             return
+        header = read_header(source)
         with source.open("rb") as file:
-            for name in copied:
+            for name in names:
                 start, end = self._range(name)
-                file.seek(start)
+                file.seek(len(header.content) + header.tensors[name]["data_offsets"][0])
                 for at in range(start, end, COPIED_BYTES):
                     part = file.read(min(COPIED_BYTES, end - at))
                     self._bytes[at : at + len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from safetensors import safe_open
@@ -22,8 +22,13 @@ NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
 class WeightMap:
     """The tensors of a folder that a role's weights consist of, row by row."""
 
-    def __init__(self, model: HFModel, args, value_head: bool = False):
-        """`args`: the role's Megatron namespace; `value_head`: the role has a scalar head instead of the vocabulary's.
+    def __init__(self, model: HFModel, args, value_head: bool = False, copies: Collection[str] = ()):
+        """Describes the folder of a role.
+
+        Args:
+            args: the role's Megatron namespace.
+            value_head: the role has a scalar head instead of the vocabulary's.
+            copies: tensors of multi-token prediction that are written as copies of the model's.
 
         Raises:
             UsageError: the folder has a scalar head, the role a vocabulary's.
@@ -32,10 +37,19 @@ class WeightMap:
             raise model.folder.error("a sequence-classification model; a policy needs a language model")
         self.model, self.args, self.value_head = model, args, value_head
         self._heads = HeadLayout.of(args)
+        self._copies: dict[str, list[str]] = {EMBEDDING: [], HEAD: []}  # further tensors of a weight, by its key
+        if self.has_tied_head:
+            self._copies[EMBEDDING] += LM_HEAD.names
+        for name in sorted(copies):
+            self._copies[self._copied_key(name)].append(name)
 
-    def written(self) -> "WeightMap":
-        """The tensors of an export: it has a scalar head if the role has one."""
-        return WeightMap(self.model._replace(has_scalar_head=self.value_head), self.args, self.value_head)
+    def written(self, copies: Collection[str] = ()) -> "WeightMap":
+        """The tensors of an export: it has a scalar head if the role has one. `copies`: as of the constructor."""
+        return WeightMap(self.model._replace(has_scalar_head=self.value_head), self.args, self.value_head, copies)
+
+    def _copied_key(self, name: str) -> str:
+        is_head = self.model.prediction.copied(name) == LM_HEAD.names[0]
+        return HEAD if is_head and self.args.untie_embeddings_and_output_weights else EMBEDDING
 
     def ranges(self, key: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
         """The rows of the folder's tensors that a weight consists of; none for one that the folder does not have.
@@ -52,8 +66,7 @@ class WeightMap:
         if not match:
             mapping = self._outer(key)
             found = [] if mapping is None else mapping.ranges(rows, self._heads, None)
-            if key == EMBEDDING and self.has_tied_head:
-                found += LM_HEAD.ranges(rows, self._heads, None)
+            found += [RowRange(name, 0, 0, rows) for name in self._copies.get(key, ())]
             vocab_size = self.model.vocab_size
             return [part._replace(rows=vocab_size) for part in found] if self.is_vocabulary(key) else found
         if key.endswith(NOT_STORED):
@@ -98,18 +111,43 @@ class WeightMap:
 
     def names_without_copies(self) -> list[set[str]]:
         """Names of the folder's tensors, in sets in which each weight occurs once."""
-        names, heads = set(self.expected()), set(LM_HEAD.names)
-        return [names - heads, heads] if self.has_tied_head else [names]
+        copies = [set(names) - {None} for names in itertools.zip_longest(*self._copies.values())]
+        return [set(self.expected()).difference(*copies), *copies]
 
     def tied_head_difference(self) -> int | None:
         """The first row in which a stored head differs from the embedding to which it is tied; None: they are equal.
 
         Reads both tensors.
         """
-        if not self.has_tied_head:
-            return None
+        return self._first_difference(MODEL[EMBEDDING].names[0], LM_HEAD.names[0]) if self.has_tied_head else None
+
+    def shared_copies(self) -> list[str]:
+        """Tensors of multi-token prediction that equal the embedding or head in the folder, so that an export has them
+        as copies of the trained one. Reads these tensors.
+        """
+        if not self.model.folder.has_weights or not self.keeps_prediction:
+            return []
+        tensors, found = self.model.folder.tensors, []
+        for name in tensors:
+            of = self.model.prediction.copied(name)
+            if of == LM_HEAD.names[0] and not self.value_head and not self.args.untie_embeddings_and_output_weights:
+                of = MODEL[EMBEDDING].names[0]
+            if of in tensors and tensors[name][1:] == tensors[of][1:] and self._first_difference(of, name) is None:
+                found.append(name)
+        return found
+
+    def keeps(self, name: str) -> bool:
+        """Whether an export has a tensor of the folder that the model does not use."""
+        return self.model.is_unused(name) and (self.keeps_prediction or not self.model.prediction.has(name))
+
+    @property
+    def keeps_prediction(self) -> bool:
+        """Whether an export has the folder's tensors of multi-token prediction; one with another head has them not."""
+        return self.model.prediction.is_kept and self.value_head == self.model.has_scalar_head
+
+    def _first_difference(self, *names: str) -> int | None:
+        """The first row in which two tensors of one shape differ; None: they are equal."""
         folder = self.model.folder
-        names = (MODEL[EMBEDDING].names[0], LM_HEAD.names[0])
         with contextlib.ExitStack() as files:
             stored = [
                 files.enter_context(safe_open(folder.path / folder.tensors[name].file, framework="pt")).get_slice(name)

@@ -1,7 +1,7 @@
 """GLM-4.5 and 4.6 (2508.06471): sigmoid gates with a correction bias, shared experts, first layers dense."""
 
 from megarl.mcore.weights.hf.experts import expert_flags, layer_pattern, sigmoid_gates
-from megarl.mcore.weights.hf.family import LAYERS, Family, expert_layers, model_flags
+from megarl.mcore.weights.hf.family import LAYERS, PREDICTION_LAYERS, Family, expert_layers, model_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
@@ -21,4 +21,5 @@ FAMILY = Family(
     model_type="glm4_moe",
     layers=LAYERS | expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
     flags=flags,
+    prediction=PREDICTION_LAYERS,
 )

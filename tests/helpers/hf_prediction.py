@@ -1,0 +1,36 @@
+"""Tensors of multi-token prediction as the published folders of DeepSeek-V3 and GLM-4.5 have them."""
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers.hf_damage import SINGLE, config, in_order, tensors
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def add_layer(held: dict[str, torch.Tensor]) -> int:
+    """One more layer like the last, its norms and projection, and copies of embedding and head; returns its number."""
+    last = max(int(number) for name in held for number in re.findall(r"^model\.layers\.(\d+)\.", name))
+    prefix, hidden = f"model.layers.{last + 1}.", held[EMBEDDING].shape[1]
+    for name in [name for name in held if name.startswith(f"model.layers.{last}.")]:
+        held[name.replace(f"model.layers.{last}.", prefix)] = held[name] + 0.5
+    drawn, dtype = torch.Generator().manual_seed(7), held[EMBEDDING].dtype
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        held[f"{prefix}{name}.weight"] = torch.rand(hidden, generator=drawn).to(dtype)
+    held[f"{prefix}eh_proj.weight"] = torch.rand(hidden, 2 * hidden, generator=drawn).to(dtype)
+    held[f"{prefix}embed_tokens.weight"] = held[EMBEDDING].clone()
+    held[f"{prefix}shared_head.head.weight"] = held[HEAD].clone()
+    return last + 1
+
+
+with_prediction = in_order(config(num_nextn_predict_layers=1), tensors(add_layer))
+
+
+def prediction_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the layers after the third of a folder's only file."""
+    return {
+        name: held for name, held in load_file(folder / SINGLE).items() if re.match(r"model\.layers\.[3-9]\.", name)
+    }
