@@ -36,6 +36,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.import_weights import read_boxes
+from megarl.mcore.weights.hf.safetensors_file import DTYPES
 from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe.timers import Timers
@@ -56,7 +57,8 @@ def differing_tensors(weight_map: WeightMap, stages, pg_collection) -> dict[str,
     Tensors without a difference, not even in the sign of a zero, are left out.
     """
     weights, different = LocalWeights(stages, pg_collection), {}
-    for box, stored in read_boxes(weights, weight_map):
+    for box, numbers in read_boxes(weights, weight_map):
+        stored = numbers.to(DTYPES[weight_map.model.folder.weights[box.rows.name].dtype])
         held = box.view_of(weights).to(stored.dtype).cpu().contiguous()
         if not torch.equal(held.view(torch.uint8), stored.contiguous().view(torch.uint8)):
             largest = float((held.double() - stored.double()).abs().max())

@@ -14,7 +14,9 @@ from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.lora.stored import load_factors
 from megarl.mcore.model import gpt
 from megarl.mcore.weights.dist_checkpoint import average_of
+from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.mcore.weights.hf.import_weights import import_weights
+from megarl.mcore.weights.hf.scales import damaged_scales
 from megarl.mcore.weights.hf.weight_map import WeightMap
 
 BASES = ("actor", "reward")  # roles whose weights may be under factors
@@ -108,20 +110,39 @@ def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeight
     """The weights in a role's Hugging Face folder. UsageError unless it holds exactly those of the role's model."""
     weight_map = WeightMap(role.hf_model, role.megatron, value_head)
     weight_map.check()
+    _check_scales(weight_map.model.folder)
     _check_tied_head(weight_map)
     return FolderWeights(weight_map)
+
+
+def _identities(folder: HFFolder) -> list[tuple]:
+    return [node_files.identity(str(folder.path / file)) for file in folder.files()]
+
+
+def _check_scales(folder: HFFolder):
+    """UsageError for scales of quantized tensors that are not finite."""
+    if folder.weights is folder.tensors:
+        return
+
+    def damaged() -> dict[str, np.ndarray]:
+        return {"names": np.frombuffer("\n".join(damaged_scales(folder)).encode(), np.uint8)}
+
+    names = node_files.arrays(lambda: ("scales", _identities(folder)), damaged)["names"].tobytes().decode().splitlines()
+    if names:
+        others = f", as {len(names) - 1} other tensors do" if len(names) > 1 else ""
+        raise folder.error(f"{names[0]} holds a scale that is not finite{others}")
 
 
 def _check_tied_head(weight_map: WeightMap):
     """UsageError if the folder stores a head that is not the embedding to which config.json ties it."""
     folder = weight_map.model.folder
-    files = [node_files.identity(str(folder.path / file)) for file in folder.files()]
 
     def differing_rows() -> dict[str, np.ndarray]:
         row = weight_map.tied_head_difference()
         return {"rows": np.array([] if row is None else [row], np.int64)}
 
-    rows = node_files.arrays(lambda: ("tied head", files, weight_map.value_head), differing_rows)["rows"]
+    key = "tied head", _identities(folder), weight_map.value_head
+    rows = node_files.arrays(lambda: key, differing_rows)["rows"]
     if len(rows):
         raise folder.error(
             f"config.json ties lm_head.weight to the embedding (tie_word_embeddings), but row {rows[0]} differs; "

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from tests.helpers import hf_folders, small_tokenizers
 from tests.helpers.hf_layouts import build
+from tests.helpers.hf_quantized import fp8
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 MIB = 2**20
@@ -79,13 +81,13 @@ def growth(rank: int, folder: Path, warm: Path, flags: str, mapped_bytes: int | 
     The model is built, and its memory in use, before. `warm`: a folder that is imported first, so that the code is in
     memory. `mapped_bytes`: another limit of what is mapped at a time.
     """
-    from megarl.mcore.weights.hf import import_weights
+    from megarl.mcore.weights.hf import folder_reader
     from tools.convert import differing_tensors
 
     build(warm, flags, False)
     _, groups, model, weights = build(folder, flags, False, load=False)
     if mapped_bytes is not None:
-        import_weights.MAPPED_BYTES = mapped_bytes
+        folder_reader.MAPPED_BYTES = mapped_bytes
     parameters = list(model.parameters())
     with torch.no_grad():
         for parameter in parameters:
@@ -106,10 +108,13 @@ def fractions(folder: Path, tmp_path: Path, flags: str, mapped_bytes: int | None
     return [grown / size for grown, size, _ in found]
 
 
-@pytest.mark.parametrize("one_file", [True, False], ids=["one file", "a file for each layer"])
-def test_an_import_maps_a_bounded_part_of_a_file(one_file, tmp_path):
+@pytest.mark.parametrize("one_file, is_fp8", by_default([(True, False), (False, False), (True, True)], [
+    (True, False), (True, True)]))  # fmt: skip
+def test_an_import_maps_a_bounded_part_of_a_file(one_file, is_fp8, tmp_path):
     folder = write_folder(SMALL, tmp_path / "folder", one_file)
-    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 64 * MIB
+    if is_fp8:
+        fp8((128, 128))(folder)
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 32 * MIB
     assert max(fractions(folder, tmp_path, "", 2 * MIB)) <= ALLOWED
 
 

@@ -1,4 +1,4 @@
-"""Entries of DeepSeek-V3's config.json as its authors published them, without those of weights in 8 bits."""
+"""Entries of DeepSeek-V3's config.json as its authors published them."""
 
 DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
                  "original_max_position_embeddings": 4096, "type": "yarn"}  # fmt: skip
@@ -12,4 +12,6 @@ DEEPSEEK_V3 = {
     "rope_scaling": DEEPSEEK_YARN, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
     "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
     "transformers_version": "4.33.1", "v_head_dim": 128, "vocab_size": 129280,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                            "weight_block_size": [128, 128]},
 }  # fmt: skip

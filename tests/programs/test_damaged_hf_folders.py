@@ -52,7 +52,7 @@ CONFIGS = {
     "biases a text": (config(attention_bias="yes"), refused_type("attention_bias", "'yes'")),
     "tying a text": (config(tie_word_embeddings="no"), refused_type("tie_word_embeddings", "'no'")),
     "positions": (config(max_position_embeddings=63), ["--max-position-embeddings 63", FOLDER, "64"]),
-    "quantized": (config(quantization_config={"quant_method": "fp8"}), ["quantization_config", "fp32, bf16 and fp16"]),
+    "quantized": (config(quantization_config={"quant_method": "fp8"}), ["'fp8', but no tensor is quantized; remove"]),
     "without a head": (config(architectures=["LlamaModel"]), ["architectures ['LlamaModel']", "…ForCausalLM"]),
     "another head": (config(architectures=["LlamaForTokenClassification"]),
                      ["architectures ['LlamaForTokenClassification']: allowed"]),
@@ -131,7 +131,6 @@ FAMILIES = {
         "another latent": (config(kv_lora_rank=18),
                            ["kv_a_proj_with_mqa.weight has shape [32, 64]; config.json describes [34, 64]"]),
         "linear rotation": (rope(rope_type="linear", factor=2), ["rope_type default or yarn in this family"]),
-        "quantized": (config(quantization_config={"quant_method": "fp8"}), ["quantization_config", "fp32, bf16 and"]),
         "dense layers alone": (config(first_k_dense_replace=3), ["mlp.gate_proj.weight is missing"]),
     },
     "deepseek_v3_yarn": {
@@ -163,7 +162,7 @@ FAMILIES = {
     },
     "qwen3": {"biases": (config(attention_bias=True), ["attention_bias True: allowed is False"])},
     "gpt_oss": {
-        "MXFP4": (config(quantization_config={"quant_method": "mxfp4"}), ["quantized weights (quantization_config)"]),
+        "MXFP4": (config(quantization_config={"quant_method": "mxfp4"}), ["'mxfp4', but no tensor is quantized"]),
         "no biases": (config(attention_bias=False), ["attention_bias False: allowed is True"]),
         "another gate": (config(swiglu_alpha=1.0), ["swiglu_alpha 1.0: allowed is 1.702"]),
         "clamp a text": (config(swiglu_limit="7"), refused_type("swiglu_limit", "'7'")),

@@ -108,7 +108,7 @@ FILES = {
     "double precision": (replace(Q, lambda w: w.double()), [f"{Q} has type F64; allowed are F32, BF16, F16"]),
     "eight bits": (replace(Q, lambda w: w.to(FP8)), [f"{Q} has type F8_E4M3; allowed are F32, BF16, F16"]),
     "booleans": (replace(Q, lambda w: w > 0), [f"{Q} has type BOOL; allowed are F32, BF16, F16"]),
-    "scales": (add(f"{Q}_scale_inv", torch.ones(1, 1)), [f"{Q}_scale_inv {QUANTIZED}"]),
+    "scales": (add(f"{Q}_scale_inv", torch.ones(1, 1)), [f"{Q}_scale_inv {QUANTIZED}", "does not describe"]),
     "packed integers": (add(Q.replace("weight", "qweight"), torch.ones(8, 64, dtype=torch.int32)), [QUANTIZED]),
     "tied, with another head": (config(tie_word_embeddings=True), [f"ties {HEAD}", "but row 0 differs"]),
     "tied, with a head of another row": (in_order(config(tie_word_embeddings=True), tensors(another_row)),

@@ -17,7 +17,9 @@ from megarl.trainers.setup import build_role_encoder, check_training_flags
 from tests.helpers import hf_folders, small_tokenizers
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.hf_damage import in_order
 from tests.helpers.hf_layouts import build, logprobs
+from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts
 from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
 from tests.helpers.worlds import run_world
 
@@ -165,3 +167,20 @@ def test_a_supervised_run_and_a_reward_model_start_from_folders(data, tmp_path):
         assert {path.name for path in export.iterdir()} == {path.name for path in (data / case).iterdir()}
     head = load_file(tmp_path / "reward" / "hf" / "step_00000001" / "model-00002-of-00002.safetensors")["score.weight"]
     assert not head.equal(hf_folders.weights("qwen3_reward")["score.weight"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case, quantize", [("gpt_oss", in_order(widen_experts, mxfp4)), ("qwen3_moe", fp8((48, 40)))])
+def test_a_policy_starts_from_a_quantized_folder(case, quantize, data, tmp_path):
+    """Its weights are trained like others, and an export of them is not quantized."""
+    folder, save = hf_folders.write_folder(case, tmp_path / "folder"), tmp_path / "run"
+    quantize(folder)
+    flags = (
+        f"{LENGTHS} --prompts-per-step 4 --samples-per-prompt 2 --rollout-buffer-gb 0.01 --reward format --export-hf"
+        " --advantage grpo --kl-coefficient 0 --train-iters 2 --lr 1e-3 --expert-model-parallel-size 2"
+    )
+    train("rl", f"{flags} --hf-model {folder} --prompts {data}/train.jsonl --save {save}".split(), 2)
+    assert all(metrics(save)[step]["rollout/logprob_gap_max"] <= largest_gap_allowed() for step in (1, 2))
+    found = load_file(save / "hf" / "step_00000002" / "model.safetensors")
+    assert found.keys() == hf_folders.weights(case).keys()
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}

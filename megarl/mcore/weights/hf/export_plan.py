@@ -2,17 +2,18 @@
 
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from megarl.mcore.weights.hf.family import EMBEDDING, MODEL
 from megarl.mcore.weights.hf.folder import CONFIG, INDEX, SINGLE, HFFolder
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER, LANGUAGE_MODEL
-from megarl.mcore.weights.hf.safetensors_file import DTYPES, Header, make_header, read_header
+from megarl.mcore.weights.hf.quantized import CONFIG_ENTRY, dtype_of
+from megarl.mcore.weights.hf.safetensors_file import Header, make_header, read_header, size_of
+from megarl.mcore.weights.hf.stored_tensors import FolderTensor, StoredTensor
 from megarl.mcore.weights.hf.weight_map import WeightMap
 
 FILE_BYTES = 5 * 10**9  # maximum size of a new file's tensors, unless one tensor is larger
-CONFIG_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FP32_TENSORS = ("e_score_correction_bias",)  # rounding it changes the choice of experts
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> type and shape
@@ -24,27 +25,37 @@ class ExportPlan(NamedTuple):
     headers: dict[str, Header]  # of each weight file
     index: bytes | None  # type: ignore[assignment]  # of model.safetensors.index.json; None: there is one weight file
     config: bytes  # of config.json
-    kept: dict[str, str]  # tensors that the model does not use, copied as they are -> the folder's file that has them
+    kept: Mapping[str, FolderTensor]  # tensors that the model does not use: those of the folder
 
 
 def plan_export(weight_map: WeightMap, copies: Collection[str] = ()) -> ExportPlan:
     """Plans an export with the names, types and files of the folder that the model came from.
 
-    A folder without weights gives the types by its config.json, and new files. If the head differs, a scalar one for a
-    vocabulary's, its tensor takes the place of the other. `copies`: `WeightMap.shared_copies`.
+    A folder without weights, or with quantized ones, gives their types by its config.json, and new files. If the head
+    differs, a scalar one for a vocabulary's, its tensor takes the place of the other.
+
+    Args:
+        copies: `WeightMap.shared_copies`.
     """
     folder, expected = weight_map.model.folder, weight_map.written(copies).expected()
-    config, kept = _config(weight_map), {}
-    if not folder.has_weights:
-        headers = _new_files(expected, _dtype(weight_map))
-    elif config is None and expected.keys() <= folder.tensors.keys():
+    config = _config(weight_map)
+    kept: Mapping[str, FolderTensor] = {}
+    if folder.has_weights and config is None and expected.keys() <= folder.weights.keys():
         headers = {file: read_header(folder.path / file) for file in folder.files()}
-        kept = {name: file for file, header in headers.items() for name in header.tensors if name not in expected}
+        kept = {
+            name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]))
+            for file, header in headers.items() for name, entry in header.tensors.items() if name not in expected
+        }  # fmt: skip
         index = folder.path / INDEX
         return ExportPlan(headers, index.read_bytes() if index.exists() else None, _bytes_of(folder), kept)
+    if folder.has_weights:
+        kept = {
+            name: tensor for name, tensor in folder.weights.items() if name not in expected and weight_map.keeps(name)
+        }
+    if folder.has_weights and CONFIG_ENTRY not in folder.config:
+        headers = _changed_files(folder, expected, kept.keys())
     else:
-        kept = {name: tensor.file for name, tensor in folder.tensors.items() if weight_map.keeps(name)}
-        headers = _changed_files(weight_map, expected, kept.keys())
+        headers = _new_files(_types(folder, expected) | {name: each[1:3] for name, each in kept.items()})
     index = None if list(headers) == [SINGLE] else _index(headers)
     return ExportPlan(headers, index, _bytes_of(folder) if config is None else _json(config), kept)
 
@@ -57,31 +68,34 @@ def _config(weight_map: WeightMap) -> dict | None:
     """config.json of an export; None: the folder's own."""
     model, folder = weight_map.model, weight_map.model.folder
     changed = folder.config
+    if CONFIG_ENTRY in changed:
+        changed = {name: value for name, value in changed.items() if name != CONFIG_ENTRY}
     if weight_map.value_head != model.has_scalar_head:
         changed = _of_classifier(changed)
-    if folder.has_weights and not all(weight_map.keeps(name) for name in folder.tensors if model.prediction.has(name)):
+    if folder.has_weights and not all(weight_map.keeps(name) for name in folder.weights if model.prediction.has(name)):
         changed = model.prediction.without(changed)
     return None if changed is folder.config else changed
 
 
-def _dtype(weight_map: WeightMap) -> str:
-    folder = weight_map.model.folder
-    name = folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16"
-    if name not in CONFIG_DTYPES:
-        raise folder.error(f"config.json: dtype {name!r}: allowed are {', '.join(CONFIG_DTYPES)}")
-    return CONFIG_DTYPES[name]
+def _types(folder: HFFolder, shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """Type and shape of tensors that are written into new files."""
+    dtype, found = dtype_of(folder.config, folder.error), {}
+    stored = folder.weights if folder.has_weights else {}
+    for name, shape in shapes.items():
+        default = "F32" if name.endswith(FP32_TENSORS) else dtype
+        found[name] = stored[name].dtype if name in stored else default, shape
+    return found
 
 
-def _new_files(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, Header]:
+def _new_files(tensors: Tensors) -> dict[str, Header]:
     """Fills files in the order of the layers."""
     files, room = [], 0
-    for name, shape in shapes.items():
-        of_tensor = "F32" if name.endswith(FP32_TENSORS) else dtype
-        size = math.prod(shape) * DTYPES[of_tensor].itemsize
+    for name, tensor in tensors.items():
+        size = size_of(*tensor)
         if size > room:
             files.append({})
             room = FILE_BYTES
-        files[-1][name] = of_tensor, shape
+        files[-1][name] = tensor
         room -= size
     if len(files) == 1:
         return {SINGLE: make_header(files[0])}
@@ -89,11 +103,9 @@ def _new_files(shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, Head
     return dict(zip(names, map(make_header, files), strict=True))
 
 
-def _changed_files(
-    weight_map: WeightMap, shapes: dict[str, tuple[int, ...]], kept: Collection[str]
-) -> dict[str, Header]:
+def _changed_files(folder: HFFolder, shapes: dict[str, tuple[int, ...]], kept: Collection[str]) -> dict[str, Header]:
     """The folder's files without the tensors that are not written; new ones join the last file."""
-    stored = weight_map.model.folder.tensors
+    stored = folder.weights
     found = {name: tensor for name, tensor in stored.items() if name in shapes or name in kept}
     files: dict[str, Tensors] = {file: {} for file in sorted({tensor.file for tensor in found.values()})}
     for name, tensor in found.items():

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.mcore.weights.hf.export_plan import ExportPlan, plan_export
-from megarl.mcore.weights.hf.folder import CONFIG, INDEX
+from megarl.mcore.weights.hf.folder import CONFIG, INDEX, HFFolder
+from megarl.mcore.weights.hf.folder_reader import FolderReader, slices_of
 from megarl.mcore.weights.hf.mapping import RowRange
 from megarl.mcore.weights.hf.safetensors_file import MappedFile
+from megarl.mcore.weights.hf.stored_tensors import StoredTensor
 from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.mcore.weights.reshard import WeightTransfer
 from megarl.mcore.weights.reshard_plan import (
@@ -31,6 +33,7 @@ from megarl.mcore.weights.reshard_plan import (
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")  # files that are not copied
 NO_FILES: Mapping[str, bytes] = {}
+COPIED_ELEMENTS = 2**21  # of a quantized tensor, at a time
 PARTIAL = ".partial"  # suffix of a file that is being written
 
 
@@ -94,14 +97,25 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path, f
     for names in written.names_without_copies():
         WeightTransfer(source, _WrittenFiles(written, wholes, weight_files, names), group).run()
     for file in weight_files.values():
-        for kept in sorted(set(plan.kept.values())):
-            names = [name for name in file.names if plan.kept.get(name) == kept]
-            file.copy_from(weight_map.model.folder.path / kept, names)
+        _copy_kept(weight_map.model.folder, plan, file)
         file.flush()
     dist.barrier(group)
     if rank == 0:
         _publish(weight_map, plan, folder, files)
     dist.barrier(group)
+
+
+def _copy_kept(source: HFFolder, plan: ExportPlan, file: MappedFile):
+    """Copies what the model does not use: as it is, or the numbers that quantized tensors stand for."""
+    kept = {name: plan.kept[name] for name in file.names if name in plan.kept}
+    stored = {name: tensor.file for name, tensor in kept.items() if isinstance(tensor, StoredTensor)}
+    for each in sorted(set(stored.values())):
+        file.copy_from(source.path / each, [name for name, of in stored.items() if of == each])
+    reader = FolderReader(source)
+    for name in kept.keys() - stored.keys():
+        written = file[name]
+        for part in slices_of(kept[name].shape, COPIED_ELEMENTS):
+            written[part] = reader[name][part]
 
 
 def _prepare(folder: Path):

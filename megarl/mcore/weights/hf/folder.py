@@ -4,26 +4,21 @@ import functools
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from megarl.errors import UsageError, one_line
+from megarl.mcore.weights.hf import quantized
+from megarl.mcore.weights.hf.stored_tensors import FolderTensor, StoredTensor
 from megarl.plain_files import read_bytes
 
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_BYTES = 2**28  # of a JSON file
 READABLE = ("F32", "BF16", "F16")
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor is stored."""
-
-    file: str  # name in the folder
-    dtype: str  # as safetensors names it: F32, BF16, F16 …
-    shape: tuple[int, ...]
 
 
 class HFFolder:
@@ -50,7 +45,7 @@ class HFFolder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The folder's tensors by name; with an index, those that it names. UsageError for missing or damaged files."""
+        """Tensors of the files by name; with an index, those that it names. UsageError for missing or damaged files."""
         index = self._json(INDEX)
         if index is None:
             if not (self.path / SINGLE).exists():
@@ -77,6 +72,11 @@ class HFFolder:
                     raise self.error(f"{file} holds {name}, but {INDEX} puts it into {file_of[name]}")
             self.unnamed |= header.keys() - file_of.keys()
         return {name: headers[file_of[name]][name] for name in sorted(file_of)}
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, FolderTensor]:
+        """The tensors as a model without quantization has them. UsageError if quantized ones do not fit together."""
+        return quantized.dequantized(self.tensors, self.config, self.error)
 
     @functools.cached_property
     def has_weights(self) -> bool:

@@ -9,6 +9,8 @@ from megarl.mcore.weights.hf.folder import INDEX, HFFolder
 from megarl.mcore.weights.hf.mapping import Mapping, Rows, rows, stacked_experts
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.prediction import PredictionTensors, prediction_tensors
+from megarl.mcore.weights.hf.quantized import method_of
+from megarl.mcore.weights.hf.stored_tensors import StoredTensor
 
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old folders of Llama have it
@@ -36,7 +38,7 @@ class HFModel(NamedTuple):
     def stores_tied_head(self) -> bool:
         """Whether the folder has the tensor of a head that is the embedding."""
         is_tied = "untie-embeddings-and-output-weights" not in self.flags
-        return is_tied and self.folder.has_weights and "lm_head.weight" in self.folder.tensors
+        return is_tied and self.folder.has_weights and "lm_head.weight" in self.folder.weights
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
@@ -62,8 +64,7 @@ def read_model(path: str, flag: str, longest: int, keeps_prediction: bool = True
     folder = HFFolder(path, flag)
     family = _family(folder)
     config = ModelConfig(folder.config, family.config_type or family.model_type, longest, folder.error)
-    if folder.config.get("quantization_config"):
-        raise folder.error("quantized weights (quantization_config) are not supported; allowed are fp32, bf16 and fp16")
+    method_of(folder.config, folder.error)
     flags, is_classifier = family.flags(config), _is_classifier(config)
     if is_classifier or not config.switch("tie_word_embeddings"):
         flags["untie-embeddings-and-output-weights"] = True
@@ -77,7 +78,7 @@ def read_model(path: str, flag: str, longest: int, keeps_prediction: bool = True
 
 def _stored_layers(family: Family, folder: HFFolder) -> dict[str, Mapping]:
     """The family's layers; where transformers stored the experts of a layer in two tensors, these."""
-    stored = {match[2] for match in map(LAYER_TENSOR.fullmatch, folder.tensors) if match}
+    stored = {match[2] for match in map(LAYER_TENSOR.fullmatch, folder.weights) if match}
     has_single_experts = isinstance(family.layers.get("mlp.experts.experts.linear_fc1.weight"), Rows)
     if not has_single_experts or "mlp.experts.gate_up_proj" not in stored:
         return family.layers
@@ -85,8 +86,12 @@ def _stored_layers(family: Family, folder: HFFolder) -> dict[str, Mapping]:
 
 
 def _notes(folder: HFFolder, prediction: PredictionTensors) -> tuple[str, ...]:
-    note, unnamed = prediction.note(folder.tensors), sorted(folder.unnamed)
+    quantized = [tensor for tensor in folder.weights.values() if not isinstance(tensor, StoredTensor)]
+    note, unnamed = prediction.note(folder.weights), sorted(folder.unnamed)
     found = [note] if note else []
+    if quantized:
+        method, dtype = method_of(folder.config, folder.error), quantized[0].dtype
+        found.append(f"{len(quantized)} tensors are quantized ({method}): exports have them as {dtype}, not quantized")
     if unnamed:
         found.append(f"{len(unnamed)} tensors that {INDEX} does not name are not used; the first is {unnamed[0]}")
     return tuple(str(folder.error(text)) for text in found)

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from megarl.mcore.weights.hf import folder_reader
 from megarl.mcore.weights.hf.mapping import RowRange
 from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.mcore.weights.reshard_plan import Coordinates, LocalWeights, WeightShard, overlap
 
-# Bytes read from a file before its mapping is released: pages of a mapped file count as memory of the process.
-MAPPED_BYTES = 32 * 2**20
+# Mapped bytes for each element of a box: the numbers of a dequantized one add little to them.
+BYTES_PER_ELEMENT = 64
 
 
 class StoredBox(NamedTuple):
@@ -65,37 +65,16 @@ def import_weights(weight_map: WeightMap, stages, pg_collection):
 def read_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[StoredBox, Tensor]]:
     """Yields everything that this rank needs of the folder, file by file, in boxes of bounded size.
 
-    A tensor is a view of the mapped file; it must not be kept.
+    A tensor must not be kept: it is a view of the mapped file, or the fp32 numbers of a quantized one.
     """
     by_file = defaultdict(list)
-    tensors = weight_map.model.folder.tensors
+    folder = weight_map.model.folder
     for box in stored_boxes(weights, weight_map):
-        by_file[tensors[box.rows.name].file].append(box)
+        by_file[folder.weights[box.rows.name].file].append(box)
+    reader = folder_reader.FolderReader(folder)
     for file in sorted(by_file):
-        reader = _Reader(weight_map.model.folder.path / file)
         for box in by_file[file]:
-            for part in box.split(MAPPED_BYTES // 4 // 4):
-                yield part, reader.read(part)
+            for part in box.split(folder_reader.MAPPED_BYTES // BYTES_PER_ELEMENT):
+                stored = part.rows.view_of(reader[part.rows.name], part.offset, part.shape)
+                yield part, stored.reshape(part.shape)
         reader.close()
-
-
-class _Reader:
-    """Reads slices of one file's tensors, with a bounded part of the file mapped at a time."""
-
-    def __init__(self, path):
-        self.path, self._stored, self._mapped = path, None, 0
-
-    def read(self, box: StoredBox) -> Tensor:
-        """A view of a box's tensor in the mapped file."""
-        if self._stored is None or self._mapped >= MAPPED_BYTES:
-            self._stored, self._mapped = safe_open(self.path, framework="pt"), 0
-        source = self._stored.get_slice(box.rows.name)
-        stored = box.rows.view_of(source, box.offset, box.shape)
-        # Slices of the last axis map the pages of all of it.
-        lines = box.shape[0] if not box.rows.is_transposed else math.prod(box.shape[1:])
-        self._mapped += lines * source.get_shape()[-1] * stored.element_size()
-        return stored.reshape(box.shape)
-
-    def close(self):
-        """Releases the mapping."""
-        self._stored = None

@@ -1,6 +1,7 @@
 """A safetensors file that is written tensor by tensor through a memory mapping, never held in memory as a whole."""
 
 import json
+import math
 import os
 import re
 import struct
@@ -47,7 +48,7 @@ def make_header(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Header:
     """
     entries, end = {}, 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-_bits(item[1][0]), item[0])):
-        start, end = end, end + torch.Size(shape).numel() * _bits(dtype) // 8
+        start, end = end, end + size_of(dtype, shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": METADATA} | entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -58,6 +59,11 @@ def _bits(dtype: str) -> int:
     """Size of an element of any type, as safetensors names them: BOOL, I64, F8_E4M3, F4 …"""
     match = _BITS.fullmatch(dtype)
     return int(match[1] or 8) if match else 8
+
+
+def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * _bits(dtype) // 8
 
 
 class MappedFile:

@@ -1,21 +1,21 @@
 """Where each weight of a model lies in a Hugging Face folder, and whether the folder holds exactly these tensors."""
 
-import contextlib
 import itertools
 from collections.abc import Collection, Iterator
 
 import torch
-from safetensors import safe_open
 
 from megarl.mcore.model.pipeline_layout import layer_kinds
 from megarl.mcore.model.projections import HeadLayout
+from megarl.mcore.weights.hf import quantized
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, LAYER, LM_HEAD, MODEL, SCALAR_HEAD
 from megarl.mcore.weights.hf.folder import READABLE
+from megarl.mcore.weights.hf.folder_reader import FolderReader, slices_of
 from megarl.mcore.weights.hf.hf_model import HFModel
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
 from megarl.mcore.weights.hf.model_weights import model_weights
 
-COMPARED_ROWS = 4096  # at a time
+COMPARED = 2**22  # elements at a time
 NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
 
 
@@ -127,12 +127,14 @@ class WeightMap:
         """
         if not self.model.folder.has_weights or not self.keeps_prediction:
             return []
-        tensors, found = self.model.folder.tensors, []
+        tensors, found = self.model.folder.weights, []
         for name in tensors:
             of = self.model.prediction.copied(name)
             if of == LM_HEAD.names[0] and not self.value_head and not self.args.untie_embeddings_and_output_weights:
                 of = MODEL[EMBEDDING].names[0]
-            if of in tensors and tensors[name][1:] == tensors[of][1:] and self._first_difference(of, name) is None:
+            if of not in tensors or tensors[name].shape != tensors[of].shape:
+                continue
+            if tensors[name].dtype == tensors[of].dtype and self._first_difference(of, name) is None:
                 found.append(name)
         return found
 
@@ -147,22 +149,17 @@ class WeightMap:
 
     def _first_difference(self, *names: str) -> int | None:
         """The first row in which two tensors of one shape differ; None: they are equal."""
-        folder = self.model.folder
-        with contextlib.ExitStack() as files:
-            stored = [
-                files.enter_context(safe_open(folder.path / folder.tensors[name].file, framework="pt")).get_slice(name)
-                for name in names
-            ]
-            for start in range(0, self.model.vocab_size, COMPARED_ROWS):
-                embedding, head = (each[start : start + COMPARED_ROWS] for each in stored)
-                if not torch.equal(embedding, head):
-                    return start + int((embedding != head).any(1).nonzero()[0])
+        reader, shape = FolderReader(self.model.folder), self.model.folder.weights[names[0]].shape
+        for part in slices_of(shape, COMPARED):
+            one, other = (reader[name][part] for name in names)
+            if not torch.equal(one, other):
+                return part[0].start + int((one != other).any(1).nonzero()[0])
         return None
 
     def check(self):
         """UsageError for the first tensor that is missing, unknown, of another shape or of a type that is not read."""
         folder, expected = self.model.folder, self.expected()
-        tensors = folder.tensors
+        tensors = folder.weights
         for name, shape in expected.items():
             if name not in tensors:
                 raise folder.error(f"{name} is missing, which config.json needs")
@@ -170,7 +167,8 @@ class WeightMap:
                 found = list(tensors[name].shape)
                 raise folder.error(f"{name} has shape {found}; config.json describes {list(shape)}")
             if tensors[name].dtype not in READABLE:
-                raise folder.error(f"{name} has type {tensors[name].dtype}; allowed are {', '.join(READABLE)}")
+                fp8 = f"{quantized.FP8_TYPE} with {quantized.CONFIG_ENTRY} in config.json"
+                raise folder.error(f"{name} has type {tensors[name].dtype}; allowed are {', '.join(READABLE)}, {fp8}")
         ignored = {"lm_head.weight"} if self.value_head else set()
         for name in sorted(tensors.keys() - expected.keys() - ignored):
             if not self.model.is_unused(name):
@@ -182,5 +180,5 @@ def _unknown(name: str, layers: int) -> str:
     if name.startswith("model.layers.") and name.split(".")[2].isdigit() and int(name.split(".")[2]) >= layers:
         return f"{name} belongs to a layer after those of config.json (num_hidden_layers, num_nextn_predict_layers)"
     if name.endswith(("_scale", "_scale_inv", "_scales", ".scales", ".qweight", ".qzeros", "_blocks")):
-        return f"{name} belongs to quantized weights; allowed are fp32, bf16 and fp16"
+        return f"{name} belongs to quantized weights, which {quantized.CONFIG_ENTRY} of config.json does not describe"
     return f"{name} is a tensor that megarl does not know in this family"

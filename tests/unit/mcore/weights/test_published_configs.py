@@ -7,11 +7,12 @@ import pytest
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.hf_model import read_model
 from tests.helpers.deepseek_configs import DEEPSEEK_V3, DEEPSEEK_YARN
+from tests.helpers.hf_quantized import MXFP4_CONFIG
 
 LLAMA_3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
            "rope_type": "llama3"}  # fmt: skip
 
-# Entries of config.json as the models' authors published them (without those of weights in 8 bits).
+# Entries of config.json as the models' authors published them.
 PUBLISHED = {
     "Qwen3-0.6B": {
         "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
@@ -62,7 +63,7 @@ PUBLISHED = {
         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
                          "original_max_position_embeddings": 4096},
         "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
-        "vocab_size": 201088,
+        "vocab_size": 201088, "quantization_config": MXFP4_CONFIG,
     },
     "gemma-2-2b": {
         "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attn_logit_softcapping": 50.0,

@@ -1,0 +1,92 @@
+"""Damaged quantized folders, and methods that are not read: exit status 2 and one line that says what is wrong."""
+
+import pytest
+import torch
+
+from tests.helpers import hf_folders
+from tests.helpers.forked_programs import check
+from tests.helpers.hf_damage import argv, config, drop, in_order, replace, tensors
+from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts
+from tests.helpers.tiers import by_default
+
+DOWN = "model.layers.1.mlp.down_proj.weight"  # [64, 128], in blocks of [32, 48]
+SCALE, BLOCK = f"{DOWN}_scale_inv", (32, 48)
+EXPERTS = "model.layers.1.mlp.experts.down_proj"
+BLOCKS, SCALES = f"{EXPERTS}_blocks", f"{EXPERTS}_scales"
+ELSEWHERE = ["allowed are fp8 in blocks and mxfp4", "take the model's folder in 16 bits"]
+
+
+def method(name: str, **entries):
+    return config(quantization_config={"quant_method": name} | entries)
+
+
+def set_scale(value: float):
+    def change(held: dict[str, torch.Tensor]):
+        held[SCALE][1, 2] = value
+
+    return tensors(change)
+
+
+def set_exponent(held: dict[str, torch.Tensor]):
+    held[SCALES][0, 3, 0] = 255
+
+
+FP8 = {
+    "gptq": (method("gptq", bits=4), ["quant_method 'gptq'", *ELSEWHERE]),
+    "awq": (method("awq"), ["quant_method 'awq'", *ELSEWHERE]),
+    "bitsandbytes": (method("bitsandbytes", load_in_4bit=True), ["quant_method 'bitsandbytes'", *ELSEWHERE]),
+    "compressed-tensors": (method("compressed-tensors"), ["quant_method 'compressed-tensors'", *ELSEWHERE]),
+    "no method": (config(quantization_config={"bits": 8}), ["quant_method None", *ELSEWHERE]),
+    "a list": (config(quantization_config=[1]), ["config.json: transformers cannot read it: 'list' object"]),
+    "no blocks": (method("fp8", weight_block_size=None), ["weight_block_size None: allowed are two whole numbers"]),
+    "one number": (method("fp8", weight_block_size=[128]), ["weight_block_size [128]: allowed are two whole numbers"]),
+    "blocks of nothing": (method("fp8", weight_block_size=[0, 128]), ["weight_block_size [0, 128]: allowed"]),
+    "other blocks": (method("fp8", weight_block_size=[32, 32]), ["_scale_inv has shape", "blocks of [32, 32]"]),
+    "no entry": (config(quantization_config=None), ["has type F8_E4M3; allowed are F32, BF16, F16, F8_E4M3 with"]),
+    "no scales": (drop(SCALE), [f"{SCALE} is missing, without which {DOWN} of type F8_E4M3 cannot be read"]),
+    "empty scales": (replace(SCALE, lambda s: s[:0]), [f"{SCALE} has shape [0, 3]", "needs [2, 3]"]),
+    "a row less": (replace(SCALE, lambda s: s[:1]), [f"{SCALE} has shape [1, 3]", "needs [2, 3]"]),
+    "one scale": (replace(SCALE, lambda s: s[0, 0]), [f"{SCALE} has shape []", "needs [2, 3]"]),
+    "integer scales": (replace(SCALE, lambda s: s.int()), [f"{SCALE} has type I32; allowed are F32, BF16"]),
+    "NaN": (set_scale(float("nan")), [f"{SCALE} holds a scale that is not finite"]),
+    "infinite": (set_scale(float("inf")), [f"{SCALE} holds a scale that is not finite"]),
+    "flat": (replace(DOWN, lambda w: w.flatten()), [f"{DOWN} of type F8_E4M3 has shape [8192]; allowed are matrices"]),
+    "scales of bf16": (replace(DOWN, lambda w: w.bfloat16()), [f"{DOWN} has a scale_inv, but is of type BF16"]),
+    "another shape": (in_order(replace(DOWN, lambda w: w[:32]), replace(SCALE, lambda s: s[:1])),
+                      [f"{DOWN} has shape [32, 128]; config.json describes [64, 128]"]),
+    "type of the export": (config(dtype="float8_e4m3fn"), ["dtype 'float8_e4m3fn': allowed are float32, bfloat16"]),
+}  # fmt: skip
+MXFP4 = {
+    "no scales": (drop(SCALES), [f"{SCALES} is missing, without which {BLOCKS} cannot be read"]),
+    "no blocks": (drop(BLOCKS), [f"{BLOCKS} is missing, to which {SCALES} belongs"]),
+    "three axes": (replace(BLOCKS, lambda b: b.flatten(2)), [f"{BLOCKS} has shape", "groups of 32 values, 16]"]),
+    "bytes of a group": (replace(BLOCKS, lambda b: b[..., :8]), [f"{BLOCKS} has shape", "groups of 32 values, 16]"]),
+    "fewer scales": (replace(SCALES, lambda s: s[:, :5]), [f"{SCALES} has shape [8, 5, 3]; {BLOCKS} needs"]),
+    "signed": (replace(BLOCKS, lambda b: b.to(torch.int8)), [f"{BLOCKS} has type I8; allowed is U8"]),
+    "NaN": (tensors(set_exponent), [f"{SCALES} holds a scale that is not finite"]),
+    "both": (tensors(lambda held: held.update({EXPERTS: torch.ones(8, 96, 64)})), [f"both {EXPERTS} and {BLOCKS}"]),
+}  # fmt: skip
+
+
+def refused(tmp_path, folder, needles):
+    """The last line; one before it may say that the folder is quantized."""
+    status, printed, others = check(argv(tmp_path, folder), "sft", size=2)
+    *warnings, line = others.splitlines()
+    assert (status, printed) == (2, "") and all("tensors are quantized" in each for each in warnings), others
+    assert all(needle in line for needle in [f"megarl: error: --hf-model {folder}", *needles]), line
+
+
+@pytest.mark.parametrize("name", by_default(FP8, ["gptq", "no scales", "a row less", "NaN"]))
+def test_fp8(name, tmp_path):
+    damage, needles = FP8[name]
+    folder = hf_folders.write_folder("llama2", tmp_path / "folder")
+    in_order(fp8(BLOCK), damage)(folder)
+    refused(tmp_path, folder, needles)
+
+
+@pytest.mark.parametrize("name", by_default(MXFP4, ["fewer scales", "NaN"]))
+def test_mxfp4(name, tmp_path):
+    damage, needles = MXFP4[name]
+    folder = hf_folders.write_folder("gpt_oss", tmp_path / "folder")
+    in_order(widen_experts, mxfp4, damage)(folder)
+    refused(tmp_path, folder, needles)
