@@ -88,6 +88,8 @@ class Conversion:
         if (model := self.settings.hf_model) is not None:
             if self.save and self.save.resolve() == model.folder.path.resolve():
                 raise UsageError(f"--save {s.save}: is the folder of --hf-model; allowed is another one")
+            if command == "to-hf":
+                model.check_exportable(self.value_head)
             self.weight_map = WeightMap(model, self.settings.megatron, self.value_head)
         self.source = model.folder.path if model is not None and command == "from-hf" else s.load
         read = functools.partial(self._weights, None if command == "from-hf" else s.load)

@@ -14,6 +14,7 @@ Message = dict[str, Any]
 MessageKey = tuple[str, str] | str
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MEDIA = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")  # types of parts of a content
 _ROLE_OF = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool", "name": "tool"}
 
 
@@ -36,6 +37,8 @@ def _error(message: Any, which: str) -> str | None:
         if _ROLE_OF.get(name, role) != role:
             return f"{which} of the role {role} has {name}, which belongs to the role {_ROLE_OF[name]}"
         if name == "content" and isinstance(value, list):
+            if media := [part["type"] for part in value if isinstance(part, dict) and part.get("type") in MEDIA]:
+                return f"the content of {which} has a part of the type {media[0]}; megarl reads text alone"
             if not all(_is_text_part(part) for part in value):
                 return f'the content of {which} must be a string, or a list of {{"type": "text", "text": "…"}}'
         elif name != "tool_calls" and not isinstance(value, str):

@@ -12,7 +12,10 @@ TEMPLATE = "chat_template.jinja"
 
 
 def check_exportable(role: RoleSettings):
-    """UsageError if an export would have another tokenizer than the run: a SentencePiece model is not converted."""
+    """UsageError if no folder like the role's can be written, or it would have another tokenizer than the run: a
+    SentencePiece model is not converted.
+    """
+    role.hf_model.check_exportable(role.has_scalar_head)
     own = role.hf_model.folder.path
     if role.tokenizer_type == "SentencePieceTokenizer" and role.tokenizer_model:
         files = Path(role.tokenizer_model), own / "tokenizer.model"

@@ -50,6 +50,8 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
         check_exportable(trained)
     if s.export_peft and (trained.hf_model is None or trained.lora is None):
         raise UsageError("--export-peft: needs --hf-model, whose modules it names, and --lora-rank")
+    if s.export_peft and trained.hf_model.family.multimodal:
+        raise trained.hf_model.folder.error("a multimodal folder; --export-peft needs a language model's")
     check_save(s)
     _check_profile_ranks(config)
     if s.save:

@@ -24,6 +24,7 @@ UNEVEN_PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-laye
 CASES = {
     "qwen3": ("qwen3", fp8(BLOCK), 2, TP2),
     "qwen3, scales in bf16": ("qwen3", fp8(BLOCK, torch.bfloat16), 1, ""),
+    "qwen3_vl": ("qwen3_vl", fp8(BLOCK), 2, TP2),
     "qwen3_moe": ("qwen3_moe", fp8(BLOCK), 2, f"{TP2} --expert-model-parallel-size 2"),
     "deepseek_v3": ("deepseek_v3", fp8(BLOCK), 2, UNEVEN_PP2),
     "deepseek_v3, experts": ("deepseek_v3", fp8(BLOCK), 2, f"{TP2} --expert-model-parallel-size 2"),

@@ -15,7 +15,8 @@ from tests.helpers.worlds import SAFETY
 # Cases of hf_folders whose models megarl computes.
 DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
          "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "llama_yarn", "qwen3_yarn", "qwen3_yarn_old_style",
-         "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3", "olmo2", "olmo3")  # fmt: skip
+         "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3", "olmo2", "olmo3",
+         "gemma3_vision", "qwen3_vl", "mistral3")  # fmt: skip
 LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite")
 MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe", "qwen3_moe_window", "mixtral",
        "glm4_moe", "glm4_moe_bf16", "gpt_oss", *LATENT)  # fmt: skip
@@ -27,7 +28,8 @@ SUPPORTED = DENSE + MOE + REWARD
 # One case of each family; two where folders differ in their tensors.
 FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "gemma2", "gemma3", "olmo2", "olmo3",
             "qwen2_moe_window", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_yarn", "kimi_k2",
-            "deepseek_v2", "deepseek_v2_lite", *RECURRENT, *REWARD)  # fmt: skip
+            "deepseek_v2", "deepseek_v2_lite", "gemma3_vision", "qwen3_vl", "mistral3", *RECURRENT,
+            *REWARD)  # fmt: skip
 SHORT = 24  # tokens that several ranks generate; with the prompt more than any case's attention window
 
 

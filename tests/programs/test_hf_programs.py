@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_damage import in_order
 from tests.helpers.hf_layouts import build, logprobs
+from tests.helpers.hf_prediction import with_prediction
 from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts
 from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
 from tests.helpers.worlds import run_world
@@ -169,18 +171,32 @@ def test_a_supervised_run_and_a_reward_model_start_from_folders(data, tmp_path):
     assert not head.equal(hf_folders.weights("qwen3_reward")["score.weight"])
 
 
+# Folders as their authors publish them -> case, change of its folder, further flags
+PUBLISHED = {
+    "MXFP4": ("gpt_oss", in_order(widen_experts, mxfp4), "--expert-model-parallel-size 2"),
+    "fp8": ("qwen3_moe", fp8((48, 40)), "--expert-model-parallel-size 2"),
+    "prediction in fp8": ("deepseek_v3", in_order(with_prediction, fp8((48, 40))), "--expert-model-parallel-size 2"),
+    "vision": ("gemma3_vision", in_order(), TP2),
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("case, quantize", [("gpt_oss", in_order(widen_experts, mxfp4)), ("qwen3_moe", fp8((48, 40)))])
-def test_a_policy_starts_from_a_quantized_folder(case, quantize, data, tmp_path):
-    """Its weights are trained like others, and an export of them is not quantized."""
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_policy_starts_from_a_folder_as_it_is_published(name, data, tmp_path):
+    """Its weights are trained like others; an export is not quantized, and has the tensors that are not trained."""
+    case, change, flags = PUBLISHED[name]
     folder, save = hf_folders.write_folder(case, tmp_path / "folder"), tmp_path / "run"
-    quantize(folder)
-    flags = (
-        f"{LENGTHS} --prompts-per-step 4 --samples-per-prompt 2 --rollout-buffer-gb 0.01 --reward format --export-hf"
-        " --advantage grpo --kl-coefficient 0 --train-iters 2 --lr 1e-3 --expert-model-parallel-size 2"
+    change(folder)
+    flags += (
+        f" {LENGTHS} --prompts-per-step 4 --samples-per-prompt 2 --rollout-buffer-gb 0.01 --reward format --export-hf"
+        " --advantage grpo --kl-coefficient 0 --train-iters 2 --lr 1e-3"
     )
     train("rl", f"{flags} --hf-model {folder} --prompts {data}/train.jsonl --save {save}".split(), 2)
     assert all(metrics(save)[step]["rollout/logprob_gap_max"] <= largest_gap_allowed() for step in (1, 2))
-    found = load_file(save / "hf" / "step_00000002" / "model.safetensors")
-    assert found.keys() == hf_folders.weights(case).keys()
+    found, stored = (load_file(of / "model.safetensors") for of in (save / "hf" / "step_00000002", folder))
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert found.keys() >= hf_folders.weights(case).keys()
+    kept = [key for key in found if re.match(r"model\.layers\.3\.(e|h)norm|vision_tower|multi_modal", key)]
+    assert all(found[key].equal(stored[key]) for key in kept) and bool(kept) == (
+        name in ("prediction in fp8", "vision")
+    )

@@ -66,6 +66,14 @@ def scalar(family: str, rope: dict[str, Any], **fields) -> Case:
     return Case(getattr(hf, f"{family}ForSequenceClassification"), config)
 
 
+def multimodal(family: str, end: int | list[int], vision: dict[str, Any], text: dict[str, Any], **fields) -> Case:
+    """A model with a vision tower, `{family}ForConditionalGeneration`."""
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    shared = {key: value for key, value in BASE.items() if key not in ids}
+    config = getattr(hf, f"{family}Config")(text_config=shared | text, vision_config=vision, **fields)
+    return Case(getattr(hf, f"{family}ForConditionalGeneration"), config, end=end)
+
+
 def basic() -> dict[str, Case]:
     """Families whose layers are Megatron's."""
     return {
@@ -98,6 +106,8 @@ def further() -> dict[str, Case]:
     sliding, full = "sliding_attention", "full_attention"
     two_bases = {sliding: theta(1e4), full: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
     yarn_on_full = {sliding: theta(1e4), full: YARN | {"beta_fast": 32.0, "beta_slow": 1.0}}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14}
+    tower = vision | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     mscale = {"mscale": 0.8, "mscale_all_dim": 0.6, "beta_fast": 32.0, "beta_slow": 1.0}
     return {
         "llama_bias": case("Llama", theta(1e4), attention_bias=True, mlp_bias=False),
@@ -117,6 +127,21 @@ def further() -> dict[str, Case]:
         "gemma3": case("Gemma3Text", two_bases, num_hidden_layers=4, head_dim=32, query_pre_attn_scalar=24,
                        sliding_window=8, tie_word_embeddings=True, layer_types=[sliding, sliding, full, sliding],
                        end=[2, 0]),
+        "gemma3_vision": multimodal(
+            "Gemma3", [2, 0], tower, {
+                "num_hidden_layers": 4, "head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8,
+                "layer_types": [sliding, sliding, full, sliding], "rope_parameters": two_bases},
+            mm_tokens_per_image=4, image_token_index=100, boi_token_index=101, eoi_token_index=102),
+        "qwen3_vl": multimodal(
+            "Qwen3VL", [2, 0], vision | {
+                "depth": 2, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0],
+                "num_position_embeddings": 16},
+            {"head_dim": 32, "rope_parameters": theta(1e6) | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+            image_token_id=100, video_token_id=101, vision_start_token_id=102, vision_end_token_id=103),
+        "mistral3": multimodal(
+            "Mistral3", 2, tower | {"model_type": "pixtral"},
+            {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "rope_parameters": theta(1e6)},
+            image_token_index=10, tie_word_embeddings=False),
         "olmo2": case("Olmo2", theta(5e5)),
         "olmo3": case("Olmo3", yarn_on_full, num_hidden_layers=4, sliding_window=8),
         "gpt_oss": case("GptOss", YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}, num_hidden_layers=4,

@@ -112,7 +112,7 @@ def greedy(model, name: str, vocabulary: int) -> dict[str, Any]:
 
 
 def numbers(name: str, case: Case, folder: Path) -> dict[str, Any]:
-    vocabulary = case.config.vocab_size
+    vocabulary = case.config.get_text_config().vocab_size
     model, exact = load(case.model, folder), load(case.model, folder, torch.float64)
     tokens = [ids(f"tokens {n} of {name}", [n], vocabulary) for n in case.lengths]
     if not model.can_generate():

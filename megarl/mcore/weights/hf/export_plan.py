@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from megarl.mcore.weights.hf.family import EMBEDDING, MODEL
 from megarl.mcore.weights.hf.folder import CONFIG, INDEX, SINGLE, HFFolder
 from megarl.mcore.weights.hf.hf_model import CLASSIFIER, LANGUAGE_MODEL
 from megarl.mcore.weights.hf.quantized import CONFIG_ENTRY, dtype_of
@@ -72,7 +71,9 @@ def _config(weight_map: WeightMap) -> dict | None:
         changed = {name: value for name, value in changed.items() if name != CONFIG_ENTRY}
     if weight_map.value_head != model.has_scalar_head:
         changed = _of_classifier(changed)
-    if folder.has_weights and not all(weight_map.keeps(name) for name in folder.weights if model.prediction.has(name)):
+    if folder.has_weights and not all(
+        weight_map.keeps(name) for name in folder.weights if weight_map.is_prediction(name)
+    ):
         changed = model.prediction.without(changed)
     return None if changed is folder.config else changed
 
@@ -110,9 +111,9 @@ def _changed_files(folder: HFFolder, shapes: dict[str, tuple[int, ...]], kept: C
     files: dict[str, Tensors] = {file: {} for file in sorted({tensor.file for tensor in found.values()})}
     for name, tensor in found.items():
         files[tensor.file][name] = tensor.dtype, tensor.shape
-    last = list(files)[-1]
+    last, dtype = list(files)[-1], next(tensor.dtype for name, tensor in found.items() if name in shapes)
     for name in shapes.keys() - found.keys():
-        files[last][name] = stored[MODEL[EMBEDDING].names[0]].dtype, shapes[name]
+        files[last][name] = dtype, shapes[name]
     return {file: make_header(tensors) for file, tensors in files.items()}
 
 

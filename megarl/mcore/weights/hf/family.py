@@ -120,6 +120,22 @@ PREDICTION_LAYERS = Prediction(
 )
 
 
+class Multimodal(NamedTuple):
+    """Folders in which the language model is one part among others, such as a vision tower."""
+
+    # Prefix of the language model's tensors, instead of `model.`, and name of its head; the first that a folder has
+    names: tuple[tuple[str, str], ...]
+    kept: str  # pattern of the other parts' tensors
+
+
+# Names of transformers since 4.52, and those before, which it still writes for some classes.
+LLAVA = Multimodal(
+    (("model.language_model.", "lm_head.weight"), ("language_model.model.", "language_model.lm_head.weight")),
+    r"(model\.)?(vision_tower|multi_modal_projector)\..+",
+)
+QWEN_VL = Multimodal((("model.language_model.", "lm_head.weight"),), r"model\.visual\..+")
+
+
 class Family(NamedTuple):
     """A `model_type` of config.json."""
 
@@ -131,6 +147,8 @@ class Family(NamedTuple):
     # Another type whose class of transformers reads its config.json.
     config_type: str | None = None
     prediction: Prediction | None = None
+    # The language model is described by `text_config`, of the type `config_type`.
+    multimodal: Multimodal | None = None
 
 
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")

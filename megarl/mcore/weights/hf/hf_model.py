@@ -3,11 +3,13 @@
 import re
 from typing import NamedTuple
 
+from megarl.mcore.weights.hf import multimodal
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
 from megarl.mcore.weights.hf.mapping import Mapping, Rows, rows, stacked_experts
 from megarl.mcore.weights.hf.model_config import ModelConfig
+from megarl.mcore.weights.hf.multimodal import Naming
 from megarl.mcore.weights.hf.prediction import PredictionTensors, prediction_tensors
 from megarl.mcore.weights.hf.quantized import method_of
 from megarl.mcore.weights.hf.stored_tensors import StoredTensor
@@ -32,17 +34,28 @@ class HFModel(NamedTuple):
     vocab_size: int  # rows of the embedding; a tokenizer may have fewer tokens
     has_scalar_head: bool  # a reward model or critic
     prediction: PredictionTensors
+    naming: Naming  # of the folder's tensors
     notes: tuple[str, ...] = ()  # for the user: tensors that are not used
 
     @property
     def stores_tied_head(self) -> bool:
         """Whether the folder has the tensor of a head that is the embedding."""
         is_tied = "untie-embeddings-and-output-weights" not in self.flags
-        return is_tied and self.folder.has_weights and "lm_head.weight" in self.folder.weights
+        return is_tied and self.folder.has_weights and self.naming.head in self.folder.weights
+
+    def check_exportable(self, value_head: bool):
+        """UsageError if no folder like this one can be written. `value_head`: of a model with a scalar head."""
+        if self.family.multimodal and value_head:
+            raise self.folder.error("a multimodal folder; exports with a scalar head are those of language models")
+        if self.family.multimodal and not self.folder.has_weights:
+            raise self.folder.error("a multimodal folder without weights; an export takes its other parts from there")
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
-        return bool(ROTARY_BUFFER.fullmatch(name)) or self.prediction.has(name)
+        plain = self.naming.plain(name)
+        if plain is None:
+            return multimodal.is_kept(self.family, name)
+        return bool(ROTARY_BUFFER.fullmatch(plain)) or self.prediction.has(plain)
 
     def tokens(self) -> list[str]:
         """The flags as command-line tokens."""
@@ -63,32 +76,44 @@ def read_model(path: str, flag: str, longest: int, keeps_prediction: bool = True
     """
     folder = HFFolder(path, flag)
     family = _family(folder)
-    config = ModelConfig(folder.config, family.config_type or family.model_type, longest, folder.error)
+    if family.multimodal:
+        config, is_classifier = multimodal.text_config(folder, family, longest), False
+    else:
+        config = ModelConfig(folder.config, family.config_type or family.model_type, longest, folder.error)
+        is_classifier = _is_classifier(config)
     method_of(folder.config, folder.error)
-    flags, is_classifier = family.flags(config), _is_classifier(config)
-    if is_classifier or not config.switch("tie_word_embeddings"):
+    flags, naming = family.flags(config), multimodal.naming_of(family, folder.weights if folder.has_weights else ())
+    if family.multimodal:
+        is_tied = multimodal.ties_head(folder, family, longest, naming)
+    else:
+        is_tied = not is_classifier and config.switch("tie_word_embeddings")
+    if not is_tied:
         flags["untie-embeddings-and-output-weights"] = True
     prediction = prediction_tensors(family, config, keeps_prediction)
-    notes: tuple[str, ...] = ()
-    if folder.has_weights:
-        family = family._replace(layers=_stored_layers(family, folder))
-        notes = _notes(folder, prediction)
-    return HFModel(folder, family, flags, config.whole("vocab_size"), is_classifier, prediction, notes)
+    model = HFModel(folder, family, flags, config.whole("vocab_size"), is_classifier, prediction, naming)
+    if not folder.has_weights:
+        return model
+    return model._replace(family=family._replace(layers=_stored_layers(model)), notes=_notes(model))
 
 
-def _stored_layers(family: Family, folder: HFFolder) -> dict[str, Mapping]:
+def _stored_layers(model: HFModel) -> dict[str, Mapping]:
     """The family's layers; where transformers stored the experts of a layer in two tensors, these."""
-    stored = {match[2] for match in map(LAYER_TENSOR.fullmatch, folder.weights) if match}
-    has_single_experts = isinstance(family.layers.get("mlp.experts.experts.linear_fc1.weight"), Rows)
+    layers = model.family.layers
+    plain = (model.naming.plain(name) or "" for name in model.folder.weights)
+    stored = {match[2] for match in map(LAYER_TENSOR.fullmatch, plain) if match}
+    has_single_experts = isinstance(layers.get("mlp.experts.experts.linear_fc1.weight"), Rows)
     if not has_single_experts or "mlp.experts.gate_up_proj" not in stored:
-        return family.layers
-    return family.layers | FUSED_EXPERTS
+        return layers
+    return layers | FUSED_EXPERTS
 
 
-def _notes(folder: HFFolder, prediction: PredictionTensors) -> tuple[str, ...]:
+def _notes(model: HFModel) -> tuple[str, ...]:
+    folder = model.folder
     quantized = [tensor for tensor in folder.weights.values() if not isinstance(tensor, StoredTensor)]
-    note, unnamed = prediction.note(folder.weights), sorted(folder.unnamed)
+    note, unnamed = model.prediction.note(filter(None, map(model.naming.plain, folder.weights))), sorted(folder.unnamed)
     found = [note] if note else []
+    if others := sum(multimodal.is_kept(model.family, name) for name in folder.weights):
+        found.append(f"{others} tensors of other parts than the language model are not trained; exports have them")
     if quantized:
         method, dtype = method_of(folder.config, folder.error), quantized[0].dtype
         found.append(f"{len(quantized)} tensors are quantized ({method}): exports have them as {dtype}, not quantized")

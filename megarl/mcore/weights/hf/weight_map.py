@@ -39,7 +39,7 @@ class WeightMap:
         self._heads = HeadLayout.of(args)
         self._copies: dict[str, list[str]] = {EMBEDDING: [], HEAD: []}  # further tensors of a weight, by its key
         if self.has_tied_head:
-            self._copies[EMBEDDING] += LM_HEAD.names
+            self._copies[EMBEDDING].append(model.naming.head)
         for name in sorted(copies):
             self._copies[self._copied_key(name)].append(name)
 
@@ -47,8 +47,19 @@ class WeightMap:
         """The tensors of an export: it has a scalar head if the role has one. `copies`: as of the constructor."""
         return WeightMap(self.model._replace(has_scalar_head=self.value_head), self.args, self.value_head, copies)
 
+    @property
+    def embedding(self) -> str:
+        """Name of the embedding's tensor."""
+        return self.model.naming.stored(MODEL[EMBEDDING].names[0])
+
+    def _copied(self, name: str) -> str | None:
+        """The tensor whose copy one of multi-token prediction is."""
+        plain = self.model.naming.plain(name)
+        of = self.model.prediction.copied(plain) if plain is not None else None
+        return self.model.naming.stored(of) if of is not None else None
+
     def _copied_key(self, name: str) -> str:
-        is_head = self.model.prediction.copied(name) == LM_HEAD.names[0]
+        is_head = self._copied(name) == self.model.naming.head
         return HEAD if is_head and self.args.untie_embeddings_and_output_weights else EMBEDDING
 
     def ranges(self, key: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
@@ -66,6 +77,7 @@ class WeightMap:
         if not match:
             mapping = self._outer(key)
             found = [] if mapping is None else mapping.ranges(rows, self._heads, None)
+            found = [part._replace(name=self.model.naming.stored(part.name)) for part in found]
             found += [RowRange(name, 0, 0, rows) for name in self._copies.get(key, ())]
             vocab_size = self.model.vocab_size
             return [part._replace(rows=vocab_size) for part in found] if self.is_vocabulary(key) else found
@@ -73,7 +85,7 @@ class WeightMap:
             return []
         layer, rest = (int(match[1]), index) if match[1] else (index[0], index[1:])
         found = self.model.family.layers[match[2]].ranges(rows, self._heads, rest[0] if rest else None)
-        return [part._replace(name=f"model.layers.{layer}.{part.name}") for part in found]
+        return [part._replace(name=f"{self.model.naming.prefix}layers.{layer}.{part.name}") for part in found]
 
     def _outer(self, key: str) -> Mapping | None:
         if key != HEAD:
@@ -119,7 +131,7 @@ class WeightMap:
 
         Reads both tensors.
         """
-        return self._first_difference(MODEL[EMBEDDING].names[0], LM_HEAD.names[0]) if self.has_tied_head else None
+        return self._first_difference(self.embedding, self.model.naming.head) if self.has_tied_head else None
 
     def shared_copies(self) -> list[str]:
         """Tensors of multi-token prediction that equal the embedding or head in the folder, so that an export has them
@@ -129,9 +141,9 @@ class WeightMap:
             return []
         tensors, found = self.model.folder.weights, []
         for name in tensors:
-            of = self.model.prediction.copied(name)
-            if of == LM_HEAD.names[0] and not self.value_head and not self.args.untie_embeddings_and_output_weights:
-                of = MODEL[EMBEDDING].names[0]
+            of = self._copied(name)
+            if of == self.model.naming.head and not self.args.untie_embeddings_and_output_weights:
+                of = self.embedding
             if of not in tensors or tensors[name].shape != tensors[of].shape:
                 continue
             if tensors[name].dtype == tensors[of].dtype and self._first_difference(of, name) is None:
@@ -140,7 +152,12 @@ class WeightMap:
 
     def keeps(self, name: str) -> bool:
         """Whether an export has a tensor of the folder that the model does not use."""
-        return self.model.is_unused(name) and (self.keeps_prediction or not self.model.prediction.has(name))
+        return self.model.is_unused(name) and (self.keeps_prediction or not self.is_prediction(name))
+
+    def is_prediction(self, name: str) -> bool:
+        """Whether a tensor of the folder belongs to multi-token prediction."""
+        plain = self.model.naming.plain(name)
+        return plain is not None and self.model.prediction.has(plain)
 
     @property
     def keeps_prediction(self) -> bool:
@@ -169,15 +186,15 @@ class WeightMap:
             if tensors[name].dtype not in READABLE:
                 fp8 = f"{quantized.FP8_TYPE} with {quantized.CONFIG_ENTRY} in config.json"
                 raise folder.error(f"{name} has type {tensors[name].dtype}; allowed are {', '.join(READABLE)}, {fp8}")
-        ignored = {"lm_head.weight"} if self.value_head else set()
+        ignored = {self.model.naming.head} if self.value_head else set()
         for name in sorted(tensors.keys() - expected.keys() - ignored):
             if not self.model.is_unused(name):
-                raise folder.error(_unknown(name, self.args.num_layers))
+                raise folder.error(_unknown(name, self.model.naming.plain(name) or name, self.args.num_layers))
 
 
-def _unknown(name: str, layers: int) -> str:
-    """Why a tensor that no weight needs is refused."""
-    if name.startswith("model.layers.") and name.split(".")[2].isdigit() and int(name.split(".")[2]) >= layers:
+def _unknown(name: str, plain: str, layers: int) -> str:
+    """Why a tensor that no weight needs is refused. `plain`: its name in a folder of text alone."""
+    if plain.startswith("model.layers.") and plain.split(".")[2].isdigit() and int(plain.split(".")[2]) >= layers:
         return f"{name} belongs to a layer after those of config.json (num_hidden_layers, num_nextn_predict_layers)"
     if name.endswith(("_scale", "_scale_inv", "_scales", ".scales", ".qweight", ".qzeros", "_blocks")):
         return f"{name} belongs to quantized weights, which {quantized.CONFIG_ENTRY} of config.json does not describe"

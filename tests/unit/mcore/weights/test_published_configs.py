@@ -82,6 +82,17 @@ PUBLISHED = {
         "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
         "sliding_window_pattern": 6, "torch_dtype": "bfloat16", "vocab_size": 262144,
     },
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                        "sliding_window": 1024},
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "patch_size": 14,
+                          "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+                          "vision_use_head": False},
+    },
     "Olmo-3-7B": {
         "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
         "intermediate_size": 11008, "max_position_embeddings": 65536, "model_type": "olmo3", "num_attention_heads": 32,
@@ -117,10 +128,12 @@ KNOWN = {
     "gemma-2-2b": {"window-attn-skip-freq": str([1, 0] * 13).replace(" ", ""), "attn-logit-softcapping": 50.0},
     "gemma-3-1b-it": {"window-rotary-base": 10000, "rotary-base": 1000000, "window-size": "511,0",
                       "window-attn-skip-freq": str(([1] * 5 + [0]) * 4 + [1, 1]).replace(" ", "")},
+    "gemma-3-4b-it": {"window-rotary-base": 10000, "rotary-seq-len-interpolation-factor": 8.0, "kv-channels": 256,
+                      "window-attn-skip-freq": str(([1] * 5 + [0]) * 5 + [1] * 4).replace(" ", "")},
     "Olmo-3-7B": {"rotary-scaling-factor": 8.0, "window-rotary-base": 500000,
                   "window-attn-skip-freq": str([1, 1, 1, 0] * 8).replace(" ", "")},
 }  # fmt: skip
-TIED = {"Qwen3-0.6B", "Llama-3.2-1B", "gemma-2-2b", "gemma-3-1b-it"}
+TIED = {"Qwen3-0.6B", "Llama-3.2-1B", "gemma-2-2b", "gemma-3-1b-it", "gemma-3-4b-it"}
 
 
 def flags_of(folder, entries: dict) -> dict[str, object]:
@@ -136,8 +149,10 @@ def test_published_configurations(name, tmp_path):
     assert ("untie-embeddings-and-output-weights" in flags) == (name not in TIED)
     shapes = {"num-layers": "num_hidden_layers", "hidden-size": "hidden_size", "norm-epsilon": "rms_norm_eps",
               "num-attention-heads": "num_attention_heads"}  # fmt: skip
-    assert {flag: flags[flag] for flag in shapes} == {flag: PUBLISHED[name][key] for flag, key in shapes.items()}
-    assert ("window-size" in flags) == (name in ("gpt-oss-20b", "gemma-2-2b", "gemma-3-1b-it", "Olmo-3-7B"))
+    of_text = PUBLISHED[name].get("text_config", PUBLISHED[name])  # which may leave out what the class has
+    assert all(flags[flag] == of_text.get(key, flags[flag]) for flag, key in shapes.items())
+    windows = ("gpt-oss-20b", "gemma-2-2b", "gemma-3-1b-it", "gemma-3-4b-it", "Olmo-3-7B")
+    assert ("window-size" in flags) == (name in windows)
 
 
 def of_class(model_type: str):
@@ -153,13 +168,18 @@ def test_absent_entries_are_those_of_transformers(model_type, tmp_path):
     needed = {"model_type": model_type}
     if model_type == "deepseek_v2":
         needed |= {"num_experts_per_tok": 6, "moe_intermediate_size": 1408}
-    config = of_class(model_type)
-    short, whole = flags_of(tmp_path / "short", needed), flags_of(tmp_path / "whole", config.to_dict() | needed)
+    if families()[model_type].multimodal:
+        needed["text_config"] = {"model_type": families()[model_type].config_type}
+    config = type(of_class(model_type)).from_dict(needed)
+    short, whole = (
+        flags_of(tmp_path / "short", needed),
+        flags_of(tmp_path / "whole", config.to_dict() | {"model_type": model_type}),
+    )
     assert short == whole
     assert ("untie-embeddings-and-output-weights" in short) == (not config.tie_word_embeddings)
-    rope = config.rope_parameters
+    rope = config.get_text_config().rope_parameters
     assert short["rotary-base"] == rope.get("full_attention", rope)["rope_theta"]
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config.get_text_config(), "layer_types", None)
     if kinds and "sliding_attention" in kinds:
         windows = [int(kind == "sliding_attention") for kind in kinds]
         assert short["window-attn-skip-freq"] == str(windows).replace(" ", "")
