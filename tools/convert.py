@@ -165,7 +165,9 @@ def main():
     rest = sys.argv[2:]
     role = HEADS.get(rest[0] if rest else "", "actor")
     rest = rest if role == "actor" else rest[1:]
-    sys.argv[1:] = LENGTHS + ["--export-hf"] * (command == "to-hf") + rest
+    # An export's flags have an effect; without a place for it, a message of its own says so.
+    exports = command == "to-hf" and any(token.startswith(("--save", "--config")) for token in rest)
+    sys.argv[1:] = LENGTHS + ["--export-hf"] * exports + rest
     with torch.no_grad():
         launch(
             lambda config, _: getattr(Conversion(command, role, config), command.replace("-", "_"))(),

@@ -126,6 +126,7 @@ WRONG = {
     "no folder": (["from-hf", "--save", "x"], "is missing"),
     "no run": (["to-hf", "--hf-model", "HF", "--save", "x"], "--load is missing"),
     "no place": (["from-hf", "--hf-model", "HF"], "--save is missing"),
+    "no place of an export": (["to-hf", "--hf-model", "HF", "--load", "RUN"], "--save is missing"),
     "onto itself": (["to-hf", "--hf-model", "HF", "--load", "RUN", "--save", "HF"], "is the folder of --hf-model"),
     "a policy as a reward model": (["verify", "--reward", "--hf-model", "HF", "--load", "RUN"], "has no reward."),
 }
