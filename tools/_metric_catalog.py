@@ -368,7 +368,9 @@ METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 OF_MACHINE = ("time/", "memory/")  # prefixes of names
 OF_CLOCK = ("_per_s", "/sync_s", "/slot_wait_s", "environment/step_s", "/waiting_share")  # endings of names
 OF_QUEUES = ("rollout/lead", "weights/staged_bytes")  # how full they are: by the clock, and empty after a resume
-OF_ORDER = ("rollout/prefill_tokens", "rollout/reused_tokens")  # what a full cache loses: the order of requests decides
+OF_ORDER = (  # what a cache has lost or not: the order of requests decides
+    "rollout/prefill_tokens", "rollout/reused_tokens", "judge/prompt_tokens", "judge/reused_tokens",
+)  # fmt: skip
 # What happened to processes, and is mended: it changes nothing else.
 OF_ACCIDENTS = ("environment/restarts", "environment/timeouts", "environment/journalled_steps")
 

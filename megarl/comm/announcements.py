@@ -1,6 +1,6 @@
-"""Messages of one rank to others through the process group's store: control data, which no collective has to carry.
+"""Messages between ranks through the process group's store: what no collective has to carry.
 
-The sender never waits, so it may be any number of messages ahead of its receivers. Anyone who reaches the store's port
+A sender never waits, so it may be any number of messages ahead of its receivers. Anyone who reaches the store's port
 can write to it, so messages are plain JSON.
 """
 
@@ -40,10 +40,7 @@ class Announcements:
         """
         key = self._next_key()
         self._store.wait([key])
-        try:
-            message = json.loads(self._store.get(key))
-        except (ValueError, RecursionError) as error:
-            raise RuntimeError(f"the message {key} is damaged: {error}") from None
+        message = _read(self._store, key)
         if self._store.add(f"{key}/taken", 1) == self._receivers:
             self._store.delete_key(key)
             self._store.delete_key(f"{key}/taken")
@@ -64,3 +61,47 @@ class Announcements:
 
     def _key(self, number: int) -> str:
         return f"megarl/{self._name}/{number}"
+
+
+class MessageQueue:
+    """A queue with any number of senders and one receiver, which takes each message once, in the order of sending."""
+
+    def __init__(self, name: str):
+        """`name`: unique in the program."""
+        self._name, self._taken = name, 0
+        self._store = dist.distributed_c10d._get_default_store()
+
+    def send(self, message: dict[str, Any]):
+        """Sends a message. The store refuses one of more than 8 MiB."""
+        number = self._store.add(f"megarl/{self._name}/sent", 1)
+        self._store.set(self._key(number), json.dumps(message, separators=(",", ":")))
+
+    def has_next(self) -> bool:
+        """Whether `take` would return at once."""
+        return self._store.check([self._key(self._taken + 1)])
+
+    def wait(self):
+        """Waits for the next message. DistStoreError if none comes within the store's time-out."""
+        self._store.wait([self._key(self._taken + 1)])
+
+    def take(self) -> dict[str, Any]:
+        """The next message; waits for it. RuntimeError: it is damaged."""
+        self.wait()
+        self._taken += 1
+        message = _read(self._store, self._key(self._taken))
+        self._store.delete_key(self._key(self._taken))
+        return message
+
+    def close(self):
+        """Removes the queue from the store; the receiver calls it after the last message that anyone sends."""
+        self._store.delete_key(f"megarl/{self._name}/sent")
+
+    def _key(self, number: int) -> str:
+        return f"megarl/{self._name}/{number}"
+
+
+def _read(store, key: str) -> dict[str, Any]:
+    try:
+        return json.loads(store.get(key))
+    except (ValueError, RecursionError) as error:
+        raise RuntimeError(f"the message {key} is damaged: {error}") from None

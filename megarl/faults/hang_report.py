@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from megarl.observe import terminal
 
 # Phases in which a role's ranks wait for nobody but each other. In others they wait for other roles, too.
-COMPUTING = frozenset({"advantages", "logprobs", "offload", "probe", "read", "rollout", "score", "update", "values"})
+COMPUTING = frozenset(
+    {"advantages", "judge", "logprobs", "offload", "probe", "read", "rollout", "score", "update", "values"}
+)
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 MAX_ROWS = 64  # of the table
 

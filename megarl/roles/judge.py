@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import RoleSettings, Settings
 from megarl.checkpoint.pretrained import PretrainedWeights
@@ -16,25 +15,18 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.inference.engine import RolloutEngine
-from megarl.mcore.inference.generation import GenerationRequest
 from megarl.observe import activity
 from megarl.observe.timers import Timers
 from megarl.rewards import guard
 from megarl.rewards.judge.config import JudgeConfig
 from megarl.rewards.judge.prompts import JudgePrompts
-from megarl.rewards.judge.questions import JudgeQuestion, order_agreement, questions_of
+from megarl.rewards.judge.questions import order_agreement
 from megarl.roles.frozen_model import FrozenModel
+from megarl.roles.judge_requests import Arrivals, JudgeAnswer, JudgedText, Judgement, JudgeRequests, QuestionKey
 
-STREAMS = 0x6A75646765  # added to the seed, so that no judgement has the random numbers of a response
+WAIT_SECONDS = 0.05  # for a response, before replicas that share experts look again
 ALONE = 0.5  # share of wins of the only response to a prompt
 _SHOWN = 80  # characters of a judgement in a reason
-
-
-class Judgement(NamedTuple):
-    """One text of the judge, with the numbers of the responses that it is about; None: it has none."""
-
-    text: str
-    numbers: list[float] | None
 
 
 class JudgedResponse(NamedTuple):
@@ -85,6 +77,7 @@ class Judge:
                 f"--judge-max-length is {settings.judge_max_length}",
                 role_groups.ranks.start,
             )
+        self._early: dict[QuestionKey, JudgeAnswer] = {}  # of responses that arrived during the rollout
         self._sampling = SamplingSettings(temperature=config.temperature or 1.0, greedy=config.temperature == 0)
         self.begin_step()
 
@@ -93,6 +86,15 @@ class Judge:
         # Judgements, those with numbers, tokens written, prompt tokens read, and those found in the cache; pairs whose
         # orders agree, pairs with numbers in both orders.
         self._counts = torch.zeros(7, dtype=torch.float64)
+
+    def judge_early(self, arrivals: Arrivals | None, step: int):
+        """Judges the replica's responses to a round's prompts while they arrive, for the next `judge` for training.
+
+        `arrivals`: on the leader; None elsewhere. A collective as `judge`.
+        """
+        requests = self._requests(step, arrivals)
+        self._answer(requests, for_training=True)
+        self._early = requests.answers
 
     def judge(
         self, texts: list[tuple[Prompt, str]] | None, sequence_ids: list[int], groups: list[list[int]], step: int,
@@ -107,58 +109,36 @@ class Judge:
             groups: their positions by prompt, in order.
             for_training: False leaves the statistics unchanged.
         """
-        texts = texts or []
-        questions = questions_of(self.config, sequence_ids, groups) if texts else []
-        judgements: list[list[Judgement]] = [[] for _ in questions]
-        with self.timers.phase("reward", "judge"), self.frozen_model.offload.present("weights"):
-            prompts, problems = self._read(questions, texts)
-            unanswered = [i for i in range(len(questions)) if i not in problems]
-            for attempt in range(1 + self.config.retries):
-                requests = [self._request(questions[i], prompts[i], texts, step, attempt) for i in unanswered]
-                requests = self.role_groups.broadcast_object(requests)
-                if not requests and not self.engine.is_coupled:
-                    break
-                written = self._generate(requests, for_training)
-                for i, text in zip(unanswered, written, strict=False):  # on other ranks than the leader there are none
-                    judgements[i].append(self._judgement(text, len(questions[i].members)))
-                unanswered = [i for i in unanswered if judgements[i][-1].numbers is None]
+        requests = self._requests(step)
+        if texts:
+            read = [JudgedText(number, *text) for number, text in zip(sequence_ids, texts, strict=True)]
+            requests.ask(read, groups, self._early if for_training else {})
+        if self.engine.is_coupled or requests.has_ready:
+            self._answer(requests, for_training)
+        answers = list(requests.answers.values())
         if for_training:
-            self._count(questions, judgements)
-        return self._judged(questions, judgements, problems, sequence_ids) if texts else []
+            self._early = {}
+            self._count(answers)
+        return self._judged(answers, sequence_ids) if texts else []
 
-    def _read(
-        self, questions: list[JudgeQuestion], texts: list[tuple[Prompt, str]]
-    ) -> tuple[list[list[int]], dict[int, str]]:
-        """Tokens of the prompt of each question, and by its position why there are none."""
-        prompts: list[list[int]] = []
-        problems: dict[int, str] = {}
-        for i, question in enumerate(questions):
-            prompt = texts[question.members[0]][0]
-            try:
-                prompts.append(self.prompts.tokens(prompt, [texts[member][1] for member in question.members]))
-            except UsageError as error:
-                prompts.append([])
-                problems[i] = str(error)
-        return prompts, problems
+    def _requests(self, step: int, arrivals: Arrivals | None = None) -> JudgeRequests:
+        """Requests without questions. `arrivals`: as of `judge_early`."""
+        # Replicas that share experts run their engines together, so none of them may wait for long.
+        seconds = WAIT_SECONDS if self.engine.is_coupled else None
+        parts = self.config, self.prompts, self.role_groups, self._judgement, self.settings.seed, step, self.timers
+        return JudgeRequests(*parts, arrivals, seconds)
 
-    def _request(
-        self, question: JudgeQuestion, tokens: list[int], texts: list[tuple[Prompt, str]], step: int, attempt: int
-    ) -> GenerationRequest:
-        line = torch.tensor([texts[question.members[0]][0].index])
-        stream = torch.tensor([question.stream << 20 | question.sample << 10 | attempt])
-        key = int(stream_keys(self.settings.seed + STREAMS, step, line, stream))
-        return GenerationRequest(prompt=tokens, key=key, max_new_tokens=self.config.max_tokens)
-
-    def _generate(self, requests: list[GenerationRequest], for_training: bool) -> list[str]:
-        """The texts of the judgements; on all ranks of the replica."""
-        done = self.engine.generate(requests, self._end_ids, self._sampling)
+    def _answer(self, requests: JudgeRequests, for_training: bool):
+        """Has the engine answer all questions. A collective as `judge`."""
+        with self.timers.phase("reward", "judge"), self.frozen_model.offload.present("weights"):
+            for number, completion in self.engine.stream(requests, self._end_ids, self._sampling):
+                requests.ended(number, completion)
         prefilled = self.engine.take_prefill_counts()
         if for_training:
-            tokens = sum(len(completion.tokens) for completion in done)
-            self._counts[2:5] += torch.tensor([tokens, *prefilled], dtype=torch.float64)
-        return [self.prompts.text(completion.tokens) for completion in done]
+            self._counts[2:5] += torch.tensor([requests.tokens, *prefilled], dtype=torch.float64)
 
     def _judgement(self, text: str, count: int) -> Judgement:
+        """The judgement with this text about `count` responses."""
         try:
             with activity.limited():
                 read = functools.partial(self.config.numbers, count=count)
@@ -166,33 +146,31 @@ class Judge:
         except TimeoutError:  # a regular expression that backtracks without end
             return Judgement(text, None)
 
-    def _count(self, questions: list[JudgeQuestion], judgements: list[list[Judgement]]):
-        every = [judgement for of_question in judgements for judgement in of_question]
+    def _count(self, answers: list[JudgeAnswer]):
+        every = [judgement for answer in answers for judgement in answer.judgements]
         self._counts[0] += len(every)
         self._counts[1] += sum(judgement.numbers is not None for judgement in every)
         if self.config.mode == "pair":
-            last = [of_question[-1].numbers if of_question else None for of_question in judgements]
+            last = [answer.judgements[-1].numbers if answer.judgements else None for answer in answers]
+            questions = [answer.question for answer in answers]
             self._counts[5:] += torch.tensor(order_agreement(questions, last), dtype=torch.float64)
 
-    def _judged(
-        self, questions: list[JudgeQuestion], judgements: list[list[Judgement]], problems: dict[int, str],
-        sequence_ids: list[int],
-    ) -> list[JudgedResponse]:  # fmt: skip
+    def _judged(self, answers: list[JudgeAnswer], sequence_ids: list[int]) -> list[JudgedResponse]:
         """The judgements of each question -> those of each response, first tries before second ones."""
         rows: list[list[dict]] = [[] for _ in sequence_ids]
-        of_response: list[list[str]] = [[] for _ in sequence_ids]  # problems
+        problems: list[list[str]] = [[] for _ in sequence_ids]
         for attempt in range(1 + self.config.retries):
-            for i, question in enumerate(questions):
-                for place, member in enumerate(question.members):
-                    if i in problems:
-                        of_response[member].append(problems[i])
-                    elif attempt < len(judgements[i]):
-                        text, numbers = judgements[i][attempt]
+            for answer in answers:
+                for place, member in enumerate(answer.question.members):
+                    if answer.problem is not None:
+                        problems[member].append(answer.problem)
+                    elif attempt < len(answer.judgements):
+                        text, numbers = answer.judgements[attempt]
                         row: dict = {"text": text, "number": numbers and numbers[place]}
                         if self.config.compares:
-                            row["responses"] = [sequence_ids[each] for each in question.members]
+                            row["responses"] = [each.sequence for each in answer.read]
                         rows[member].append(row)
-        return [self._mean(*item) for item in zip(rows, of_response, strict=True)]
+        return [self._mean(*item) for item in zip(rows, problems, strict=True)]
 
     def _mean(self, rows: list[dict], problems: list[str]) -> JudgedResponse:
         numbers = [row["number"] for row in rows if row["number"] is not None]

@@ -11,6 +11,7 @@ from megarl.algorithms.normalization import RunningMoments, clip, combine
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.comm.early_responses import ResponseReceiver
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
 from megarl.comm.whole_groups import positions_by_group
@@ -25,6 +26,7 @@ from megarl.rewards.expression import ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Ter
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.episode_turns import turns_of
 from megarl.roles.judge import Judge, JudgedResponse
+from megarl.roles.judge_requests import ArrivingResponses
 from megarl.roles.loss_mask import valid_sequences, without_unscored
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
@@ -79,6 +81,24 @@ class Reward:
         if self.reward_model:
             with self.timers.phase(self.name, "read"):
                 self.reward_model.prepare([prompts[line] for line in lines])
+
+    def judge_early(self, prompts: PromptSet, lines: list[int], step: int, number: int):
+        """Judges the responses to a round's prompts while the rollout generates them (`comm.early_responses`).
+
+        `lines`: of the prompts; `number`: of the round in the step. A collective of the role; other ranks return at
+        once.
+        """
+        if self.judge is None:
+            return
+        groups, arrivals = self.role_groups, None
+        if groups.is_leader:
+            samples = self.settings.samples_per_prompt
+            receiver = ResponseReceiver(step, number, samples, len(groups.replicas), groups.dp_rank, len(lines))
+            together = self.judge.config.compares
+            arrivals = ArrivingResponses(
+                receiver, [prompts[line] for line in lines], samples, self.tokenizer.decode, together
+            )
+        self.judge.judge_early(arrivals, step)
 
     def score(self, step_batch: StepBatch, for_training: bool = True):
         """Fills `scores` and `correct`, unless the batcher has already done so for a group filter.

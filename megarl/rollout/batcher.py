@@ -172,6 +172,8 @@ class RolloutBatcher:
                 message = self._announcements.take()
             if "drawn" in message:
                 self.reward.prepare(self.prompts, message["drawn"])
+                if self._scorer.early_judges:
+                    self.reward.judge_early(self.prompts, message["drawn"], step, message["number"])
             elif "batch" in message:
                 if self.settings.generation_lag and self.mesh.rank == self.mesh["actor"].ranks.start:
                     self.metrics = {"rollout/lead": self._announcements.progress() - step}
@@ -187,9 +189,11 @@ class RolloutBatcher:
         dp_assignment = load_balance.balanced_assignment(
             self.mesh, header.lengths, header.generated_on, minibatches, self.hidden_size, group
         )
-        samples, compares = self.settings.samples_per_prompt, {
-            self.reward.name: self.reward.needs_whole_groups, "teacher": self.settings.teacher_context == SIBLING
-        }  # fmt: skip
+        name, samples = self.reward.name, self.settings.samples_per_prompt
+        compares = {name: self.reward.needs_whole_groups, "teacher": self.settings.teacher_context == SIBLING}
+        if self._scorer.early_judges:  # where the responses are judged already
+            dp_assignment[name] = load_balance.round_robin_assignment(self.mesh, count, samples)[name]
+            compares[name] = False
         for name in (name for name in dp_assignment if compares.get(name)):
             replicas = len(self.mesh[name].replicas)
             dp_assignment[name] = with_whole_groups(

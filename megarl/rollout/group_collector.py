@@ -13,6 +13,7 @@ import torch
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.announcements import Announcements
+from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.data.order import PromptOrder
@@ -54,8 +55,8 @@ class GroupCollector:
         """
         Args:
             prompt_tokens: tokens of each prompt in the set.
-            announcements: tell the other ranks the lines that a round has "drawn", if there is a reward model, and a
-                "round" that is to be scored.
+            announcements: tell the other ranks the lines that a round has "drawn", if a reward model or a judge reads
+                them meanwhile, and a "round" that is to be scored.
             writer: keeps the responses of each step; None without `--save-rollouts`.
         """
         self.settings, self.role_groups = settings, mesh[ROLLOUT]
@@ -166,10 +167,14 @@ class GroupCollector:
         self, requests: list[PromptRequest], step: int, statistics: SamplingStatistics, wanted: int
     ) -> GenerationRound:
         """The `wanted` groups taken of those requested, with this rank's share of their responses."""
-        samples = self.settings.samples_per_prompt
-        if self.settings.reward_model is not None:  # whose ranks encode the prompts meanwhile
-            self._announcements.send({"drawn": [request.line for request in requests]})
-        batch = self.rollout.generate(requests, samples, step, wanted=wanted, prompt_set=self.prompts)
+        samples, sender = self.settings.samples_per_prompt, None
+        # Ranks of a reward model encode the prompts meanwhile, those of a judge await the responses.
+        if self.settings.reward_model is not None or self._scorer.early_judges:
+            lines = [request.line for request in requests]
+            self._announcements.send({"drawn": lines, "number": statistics.rounds})
+        if self._scorer.early_judges and self.role_groups.is_leader:
+            sender = ResponseSender(step, statistics.rounds, samples, self._scorer.early_judges)
+        batch = self.rollout.generate(requests, samples, step, wanted=wanted, prompt_set=self.prompts, sender=sender)
         if batch.versions is not None:  # of a schedule, which names weights by their steps
             batch.versions = self.versions.of_weights(batch.versions)
         requests, batch = self._take_earliest(requests, batch, step, statistics, wanted)

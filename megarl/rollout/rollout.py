@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
+from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
@@ -161,7 +162,7 @@ class Rollout:
 
     def generate(
         self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,
-        wanted: int | None = None, prompt_set: PromptSet | None = None,
+        wanted: int | None = None, prompt_set: PromptSet | None = None, sender: ResponseSender | None = None,
     ) -> Batch | None:  # fmt: skip
         """Generates `samples` responses to each prompt; returns this replica's share as a packed batch.
 
@@ -173,6 +174,7 @@ class Rollout:
             wanted: stops as soon as this many groups are known to be the earliest (`earliest_groups`); responses of
                 other groups may be unfinished.
             prompt_set: the set whose lines the prompts are, for environments.
+            sender: sends each response as soon as it has ended; None on ranks that send nothing.
         """
         if not self.role_groups.is_member:
             return None
@@ -192,13 +194,15 @@ class Rollout:
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
             if self.episodes is not None:
                 earliest = wanted if stops_early else None
-                return self._run_episodes(step, requests, prompt_set, sampling, records_routes, is_training, earliest)
+                args = step, requests, prompt_set, sampling, records_routes, is_training, earliest
+                return self._run_episodes(*args, sender)
             banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
             if weights is not None:
-                done = self._run_scheduled(step, requests, wanted if stops_early else None, sampling, records_routes)
+                args = step, requests, wanted if stops_early else None, sampling, records_routes
+                done = self._run_scheduled(*args, sender)
             else:
                 early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
-                done = self._run_engine(requests, sampling, records_routes, early_stop, banked)
+                done = self._run_engine(requests, sampling, records_routes, early_stop, banked, sender)
             self._count_steps(is_training)
             done |= self._without_new_tokens(requests, records_routes)
             routes = self.engine.empty_routes if records_routes else None
@@ -246,18 +250,24 @@ class Rollout:
 
     def _run_engine(
         self, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool,
-        early_stop: GroupEarlyStop | None, banked: dict[int, Completion] | None,
+        early_stop: GroupEarlyStop | None, banked: dict[int, Completion] | None, sender: ResponseSender | None,
     ) -> dict[int, Completion]:  # fmt: skip
         """This replica's completions by sequence id: `banked` ones and new ones; without a bank, `banked` is None."""
         source, queue = self._source(requests, whole_groups=early_stop is not None)
         end_ids, limit = self.tokenizer.end_ids, queue.share if queue else None
         done = dict(banked or {})
         longest = early_stop.longest if early_stop else None
-        for i, completion in done.items() if early_stop else ():
-            early_stop.ended(i, completion)
-        for i, done[i] in self.engine.stream(source, end_ids, sampling, records_routes, limit, longest):
+
+        def ended(i: int, completion: Completion):
             if early_stop:
-                early_stop.ended(i, done[i])
+                early_stop.ended(i, completion)
+            if sender:
+                sender.send(i, completion.tokens)
+
+        for i, completion in done.items():
+            ended(i, completion)
+        for i, done[i] in self.engine.stream(source, end_ids, sampling, records_routes, limit, longest):
+            ended(i, done[i])
             if banked is not None:
                 self.bank.add(i, done[i])
         if queue:
@@ -267,8 +277,9 @@ class Rollout:
         return done
 
     def _run_scheduled(
-        self, step: int, requests: RoundRequests, wanted: int | None, sampling: SamplingSettings, records_routes: bool
-    ) -> dict[int, Completion]:
+        self, step: int, requests: RoundRequests, wanted: int | None, sampling: SamplingSettings, records_routes: bool,
+        sender: ResponseSender | None,
+    ) -> dict[int, Completion]:  # fmt: skip
         """As `_run_engine`, with weights that may change meanwhile. `wanted`: as of `ScheduledRounds.generate`."""
 
         def stream(max_requests, source, interrupt):
@@ -278,7 +289,7 @@ class Rollout:
         mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
         empty_routes = self.engine.empty_routes if records_routes else None
         source_of = functools.partial(self._source, requests)
-        return self.scheduled.generate(step, requests, mine, wanted, source_of, stream, empty_routes)
+        return self.scheduled.generate(step, requests, mine, wanted, source_of, stream, empty_routes, sender)
 
     def _source(self, requests: RoundRequests, whole_groups: bool) -> tuple[RequestSource, SharedRequestQueue | None]:
         """What the engine takes its requests from, and the same if the replicas share it."""
@@ -292,7 +303,7 @@ class Rollout:
 
     def _run_episodes(
         self, step: int, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings,
-        records_routes: bool, is_training: bool, wanted: int | None,
+        records_routes: bool, is_training: bool, wanted: int | None, sender: ResponseSender | None,
     ) -> Batch:  # fmt: skip
         """This replica's episodes: all of their turns, or as far as the `wanted` earliest groups decide."""
         weights = self.scheduled if is_training else None
@@ -302,7 +313,7 @@ class Rollout:
         early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
         self.episodes.run(
             self.engine, source, requests, prompt_set, sampling, records_routes, queue.share if queue else None,
-            is_training, early_stop,
+            is_training, early_stop, sender,
         )  # fmt: skip
         self._count_steps(is_training)
         if queue:

@@ -13,11 +13,13 @@ from torch import Tensor
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm import load_balance
+from megarl.comm.early_responses import judges_early
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
 from megarl.mcore import device
 from megarl.observe.timers import Timers
+from megarl.rewards.expression import JUDGE
 from megarl.roles.loss_mask import valid_sequences, without_unscored
 from megarl.roles.reward import Reward
 from megarl.rollout.requests import dp_assignment_of
@@ -49,6 +51,10 @@ class RoundScorer:
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.reward, self.prompts = reward, prompts
         self._column = GROUP_FILTERS.get(settings.group_filter)
+        has_judge, role_groups = any(term.name == JUDGE for term in reward.terms), mesh[reward.name]
+        is_early = judges_early(settings, has_judge, role_groups.ranks, mesh[ROLLOUT].ranks)
+        # Replicas of a judge that reads responses while others are generated.
+        self.early_judges = len(role_groups.replicas) if is_early else 0
         self.begin_step()
 
     def begin_step(self):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.arguments import Settings
+from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore import device
@@ -166,7 +167,7 @@ class ScheduledRounds:
 
     def generate(
         self, step: int, requests: RoundRequests, mine: list[int], wanted: int | None, open_source: OpenSource,
-        stream: Stream, empty_routes: Tensor | None,
+        stream: Stream, empty_routes: Tensor | None, sender: ResponseSender | None,
     ) -> dict[int, Completion]:  # fmt: skip
         """A whole round: this replica's completions by sequence id; their versions are the weights of each token.
 
@@ -174,6 +175,7 @@ class ScheduledRounds:
             mine: ids of the requests of this replica where a schedule is followed.
             wanted: groups with which the clock ends the round; None: it ends with the last response.
             empty_routes: [0, L, k] routes of no tokens; None without routes.
+            sender: as of `Rollout.generate`.
         """
         self.begin(step)
         progress: dict[int, _Progress] = {}
@@ -184,9 +186,11 @@ class ScheduledRounds:
                 self._first_groups = FirstGroups(wanted, requests, self.role_groups)
             source, queue = open_source(wanted is not None)
             share = None if queue is None else queue.share
-            done = self._decide(requests, source, functools.partial(stream, share), progress)
+            done = self._decide(requests, source, functools.partial(stream, share), progress, sender)
             if queue is not None:
                 queue.close()
+        for i, completion in done.items() if sender else ():
+            sender.send(i, completion.tokens)  # that have not been sent yet
         self._segments = {i: found.segments for i, found in progress.items() if found.segments}
         self.end()
         return {i: _with_routes(found, requests.prompt(i), empty_routes) for i, found in done.items()}
@@ -211,8 +215,9 @@ class ScheduledRounds:
         return self.role_groups.broadcast_number(_STOP if is_enough else _TAKE_WEIGHTS * self._may_take())
 
     def _decide(
-        self, requests: RoundRequests, source: RequestSource, stream: Callable, progress: dict[int, _Progress]
-    ) -> dict[int, Completion]:
+        self, requests: RoundRequests, source: RequestSource, stream: Callable, progress: dict[int, _Progress],
+        sender: ResponseSender | None,
+    ) -> dict[int, Completion]:  # fmt: skip
         """Generates while the clock decides about weights and groups."""
         done: dict[int, Completion] = {}
         continued: list[tuple[int, GenerationRequest]] = []
@@ -225,6 +230,8 @@ class ScheduledRounds:
                     done[i] = whole
                     if self._first_groups is not None:
                         self._first_groups.ended(i, whole)
+                    if sender is not None:
+                        sender.send(i, whole.tokens)
                 else:
                     unfinished[i] = whole
             for i, _ in waiting.take(len(requests)):  # the engine had no room for them yet

@@ -5,6 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from megarl.arguments import RoleSettings, RunConfig
+from megarl.comm.early_responses import judges_early
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
@@ -56,6 +57,9 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
             facts += [_layout(role), _model(role, tokens, config.settings.judge_load if role.is_judge else None)]
         if name == "reward" and "actor" in config.roles:
             facts.append(config.settings.reward)
+            if role.is_judge:
+                is_early = judges_early(config.settings, True, role.ranks, config.roles["rollout"].ranks)
+                facts.append("judges each response as it ends" if is_early else "judges after the rollout")
         if name == "reference" and (interval := config.settings.reference_update_interval):
             facts.append(f"gets the actor's weights every {interval:,} steps")
         if name in config.trained:

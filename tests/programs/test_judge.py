@@ -86,7 +86,8 @@ def test_check_names_the_judge(tmp_path):
     (line,) = [line for line in lines if line.split()[0] == "reward"]
     (read,) = [line for line in lines if line.strip().startswith("judge reads")]
     assert "tokens: 0+0=0" in read  # question and answer of the first prompt; the rest is unknown to the tokenizer
-    assert "ranks 1-2; TP 2; 2 layers" in line and f"from {inputs()}/sft; judge+0*exact-match" in line
+    assert "ranks 1-2; TP 2; 2 layers" in line
+    assert f"from {inputs()}/sft; judge+0*exact-match; judges each response as it ends" in line
 
 
 def test_a_resumed_run_says_that_the_file_has_changed(tmp_path):
@@ -133,11 +134,16 @@ def test_a_judge_beside(case, tmp_path):
 def test_replicas_that_share_experts_judge_together(tmp_path):
     experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
     train("sft", sft_argv(tmp_path / "model", f"{experts} --train-iters 10"))
-    flags = f"{experts} --expert-model-parallel-size 2 --advantage grpo --kl-coefficient 0 --reward-max-failures 1"
+    flags = f"{experts} --advantage grpo --kl-coefficient 0 --reward-max-failures 1"
     config = write(tmp_path / "judge.yaml", samples=1)
-    argv = rl_argv(tmp_path / "run", judge_flags(config, flags))
-    train("rl", [token.replace(f"{inputs()}/sft", f"{tmp_path}/model") for token in argv], 2)
+    beside = "--reward-expert-model-parallel-size 2 --role-map actor=0;reference=0;reward=1-2"
+    for name, size, more in (("run", 2, "--expert-model-parallel-size 2"), ("beside", 3, beside)):
+        argv = rl_argv(tmp_path / name, judge_flags(config, f"{flags} {more}"))
+        train("rl", [token.replace(f"{inputs()}/sft", f"{tmp_path}/model") for token in argv], size)
     assert {len(row["judgements"]) for row in rows(tmp_path / "run")} > {1}  # a replica had to try again
+    assert [row["judgements"] for row in rows(tmp_path / "run")] == [
+        row["judgements"] for row in rows(tmp_path / "beside")
+    ]
 
 
 def test_an_evaluation_is_judged(tmp_path):

@@ -13,6 +13,7 @@ from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders
+from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.prompt import Prompt
@@ -98,7 +99,7 @@ class EpisodeRunner:
     def run(
         self, engine: RolloutEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
         sampling: SamplingSettings, records_routes: bool, max_open: int | None, is_training: bool,
-        early_stop: GroupEarlyStop | None = None,
+        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None,
     ):  # fmt: skip
         """Runs this replica's episodes to their ends, or as far as the earliest groups decide; `settle` ends the round.
         A collective of the replica.
@@ -117,7 +118,7 @@ class EpisodeRunner:
             self.client.journal.step = requests.step
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
-        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop)
+        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender)
         limit = episodes.response_limit if early_stop else None
         for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, max_open, limit):
             episodes.turn_ended(number, completion)

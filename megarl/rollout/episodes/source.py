@@ -9,9 +9,10 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
-from megarl.rollout.episodes.episode import EnvironmentResult, Episode
+from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode
 
 if TYPE_CHECKING:
+    from megarl.comm.early_responses import ResponseSender
     from megarl.rollout.episodes.client import EnvironmentClient
     from megarl.rollout.request_queue import GroupEarlyStop
 
@@ -33,7 +34,7 @@ class EpisodeSource:
     def __init__(
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
         client: "EnvironmentClient | None", role_groups: RoleGroups, max_open: int,
-        early_stop: "GroupEarlyStop | None" = None,
+        early_stop: "GroupEarlyStop | None" = None, sender: "ResponseSender | None" = None,
     ):  # fmt: skip
         """
         Args:
@@ -44,13 +45,14 @@ class EpisodeSource:
             role_groups: of the rollout.
             max_open: episodes that may be open at a time.
             early_stop: learns which episodes end, and gives the limit on new tokens; None: all run to their ends.
+            sender: sends each episode that has ended; None on ranks that send nothing.
         """
         self.ended: list[Episode] = []
         self.stopped: list[Episode] = []  # they have not ended, or need more new tokens than the limit
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
         self._prompts, self._begin = prompts, begin
         self._client, self._role_groups = client, role_groups
-        self._max_open, self._early_stop = max_open, early_stop
+        self._max_open, self._early_stop, self._sender = max_open, early_stop, sender
         self._limit: int | None = None  # on the new tokens of an episode
         self._open: dict[int, Episode] = {}
         self._ready: deque[Episode] = deque()
@@ -154,5 +156,8 @@ class EpisodeSource:
         self.ended.append(episode)
         if self._early_stop is not None:
             self._early_stop.add(episode.number, episode.new_tokens)
+        if self._sender is not None:
+            written = None if episode.end == FAILED else episode.tokens[episode.prompt_length :]
+            self._sender.send(episode.number, written)
         if self._client is not None:
             self._client.end(episode.number)

@@ -80,7 +80,7 @@ def one_by_one(rank: int, parsed, sampled: list[dict]) -> list[list[str]]:
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.inference.generation import GenerationRequest
     from megarl.mcore.model import gpt
-    from megarl.roles.judge import STREAMS
+    from megarl.roles.judge_requests import STREAMS
     from megarl.trainers.reward_factory import RewardFactory
 
     factory, prompts = RewardFactory(parsed), load_prompts(str(inputs() / "train.jsonl"))

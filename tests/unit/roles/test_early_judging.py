@@ -1,0 +1,207 @@
+"""A judge on ranks beside the rollout's reads responses while others are generated; the bytes stay the same."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megarl.comm import early_responses
+from megarl.comm.announcements import MessageQueue
+from megarl.comm.early_responses import ResponseReceiver, ResponseSender
+from megarl.data.prompt import Prompt
+from megarl.roles.judge_requests import ArrivingResponses, JudgeRequests
+from megarl.roles.reward import Reward
+from megarl.rollout.rollout import Rollout
+from tests.helpers.judges import judge_flags, rows, write
+from tests.helpers.programs import inputs, rl_argv, train
+from tests.helpers.tiers import by_default
+from tests.helpers.worlds import run_world
+from tools import record_runs
+
+BESIDE = "--role-map actor=0;critic=0;reference=0;reward=1"
+COMPARED = "--samples-per-prompt 3 --minibatch-size 6 --judge-max-length 160 --reward-max-failures 1"
+PAIR = {"mode": "pair", "messages": [{"role": "user", "content": "{first}{second}="}]}
+GROUP = {"mode": "group", "messages": [{"role": "user", "content": "{responses}="}], "number": {"regex": "[0-9]"}}
+LAG = "--generation-lag 1 --rollout-correction tis --train-iters 3"
+SUMS = ("--environment tests.helpers.sum_environments:Sums --max-response-length 48 --max-turn-length 4"
+        " --max-tokens-per-microbatch 100 --judge-max-length 120 --reward-max-failures 1")  # fmt: skip
+ROUNDS = "--advantage grpo --group-filter reward --dynamic-sampling --max-sampling-rounds 3"
+RUNS = {  # ranks, changes of the judge's file, flags
+    "each response": (2, {}, BESIDE),
+    "pairs, two replicas of the judge": (3, PAIR, f"{COMPARED} {BESIDE}-2"),
+    "groups, tensor parallelism": (3, GROUP, f"{COMPARED} {BESIDE}-2 --reward-tensor-model-parallel-size 2"),
+    "rounds and a filter": (2, {}, f"{ROUNDS} --role-map actor=0;reference=0;reward=1"),
+    "greedy baselines": (2, {}, "--advantage remax --greedy-baseline --role-map actor=0;reference=0;reward=1"),
+    "ahead, beside the rollout": (3, {}, f"{LAG} --role-map actor=0;critic=0;reference=0;rollout=1;reward=2"),
+    "ahead, on the actor's ranks": (3, PAIR, f"{COMPARED} {LAG} --role-map actor=0;critic=0;reference=0;reward=0;"
+                                    "rollout=1-2"),
+    "episodes": (2, PAIR, f"{SUMS} {COMPARED} --judge-max-length 300 {BESIDE}"),
+    "two replicas of the rollout": (3, {}, "--role-map actor=0-1;critic=0-1;reference=2;reward=2 --reward-offload"
+                                    " --rollout-prefix-caching"),
+    "a bank": (2, {}, f"{BESIDE} --rollout-bank BANK"),
+}  # fmt: skip
+
+
+def recorded(folder: Path, name: str, tmp_path: Path, replay: str = "") -> dict:
+    """Digests of a run in which a judge reads the responses early, or as `megarl` is patched."""
+    size, changes, flags = RUNS[name]
+    config = write(tmp_path / "judge.yaml", **changes)
+    flags = f"{flags} --save-interval 1 {replay}".replace("BANK", str(folder.with_suffix(".bank")))
+    train("rl", rl_argv(folder, judge_flags(config, flags, "judge")), size)
+    assert all(row["judgements"] for row in rows(folder) if not row.get("failed"))
+    return {name: record_runs.record(folder)}
+
+
+def afterwards(monkeypatch):
+    """Has judges wait for the end of the rollout, as on the rollout's own ranks."""
+    monkeypatch.setattr(Reward, "judge_early", lambda *args: None)
+
+
+@pytest.mark.parametrize("name", by_default(RUNS, ("pairs, two replicas of the judge",)))
+def test_the_bytes_are_those_of_judging_after_the_rollout(name, tmp_path, monkeypatch):
+    early = recorded(tmp_path / "early", name, tmp_path)
+    afterwards(monkeypatch)
+    assert not record_runs.differences(early, recorded(tmp_path / "after", name, tmp_path))
+
+
+@pytest.mark.long
+def test_a_recorded_schedule_is_judged_early(tmp_path, monkeypatch):
+    flags = f"{LAG} --generation-schedule recorded --kl-coefficient 0 --advantage grpo --lr 1e-4"
+    monkeypatch.setitem(RUNS, "schedule", (3, {}, f"{flags} --role-map actor=0;rollout=1;reward=2"))
+    recorded(tmp_path / "clock", "schedule", tmp_path)
+    monkeypatch.setitem(RUNS, "schedule", (3, {}, RUNS["schedule"][2].replace("--generation-schedule recorded", "")))
+    replay = f"--replay-schedule {tmp_path}/clock"
+    early = recorded(tmp_path / "early", "schedule", tmp_path, replay)
+    afterwards(monkeypatch)
+    assert not record_runs.differences(early, recorded(tmp_path / "after", "schedule", tmp_path, replay))
+
+
+def test_the_judge_has_begun_before_the_rollout_ends(tmp_path, monkeypatch):
+    """The last response is held back until the judge has ended a judgement; the events then have that order."""
+    send, ended, generate, events = ResponseSender.send, JudgeRequests.ended, Rollout.generate, tmp_path / "events"
+
+    def note(event: str):
+        with open(events, "a") as file:
+            file.write(f"{event}\n")
+
+    def held(sender, sequence, tokens):
+        if len(sender._sent) == 11 and sequence not in sender._sent:
+            dist.distributed_c10d._get_default_store().wait(["judged"])
+        send(sender, sequence, tokens)
+
+    def judged(requests, *args):
+        ended(requests, *args)
+        note("judged")
+        dist.distributed_c10d._get_default_store().set("judged", "1")
+
+    def generated(rollout, *args, **kwargs):
+        batch = generate(rollout, *args, **kwargs)
+        if batch is not None:
+            note("generated")
+        return batch
+
+    for owner, name, function in ((ResponseSender, "send", held), (JudgeRequests, "ended", judged),
+                                  (Rollout, "generate", generated)):  # fmt: skip
+        monkeypatch.setattr(owner, name, function)
+    argv = rl_argv(tmp_path / "run", judge_flags(write(tmp_path / "judge.yaml"), BESIDE, "judge"))
+    train("rl", argv, 2)
+    order = events.read_text().split()
+    assert order.index("judged") < order.index("generated")
+    assert order.count("judged") == sum(len(row["judgements"]) for row in rows(tmp_path / "run"))  # each once
+    events.unlink()
+    afterwards(monkeypatch)
+    monkeypatch.setattr(ResponseSender, "send", send)
+    train("rl", [str(tmp_path / "other") if token == str(tmp_path / "run") else token for token in argv], 2)
+    assert events.read_text().split()[0] == "generated"
+
+
+def queue_of_three(rank: int) -> list:
+    queue = MessageQueue("numbers")
+    if rank:
+        for number in range(3):
+            queue.send({"rank": rank, "number": number})
+        return []
+    found = []
+    while len(found) < 6:
+        queue.wait()
+        found.append(queue.take())
+    assert not queue.has_next()
+    queue.close()
+    store, key = dist.distributed_c10d._get_default_store(), "megarl/numbers/sent"
+    assert not store.check([key])
+    store.set("megarl/numbers/7", "[")
+    queue = MessageQueue("numbers")
+    queue._taken = 6
+    with pytest.raises(RuntimeError, match=re.escape("the message megarl/numbers/7 is damaged")):
+        queue.take()
+    return [(each["rank"], each["number"]) for each in found]
+
+
+def test_a_queue_gives_each_message_of_several_senders_once_and_in_their_order():
+    found = run_world(queue_of_three, 3)[0]
+    assert sorted(found) == list(itertools.product((1, 2), range(3)))
+    assert all([number for rank, number in found if rank == sender] == [0, 1, 2] for sender in (1, 2))
+
+
+def responses_of_a_round(rank: int) -> list:
+    if rank == 2:  # the rollout
+        sender = ResponseSender(5, 0, samples=2, replicas=2)
+        for sequence in (4, 0, 2, 1, 5, 3, 4):  # the last one again
+            sender.send(sequence, None if sequence == 1 else [sequence, 7])
+        return []
+    receiver, found = ResponseReceiver(5, 0, 2, 2, rank, groups=3), []
+    while not receiver.is_done:
+        receiver.wait()
+        found += receiver.receive()
+    assert receiver.receive() == []
+    receiver.wait(0.0)
+    return found
+
+
+def test_groups_go_round_robin_to_the_replicas_of_the_judge():
+    first, second, _ = run_world(responses_of_a_round, 3)
+    assert first == [(4, [4, 7]), (0, [0, 7]), (1, None), (5, [5, 7])] and second == [(2, [2, 7]), (3, [3, 7])]
+
+
+class Received(list):
+    """What a receiver returns, one call after the other."""
+
+    is_done = property(lambda self: not self)
+
+    def receive(self):
+        return self.pop(0)
+
+
+@pytest.mark.parametrize("together, expected", [
+    (False, [[[0]], [[5], [3]], [[2]], []]),
+    (True, [[], [], [[0, 2]], [[3, 5]]]),
+])  # fmt: skip
+def test_what_arrives_without_episodes_that_failed(together, expected):
+    """Of the first two groups of three the second response failed, of the third group two."""
+    received = Received([[(0, [1])], [(5, [1]), (3, [1]), (6, None)], [(1, None), (2, [9])], [(4, None), (7, None)]])
+    arriving = ArrivingResponses(received, [Prompt(10), Prompt(11), Prompt(12)], 3, repr, together)
+    found = []
+    while not arriving.is_done:
+        found.append(arriving.receive())
+    assert [[[text.sequence for text in texts] for texts in call] for call in found] == expected
+    texts = {text.sequence: (text.prompt.index, text.text) for call in found for texts in call for text in texts}
+    assert texts == {0: (10, "[1]"), 2: (10, "[9]"), 3: (11, "[1]"), 5: (11, "[1]")}
+
+
+@pytest.mark.parametrize("changes, ranks, expected", [
+    ({}, (range(1), range(1, 2)), True),
+    ({}, (range(2), range(1, 2)), False),
+    ({"over_sampling": 1.5}, (range(1), range(1, 2)), False),
+    ({"max_response_length": early_responses.MAX_TOKENS + 1}, (range(1), range(1, 2)), False),
+    ({"debug_train_only": True}, (range(1), range(1, 2)), False),
+])  # fmt: skip
+def test_when_a_judge_reads_early(changes, ranks, expected):
+    from dataclasses import replace
+
+    from tests.helpers.programs import program
+
+    settings = replace(program("rl", rl_argv(inputs() / "run"), 1).settings, **changes)
+    assert early_responses.judges_early(settings, True, *ranks) == expected
+    assert not early_responses.judges_early(settings, False, *ranks)
