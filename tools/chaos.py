@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Kills random ranks of a PPO run again and again, and checks that the run's results are those of an undisturbed one.
 
-    python tools/chaos.py --kills 50 --out /tmp/chaos [-- FLAGS …]
+    python tools/chaos.py --kills 50 --out /tmp/chaos [--judge pair] [-- FLAGS …]
 
 Runs PPO (actor on two ranks, critic on one, reward and reference on one; a tiny model, a checkpoint each step) once
 undisturbed and once with restarts, in which each start of the ranks but the last ends with a SIGKILL. Whom it hits and
 when is drawn from the seed: the rank, one of its phases or the program's start, one of the times that it enters or
-leaves this phase in the next one and a half steps, and up to some milliseconds after that.
+leaves this phase in the next one and a half steps, and up to some milliseconds after that. With `--judge` a language
+model, taught the sums for a moment, judges the responses on rank 3, also again where it writes no number.
 
 Compared are the digests of tools/record_runs.py: all metrics of all steps as printed except those of time and memory
 (`time/`, `memory/`, and names with `_per_s` or `/sync_s`), all sample files, and every tensor, object and
@@ -15,6 +16,7 @@ differs, or if the run ended before all kills were done.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -29,7 +31,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megarl import launcher, train_rl  # noqa: E402
+from megarl import launcher, train_rl, train_sft  # noqa: E402
 from megarl.observe.settings_file import processor  # noqa: E402
 from megarl.observe.timers import Timers  # noqa: E402
 from megarl.trainers import launch, trainer  # noqa: E402
@@ -45,6 +47,15 @@ FLAGS = (
     " --kl-controller adaptive --kl-target 0.01 --rollout-buffer-gb 0.001 --rollout-max-requests 8 --seed 5"
     " --save-interval 1 --reward tools.chaos:digits"
 )
+JUDGE = (
+    "--reward 0.02*judge+tools.chaos:digits --judge-max-length 160 --judge-buffer-gb 0.001 --judge-max-requests 8"
+    " --reward-max-failures 1 --samples-per-prompt 3 --minibatch-size 9"
+)
+JUDGE_FILES = {  # what a judge of each mode reads
+    "single": "{question}{answer}{response}=",
+    "pair": "{question}{answer}{first}{second}=",
+}
+JUDGE_STEPS = 20  # in which it learns to write numbers, most of the time
 DELAYS = (0.002, 0.05)  # seconds at most between a phase change and the kill: one or the other
 START_DELAY = 0.5  # seconds at most between the program's start and a kill in its set-up
 REACH = 1.5  # steps after a start in which kills fall
@@ -117,14 +128,19 @@ def run(argv: list[str], prepare, restarts: int = 0) -> int:
     """Runs train_rl on forked ranks; `prepare()` is called on each before the program starts."""
 
     def rank() -> int:
-        sys.argv = ["megarl.train_rl", *argv]
-        trainer.write_report = lambda folder: None  # type: ignore[assignment]  # nobody reads the paths
         finish = prepare()
-        launch.launch(train_rl.train, "rl")
+        _program("rl", argv)
         finish()
         return 0
 
     return launcher.run_ranks(rank, RANKS, restarts)
+
+
+def _program(name: str, argv: list[str]) -> int:
+    sys.argv = [f"megarl.train_{name}", *argv]
+    trainer.write_report = lambda folder: None  # type: ignore[assignment]  # nobody reads the paths
+    launch.launch({"rl": train_rl, "sft": train_sft}[name].train, name)
+    return 0
 
 
 def count_changes(folder: Path):
@@ -165,6 +181,20 @@ def make_inputs(folder: Path) -> list[str]:
     return ["--prompts", str(folder / "train.jsonl"), "--tokenizer-model", str(folder / "tokenizer.model")]
 
 
+def make_judge(mode: str, folder: Path, inputs: list[str]) -> list[str]:
+    """A judge that knows some sums; returns its flags. `inputs`: of `make_inputs`."""
+    config = {
+        "mode": mode, "messages": [{"role": "user", "content": JUDGE_FILES[mode]}], "number": {"last-number": True},
+        "range": [0, 99], "temperature": 1, "max-tokens": 4, "samples": 2, "retries": 2,
+    }  # fmt: skip
+    (folder / "judge.yaml").write_text(json.dumps(config))
+    shape = FLAGS[FLAGS.index("--num-layers") : FLAGS.index(" --prompts-per-step")].split()
+    learns = f"--global-batch-size 12 --lr 1e-2 --train-iters {JUDGE_STEPS} --save {folder}/judge".split()
+    if launcher.run_ranks(functools.partial(_program, "sft", [*shape, *inputs, *learns]), 1, 0):
+        raise RuntimeError("the judge could not be trained")
+    return [*JUDGE.split(), "--judge-config", str(folder / "judge.yaml"), "--judge-load", str(folder / "judge")]
+
+
 def table(kills: list[dict]) -> str:
     """How many kills fell into each phase, and on each rank."""
     phases = Counter(kill["phase"] for kill in kills)
@@ -174,9 +204,18 @@ def table(kills: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def compare(out: Path, seed: int, kills: int, steps: int, more: list[str]) -> tuple[list[dict], list[str]]:
-    """Both runs: the kills that were done, and what differs, a line each. `more`: further flags of the run."""
-    flags = [*FLAGS.split(), *make_inputs(out / "data"), "--train-iters", str(steps), *more]
+def compare(
+    out: Path, seed: int, kills: int, steps: int, more: list[str], judge: str | None = None
+) -> tuple[list[dict], list[str]]:
+    """Both runs: the kills that were done, and what differs, a line each.
+
+    Args:
+        more: further flags of the run.
+        judge: mode of a judge; None: there is none.
+    """
+    inputs = make_inputs(out / "data")
+    judges = make_judge(judge, out / "data", inputs) if judge else []
+    flags = [*FLAGS.split(), *inputs, "--train-iters", str(steps), *judges, *more]
     if run([*flags, "--save", str(out / "undisturbed")], lambda: count_changes(out)):
         raise RuntimeError("the undisturbed run failed")
     changes = [json.loads((out / f"changes-{rank}").read_text()) for rank in range(RANKS)]
@@ -201,10 +240,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, help="of the run; default: as many as kills, at least 4")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--judge", choices=JUDGE_FILES, help="mode of a judge; default: the run has none")
     parser.add_argument("flags", nargs="*", help="further flags of the run, after --")
     options = parser.parse_args(argv)
     steps = options.steps or max(4, options.kills)
-    done, problems = compare(options.out, options.seed, options.kills, steps, options.flags)
+    done, problems = compare(options.out, options.seed, options.kills, steps, options.flags, options.judge)
     print(table(done))
     print(f"{steps} steps on {RANKS} ranks; processor: {processor()}")
     print("\n".join(problems) if problems else "no difference: metrics, samples and checkpoints are byte-identical")

@@ -47,6 +47,8 @@ def test_a_run_that_differs_or_ends_early_is_a_failure(tmp_path, monkeypatch, ca
 
 AHEAD = ["--role-map", "actor=0-1;critic=2;reward=3;reference=3;rollout=3", "--rollout-correction", "tis"]
 
+JUDGED_AHEAD = [*AHEAD[2:], "--generation-lag", "1", "--role-map",
+                "actor=0;critic=1;reference=1;rollout=2;reward=3"]  # fmt: skip
 
 CARRIED = (
     "--environment tests.helpers.sum_environments:LateSums --max-turns 3 --max-turn-length 12 --max-response-length 48"
@@ -62,3 +64,13 @@ def test_fifty_kills_change_nothing(flags, tmp_path, capfd):
     """pytest -m nightly tests/tools/test_chaos.py"""
     assert chaos.main(["--out", str(tmp_path), "--kills", "50", "--", *flags]) == 0
     assert capfd.readouterr().out.splitlines()[-1].startswith("no difference")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode, flags", [("single", []), ("pair", JUDGED_AHEAD)])
+def test_kills_of_a_run_with_a_judge_change_nothing(mode, flags, tmp_path, capfd):
+    """It tries again where it writes no number, and reads responses while others are generated."""
+    assert chaos.main(["--out", str(tmp_path), "--judge", mode, "--kills", "5", "--seed", "4", "--", *flags]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("no difference")
+    (row, *_) = map(json.loads, (tmp_path / "disturbed/samples/step_00000005.jsonl").read_text().splitlines())
+    assert len(row["judgements"]) >= 2
