@@ -24,6 +24,11 @@ def round_robin_assignment(mesh: RoleMesh, count: int, samples_per_prompt: int) 
 MIN_GROUPS_PER_REPLICA = 4  # groups of a mini-batch per replica that are assigned whole
 
 
+def stay_whole(minibatch: int, replicas: int, group: int) -> bool:
+    """Whether `balance_by_flops` keeps groups on one replica; `minibatch`: sequences of the smallest mini-batch."""
+    return group > 1 and minibatch >= MIN_GROUPS_PER_REPLICA * replicas * group
+
+
 def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, hidden: int, group: int = 1) -> Tensor:
     """An assignment that balances the FLOPs of every mini-batch over the replicas.
 
@@ -38,7 +43,7 @@ def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, 
             such groups, at least `MIN_GROUPS_PER_REPLICA` for each replica; with fewer their work would differ.
     """
     flops = sequence_flops(lengths, hidden)
-    if group > 1 and min(map(len, minibatches)) >= MIN_GROUPS_PER_REPLICA * replicas * group:
+    if stay_whole(min(map(len, minibatches)), replicas, group):
         groups = [ids[::group] // group for ids in minibatches]
         return assign_by_cost(flops.view(-1, group).sum(1), groups, replicas).repeat_interleave(group)
     return assign_by_cost(flops, minibatches, replicas)

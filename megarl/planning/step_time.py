@@ -13,7 +13,7 @@ import torch
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern
-from megarl.planning import summary, traffic
+from megarl.planning import reward_traffic, summary, traffic
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
 from megarl.planning.parameters import SCALAR_HEAD, stage_weights
 from megarl.planning.question import Price
@@ -89,7 +89,7 @@ def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) ->
     else:
         channels = 2 * args.kv_channels
     lookups, layers = 0, recurrent_layer_pattern(args).count(False)
-    if args.untie_embeddings_and_output_weights or summary.KINDS[plan.name] in SCALAR_HEAD:
+    if args.untie_embeddings_and_output_weights or plan.kind in SCALAR_HEAD:
         lookups = padded_vocab_size(args, plan.vocab_size) * args.hidden_size
     return tokens * (2 * (plan.parameters.active - lookups) + layers * args.num_attention_heads * channels * length)
 
@@ -103,6 +103,8 @@ def _passes(program, plan: summary.RolePlan, step: traffic.StepSizes, cluster: C
     role, sizes = program.roles[plan.name], parallel_sizes(program.roles[plan.name].megatron)
     args, models = role.megatron, summary.models_of(role, program.settings)
     length = args.seq_length
+    if role.is_judge:  # reads its prompts and judgements once; its decode steps are not counted
+        step = reward_traffic.judge_sizes(program.settings)
     forwards, backwards = traffic.passes(plan.name, args, step)
     scoring = forwards - backwards * (2 if args.recompute_granularity == "full" else 1)
     count = step.microbatches(sizes.data(len(plan.ranks)), role.max_tokens_per_microbatch)

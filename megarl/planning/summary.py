@@ -12,7 +12,7 @@ from megarl.flags.distill_settings import LOSS
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.parallel import fake_world
-from megarl.planning import traffic
+from megarl.planning import reward_traffic, traffic
 from megarl.planning.kv_cache import CachePlan, cache_plan
 from megarl.planning.memory import GIB, Memory, average_bytes, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
@@ -36,6 +36,7 @@ class RolePlan:
     vocab_size: int
     microbatches: int  # of an update, on each data-parallel replica
     traffic: dict[str, int]
+    kind: str | None = None  # of `kind_of`
     cache: CachePlan | None = None  # of a rollout
 
     @property
@@ -81,7 +82,9 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
     Raises:
         RuntimeError: a group's members do not match the role's sizes, which would be a bug.
     """
-    role_groups = create_role_groups(program.roles, world_size)
+    role_groups, s = create_role_groups(program.roles, world_size), program.settings
+    has_judge = program.roles["reward"].is_judge
+    own_groups = reward_traffic.holds_own_groups(role_groups, s, has_judge)
     roles = role_plans(program, vocab_size, reward_vocab_size)
     return Plan(
         world_size=world_size,
@@ -91,8 +94,9 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         roles=roles,
         rank_sets=sets_of(roles, world_size),
         exchanges=[
-            *traffic.exchanges(role_groups, program.settings, program.teachers.state_bytes),
-            *traffic.routes(program.roles, role_groups, program.settings),
+            *reward_traffic.early_responses(role_groups, s, has_judge, vocab_size),
+            *traffic.exchanges(role_groups, s, program.teachers.state_bytes, own_groups),
+            *traffic.routes(program.roles, role_groups, s),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
         weights_to_reference=traffic.weights_to_reference(program.roles, program.settings, vocab_size),
@@ -187,12 +191,12 @@ def _check_groups(role, role_groups, rank: int):
 
 
 def _cache(role, settings, step: traffic.StepSizes) -> CachePlan | None:
-    generates = _kind(role) == "generate" and not settings.debug_train_only
+    generates = kind_of(role) == "generate" and not settings.debug_train_only
     return cache_plan(role, settings, step) if generates else None
 
 
 def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: CachePlan | None) -> RolePlan:
-    args, kind = role.megatron, _kind(role)
+    args, kind = role.megatron, kind_of(role)
     sizes, ranks = parallel_sizes(args), len(role.ranks)
     layout = {
         "tensor": sizes.tensor, "pipeline": sizes.pipeline, "virtual": args.virtual_pipeline_model_parallel_size or 1,
@@ -203,7 +207,9 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
     count, totals, sent = 0, None, {}
     if kind in ("train", "value"):
         count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch)
-    if kind in ("reward model", "judge") or role.name == "teacher":  # which may read more tokens than the policy
+    if kind == "judge":
+        step = reward_traffic.judge_sizes(settings)
+    if kind == "reward model" or role.name == "teacher":  # which may read more tokens than the policy
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
     if kind is not None:
         sent = traffic.within_role(role, kind, vocab_size, step)
@@ -211,11 +217,12 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
     return RolePlan(
         name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
         stages=memory_of(role, settings, vocab_size), vocab_size=vocab_size, microbatches=count, traffic=sent,
-        cache=cache,
+        kind=kind, cache=cache,
     )  # fmt: skip
 
 
-def _kind(role) -> str | None:
+def kind_of(role) -> str | None:
+    """How a role uses its model, of `KINDS` or "judge"; None if it has none."""
     if not role.has_model:
         return None
     return "judge" if role.is_judge else KINDS[role.name]
@@ -223,7 +230,7 @@ def _kind(role) -> str | None:
 
 def memory_of(role, settings, vocab_size: int) -> list[Memory]:
     """Memory of a role on the ranks of each of its pipeline stages; 0 bytes if it has no model."""
-    kind, step = _kind(role), traffic.step_sizes(settings)
+    kind, step = kind_of(role), traffic.step_sizes(settings)
     sizes, tokens, cache = parallel_sizes(role.megatron), role.max_tokens_per_microbatch, 0
     if kind is None:
         return [Memory()] * sizes.pipeline

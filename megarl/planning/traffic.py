@@ -112,18 +112,21 @@ def field_bytes(names: list[str], step: StepSizes, state: int = 0) -> int:
     return sum(size * items[FIELDS[name].kind] for name, size in sizes.items())
 
 
-def exchanges(role_groups: dict, settings, state: int = 0) -> list[dict]:
+def exchanges(role_groups: dict, settings, state: int = 0, own_groups: bool = False) -> list[dict]:
     """Each field move of a step: payload between the replicas' first ranks, and all bytes sent with broadcasts.
 
     Roles with the same replicas hold the same sequences and need no copy. Sequences of the rollout move after
     generation, because the load is rebalanced, unless it has one replica or they are scored in the rollout's order.
-    `state`: as of `field_bytes`.
+
+    `state`: as of `field_bytes`; `own_groups`: as of `reward_traffic.holds_own_groups`.
     """
     result, served = [], {}
     for move in moves(settings, role_groups):
         source, destination = role_groups[move.source].replicas, role_groups[move.destination].replicas
         is_free = source == destination and (move.source != "rollout" or move.round_robin or len(source) == 1)
-        if move.source == "rollout" and not move.round_robin:
+        if own_groups and not move.round_robin and "reward" in (move.source, move.destination):
+            is_free = False
+        elif move.source == "rollout" and not move.round_robin:
             is_free = is_free or destination in served.values()
             served[move.destination] = destination
         step = dataclasses.replace(step_sizes(settings), sequences=move.sequences)

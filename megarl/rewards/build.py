@@ -10,6 +10,7 @@ from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import code, expression, mathematics, tasks, text
 from megarl.rewards.base import Sample, Score, Verifier
+from megarl.rewards.judge.config import read_config
 from megarl.rewards.pool import Workers
 from megarl.rewards.verifiers import VerifierSet
 
@@ -117,6 +118,17 @@ def build_verifiers(settings) -> VerifierSet:
         wrong={name: traits[name].wrong for name in names if traits[name].wrong},
         timing=[name for name in names if traits[name].wrong or traits[name].isolated],
     )  # fmt: skip
+
+
+def needs_whole_groups(settings) -> bool:
+    """Whether a term of `--reward` compares the responses to a prompt. UsageError as of `build_verifiers` and
+    `read_config`."""
+    names = [term.name for term in expression.parse(settings.reward)]
+    if expression.JUDGE in names and read_config(settings.judge_config).compares:
+        return True
+    plug_ins = [name for name in names if name not in _BUILT_IN and name not in expression.UNVERIFIED]
+    with process_state.kept(f"--reward {settings.reward}"):
+        return any(verifier.grouped for verifier in build_named_verifiers(Options.of(settings), plug_ins).values())
 
 
 def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, Verifier]:

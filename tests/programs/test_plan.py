@@ -16,6 +16,7 @@ from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.parallel import fake_world
 from megarl.planning import summary
 from megarl.planning.verdict import FULL_RECOMPUTE
+from tests.helpers import judges
 from tests.helpers.tiny_models import LENGTHS, SHAPES
 
 SMALL = f"--vocab-size 20 {SHAPES['llama']} {LENGTHS} --max-tokens-per-microbatch 48".split()
@@ -163,7 +164,8 @@ def test_colocated_roles_add_up_and_disjoint_ones_do_not(tmp_path):
 
 
 def test_a_judge_has_the_weights_of_a_policy_and_a_cache_of_its_own(tmp_path):
-    judge = ["--reward", "judge", "--judge-config", "x", "--judge-load", "y", "--judge-buffer-gb", "0.5"]
+    config = str(judges.write(tmp_path / "judge.yaml"))
+    judge = ["--reward", "judge", "--judge-config", config, "--judge-load", "y", "--judge-buffer-gb", "0.5"]
     judge += ["--role-map", "actor=0;critic=1;reference=2;reward=3", "--json", str(tmp_path / "plan.json")]
     found = {}
     for offload in ((), ("--reward-offload",)):

@@ -38,6 +38,11 @@ def questions_of(
     return [JudgeQuestion(*each, n) for each in zip(ordered, streams, strict=True) for n in samples]
 
 
+def judgements_of_group(config: JudgeConfig, size: int) -> int:
+    """The most judgements of a group of so many responses, with all retries."""
+    return len(questions_of(config, range(size), [range(size)])) * (1 + config.retries)
+
+
 def _pairs(group: Sequence[int], pairs: str) -> list[tuple[int, int]]:
     return list(combinations(group, 2)) if pairs == "all" else [(group[0], other) for other in group[1:]]
 
