@@ -79,6 +79,10 @@ class Batch:
         """The sequences at these positions, in the order given."""
         return self.take(index, self.token_positions(index))
 
+    def only(self, *names: str) -> "Batch":
+        """The same sequences with these fields alone, besides those that identify them; not a copy."""
+        return Batch(**{name: getattr(self, name) for name in ("sequence_ids", "lengths", *names)})
+
     def take(self, index: Tensor, rows: Tensor) -> "Batch":
         """Like `select`, with the positions of the tokens (`token_positions`) already known."""
         values = {name: getattr(self, name) for name in self.present()}

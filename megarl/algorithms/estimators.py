@@ -18,7 +18,7 @@ from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
 from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.algorithms.preference_pairs import GroupPairs, PairGradient, best_and_worst, pair_gradient
+from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
 from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
@@ -79,8 +79,12 @@ class Estimator(NamedTuple):
     needs: frozenset[str]  # critic's values, several samples per prompt, greedy baselines, log-probs before the update
     options: frozenset[str]  # names of the AdvantageOptions that it reads
     whiten: bool  # default of the option `whiten`
-    # Metrics by name, the same on every rank.
-    measure: Callable[[StepData, AdvantageOptions], dict[str, float]] | None = None
+    # Computes the advantages and, with them, metrics by name, the same on every rank; None: it has no metrics.
+    measured: Callable[[StepData, AdvantageOptions], tuple[Advantages, dict[str, float]]] | None = None
+
+    def run(self, step: StepData, options: AdvantageOptions) -> tuple[Advantages, dict[str, float]]:
+        """The advantages, and metrics by name."""
+        return self.measured(step, options) if self.measured else (self.function(step, options), {})
 
 
 def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -145,27 +149,23 @@ def preference_advantages(step: StepData, options: AdvantageOptions) -> Advantag
     A_i = −n · ∂L/∂ log π(y_i) for the mean loss L of the pairs, 0 for a response in no pair; n is the number of
     responses with tokens, by which `seq-mean-token-sum` divides. With it and `reinforce` the gradient is that of L.
     """
-    pairs, gradient = _pairs(step, options)
+    return measured_preference(step, options)[0]
+
+
+def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Advantages, dict[str, float]]:
+    """`preference_advantages`, and `preference/…` of the pairs, at the policy before the update."""
+    pairs, sums = best_and_worst(step.raw_scores, step.groups), (step.logprobs, step.reference_logprobs)
+    gradient = pair_gradient(pairs, *sums, step.response_lengths, *options.preference)
     advantages = torch.zeros_like(step.logprobs)
     advantages[pairs.chosen], advantages[pairs.rejected] = -gradient.chosen, -gradient.rejected
     unchanged = dataclasses.replace(options, whiten=False)
-    return _on_tokens(step, unchanged, (step.response_lengths > 0).sum() * advantages)
-
-
-def preference_metrics(step: StepData, options: AdvantageOptions) -> dict[str, float]:
-    """`preference/…` of the pairs, at the policy before the update."""
-    _, gradient = _pairs(step, options)
-    return {f"preference/{name}": value for name, value in gradient.metrics.items()}
-
-
-def _pairs(step: StepData, options: AdvantageOptions) -> tuple[GroupPairs, PairGradient]:
-    pairs, sums = best_and_worst(step.raw_scores, step.groups), (step.logprobs, step.reference_logprobs)
-    return pairs, pair_gradient(pairs, *sums, step.response_lengths, *options.preference)
+    found = _on_tokens(step, unchanged, (step.response_lengths > 0).sum() * advantages)
+    return found, {f"preference/{name}": value for name, value in gradient.metrics.items()}
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measure)
-    for name, function, needs, options, whitens, *measure in (
+    name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measured)
+    for name, function, needs, options, whitens, *measured in (
         ("gae", gae_advantages, ["values"], ["gamma", "lam", "whiten"], True),
         ("grpo", grpo_advantages, ["groups"], ["group_std", "whiten"], False),
         ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
@@ -174,7 +174,7 @@ ESTIMATORS: dict[str, Estimator] = {
         ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], ["whiten"], True),
         ("remax", remax_advantages, ["baselines"], ["whiten"], False),
         (NO_ADVANTAGE, no_advantages, [], [], False),
-        ("preference", preference_advantages, ["groups", "logprobs"], ["preference"], False, preference_metrics),
+        ("preference", preference_advantages, ["groups", "logprobs"], ["preference"], False, measured_preference),
     )
 }
 

@@ -43,7 +43,7 @@ def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, 
             such groups, at least `MIN_GROUPS_PER_REPLICA` for each replica; with fewer their work would differ.
     """
     flops = sequence_flops(lengths, hidden)
-    if stay_whole(min(map(len, minibatches)), replicas, group):
+    if stay_whole(min(map(len, minibatches), default=0), replicas, group):
         groups = [ids[::group] // group for ids in minibatches]
         return assign_by_cost(flops.view(-1, group).sum(1), groups, replicas).repeat_interleave(group)
     return assign_by_cost(flops, minibatches, replicas)

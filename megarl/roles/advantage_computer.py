@@ -57,13 +57,12 @@ class AdvantageComputer:
         with self.timers.phase(ACTOR, "advantages"):
             batch = step_batch[ACTOR]
             step = self._step_data(batch, step_batch.count)
-            batch.advantages, returns = self.estimator.function(step, self.options)
+            (batch.advantages, returns), metrics = self.estimator.run(step, self.options)
+            self.metrics |= metrics
             if self.settings.distill == REWARD:
                 batch.advantages = batch.advantages + self._from_teacher(batch)
             if returns is not None:
                 batch.returns = returns
-            if self.estimator.measure:
-                self.metrics |= self.estimator.measure(step, self.options)
 
     def _from_teacher(self, batch: Batch) -> Tensor:
         """[T] α·(log π_T − log π_old) at response tokens: minus a sample of the reverse KL, which is not whitened."""

@@ -70,7 +70,8 @@ class Critic:
             self.metrics |= self.trainable_model.offload.metrics(self.name)
 
     def _update(self, batch: Batch, positions: torch.Tensor) -> Update:
-        count = self.role_groups.dp_all_reduce(loss_mask(batch.select(positions), self.settings).sum().double())
+        minibatch = batch.only("response_mask", "finished").select(positions)
+        count = self.role_groups.dp_all_reduce(loss_mask(minibatch, self.settings).sum().double())
         has_loss = not is_all_masked(count, self.settings)
 
         def loss(values, microbatch):

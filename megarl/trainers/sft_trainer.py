@@ -142,7 +142,7 @@ class SFTTrainer(SupervisedTrainer):
         names = "eval/loss", "eval/divergence", *names_by_teacher(("eval/divergence",), self._teachers)
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device.device())
         for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
-            microbatch = examples.batch.select(positions)
+            microbatch = examples.batch.only("response_mask", "teacher_ids").select(positions)
             mask = microbatch.response_mask
             if len(positions):
                 divergence = torch.zeros_like(scores.logprobs)

@@ -35,6 +35,13 @@ def test_offsets_and_lengths():
     assert batch.present() == ["lengths", "response_mask"]
 
 
+def test_only_some_fields_are_the_same_memory():
+    batch = random_batch(1)
+    found = batch.only("tokens", "response_mask").only("values", "response_mask")
+    assert set(found.present()) == {"sequence_ids", "lengths", "response_mask"} < set(batch.present())
+    assert found.response_mask.data_ptr() == batch.response_mask.data_ptr()
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_select_takes_whole_sequences_in_the_order_given(seed):
     batch = random_batch(seed)

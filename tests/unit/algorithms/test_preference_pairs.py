@@ -80,8 +80,8 @@ def test_the_policy_gradient_is_the_gradient_of_the_loss(name):
         empty = data.response_lengths == 0
         data = dataclasses.replace(data, groups=torch.where(empty, len(empty) + torch.arange(len(empty)), data.groups))
         pairs, _ = pairs_in_python(data.raw_scores.tolist(), data.groups.tolist())
-        advantages, returns = ESTIMATORS["preference"].function(data, options)
-        metrics = ESTIMATORS["preference"].measure(data, options)
+        (advantages, returns), metrics = ESTIMATORS["preference"].run(data, options)
+        assert torch.equal(advantages, ESTIMATORS["preference"].function(data, options).advantages)
         assert returns is None and metrics["preference/pairs"] == len(pairs)
         tokens = PolicyTokens(logprobs, logprobs.detach(), advantages, *where)
         loss = reinforce(tokens, NoOptions()).loss
