@@ -14,6 +14,7 @@ from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
 from tools.bench import (
     common,
+    distillation_curve,
     generation_lag,
     logprob,
     memory,
@@ -223,3 +224,21 @@ def test_operators():
 
 def measured_operators(rank: int) -> dict:
     return operators.measure(1, SMALL, rollout.Case(common.random_prompts([9, 5] * 3, SMALL.vocab), 1, [8] * 6))
+
+
+def test_curves_of_distillation(tmp_path):
+    """The tokenizer that the peer reads has the ids of the policy's, also of texts that it was not checked with."""
+    from transformers import PreTrainedTokenizerFast
+
+    from megarl.data.tokenizers import build_tokenizer
+    from tests.helpers.programs import inputs
+
+    ours = build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model"))
+    distillation_curve.save_tokenizer(tmp_path, ours, ["1+2="])
+    texts = ["29+8=", "37", "1+1=2"]
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert theirs(texts)["input_ids"] == [ours.encode(text) for text in texts]
+    assert theirs.batch_decode(theirs(texts)["input_ids"]) == texts
+    sides = (("megarl", 9, 0.952), ("trl", 21, 0.5))
+    curves = {name: [{"responses": 2560, "seconds": s, "accuracy": a}] for name, s, a in sides}
+    assert distillation_curve.table(curves).splitlines()[2] == "| 2,560 | 95.2 | 9 | 50.0 | 21 |"
