@@ -11,12 +11,15 @@ from megarl.comm import early_responses
 from megarl.comm.announcements import MessageQueue
 from megarl.comm.early_responses import ResponseReceiver, ResponseSender
 from megarl.data.prompt import Prompt
-from megarl.roles.judge_requests import ArrivingResponses, JudgeRequests
+from megarl.errors import UsageError
+from megarl.mcore.inference.generation import Completion
+from megarl.observe.timers import Timers
+from megarl.rewards.judge.config import read_config
+from megarl.roles.judge_requests import ArrivingResponses, JudgedText, Judgement, JudgeRequests
 from megarl.roles.reward import Reward
 from megarl.rollout.rollout import Rollout
 from tests.helpers.judges import judge_flags, rows, write
-from tests.helpers.programs import inputs, rl_argv, train
-from tests.helpers.tiers import by_default
+from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.worlds import run_world
 from tools import record_runs
 
@@ -59,7 +62,8 @@ def afterwards(monkeypatch):
     monkeypatch.setattr(Reward, "judge_early", lambda *args: None)
 
 
-@pytest.mark.parametrize("name", by_default(RUNS, ("pairs, two replicas of the judge",)))
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
 def test_the_bytes_are_those_of_judging_after_the_rollout(name, tmp_path, monkeypatch):
     early = recorded(tmp_path / "early", name, tmp_path)
     afterwards(monkeypatch)
@@ -115,6 +119,9 @@ def test_the_judge_has_begun_before_the_rollout_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(ResponseSender, "send", send)
     train("rl", [str(tmp_path / "other") if token == str(tmp_path / "run") else token for token in argv], 2)
     assert events.read_text().split()[0] == "generated"
+    runs = [tmp_path / name for name in ("run", "other")]
+    assert len({samples(run, 1) for run in runs}) == 1
+    assert timeless(metrics(runs[0])[1]) == timeless(metrics(runs[1])[1])
 
 
 def queue_of_three(rank: int) -> list:
@@ -205,3 +212,76 @@ def test_when_a_judge_reads_early(changes, ranks, expected):
     settings = replace(program("rl", rl_argv(inputs() / "run"), 1).settings, **changes)
     assert early_responses.judges_early(settings, True, *ranks) == expected
     assert not early_responses.judges_early(settings, False, *ranks)
+
+
+class Alone:
+    """The only rank of a replica."""
+
+    is_leader, replica = True, (0,)
+
+    def broadcast_object(self, item):
+        return item
+
+    broadcast_number = broadcast_object
+
+
+class Words:
+    """Prompts of a judge: a token for each character; a judgement is the text of its tokens."""
+
+    def tokens(self, prompt, texts) -> list[int]:
+        if "" in texts:
+            raise UsageError("nothing to read")
+        return [*map(ord, prompt.answer + "|".join(texts))]
+
+    def text(self, tokens) -> str:
+        return "".join(map(chr, tokens))
+
+
+def requests_of(folder: Path, mode: str) -> JudgeRequests:
+    changes = {"single": {}, "pair": PAIR}[mode]
+    config = read_config(str(write(folder / "judge.yaml", **{"samples": 1, "retries": 1, **changes})))
+
+    def read(text: str, count: int) -> Judgement:
+        return Judgement(text, config.numbers(text, count))
+
+    return JudgeRequests(config, Words(), Alone(), read, seed=1, step=2, timers=Timers())
+
+
+def texts_of(*texts: str) -> list[JudgedText]:
+    return [JudgedText(4 + i, Prompt(7, answer="a"), text) for i, text in enumerate(texts)]
+
+
+def written(text: str) -> Completion:
+    return Completion([*map(ord, text)], [0.0] * len(text), True)
+
+
+def test_a_judgement_without_a_number_is_asked_for_again_as_soon_as_there_is_room(tmp_path):
+    requests = requests_of(tmp_path, "single")
+    requests.ask(texts_of("x", "y", ""), [], {})
+    assert requests.has_ready
+    ((first, one),) = requests.take(1)
+    ((second, two),) = requests.take(1)
+    assert not requests.take(1) and not requests.is_empty()
+    assert (one.prompt, two.prompt) == ([*b"ax"], [*b"ay"]) and one.key != two.key
+    requests.ended(second, written("5"))
+    requests.ended(first, written("none"))
+    ((third, again),) = requests.take(8)
+    assert again.prompt == one.prompt and again.key != one.key and not requests.is_empty()
+    requests.ended(third, written("still none"))
+    assert not requests.take(8) and requests.is_empty()
+    found = list(requests.answers.values())
+    assert [[each.numbers for each in answer.judgements] for answer in found] == [[None, None], [[5.0]], []]
+    assert [answer.problem for answer in found] == [None, None, "nothing to read"] and requests.tokens == 1 + 4 + 10
+
+
+def test_what_was_judged_of_the_same_responses_is_not_asked_again(tmp_path):
+    early = requests_of(tmp_path, "pair")
+    early.ask(texts_of("x", "y"), [[0, 1]], {})
+    for number, _ in early.take(8):
+        early.ended(number, written("99"))
+    later = requests_of(tmp_path, "pair")
+    later.ask(texts_of("x", "y"), [[0, 1]], early.answers)
+    assert not later.has_ready and [len(answer.judgements) for answer in later.answers.values()] == [1, 1]
+    other = requests_of(tmp_path, "pair")
+    other.ask(texts_of("x", "z"), [[0, 1]], early.answers)  # of another text of the same number
+    assert other.has_ready and not any(answer.judgements for answer in other.answers.values())
