@@ -64,7 +64,7 @@ class Engine:
 class NoReward:
     """A reward role without verifiers or models."""
 
-    name = "reward"
+    name, terms = "reward", ()
     rows: list = []
     needs_whole_groups = False
 
