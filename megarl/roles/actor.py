@@ -167,7 +167,7 @@ class Actor:
 
     def _update(self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool) -> Update:
         """One update. `on_policy`: also sets the old log-probs."""
-        minibatch = batch.only("response_mask", "finished").select(positions)  # others are large
+        minibatch = batch.only("response_mask", "finished", "teacher_ids").select(positions)  # others are large
         mask = loss_mask(minibatch, self.settings)
         counts = self.role_groups.dp_all_reduce(self.loss.local_counts(minibatch, mask))
         has_loss = not is_all_masked(counts[0], self.settings)

@@ -26,7 +26,7 @@ def masks_by_teacher(batch: Batch, mask: Tensor, teachers: tuple[str, ...]) -> l
     """[T] bool for each teacher: the tokens of `mask` [T] whose teacher it is."""
     if not teachers:
         return []
-    of_tokens = batch.teacher_ids.repeat_interleave(batch.lengths, output_size=len(batch.tokens))
+    of_tokens = batch.teacher_ids.repeat_interleave(batch.lengths, output_size=len(mask))
     return [mask & (of_tokens == number) for number in range(len(teachers))]
 
 
