@@ -13,7 +13,7 @@ from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_damage import CONFIG, FIRST, INDEX, SINGLE, Damage, config, edit, in_order, tensors
 from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, RECURRENT, REWARD, SHORT, SUPPORTED, run_cases
-from tests.helpers.hf_prediction import with_prediction
+from tests.helpers.hf_prediction import add_module, with_prediction
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
@@ -153,13 +153,15 @@ STORED_OTHERWISE = {
     "llama2+rotary_buffers": (1, tensors(rotary_buffers)),
     "deepseek_v3+prediction_layer": (1, in_order(with_prediction, tensors(integers))),
     "glm4_moe+prediction_layer": (1, with_prediction),
+    "qwen3_next+prediction_module": (1, tensors(add_module)),
+    "qwen35_vision+prediction_module": (1, tensors(add_module)),
     "qwen3+index_of_one_file": (1, index_of_one_file),
     "llama3+unnamed_tensor": (2, unnamed_tensor),
     "gemma3_vision+later_names": (1, tensors(later_names)),
     "gemma3_vision+untied_without_head": (1, config(tie_word_embeddings=False)),
     "qwen3_vl+tied_with_another_head": (1, of_text(tie_word_embeddings=True)),
 }
-FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window")
+FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe")
 
 
 def test_what_others_store_is_computed_and_exported_again(tmp_path):

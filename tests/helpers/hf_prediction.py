@@ -26,6 +26,18 @@ def add_layer(held: dict[str, torch.Tensor]) -> int:
     return last + 1
 
 
+def add_module(held: dict[str, torch.Tensor]):
+    """A prediction module as Qwen3-Next's and Qwen3.5's folders have it, its layer like the last one."""
+    last = max(int(number) for name in held for number in re.findall(r"\.layers\.(\d+)\.", name))
+    for name in [name for name in held if f".layers.{last}." in name]:
+        held["mtp.layers.0." + name.partition(f".layers.{last}.")[2]] = held[name] + 0.5
+    drawn, (embedding,) = torch.Generator().manual_seed(7), (held[name] for name in held if "embed_tokens" in name)
+    hidden = embedding.shape[1]
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        held[f"mtp.{name}.weight"] = torch.rand(hidden, generator=drawn)
+    held["mtp.fc.weight"] = torch.rand(hidden, 2 * hidden, generator=drawn)
+
+
 with_prediction = in_order(config(num_nextn_predict_layers=1), tensors(add_layer))
 
 

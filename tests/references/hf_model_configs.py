@@ -162,7 +162,17 @@ def further() -> dict[str, Case]:
 def recurrent() -> dict[str, Case]:
     """Families with recurrent states in most layers."""
     rope, experts = theta(1e4) | {"partial_rotary_factor": 0.25}, EXPERTS | {"shared_expert_intermediate_size": 32}
-    return {
+    three_axes = rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    tower = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14, "depth": 1, "num_heads": 2,
+             "out_hidden_size": 64, "num_position_embeddings": 16}  # fmt: skip
+    ids = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
+    text = DELTA_NET | {"rope_parameters": three_axes}
+    published = {
+        "qwen35_vision": multimodal("Qwen3_5", [2, 0], tower, text, **ids),
+        "qwen35_moe_vision": multimodal("Qwen3_5Moe", [2, 0], tower, text | experts, **ids),
+    }
+    published = {name: each._replace(lengths=(97, 23, 2)) for name, each in published.items()}
+    return published | {
         name: case(family, rope, **DELTA_NET, **fields)._replace(lengths=(97, 23, 2))
         for name, family, fields in (
             ("qwen3_next", "Qwen3Next", experts),

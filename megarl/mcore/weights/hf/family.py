@@ -118,6 +118,8 @@ PREDICTION_LAYERS = Prediction(
     },
     ("num_mtp_layers", "num_nextn_predict_layers"),
 )
+# Those of Qwen3-Next and Qwen3.5, which are a module of their own.
+PREDICTION_MODULE = Prediction(r"mtp\..+", {}, ("mtp_num_hidden_layers",))
 
 
 class Multimodal(NamedTuple):

@@ -10,6 +10,7 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 
 TEXT, ARCHITECTURE = "text_config", "ForConditionalGeneration"
 MODEL_PREFIX, HEAD_NAME = "model.", "lm_head.weight"
+PREDICTION_PREFIX = "mtp."  # of a module of multi-token prediction beside the language model
 
 
 class Naming(NamedTuple):
@@ -28,7 +29,8 @@ class Naming(NamedTuple):
         """The opposite; None for a tensor that is not the language model's."""
         if name.startswith(self.prefix):
             return MODEL_PREFIX + name.removeprefix(self.prefix)
-        return HEAD_NAME if name == self.head else name if self.prefix == MODEL_PREFIX else None
+        has_own_name = self.prefix == MODEL_PREFIX or name.startswith(PREDICTION_PREFIX)
+        return HEAD_NAME if name == self.head else name if has_own_name else None
 
 
 def naming_of(family: Family, tensors: Collection[str]) -> Naming:

@@ -1,7 +1,15 @@
 """Qwen3-Next: gated delta nets and gated attention, experts with a gated shared one, zero-centred norms."""
 
 from megarl.mcore.weights.hf.experts import expert_flags, softmax_gates, sparse_layers
-from megarl.mcore.weights.hf.family import GATED, Family, delta_net_flags, delta_net_layers, expert_layers, model_flags
+from megarl.mcore.weights.hf.family import (
+    GATED,
+    PREDICTION_MODULE,
+    Family,
+    delta_net_flags,
+    delta_net_layers,
+    expert_layers,
+    model_flags,
+)
 from megarl.mcore.weights.hf.mapping import recurrent_parts
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
@@ -31,4 +39,5 @@ FAMILY = Family(
         | recurrent_parts(_GATES, "beta", "alpha", by_key_head=True)
     ),
     flags=flags,
+    prediction=PREDICTION_MODULE,
 )
