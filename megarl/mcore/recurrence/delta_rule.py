@@ -2,8 +2,9 @@
 
 Each head keeps a state S [K, V]. A token with query q, key k, value v, decay d and strength β makes it
 d·S + k ⊗ β·(v − kᵀ·d·S) and reads qᵀ·S. On a CPU compiled kernels do this token by token, in training, prefill and
-decode alike, so that a token's bits depend on the tokens before it alone. The backward pass recomputes the results by
-chunks of tokens (2406.06484 §3), which differ by rounding, and takes PyTorch's gradient of these.
+decode alike, so that a token's bits depend on the tokens before it alone. On a device PyTorch's operations do it by
+chunks of tokens (2406.06484 §3), and in a decode step by token, which differ by rounding. The backward pass computes
+everything again from the layer's inputs.
 Shapes: T rows, G groups with a key head of K channels, H value heads of V channels, C = 2·G·K + H·V channels.
 """
 
