@@ -89,9 +89,10 @@ def whole_tensor(name: str, parameter, value, group, gated: bool):
         return value.clone()
     shares = [torch.empty_like(value) for _ in range(size)]
     dist.all_gather(shares, value.contiguous(), group=group)
-    if gated and "linear_fc1" in name:  # each share holds its rows of the gates, then of the ups
-        halves = [share.chunk(2) for share in shares]
-        return torch.cat([torch.cat([half[i] for half in halves]) for i in (0, 1)])
+    # Each share holds its rows of the gates, then of the ups, or of other parts.
+    parts = [len(value) // 2] * 2 if gated and "linear_fc1" in name else getattr(parameter, "parts", None)
+    if parts is not None:
+        return torch.cat([torch.cat(part) for part in zip(*(share.split(parts) for share in shares), strict=True)])
     return torch.cat(shares, dim=parameter.partition_dim)
 
 

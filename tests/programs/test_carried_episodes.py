@@ -201,7 +201,7 @@ def test_failed_episodes_count_for_their_groups_wherever_a_round_stops(tmp_path)
 
 
 @pytest.mark.parametrize("flags", [
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout",
+    long("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"),
     long("--group-filter reward --dynamic-sampling --max-sampling-rounds 3"),
     long("--speculative-rollout"), long("--advantage rloo --credit turns"),
     long("--advantage remax --greedy-baseline"),

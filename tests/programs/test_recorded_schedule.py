@@ -53,7 +53,7 @@ RUNS = {  # flags but for the role map, role map, (role map, other flags) of rep
     "factors": (f"{GRPO} --lora-rank 4 --verify-weights --rollout-prefix-caching", ONE, [(ONE, "")]),
     "turns": (f"{GRPO} {TURNS}", TWO, [(ONE, "")]),
 }  # fmt: skip
-DEFAULT = ("two replicas", "partial rollouts")
+DEFAULT = ("partial rollouts",)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ ASKED = [GenerationRequest([4 + i % 5, 3, 6], i, 4, SamplingSettings(), (), 1) f
 APART = "--role-map actor=1;critic=0;reward=0;reference=0"
 AHEAD = "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1 --generation-lag 2 --rollout-correction tis"
 LAYOUTS = [
-    long((1, "")), long((2, "")), long((2, APART)), (2, AHEAD), long((2, "--tensor-model-parallel-size 2")),
+    (1, ""), long((2, "")), long((2, APART)), long((2, AHEAD)), long((2, "--tensor-model-parallel-size 2")),
 ]  # fmt: skip
 
 
