@@ -93,9 +93,10 @@ def test_states_of_padded_buckets_are_those_of_their_parameters(tmp_path):
     travel(tmp_path, DENSE, [(2, flags), (1, "--use-distributed-optimizer")], model="recurrent")
 
 
-def test_fp32_parameters_of_a_model_of_16_bits_keep_their_own_states(tmp_path):
-    """Those of recurrent states, beside an optimizer that is not distributed."""
-    travel(tmp_path, f"{DENSE} --bf16", [(1, ""), (1, "")], model="recurrent")
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
+def test_fp32_parameters_of_a_model_of_16_bits_keep_their_own_states(more, tmp_path):
+    """Those of recurrent states."""
+    travel(tmp_path, f"{DENSE} --num-layers 2 --bf16 {more}", [(1, ""), (1, "")], model="recurrent")
 
 
 @pytest.mark.long

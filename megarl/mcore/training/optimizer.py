@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from itertools import chain
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
@@ -118,10 +119,23 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataPara
     with override_default_group(pg_collection.intra_dist_opt):
         optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False, pg_collection=pg_collection)
     for chained in optimizer.chained_optimizers:
+        _number_as_grouped(chained)
         chained.init_state_fn(chained.optimizer, chained.config)  # a checkpoint may be saved before the first update
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
     optimizer.routers = balanced_routers(wrapped)
     return optimizer
+
+
+def _number_as_grouped(part):
+    """Corrects which parameter of its groups a distributed optimizer takes for which one of the model.
+
+    Megatron counts them in the model's order, but its groups have the fp32 parameters before those of 16 bits.
+    """
+    if not hasattr(part, "model_param_group_index_map"):
+        return
+    for number, of_group in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+        for place, parameter in enumerate(chain(*of_group)):
+            part.model_param_group_index_map[parameter] = number, place
 
 
 def loss_scale(optimizer) -> float | None:
