@@ -3,8 +3,8 @@
 # four roles on four ranks. Prints the exact-match accuracy on held-out prompts before and after PPO.
 #   bash launch/quickstart.sh [flags of megarl.train_rl]
 #   SEED=2 bash launch/quickstart.sh
-# Reads: SEED (random seed, default 1); CONFIG (config files: quickstart, moe_quickstart or hybrid_quickstart, default quickstart); SAVE
-# (output folder, default runs/CONFIG); PYTHON and MEGARL_VENV (see launch/setup_env.sh).
+# Reads: SEED (random seed, default 1); CONFIG (config files: quickstart, moe_quickstart or hybrid_quickstart, default
+# quickstart); SAVE (output folder, default runs/CONFIG); PYTHON and MEGARL_VENV (see launch/setup_env.sh).
 # An existing folder SAVE is renamed, never overwritten. Exit status: 0; 2 for wrong variables or flags; otherwise that
 # of the command that failed.
 set -euo pipefail

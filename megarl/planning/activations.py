@@ -52,8 +52,8 @@ def of_layer(args, kind: LayerKind, tokens: int, fused: bool = True) -> float:
 def _delta_net(args, n: int, fused: bool) -> float:
     """Bytes of a gated delta net: its inputs in fp32, the normed results, the gates, and their product."""
     heads = HeadSizes.of(args, args.tensor_model_parallel_size)
-    values, b = heads.heads * heads.values, args.params_dtype.itemsize
-    wide = heads.channels + values + 2 * heads.heads
+    values, b = heads.parts["value"], args.params_dtype.itemsize
+    wide = sum(heads.parts.values())
     inputs = 4 * wide + (0 if b == 4 else b * wide)
     return n * (inputs + heads.heads * _norm(args, heads.values, fused) + values * (4 + 4 + 2 * b))
 

@@ -160,13 +160,13 @@ def _delta_net(args, t: int) -> list[Weight]:
     """Decays and their biases in fp32; queries, keys, values, gates and two numbers of each head; a convolution of the
     first three; a norm of a head."""
     sizes = HeadSizes.of(args, t)
-    heads, values, channels = sizes.heads, sizes.values, sizes.channels
+    heads, values = sizes.heads, sizes.parts["value"]
     name, hidden = "self_attention.", args.hidden_size
     weights = [Weight(name + each, heads, heads, 4) for each in ("dt_bias", "A_log")]
-    weights += _matrix(args, f"{name}in_proj", channels + heads * values + 2 * heads, hidden, False)
-    weights += _matrix(args, f"{name}out_proj", hidden, heads * values, False)
-    weights += _matrix(args, f"{name}conv1d", channels, args.linear_conv_kernel_dim, False)
-    return weights + _norm(args, f"{name}out_norm", values)
+    weights += _matrix(args, f"{name}in_proj", sum(sizes.parts.values()), hidden, False)
+    weights += _matrix(args, f"{name}out_proj", hidden, values, False)
+    weights += _matrix(args, f"{name}conv1d", sizes.channels, args.linear_conv_kernel_dim, False)
+    return weights + _norm(args, f"{name}out_norm", sizes.values)
 
 
 def _attention(args, t: int) -> list[Weight]:

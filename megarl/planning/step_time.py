@@ -136,9 +136,8 @@ def decode_seconds(args, plan: summary.RolePlan, step: traffic.StepSizes, cluste
     """Seconds of a decode step without what it sends.
 
     It reads the weights, and the cache of a round's requests at half of their response, reads and writes recurrent
-    states, or computes, whichever takes
-    longer; the stages of a pipeline take turns; every collective takes `LATENCY`. Of E experts, n tokens read
-    1 − (1 − k/E)ⁿ.
+    states, or computes, whichever takes longer; the stages of a pipeline take turns; every collective takes `LATENCY`.
+    Of E experts, n tokens read 1 − (1 − k/E)ⁿ.
     """
     sizes, cache, mean = parallel_sizes(args), plan.cache, step.prompt + step.response / 2
     assert cache is not None

@@ -243,7 +243,7 @@ def context(args, n: int, forwards: int, backwards: int) -> float:
     channels = is_recurrent.count(False) * (ranks - 1) * width
     if any(is_recurrent):
         sizes = HeadSizes.of(args, args.tensor_model_parallel_size)
-        sent = sizes.channels + 2 * sizes.heads * sizes.values + 2 * sizes.heads
+        sent = sum(sizes.parts.values()) + sizes.parts["value"]
         channels += is_recurrent.count(True) * (ranks - 1) / ranks * sent
     return (forwards + backwards) * channels / args.pipeline_model_parallel_size * n * args.params_dtype.itemsize
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.hf_damage import CONFIG, FIRST, INDEX, SINGLE, Damage, config, edit, in_order, tensors
+from tests.helpers.hf_damage import FIRST, INDEX, SINGLE, config, in_order, tensors, text_config
 from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, RECURRENT, REWARD, SHORT, SUPPORTED, run_cases
 from tests.helpers.hf_prediction import add_module, with_prediction
 from tests.helpers.tiers import by_default
@@ -127,11 +127,6 @@ def later_names(held):
         held["model." + name.replace("language_model.model.", "language_model.")] = held.pop(name)
 
 
-def of_text(**entries) -> Damage:
-    """Other entries of the text's part of config.json."""
-    return edit(CONFIG, lambda content: content | {"text_config": content["text_config"] | entries})
-
-
 def unnamed_tensor(folder: Path):
     """A tensor that was deleted from the index."""
     tensors(lambda held: held.update({"model.layers.3.eh_proj.weight": torch.ones(64, 128)}), FIRST)(folder)
@@ -159,7 +154,7 @@ STORED_OTHERWISE = {
     "llama3+unnamed_tensor": (2, unnamed_tensor),
     "gemma3_vision+later_names": (1, tensors(later_names)),
     "gemma3_vision+untied_without_head": (1, config(tie_word_embeddings=False)),
-    "qwen3_vl+tied_with_another_head": (1, of_text(tie_word_embeddings=True)),
+    "qwen3_vl+tied_with_another_head": (1, text_config(tie_word_embeddings=True)),
 }
 FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe")
 

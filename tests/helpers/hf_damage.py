@@ -50,6 +50,11 @@ def config(**entries) -> Damage:
     return edit(CONFIG, lambda content: content | entries)
 
 
+def text_config(**entries) -> Damage:
+    """config.json of a multimodal folder with other entries of its language model."""
+    return edit(CONFIG, lambda content: content | {"text_config": content["text_config"] | entries})
+
+
 def rope(**entries) -> Damage:
     """config.json with other rotary embeddings."""
     return edit(CONFIG, lambda content: content | {"rope_parameters": content["rope_parameters"] | entries})

@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers import hf_folders
 from tests.helpers.forked_programs import check
-from tests.helpers.hf_damage import CONFIG, argv, config, edit, tensors
+from tests.helpers.hf_damage import argv, config, tensors, text_config
 from tests.helpers.programs import write_lines
 from tests.helpers.tiers import by_default
 
@@ -16,14 +16,9 @@ def plain_names(held: dict[str, torch.Tensor]):
         held[name.replace("language_model.", "")] = held.pop(name)
 
 
-def of_text(**entries):
-    """config.json with other entries of the language model's part."""
-    return edit(CONFIG, lambda content: content | {"text_config": content["text_config"] | entries})
-
-
 MULTIMODAL = {
     "no text": (config(text_config=None), ["text_config None: allowed is an object"]),
-    "another text model": (of_text(model_type="llama"), ["model_type 'llama': allowed is 'qwen3_vl_text'"]),
+    "another text model": (text_config(model_type="llama"), ["model_type 'llama': allowed is 'qwen3_vl_text'"]),
     "another class": (config(architectures=["Qwen3VLModel"]), ["['Qwen3VLModel']", "…ForConditionalGeneration"]),
     "classes a text": (config(architectures="x"), ["architectures 'x': allowed is …ForConditionalGeneration"]),
     "tying a text": (config(tie_word_embeddings="no"), ["transformers cannot read it", "'tie_word_embeddings'"]),
@@ -32,7 +27,7 @@ MULTIMODAL = {
                        ["model.language_model.norm.weight is missing"]),
     "names of text": (tensors(plain_names), ["model.language_model.embed_tokens.weight is missing"]),
     "unknown tower": (tensors(lambda held: held.update({"model.audio.x": torch.ones(2)})), ["audio.x is a tensor"]),
-    "layer after the last": (of_text(num_hidden_layers=2), ["model.language_model.layers.2.", "after those of"]),
+    "layer after the last": (text_config(num_hidden_layers=2), ["model.language_model.layers.2.", "after those of"]),
 }  # fmt: skip
 
 

@@ -49,11 +49,10 @@ class GatedDeltaNet(_GDNBase):
         self.layer_number, self.pg_collection, self.tp_group = layer_number, pg_collection, pg_collection.tp
         ranks = self.tp_size = pg_collection.tp.size()
         self.sizes = HeadSizes.of(config, ranks)
-        heads = self.sizes.heads
-        keys, values = self.sizes.groups * self.sizes.keys, heads * self.sizes.values
+        heads, parts = self.sizes.heads, self.sizes.parts
+        keys, values = parts["key"], parts["value"]
         self.qk_dim_local_tp, self.v_dim_local_tp, self.conv_dim_local_tp = keys, values, self.sizes.channels
-        self.in_proj_split_names = ["query", "key", "value", "z", "beta", "alpha"]
-        self.in_proj_split_sections = (keys, keys, values, values, heads, heads)
+        self.in_proj_split_names, self.in_proj_split_sections = list(parts), tuple(parts.values())
         self.in_proj_dim, self.conv_bias = sum(self.in_proj_split_sections) * ranks, False
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = submodules.in_proj(

@@ -11,11 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SCALED = (
-    "linear_proj.weight",
-    "linear_fc2.weight",
-    "out_proj.weight",
-)  # standard deviation falls with depth (1909.08053 §3, GPT-2)
+# The standard deviation of these falls with depth (1909.08053 §3, GPT-2).
+SCALED = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 
 
 def initialize(chunk, seed: int, pg_collection):

@@ -34,6 +34,12 @@ class HeadSizes(NamedTuple):
         """Channels of queries, keys and values together, which the convolution reads."""
         return 2 * self.groups * self.keys + self.heads * self.values
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Rows of the layer's first projection by part, in their order; the convolution reads the first three."""
+        keys, values = self.groups * self.keys, self.heads * self.values
+        return {"query": keys, "key": keys, "value": values, "z": values, "beta": self.heads, "alpha": self.heads}
+
     @classmethod
     def of(cls, config, ranks: int) -> "HeadSizes":
         """Those of a model config's layers on one of some tensor-parallel ranks."""

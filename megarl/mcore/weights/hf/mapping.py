@@ -129,24 +129,17 @@ class RecurrentPart(NamedTuple):
     """
 
     names: tuple[str]
-    parts: tuple[str, ...]  # of the tensor: names of `_part_sizes`
+    parts: tuple[str, ...]  # of the tensor: names of `HeadSizes.parts`
     number: int  # which part
     by_key_head: bool = False
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
-        sizes = _part_sizes(heads)
+        sizes = heads.recurrent.parts
         rows_of = [sizes[part] for part in self.parts]
         blocks = heads.recurrent.groups if self.by_key_head else 1
         start, size, period = (sum(x) // blocks for x in (rows_of[: self.number], [rows], rows_of))
         return [RowRange(self.names[0], i * size, i * period + start, size) for i in range(blocks)]
-
-
-def _part_sizes(heads: HeadLayout) -> dict[str, int]:
-    """Rows of the parts of the projections of a layer with a recurrent state."""
-    groups, value_heads, keys, values = heads.recurrent
-    wide = {"query": groups * keys, "key": groups * keys, "value": value_heads * values, "z": value_heads * values}
-    return wide | {"beta": value_heads, "alpha": value_heads}
 
 
 Mapping = Rows | StackedExperts | Heads | FusedHeads | GatedHeads | RecurrentPart

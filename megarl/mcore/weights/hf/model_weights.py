@@ -65,14 +65,11 @@ def _attention(args) -> dict[str, tuple[int, ...]]:
 
 def _recurrent(args) -> dict[str, tuple[int, ...]]:
     """The weights of a gated delta net."""
-    groups, heads, keys, values = HeadSizes.of(args, 1)
-    wide = {"query": groups * keys, "key": groups * keys, "value": heads * values}
-    projected = wide | {"z": heads * values, "beta": heads, "alpha": heads}
-    shapes: dict[str, tuple[int, ...]] = {f"in_proj.weight.{name}": (rows, args.hidden_size)
-                                          for name, rows in projected.items()}  # fmt: skip
-    shapes |= {f"conv1d.weight.{name}": (rows, 1, args.linear_conv_kernel_dim) for name, rows in wide.items()}
-    shapes |= {"A_log": (heads,), "dt_bias": (heads,), "out_norm.weight": (values,)}
-    shapes["out_proj.weight"] = (args.hidden_size, heads * values)
+    sizes, hidden, taps = HeadSizes.of(args, 1), args.hidden_size, args.linear_conv_kernel_dim
+    shapes: dict[str, tuple[int, ...]] = {f"in_proj.weight.{name}": (n, hidden) for name, n in sizes.parts.items()}
+    shapes |= {f"conv1d.weight.{name}": (sizes.parts[name], 1, taps) for name in ("query", "key", "value")}
+    shapes |= {"A_log": (sizes.heads,), "dt_bias": (sizes.heads,), "out_norm.weight": (sizes.values,)}
+    shapes["out_proj.weight"] = (hidden, sizes.parts["value"])
     return {f"self_attention.{name}": shape for name, shape in shapes.items()}
 
 
