@@ -36,7 +36,7 @@ _NOT_NUMBERS = {
 }  # fmt: skip
 _LEARNING = (
     "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",
-    "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size",
+    "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size", "bf16", "fp16",
 )  # fmt: skip
 _MAY_CHANGE = ("prompts", "eval_prompts")  # with --load-changed-data
 

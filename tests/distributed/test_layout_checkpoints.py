@@ -129,7 +129,7 @@ def train_and_save(rank, flags: str, target):
 
 
 def load_and_save(rank, flags: str, sources, targets):
-    """Loads checkpoints one after the other into the same model, and saves each again."""
+    """Loads checkpoints, after one update each, one after the other into the same model, and saves each again."""
     from megarl.mcore.weights import dist_checkpoint
     from megarl.roles.trainable_model import TrainableModel
 
@@ -138,6 +138,7 @@ def load_and_save(rank, flags: str, sources, targets):
     for source, target in zip(sources, targets, strict=True):
         state = model.state({"count": 0}, loading=True)
         model.restore(dist_checkpoint.load_role(state, source, place.pg_collection))
+        assert {group["step"] for group in model.optimizer.param_groups} == {1}
         if rank == 0:
             target.mkdir()
         dist.barrier()
@@ -164,3 +165,26 @@ def test_weights_and_moments_of_four_layouts_are_the_same_bits_in_four_others(fl
             found = stored_tensors(target)
             assert found.keys() == tensors.keys()
             assert all(torch.equal(found[key], value) for key, value in tensors.items()), (layout, target)
+
+
+FSDP, SHARDED, FP16 = "--use-torch-fsdp2", "--use-distributed-optimizer", "--fp16"
+EVERY_KIND = [
+    (1, SHARDED), (2, f"--bf16 {FSDP}"), (2, FSDP), (2, f"--bf16 {SHARDED}"), (1, FP16), (2, SHARDED), (1, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, kinds", [
+    (DENSE, [(1, f"--bf16 {SHARDED}"), (2, FSDP), (1, "--bf16"), (2, SHARDED), (1, "")]),
+    *(long((f"{shape} {more}", EVERY_KIND)) for shape in (DENSE, MOE) for more in ("", "--lora-rank 2")),
+])  # fmt: skip
+def test_an_optimizer_of_another_kind_takes_weights_moments_and_steps_to_the_bit(shape, kinds, tmp_path):
+    """Through all kinds and back: fp32 weights, which those of 16 bits and the distributed one keep as copies."""
+    folder, expected = tmp_path / "first", {}
+    run_world(train_and_save, 1, shape, folder)
+    for number, (size, flags) in enumerate(kinds):
+        expected = expected or stored_tensors(folder)
+        source, folder = folder, tmp_path / str(number)
+        run_world(load_and_save, size, f"{shape} {flags}", [source], [folder])
+    found = stored_tensors(folder)
+    assert found.keys() == expected.keys() and any("exp_avg_sq" in key for key in found)
+    assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megarl.errors import UsageError
 from megarl.mcore.model.value_head import has_value_head
 from megarl.mcore.parallel.fsdp import local_rows
-from megarl.mcore.weights import safe_reading
-from megarl.mcore.weights.optimizer_states import described
+from megarl.mcore.weights import optimizer_states, safe_reading
 
 safe_reading.install()
 
@@ -89,11 +88,13 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
     weights = trained_weights(stages, pg_collection)
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
-        with described(optimizer):
+        with optimizer_states.described(optimizer):
             whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(pg_collection))
         kinds = (ShardedBase, LocalNonpersistentObject)
         sharded, rest = extract_matching_values(whole, lambda v: isinstance(v, kinds), return_lists_as_dicts=True)
         state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
+        if loading:
+            state["optimizer_form"] = LocalNonpersistentObject(rest)
     return _prefixed(local_rows(state), role)
 
 
@@ -211,7 +212,12 @@ def load(state: dict, folder: Path, group=None) -> dict:
 
 def load_role(state: dict, folder: Path, pg_collection) -> dict:
     """Loads one role's state; a collective of that role's ranks only."""
-    return load(state, folder, pg_collection.intra_dist_opt)
+    group = pg_collection.intra_dist_opt
+    if "optimizer" not in state:
+        return load(state, folder, group)
+    optimizer_states.read_main_weights(state, tensor_shapes(folder))
+    optimizer = {"optimizer": state.pop("optimizer")}  # apart: Megatron reads no tensor twice at once
+    return {key: value for part in (state, optimizer) for key, value in load(part, folder, group).items()}
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -1,11 +1,17 @@
-"""States of Megatron's optimizers in checkpoints, where Megatron's own description of them is wrong or incomplete."""
+"""States of Megatron's optimizers in checkpoints: right where Megatron's description is wrong, and for each other.
+
+An optimizer takes the state of any other: with and without `--use-distributed-optimizer`, FSDP, or 16 bits.
+"""
 
 import contextlib
-import copy
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import chain
 
-from megatron.core.dist_checkpointing.dict_utils import merge
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+SCALER = "grad_scaler"
 
 
 @contextlib.contextmanager
@@ -63,6 +69,34 @@ def _fp32_groups(part) -> list[list]:
     return getattr(part, "fp32_from_fp32_groups", []) if hasattr(part, "fp32_from_float16_groups") else []
 
 
+_MAIN = ("param", "fp32_param")  # names of the fp32 weights: of a distributed optimizer, of one for 16 bits
+_STATES = "optimizer.state."
+
+
+def read_main_weights(state: dict, held: Container[str]):
+    """Lets a role's state read its fp32 weights where a checkpoint has them, in place.
+
+    An optimizer for fp32 weights keeps no copy of them, and the kinds that do name it differently.
+
+    Args:
+        state: as of `dist_checkpoint.role_state`, for loading.
+        held: the checkpoint's keys.
+    """
+
+    def redirect(entry):
+        if not isinstance(entry, ShardedTensor | ShardedTensorFactory) or entry.data.dtype != torch.float32:
+            return entry
+        role, name = entry.key.split(".", 1)
+        for kind in _MAIN:
+            name = name.removeprefix(f"{_STATES}{kind}.")
+        if not name.startswith(_STATES):  # no moment
+            copies = [f"{role}.{_STATES}{kind}.{name}" for kind in _MAIN]
+            entry.key = next((key for key in copies if key in held), f"{role}.{name}")
+        return entry
+
+    dict_list_map_inplace(redirect, {"model": state["model"], "optimizer": state["optimizer"]})
+
+
 def restore(loaded: dict, optimizer):
     """Gives Megatron's optimizer the state that a checkpoint has of it. `loaded`: the role's loaded state."""
     with described(optimizer):
@@ -74,20 +108,25 @@ def _merged(loaded: dict, optimizer) -> dict:
 
     Megatron uses a separate optimizer for experts that are split over ranks, so a state saved by one optimizer may be
     loaded into two, or the reverse. Each param group takes what it lacks, such as the counter of updates, from the
-    matching saved group; rates, decay and Adam's numbers are those of the run's flags.
+    matching saved group; rates, decay and Adam's numbers are those of the run's flags. The form of the state is that
+    of the optimizer that loads it, whatever kind saved it.
     """
-    plain, optimizers = loaded["optimizer_plain"], optimizer.chained_optimizers
-    saved = [plain[i] for i in sorted(plain)] if all(isinstance(key, int) for key in plain) else [plain]
+    optimizers, state = optimizer.chained_optimizers, loaded["optimizer_form"]
+    saved = _by_optimizer(loaded["optimizer_plain"])
     saved_groups = [group for state in saved for group in _param_groups(state).values()]
-    states = [copy.deepcopy(saved[min(i, len(saved) - 1)]) for i in range(len(optimizers))]
-    for state, chained in zip(states, optimizers, strict=True):
-        groups = _param_groups(state)
-        groups.clear()
+    for i, (own, chained) in enumerate(zip(_by_optimizer(state), optimizers, strict=True)):
+        if SCALER in own:
+            own[SCALER] = saved[min(i, len(saved) - 1)].get(SCALER, own[SCALER])
+        groups = _param_groups(own)
         groups.update(enumerate(_matching_group(group, saved_groups) for group in chained.param_groups))
-    state = states[0] if len(optimizers) == 1 else dict(enumerate(states))
     merge(state, loaded["optimizer"])
     _restore_lists(state)
     return state
+
+
+def _by_optimizer(plain: dict) -> list[dict]:
+    """The plain states of a role's optimizers: Megatron numbers those of several."""
+    return [plain[i] for i in sorted(plain)] if all(isinstance(key, int) for key in plain) else [plain]
 
 
 def _param_groups(state: dict) -> dict[int, dict]:
