@@ -275,7 +275,8 @@ def _role_settings(
     }
     own = {role: with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
     lora = lora_of_roles(own, megatron, hf_models, role_flags.TRAINED_ROLES[context.program])
-    role_flags.check_models(settings, {role: own[role]["offload"] for role in ranks if role in MODELS}, megatron, lora)
+    offloads = {role: own[role]["offload"] for role in ranks if role in MODELS}
+    role_flags.check_models(settings, offloads, megatron, lora, hf_models)
     if is_judge and "reward" in ranks:
         check_layout(megatron["reward"])
     if "rollout" in ranks:
@@ -311,6 +312,8 @@ def _megatron_namespace(
         "seed": settings.seed,
         "seq_length": max_length,
         "draws_weights": hf_model is None,
+        "predicts": settings.predicts and role in ("actor", "rollout"),
+        "trains_prediction": settings.mtp_train,
         "exact_rollout": settings.exact_rollout and role in _generating_roles(context),
     }
     if max_length != settings.max_prompt_length + settings.max_response_length:

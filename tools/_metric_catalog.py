@@ -40,6 +40,9 @@ class Metric(NamedTuple):
 TRAINING = ("train_rl", "train_sft", "train_reward", "train_preference")
 LOSSES = ("train_sft", "train_reward", "train_preference")
 PREFERENCE = ("train_preference",)
+MTP = "with --mtp-drafts"
+PARTIAL = "with --partial-rollouts"
+DRAFTS = "with --speculative-rollout or --mtp-drafts"
 ONLINE = "in train_rl with --advantage preference"
 PAIR_METRICS = (
     ("loss", "nats", "loss of --preference-loss, mean over pairs"),
@@ -74,15 +77,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " count as wrong", "for verifiers whose time limit is a verdict"),
         Metric("reward/model/cut_fraction", "fraction", "texts that were longer than --reward-max-length and lost the"
                " start of their prompt", "with a reward model"),
-        Metric("judge/readable_fraction", "fraction", "judgements, retries included, with a number in the range",
-               "with a judge"),
+        Metric("judge/readable_fraction", "fraction", "judgements and retries with a valid number", "with a judge"),
         Metric("judge/length_mean", "tokens", "mean length of a judgement", "with a judge"),
         Metric("judge/tokens", "tokens", "tokens that the judge wrote", "with a judge"),
         Metric("judge/prompt_tokens", "tokens", "tokens of its prompts that the judge read", "with a judge"),
-        Metric("judge/order_agreement", "fraction", "pairs that have the same winner, or none, in both orders",
-               "with a judge of pairs"),
-        Metric("judge/reused_tokens", "tokens", "tokens of its prompts that an earlier judgement had left in the KV"
-               " cache", "with a judge"),
+        Metric("judge/order_agreement", "fraction", "pairs with equal winners in both orders", "with a judge of pairs"),
+        Metric("judge/reused_tokens", "tokens", "tokens of its prompts that the KV cache had already", "with a judge"),
         Metric("reward/model/disagreement", "score", "mean deviation between the models of an ensemble",
                "with a reward model; 0 without an ensemble"),
     ),
@@ -109,18 +109,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/lead", "batches", "batches after the step's that were generated when the actor began the step",
                "with --generation-lag"),
         Metric("rollout/staleness_max", "updates", "that of the oldest token", STALE),
-        Metric("rollout/carried_fraction", "fraction", "trained tokens that are older than the step",
-               "with --partial-rollouts"),
-        Metric("rollout/carried_groups", "groups", "unfinished groups that the next step continues",
-               "with --partial-rollouts"),
+        Metric("rollout/carried_fraction", "fraction", "trained tokens that are older than the step", PARTIAL),
+        Metric("rollout/carried_groups", "groups", "unfinished groups that the next step continues", PARTIAL),
         Metric("rollout/dropped_groups", "groups", "groups that were older than --max-staleness, or whose"
-               " environment cannot be replayed", "with --partial-rollouts"),
-        Metric("rollout/decode_steps", "steps", "decode steps of the replica with the most", "with"
-               " --speculative-rollout"),
-        Metric("rollout/accepted_tokens_per_step", "tokens", "tokens that a request gets in a decode step; 1 without"
-               " drafts", "with --speculative-rollout"),
-        Metric("rollout/draft_acceptance", "fraction", "drafted tokens that were accepted", "with"
-               " --speculative-rollout"),
+               " environment cannot be replayed", PARTIAL),
+        Metric("rollout/decode_steps", "steps", "decode steps of the replica with the most", DRAFTS),
+        Metric("rollout/accepted_tokens_per_step", "tokens", "a request's in a decode step; 1 without drafts", DRAFTS),
+        Metric("rollout/draft_acceptance", "fraction", "drafted tokens that were accepted", DRAFTS),
+        Metric("rollout/mtp_acceptance", "fraction", "right ones of the tokens that the layer guessed", MTP),
         Metric("rollout/prefill_tokens", "tokens", "prompt tokens that the engine read, of equal prompts each; those of"
                " an evicted request, with its response so far, again", "with --rollout-prefix-caching"),
         Metric("rollout/reused_tokens", "tokens", "prompt tokens that were already in the cache",
@@ -165,6 +161,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/clip_fraction", "fraction", "response tokens whose ratio was clipped"),
         Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
         Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
+        Metric("actor/mtp_loss", "nats", "cross-entropy of the layer of multi-token prediction, mean over the tokens of"
+               " responses that it predicts", "with --mtp-train"),
+        Metric("actor/mtp_grad_norm", "norm", "gradient norm of that layer, before clipping", "with --mtp-train"),
         Metric("actor/learning_rate", "rate", "learning rate of the next update"),
         Metric("actor/updates", "updates", "updates of the step that changed the weights; 0 if no group passed the"
                " filter or nothing was left to train on; none during --critic-warmup-steps", "",
@@ -207,8 +206,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("teacher/context_fraction", "fraction", "responses before which the teacher reads a correct sibling",
                SIBLING),
         Metric("teacher/context_too_long_fraction", "fraction", "responses that lack it for its length", SIBLING),
-        Metric("weights/teacher_bytes", "bytes", "bytes sent to the teacher by all ranks at the start of a step",
-               "with --teacher ema"),
+        Metric("weights/teacher_bytes", "bytes", "bytes that all ranks send to the teacher", "with --teacher ema"),
         Metric("sft/negative_logprob", "nats", "mean negative log-prob of the response tokens, whatever the loss is",
                "with --distill loss", ("train_sft",)),
         Metric("eval/divergence", "nats", "the same divergence of held-out responses", "with --distill loss",

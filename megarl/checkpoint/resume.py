@@ -24,7 +24,8 @@ _NOT_NUMBERS = {
     "reward_model", "reward_hf_model", "judge_config", "judge_hf_model", "judge_load", "judge_buffer_gb",
     "judge_max_requests", "judge_max_length", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
     "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
-    "rollout_prefix_caching", "rollout_chunked_prefill", "speculative_rollout", "decode_graphs",
+    "rollout_prefix_caching", "rollout_chunked_prefill", "speculative_rollout", "mtp_drafts",
+    "decode_graphs",
     "verify_weights",
     "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "hf_mtp", "eval_interval", "evaluate_ema",
     "keep_best", "offload",
@@ -96,6 +97,11 @@ def changed_settings(manifest: dict, settings: dict[str, object]) -> str | None:
 def holds_average(manifest: dict) -> bool:
     """Whether a checkpoint has a moving average of the trained weights (`--ema-decay`)."""
     return manifest.get(SETTINGS, {}).get(flag_of("ema_decay")) is not None
+
+
+def holds_prediction(manifest: dict) -> bool:
+    """Whether a checkpoint has a layer of multi-token prediction that was trained (`--mtp-train`)."""
+    return bool(manifest.get(SETTINGS, {}).get(flag_of("mtp_train")))
 
 
 def changed_versions(manifest: dict) -> str | None:

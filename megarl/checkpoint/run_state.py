@@ -7,6 +7,8 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.mcore.model import gpt
 from megarl.mcore.weights import dist_checkpoint
 
+PREDICTION = "prediction"  # the state of multi-token prediction in that of its role
+
 
 def load(folder: Path, mesh: RoleMesh, roles: dict) -> dict:
     """Loads the roles' states from a checkpoint and returns them by role; a collective of the world.
@@ -17,8 +19,13 @@ def load(folder: Path, mesh: RoleMesh, roles: dict) -> dict:
     loaded, manifest = {}, folders.read_manifest(folder, "--load")
     for name, role_groups in mesh.roles.items():
         if name in roles:
-            held = folders.frozen_folder(folder, manifest, name, "--load")
-            loaded[name] = dist_checkpoint.load_role(roles[name], held, role_groups.pg_collection)
+            held, groups = folders.frozen_folder(folder, manifest, name, "--load"), role_groups.pg_collection
+            prediction = roles[name].pop(PREDICTION, None)
+            loaded[name] = dist_checkpoint.load_role(roles[name], held, groups)
+            if prediction is not None:  # the run that wrote the checkpoint may have had none
+                of_role = dist_checkpoint.prediction_of(name)
+                found = dist_checkpoint.load_if_held(prediction, held, groups, of_role)
+                loaded[name] |= {} if found is None else {PREDICTION: found}
     if manifest["world_size"] == mesh.size:
         dist_checkpoint.restore_rank_state(dist_checkpoint.load(dist_checkpoint.rank_state(), folder)["rng"])
     return loaded

@@ -34,8 +34,8 @@ def read_hf_models(
     from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
 
     keys = {role: (path, flags[role], lengths[role]) for role, path in paths.items()}
-    keeps_prediction = settings.hf_mtp == "keep"
-    read = {key: read_model(*key, keeps_prediction) for key in dict.fromkeys(keys.values()) if key[0] is not None}
+    mtp = settings.hf_mtp == "keep", settings.mtp_train
+    read = {key: read_model(*key, *mtp) for key in dict.fromkeys(keys.values()) if key[0] is not None}
     return {role: read.get(key) for role, key in keys.items()}
 
 

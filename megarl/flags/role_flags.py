@@ -243,17 +243,18 @@ def can_share_model(actor, rollout) -> bool:
     return same and actor.virtual_pipeline_model_parallel_size is None and not actor.use_torch_fsdp2
 
 
-def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict):
+def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict, hf_models: dict):
     """UsageError for models that a run's settings do not allow.
 
     Args:
         offloads: of each role with a model, whether it is offloaded.
-        megatron, lora: namespaces and factors by role.
+        megatron, lora, hf_models: namespaces, factors and Hugging Face folders by role.
     """
-    from megarl.mcore.config import exact_rules, recurrent_rules  # they import Megatron
+    from megarl.mcore.config import exact_rules, prediction_rules, recurrent_rules  # they import Megatron
 
     exact_rules.check_lora(megatron, lora)
     recurrent_rules.check_run(settings, megatron, lora)
+    prediction_rules.check_run(settings, megatron, lora, hf_models)
     for role, is_offloaded in offloads.items():
         if is_offloaded and megatron[role].use_torch_fsdp2:
             raise UsageError(

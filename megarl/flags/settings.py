@@ -35,6 +35,7 @@ from megarl.flags.fields import (
 )
 from megarl.flags.judge_settings import JudgeSettings
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
+from megarl.flags.prediction_settings import PredictionSettings
 from megarl.flags.preference_settings import PreferenceSettings
 from megarl.flags.reference_settings import ReferenceSettings
 from megarl.flags.report_settings import ReportSettings
@@ -62,7 +63,7 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings,
-    AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings,
+    AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings, PredictionSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -280,7 +281,7 @@ class Settings(
     export_hf: bool = flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"
                             " --save", programs=TRAINING)  # fmt: skip
     hf_mtp: str = one_of("keep", ("keep", "drop"), "tensors of multi-token prediction in an export: those of the"
-                          " --hf-model folder, or none; they are not trained", programs=TRAINING,
+                          " --hf-model folder, or none; train_rl can train them", programs=TRAINING,
                           when="exported")  # fmt: skip
     load: str | None = flag(None, "run folder to resume from (training), to evaluate or to serve", programs=ALL)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -119,15 +120,17 @@ class Actor:
         return self._scores(chunk, microbatch, None)
 
     def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores | TaughtScores:
-        return self._scores(chunk, microbatch, self.teacher_output)
+        prediction = self.trainable_model.prediction
+        learner = functools.partial(prediction.learn, microbatch) if prediction and prediction.is_trained else None
+        return self._scores(chunk, microbatch, self.teacher_output, learner)
 
-    def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None):
+    def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None, learner: Callable | None = None):
         teachers, only_distills = [], False
         if output is not None:
             teachers, only_distills = output.rows(microbatch), self.settings.only_distills
         return policy_scores(
-            chunk, microbatch, self.settings.temperature, self.vocab_size, teachers, only_distills
-        )  # fmt: skip
+            chunk, microbatch, self.settings.temperature, self.vocab_size, teachers, only_distills, learner
+        )
 
     def update(self, step_batch: StepBatch, kl_coefficient: float):
         """Trains on `advantages` for `--ppo-epochs` epochs of mini-batches; skipped during critic warm-up.

@@ -12,6 +12,7 @@ import torch
 from megarl.arguments import RoleSettings
 from megarl.batch import Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
+from megarl.checkpoint.run_state import PREDICTION
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
@@ -25,6 +26,7 @@ from megarl.mcore.training.weight_average import WeightAverage
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.roles.policy_prediction import PolicyPrediction
 from megarl.router_replay.router_state import Microbatches, RouterState
 
 
@@ -87,6 +89,9 @@ class TrainableModel:
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, role_groups.pg_collection)
         self.scheduler, self._step = optimizer.build_scheduler(self.optimizer, role.megatron, updates), 1
         self._base_fingerprint: str | None = None  # of the weights under low-rank factors
+        self.prediction: PolicyPrediction | None = None
+        if role.megatron.predicts:
+            self.prediction = PolicyPrediction(role, role_groups, vocab_size, updates)
         self.router_state = RouterState(role, role_groups, self.model)
         self.offload = offload.Offload({})
         if role.offload:
@@ -96,6 +101,11 @@ class TrainableModel:
         self.cache_in_grad_buffer = None
         if not role.megatron.use_torch_fsdp2:  # FSDP has no persistent gradient buffer
             self.cache_in_grad_buffer = offload.KVCacheInGradBuffer(self.wrapped, self.offload)
+
+    @property
+    def all_chunks(self) -> gpt.ModelChunks:
+        """The model's chunks, and the layer of multi-token prediction if it has one: what a rollout has, too."""
+        return self.model if self.prediction is None else gpt.ModelChunks([*self.model, self.prediction.layer])
 
     def forward_only(self, microbatches: Microbatches, forward) -> list:
         """Runs `forward(chunk, micro-batch)` without gradients: [(result, positions)]."""
@@ -158,7 +168,11 @@ class TrainableModel:
         """
         weight_map = WeightMap(self.role.hf_model, self.role.megatron, self.value_head)
         with self.offload.present("weights"), adapter.folded_weights(self.model):
-            export_weights(weight_map, self.model, self.role_groups.pg_collection, folder, files)
+            export_weights(weight_map, self.all_chunks, self.role_groups.pg_collection, folder, files)
+
+    @property
+    def _trains_prediction(self) -> bool:
+        return self.prediction is not None and self.prediction.is_trained
 
     def present_for_updates(self):
         """Context for a step's updates: keeps offloaded weights and gradients on the device in between."""
@@ -183,7 +197,11 @@ class TrainableModel:
                 chunk.zero_grad_buffer()
             self.router_state.set_token_counts(microbatches)
             pg_collection = self.role_groups.pg_collection
+            if self._trains_prediction:
+                self.prediction.begin_update([microbatch for microbatch, _ in microbatches])
             results = _run_microbatches(self.wrapped, microbatches, forward, loss, pg_collection, train=True)
+            if self._trains_prediction:
+                self.prediction.end_update()
             self.router_state.add_statistics(microbatches, trained=True)
             with self.offload.present("optimizer", changed=True):
                 applied, norm = optimizer.update(self.optimizer, functools.partial(accepts, results))
@@ -233,14 +251,15 @@ class TrainableModel:
             prefix: of the others.
         """
         self.end_step()
-        metrics, trained = {}, [update for update in updates if update.has_loss]
+        metrics = dict(self.prediction.take_metrics()) if self.prediction else {}
+        trained = [update for update in updates if update.has_loss]
         if trained:
             counts = torch.stack([update.counts.expand_as(update.means) for update in trained])
             totals = counts.sum(0)
             shares = counts / totals.clamp(min=1)  # exactly 1 for a single update
             means = (torch.stack([update.means for update in trained]) * shares).sum(0)
             found = zip(names, means.tolist(), totals.tolist(), strict=True)
-            metrics = {name: mean for name, mean, total in found if total}  # a mean over nothing is none
+            metrics |= {name: mean for name, mean, total in found if total}  # a mean over nothing is none
         if norms := [update.norm for update in trained if not update.is_overflow]:
             metrics[f"{prefix}/grad_norm"] = sum(norms) / len(norms)
         if (scale := optimizer.loss_scale(self.optimizer)) is not None:
@@ -265,6 +284,8 @@ class TrainableModel:
         """`position`: in updates of full batches."""
         self.scheduler.num_steps = position
         self.scheduler.step(0)
+        if self.prediction is not None:
+            self.prediction.set_schedule(position)
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -289,6 +310,8 @@ class TrainableModel:
             state = dist_checkpoint.role_state(self.role.name, self.model, self.optimizer, extra | fingerprint, *common)
             if self.average is not None and has_average:
                 state["average"] = self.average.state(self.role.name, fingerprint, *common)
+            if self.prediction is not None:
+                state[PREDICTION] = self.prediction.state(loading)
         return self.offload.on_host(state)
 
     def _fingerprint(self) -> dict[str, str]:
@@ -312,6 +335,8 @@ class TrainableModel:
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))
             adapter.merge(self.model)
             optimizer_states.restore(loaded, self.optimizer)
+            if PREDICTION in loaded:
+                self.prediction.restore(loaded[PREDICTION])
             if "average" in loaded:
                 self.average.load(loaded["average"], self.role_groups.pg_collection)
             elif self.average is not None:

@@ -26,6 +26,7 @@ from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
+from megarl.mcore.model.prediction import layer_of
 from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
@@ -56,6 +57,7 @@ class Rollout:
         """
         self.episodes = episodes
         self.settings, self.role = settings, role
+        self._drafts = settings.speculative_rollout or settings.mtp_drafts
         self.timers, self.tokenizer = timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
@@ -86,7 +88,8 @@ class Rollout:
                 settings.max_prompt_length + settings.max_response_length, settings.rollout_buffer_gb,
                 settings.rollout_max_requests, settings.rollout_prefix_caching, settings.rollout_chunked_prefill,
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
-                speculative=settings.speculative_rollout, decode_graphs=settings.decode_graphs == "auto",
+                speculative=self._drafts, decode_graphs=settings.decode_graphs == "auto",
+                prediction=layer_of(self.model) if settings.mtp_drafts else None,
             )  # fmt: skip
             check_capacity(settings, self.engine.capacity, self.role_groups.ranks.start)
             if schedule is not None and self._weight_sync is not None:
@@ -215,7 +218,7 @@ class Rollout:
             return {}
         s, role_groups = self.settings, self.role_groups
         found = {} if self.episodes is None else self.episodes.take_metrics()
-        if not (s.speculative_rollout or s.rollout_prefix_caching):
+        if not (self._drafts or s.rollout_prefix_caching):
             return found
         counts = [*self._decode_counts, *self._prefill_counts]
         self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
@@ -224,12 +227,14 @@ class Rollout:
         table = role_groups.dp_all_reduce(table)
         *decoded, read, reused = table.sum(0).tolist()
         total = DecodeCounts(*decoded)
-        if s.speculative_rollout:
+        if self._drafts:
             found |= {
                 "rollout/decode_steps": int(table[:, 0].max()),
                 "rollout/accepted_tokens_per_step": total.tokens / max(total.requests, 1),
                 "rollout/draft_acceptance": total.accepted / max(total.drafted, 1),
             }
+        if s.mtp_drafts:
+            found["rollout/mtp_acceptance"] = total.right / max(total.predicted, 1)
         if s.rollout_prefix_caching:
             found |= {"rollout/prefill_tokens": read, "rollout/reused_tokens": reused}
         return found

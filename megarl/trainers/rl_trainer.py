@@ -128,7 +128,7 @@ class RLTrainer(Trainer):
         policy = self.actor.trainable_model
         trained = cache = None
         if policy:
-            trained, cache = policy.model, policy.cache_in_grad_buffer
+            trained, cache = policy.all_chunks, policy.cache_in_grad_buffer
         elif s.debug_rollout_only:
             actor = self.config.roles["actor"]
             vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
@@ -164,6 +164,9 @@ class RLTrainer(Trainer):
         for name, weights in self.inputs.pretrained.items():
             if name in models and not (name == "reference" and self.reference.is_shared):
                 models[name].load_pretrained(weights)
+        if self.actor.trainable_model and self.actor.trainable_model.prediction:
+            checkpoint = getattr(self.inputs.pretrained.get("actor"), "folder", None)
+            self.actor.trainable_model.prediction.load(checkpoint)
         self.teacher.load(self.inputs.teachers)
 
     def _copy_teacher_output(self):

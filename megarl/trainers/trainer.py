@@ -213,6 +213,8 @@ class Trainer(abc.ABC):
             warn([f"--load {folder}: resumes with other settings: {changed}"])
         if self.settings.ema_decay is not None and not resume.holds_average(manifest) and self.mesh.rank == 0:
             warn([f"--load {folder}: has no moving average (--ema-decay), which begins with the weights of this step"])
+        if self.settings.predicts and not resume.holds_prediction(manifest) and self.mesh.rank == 0:
+            warn([f"--load {folder}: has no trained layer of multi-token prediction (--mtp-train), which begins anew"])
         libraries = resume.changed_versions(manifest)
         if libraries and self.mesh.rank == 0:
             warn([f"--load {folder}: resumes with other libraries: {libraries}"])

@@ -3,7 +3,10 @@
 import shutil
 from pathlib import Path
 
+import torch
+
 from megarl.checkpoint import commit, folders, manifest
+from tools._tensor_sources import CheckpointTensors
 
 # A run whose checkpoints also hold groups that wait for their batch, and unfinished groups.
 WAITING = (
@@ -44,6 +47,13 @@ def saved(
     commit.commit(run, step, entries, {"tensors": manifest.seal(tensors)})
     commit.sweep(run)
     return folder
+
+
+def stored_weights(save: Path, step: int, role: str) -> dict[str, torch.Tensor]:
+    """Weights under a role's keys in a step's checkpoint by name."""
+    tensors = CheckpointTensors(folders.step_folder(save, step), "")
+    names = [name for name in tensors.parts if name.startswith(f"{role}.") and ".optimizer." not in name]
+    return {name.removeprefix(f"{role}."): tensors.read(name) for name in names}
 
 
 def save_state(state: dict, folder: Path):

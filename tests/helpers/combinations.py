@@ -76,7 +76,7 @@ AXES = {
 NEUTRAL = [
     "--rollout-max-requests 3", "--rollout-dispatch static", "--rollout-prefix-caching", "--speculative-rollout",
     "--rollout-chunked-prefill", "--async-save --save-interval 1", "--reward-workers 1", "--verify-weights",
-    "--ema-decay 0.9",
+    "--ema-decay 0.9", "--mtp-train --mtp-drafts",
 ]  # fmt: skip
 
 

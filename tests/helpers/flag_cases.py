@@ -105,7 +105,7 @@ REQUIRED = {
     "lora_alpha": "--lora-rank 4", "lora_rslora": "--lora-rank 4", "lora_targets": "--lora-rank 4",
     "credit": "--environment x:y --advantage rloo",
     "eval_responses": "--eval-prompts x --eval-temperature 1",
-    "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2",
+    "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2", "mtp_drafts": "--mtp-train",
 }  # fmt: skip
 
 OUTSIDE = {

@@ -6,8 +6,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import hf_folders
 from tests.helpers.hf_damage import SINGLE, config, in_order, tensors
 
+STORED = Path(__file__).parents[1] / "references" / "hf_prediction.json"
+ROWS = [[(7 * i + 3) % 60 + 4 for i in range(37)], [5, 9, 12, 7, 30, 31, 8]]  # tokens of the stored numbers
+MODULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # types with a module of their own
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -39,6 +43,14 @@ def add_module(held: dict[str, torch.Tensor]):
 
 
 with_prediction = in_order(config(num_nextn_predict_layers=1), tensors(add_layer))
+
+
+def of_case(case: str, folder: Path) -> Path:
+    """Writes a case of `hf_folders` with a prediction layer."""
+    hf_folders.write_folder(case, folder)
+    is_module = hf_folders.stored(case)["config"]["model_type"] in MODULE
+    (tensors(add_module) if is_module else with_prediction)(folder)
+    return folder
 
 
 def prediction_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -20,9 +20,10 @@ from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_damage import in_order
 from tests.helpers.hf_layouts import build, logprobs
-from tests.helpers.hf_prediction import with_prediction
+from tests.helpers.hf_prediction import of_case, with_prediction
 from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts
 from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 LENGTHS = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256"
@@ -169,6 +170,42 @@ def test_a_supervised_run_and_a_reward_model_start_from_folders(data, tmp_path):
         assert {path.name for path in export.iterdir()} == {path.name for path in (data / case).iterdir()}
     head = load_file(tmp_path / "reward" / "hf" / "step_00000001" / "model-00002-of-00002.safetensors")["score.weight"]
     assert not head.equal(hf_folders.weights("qwen3_reward")["score.weight"])
+
+
+@pytest.mark.parametrize("case, prefix", [
+    ("glm4_moe", r"model\.layers\.4\.(?!embed_tokens|shared_head\.head)"), long(("qwen3_next", r"mtp\.")),
+    long(("deepseek_v3", r"model\.layers\.3\.(?!embed_tokens|shared_head\.head)")),
+])  # fmt: skip
+def test_a_layer_of_multi_token_prediction_drafts_and_is_trained(case, prefix, data, tmp_path):
+    """Its numbers are those of the folder, then of its training; transformers loads the export."""
+    folder = of_case(case, tmp_path / "folder")
+    flags = (
+        f"{LENGTHS} --prompts-per-step 4 --samples-per-prompt 2 --rollout-buffer-gb 0.01 --reward length --export-hf"
+        f" --advantage grpo --kl-coefficient 0 --lr 1e-3 --hf-model {folder} --prompts {data}/train.jsonl"
+        " --save-interval 1 --mtp-drafts"
+    )
+
+    def layer_of(export: Path) -> dict[str, torch.Tensor]:
+        held = load_file(export / "model.safetensors")
+        return {name: tensor for name, tensor in held.items() if re.match(prefix, name)}
+
+    def same(one: dict, other: dict) -> bool:
+        return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+    train("rl", f"{flags} --train-iters 1 --save {tmp_path}/drafts".split())
+    train("rl", f"{flags} --train-iters 2 --lr-decay-iters 2 --mtp-train --save {tmp_path}/run".split())
+    rows, drafting = metrics(tmp_path / "run"), metrics(tmp_path / "drafts")
+    assert all(row["rollout/logprob_gap_max"] <= largest_gap_allowed() for row in rows.values())
+    assert drafting[1]["rollout/decode_steps"] > 0 and "actor/mtp_loss" not in drafting[1]
+    first, second = (layer_of(tmp_path / "run" / "hf" / f"step_0000000{step}") for step in (1, 2))
+    assert same(layer_of(tmp_path / "drafts" / "hf" / "step_00000001"), layer_of(folder)) and len(second) > 10
+    assert not same(first, layer_of(folder)) and not same(second, first)
+    # From a checkpoint the layer is the trained one, whatever the folder has.
+    start = f"--pretrained-checkpoint {tmp_path}/run --train-iters 1"
+    train("rl", f"{flags} {start} --save {tmp_path}/on".split())
+    assert same(layer_of(tmp_path / "on" / "hf" / "step_00000001"), second)
+    train("rl", f"{flags} {start} --hf-mtp drop --save {tmp_path}/without".split())
+    assert layer_of(tmp_path / "without" / "hf" / "step_00000001") == {}
 
 
 # Folders as their authors publish them -> case, change of its folder, further flags

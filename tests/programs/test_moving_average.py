@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.checkpoint import folders
+from tests.helpers.checkpoints import stored_weights
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import (
     GRADED,
@@ -28,7 +29,6 @@ from tests.helpers.programs import (
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 from tools import convert
-from tools._tensor_sources import CheckpointTensors
 
 STEPS, DECAY = 4, 0.7
 AVERAGE = f"--ema-decay {DECAY} --train-iters {STEPS} --save-interval 1 --lr 3e-3 --keep-best false"
@@ -79,26 +79,19 @@ def run_of(folder: Path, name: str) -> Path:
     return save
 
 
-def stored(save: Path, step: int, role: str) -> dict[str, torch.Tensor]:
-    """Weights under a role's keys in a step's checkpoint by name."""
-    tensors = CheckpointTensors(folders.step_folder(save, step), "")
-    names = [name for name in tensors.parts if name.startswith(f"{role}.") and ".optimizer." not in name]
-    return {name.removeprefix(f"{role}."): tensors.read(name) for name in names}
-
-
 @pytest.mark.parametrize("name", by_default(RUNS, ("rl", "factors")))
 def test_the_average_is_that_of_the_weights_of_each_step(name, folder):
     """Against float64, from the first checkpoint on."""
     save = run_of(folder, name)
-    average = {key: value.double() for key, value in stored(save, 1, "actor_ema").items()}
+    average = {key: value.double() for key, value in stored_weights(save, 1, "actor_ema").items()}
     if name == "rl":  # whose start is known
-        start, first = stored(inputs() / "sft", SFT_STEPS, "actor"), stored(save, 1, "actor")
+        start, first = stored_weights(inputs() / "sft", SFT_STEPS, "actor"), stored_weights(save, 1, "actor")
         for key, value in start.items():
             expected = DECAY * value.double() + (1 - DECAY) * first[key].double()
             assert (average[key] - expected).abs().max() <= 2e-6 and (value != first[key]).any()
     moved = 0
     for step in range(2, STEPS + 1):
-        weights, found = stored(save, step, "actor"), stored(save, step, "actor_ema")
+        weights, found = stored_weights(save, step, "actor"), stored_weights(save, step, "actor_ema")
         assert found.keys() == weights.keys() == average.keys()
         for key, value in weights.items():
             average[key] = DECAY * average[key] + (1 - DECAY) * value.double()
@@ -136,7 +129,7 @@ def test_an_evaluation_of_the_average_changes_no_byte_of_the_training(name, fold
         (evaluated, rest), (of_weights, expected) = parts(found[step]), parts(plain[step])
         assert rest == expected and samples(save, step) == samples(tmp_path, step)
         assert bool(evaluated) == (step % 2 == 0) and (evaluated != of_weights) == (step % 2 == 0)
-    one, other = stored(save, STEPS, "actor"), stored(tmp_path, STEPS, "actor")
+    one, other = stored_weights(save, STEPS, "actor"), stored_weights(tmp_path, STEPS, "actor")
     assert all(torch.equal(one[key], other[key]) for key in one | other)
 
 
@@ -207,7 +200,7 @@ def test_a_resumed_run_has_the_same_average(name, folder, tmp_path):
     train("rl", argv(tmp_path, f"{flags} --load {start}"), size)
     for step in (3, 4):
         assert timeless(metrics(tmp_path)[step]) == timeless(metrics(save)[step])
-    one, other = stored(save, STEPS, "actor_ema"), stored(tmp_path, STEPS, "actor_ema")
+    one, other = stored_weights(save, STEPS, "actor_ema"), stored_weights(tmp_path, STEPS, "actor_ema")
     assert all(torch.equal(one[key], other[key]) for key in one | other) and one
 
 
@@ -219,8 +212,8 @@ def test_an_average_is_resumed_in_another_layout(flags, size, folder, tmp_path):
     save = run_of(folder, "rl")
     start = folders.step_folder(save, 3)
     train("rl", argv(tmp_path, f"{flags} --load {start}"), size)
-    one, other = stored(save, STEPS, "actor_ema"), stored(tmp_path, STEPS, "actor_ema")
-    before = stored(save, 3, "actor_ema")
+    one, other = stored_weights(save, STEPS, "actor_ema"), stored_weights(tmp_path, STEPS, "actor_ema")
+    before = stored_weights(save, 3, "actor_ema")
     assert one.keys() == other.keys() and any((one[key] != before[key]).any() for key in one)
     for key in one:
         assert (one[key] - other[key]).abs().max() <= 1e-5, key
@@ -234,7 +227,7 @@ def test_an_average_may_begin_in_a_resumed_run(tmp_path, capfd):
     train("rl", rl_argv(tmp_path / "on", f"{flags} --ema-decay {DECAY} --load {start}"))
     assert "has no moving average (--ema-decay), which begins with the weights of this step" in capfd.readouterr().err
     before, after, found = (
-        stored(tmp_path / run, step, role)
+        stored_weights(tmp_path / run, step, role)
         for run, step, role in (("run", 2, "actor"), ("run", 3, "actor"), ("on", 3, "actor_ema"))
     )
     for key, value in found.items():

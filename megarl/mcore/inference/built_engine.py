@@ -18,11 +18,13 @@ from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.end_tokens import EndTokensController
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.latent_context import context_of
+from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.recorded_routes import attach_routes
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
+from megarl.mcore.model.prediction import PredictionLayer
 from megarl.mcore.moe.router import moe_layers_of
 
 for _signal in (signal.SIGTERM, signal.SIGINT):
@@ -36,6 +38,7 @@ class BuiltEngine:
         self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
         prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
         cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False, decode_graphs: bool = True,
+        prediction: PredictionLayer | None = None,
     ):  # fmt: skip
         """Reserves the KV cache.
 
@@ -53,6 +56,7 @@ class BuiltEngine:
             cache_in_grad_buffer: the gradient buffer that holds the KV cache; None: the cache has its own memory.
             speculative: decode steps also read drafted tokens, which changes no result.
             decode_graphs: on CUDA, decode steps are graphs where they can be.
+            prediction: the model's layer of multi-token prediction, which drafts; for a speculative engine.
         """
         tp_size = dist.get_world_size(pg_collection.tp)
         max_requests = max(max_requests, MIN_ROWS)
@@ -82,15 +86,16 @@ class BuiltEngine:
         model.config.inference_moe_token_dispatcher_type = "nccl"
         self._cache_present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext
         with self._cache_present():
-            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative)
+            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative, prediction)
         self.engine.device_decode.has_graphs = decode_graphs
 
     def _build(
         self, config: InferenceConfig, pg_collection, vocab_size: int,
-        cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool, prediction: PredictionLayer | None,
     ):  # fmt: skip
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
-        self.context = context_of(model, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
+        memory = cache_in_grad_buffer and cache_in_grad_buffer.memory
+        self.context = context_of(model, config, memory, further_layers=int(prediction is not None))
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
         softcap = model.config.final_logit_softcapping
@@ -101,6 +106,8 @@ class BuiltEngine:
         with torch.no_grad():
             self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(self.controller, self.context)
         self.drafter = self.engine.drafter if speculative else None
+        if prediction is not None:
+            self.engine.prediction = PredictionDrafts(model, prediction, self.context, self.sampling)
         self.context.kv_block_allocator.tokens_of = self._tokens_of
         self._prefill_counts = PrefillCounts()  # when they were taken last
         self.engine.suspend()
@@ -126,7 +133,8 @@ class BuiltEngine:
         if self.drafter is None:
             return DecodeCounts()
         counts, self.engine.counts = self.engine.counts, DecodeCounts()
-        return counts
+        predicted, right = self.drafter.take_predicted()
+        return counts._replace(predicted=predicted, right=right)
 
     def take_prefill_counts(self) -> PrefillCounts:
         """Returns the tokens of prompts that were read, and found in the cache, since the last call."""

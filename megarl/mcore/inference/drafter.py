@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.mcore.inference.draft_index import EVIDENCES, MAX_CONTEXT, DraftIndex
+from megarl.mcore.inference.draft_index import EVIDENCES, MAX_CONTEXT, NO_TOKEN, DraftIndex, Guesses
 from megarl.mcore.inference.draft_sequences import MAX_DEPTH, DraftSequences
 from megarl.mcore.inference.sequence_groups import SequenceGroups
 
@@ -19,6 +19,7 @@ FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses
 RATE_MEMORY = 64  # checked guesses over which a rate is averaged
 SUFFICIENT_RATE = 0.9  # the first kind of n-gram with this rate is used
 GAIN_MEMORY = 4  # steps with a look for drafts over which the gain is averaged
+PREDICTED = EVIDENCES  # evidence of a token that a layer predicts
 PROBING = 0.005  # share of the time in which it looks for drafts in any case
 
 
@@ -82,9 +83,10 @@ class Drafter:
     def __init__(self, costs: StepCosts, max_requests: int, max_length: int):
         """`max_requests`: at a time; `max_length`: of a request's prompt and response in tokens."""
         self.index, self.costs = DraftIndex(), costs
-        self.rates = np.full(EVIDENCES, FIRST_RATE)  # share of right guesses by their evidence
+        self.rates = np.full(PREDICTED + 1, FIRST_RATE)  # share of right guesses by their evidence
         self.gains = [1.0] * 64  # share of a step's time that drafts save, by log2 of its requests
-        self._checked = np.full(EVIDENCES, 2.0)  # guesses, at most `RATE_MEMORY`
+        self._checked = np.full(PREDICTED + 1, 2.0)  # guesses, at most `RATE_MEMORY`
+        self._predicted = np.zeros(2, np.int64)  # what `take_predicted` returns
         self._sequences = DraftSequences(max_requests, max_length)
         self.groups = SequenceGroups()
         self._end_ids, self._unspent = np.zeros(0, np.int64), 0.0  # microseconds for probing
@@ -136,7 +138,9 @@ class Drafter:
             tokens = np.array([token for i, more in enumerate(missing.tolist()) for token in tail(i, more)], np.int32)
         self._learn(*self._sequences.extend(rows, missing, tokens))
 
-    def draft(self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray, max_rows: int) -> Drafts:
+    def draft(
+        self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray, max_rows: int, predicted: np.ndarray | None = None
+    ) -> Drafts:
         """Returns the tokens to try after the sequence of each group, none where they are not worth it.
 
         Args:
@@ -144,9 +148,10 @@ class Drafter:
             room: [m] maximum tokens to draft for each.
             sizes: [m] requests of each group.
             max_rows: of the step.
+            predicted: [m] the first token after each sequence, as a layer predicts it; `NO_TOKEN` where it does not.
         """
         self._index(rows)
-        chances = self._guess(rows, room, sizes)
+        chances = self._guess(rows, room, sizes, predicted)
         depths, gain = worthwhile(chances, sizes, self.costs, max_rows)
         size = int(sizes.sum()).bit_length()
         self.gains[size] += (gain - self.gains[size]) / GAIN_MEMORY
@@ -155,6 +160,12 @@ class Drafter:
         sequences.guess_counts[rows] = np.minimum(np.maximum(depths, 1), sequences.guess_counts[rows])
         is_drafted = np.arange(MAX_DEPTH) < depths[:, None]
         return Drafts(sequences.guessed[rows][is_drafted].astype(np.int64), depths)
+
+    def take_predicted(self) -> tuple[int, int]:
+        """Returns how many tokens that a layer predicted were checked since the last call, and how many were right."""
+        checked, right = self._predicted.tolist()
+        self._predicted[:] = 0
+        return checked, right
 
     def _index(self, rows: np.ndarray | Sequence[int]):
         """Indexes what is new of some sequences and of all that ended."""
@@ -165,12 +176,13 @@ class Drafter:
         """Takes note of which guesses were right."""
         if not len(evidence):
             return
-        guesses = np.bincount(evidence, minlength=EVIDENCES)
-        right = np.bincount(evidence, is_right, EVIDENCES)
+        guesses = np.bincount(evidence, minlength=PREDICTED + 1)
+        right = np.bincount(evidence, is_right, PREDICTED + 1)
         self._checked = np.maximum(np.minimum(self._checked + guesses, RATE_MEMORY), guesses)
         self.rates += (right - guesses * self.rates) / self._checked
+        self._predicted += guesses[PREDICTED], int(right[PREDICTED])
 
-    def _guess(self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def _guess(self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray, predicted: np.ndarray | None) -> np.ndarray:
         """Sets the sequences' guesses; returns [m, `MAX_DEPTH`] the chance of each that it and all before it are right,
         0 for those that may not be tried."""
         sequences, n = self._sequences, len(rows)
@@ -183,6 +195,8 @@ class Drafter:
         for depth in range(MAX_DEPTH):
             contexts = known[at, depth : depth + MAX_CONTEXT]
             guesses = self.index.guess(keys[at], contexts, self.rates, SUFFICIENT_RATE)
+            if predicted is not None and not depth:
+                guesses = self._better(guesses, predicted)
             known[at, depth + MAX_CONTEXT] = guesses.tokens
             chance = chance * guesses.rates
             # What follows an end token is dropped, so it is guessed only to learn from it.
@@ -198,6 +212,12 @@ class Drafter:
                 break
             chances[at, depth] = chance
         return chances
+
+    def _better(self, guesses: Guesses, predicted: np.ndarray) -> Guesses:
+        """The guesses of the index, or the tokens that a layer predicts where these are right more often."""
+        is_better = (predicted != NO_TOKEN) & (self.rates[PREDICTED] >= guesses.rates)
+        own = (predicted, np.full(len(predicted), PREDICTED), np.full(len(predicted), self.rates[PREDICTED]))
+        return Guesses(*(np.where(is_better, one, other) for one, other in zip(own, guesses, strict=True)))
 
 
 def worthwhile(chances: np.ndarray, sizes: np.ndarray, costs: StepCosts, max_rows: int) -> tuple[np.ndarray, float]:

@@ -79,6 +79,18 @@ class KeyedSampling(Sampling):
             self._keep_top_logprobs(rows, request_ids.tolist(), positions.tolist())
         return tokens if output is None else output.copy_(tokens)
 
+    def guess(self, logits: Tensor, request_ids: Tensor, positions: Tensor) -> Tensor:
+        """Returns the tokens [n] that requests would draw at some positions if these were the logits [n, V] there;
+        `log_probs` stay those of the last sampled tokens."""
+        rows, known = self._softcapped(logits), (self._policy, self._log_probs)
+        numbers = uniforms(self.keys[request_ids], positions)
+        if self._own:
+            tokens = self._sample_by_settings(rows, numbers, request_ids.tolist())
+        else:
+            tokens = self._sample(rows, numbers, self.settings)
+        self._policy, self._log_probs = known
+        return tokens
+
     @property
     def needs_host(self) -> bool:
         """Whether `sample_on_device` does not compute what some request wants."""

@@ -23,7 +23,7 @@ class LatentContext(PagedContext):
 
     def _cache_config(self, model_config):
         """Returns a config whose one key and value together have as many channels as a latent."""
-        config = copy.copy(model_config)
+        config = copy.copy(super()._cache_config(model_config))
         config.num_query_groups, config.kv_channels = cached_heads(model_config)
         return config
 
@@ -33,10 +33,10 @@ class LatentContext(PagedContext):
         self.memory_buffer = self.memory_buffer.flatten(3)
 
 
-def context_of(model, *args) -> PagedContext:
-    """Returns the context for a model's kind of attention; `args`: those of `PagedContext` after the config."""
+def context_of(model, *args, further_layers: int = 0) -> PagedContext:
+    """Returns the context for a model's kind of attention; `args`, `further_layers`: those of `PagedContext`."""
     has_states = [isinstance(layer.self_attention, GatedDeltaNet) for layer in model.decoder.layers]
     if model.config.experimental_attention_variant is not None:
-        return RecurrentContext(model.config, *args, has_states=has_states)
+        return RecurrentContext(model.config, *args, has_states=has_states + [False] * further_layers)
     kind = LatentContext if isinstance(model.config, MLATransformerConfig) else PagedContext
-    return kind(model.config, *args)
+    return kind(model.config, *args, further_layers=further_layers)

@@ -1,6 +1,7 @@
 """State of the rollout engine between and within steps: its requests, their KV cache, and the step's plan."""
 
 import contextlib
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -30,9 +31,14 @@ class PagedContext(DynamicInferenceContext):
     # On a CPU, rounding a decode step up to 64 tokens costs more than it saves.
     TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if device.has_cuda() else MIN_ROWS
 
-    def __init__(self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None):
-        """`memory`: returns the given number of uninitialized bytes for the cache; None: allocate them."""
-        self._memory = memory
+    def __init__(
+        self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None, further_layers: int = 0
+    ):
+        """`memory`: returns the given number of uninitialized bytes for the cache; None: allocate them.
+        `further_layers`: with keys and values, after those of the model."""
+        self._memory, self._further_layers = memory, further_layers
+        self.hidden: tuple[Tensor, Tensor | None] | None = None  # as of `keep_hidden`, of the last step
+        self.after_prefill: Callable[[Tensor], None] | None = None  # takes the tokens of a step that is Megatron's
         self._plan: StepPlan | None = None
         self.only_decodes = False  # the next step decodes one more token of each request
         self._is_prepared = False  # Megatron's tensors of a step are those of a decode step of these requests
@@ -52,7 +58,11 @@ class PagedContext(DynamicInferenceContext):
 
     def _cache_config(self, model_config):
         """Returns the config from which Megatron computes the size of a block."""
-        return model_config
+        if not self._further_layers:
+            return model_config
+        config = copy.copy(model_config)
+        config.num_layers += self._further_layers
+        return config
 
     def _allocate_memory_buffer(self):
         """Allocates [L, blocks, block size, G, 2, D]: a token's key and value are adjacent because reads need both."""
@@ -71,6 +81,11 @@ class PagedContext(DynamicInferenceContext):
         if is_prepared:
             return self.transfer_bookkeeping_to_gpu()
         return super().initialize_attention_state(**kwargs)
+
+    def keep_hidden(self, hidden: Tensor, frequencies: Tensor | None):
+        """Keeps a step's hidden states [T, 1, H] after the final norm, and its frequencies, for drafts from them."""
+        if self.after_prefill is not None:
+            self.hidden = hidden, frequencies
 
     def plan(self, frequencies: Tensor | None) -> StepPlan:
         """Returns the step's plan, built at its first layer; `frequencies`: rotary ones, of all positions, or None."""
@@ -240,6 +255,8 @@ class PagedContext(DynamicInferenceContext):
         If the step only decoded one token of each request, megarl advances the requests itself: Megatron's version
         handles requests that join, end and wait, and takes as long as a small layer.
         """
+        if self.after_prefill is not None:
+            self.after_prefill(new_tokens)
         self.only_decodes = self._is_simple and bool(active_requests_mask.all()) and self._advance(new_tokens)
         if self.only_decodes:
             return {"newly_paused_request_ids": None, "evict_request_ids": None}

@@ -19,6 +19,7 @@ from megarl.mcore.inference import admission, draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.draft_sequences import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
+from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.sequence_groups import Groups
 from megarl.observe import activity
 
@@ -31,6 +32,8 @@ class DecodeCounts(NamedTuple):
     tokens: int = 0  # generated
     drafted: int = 0
     accepted: int = 0  # drafted tokens that became part of a response
+    predicted: int = 0  # tokens that the layer of multi-token prediction guessed, drafted or not
+    right: int = 0  # of these
 
     def plus(self, other: "DecodeCounts") -> "DecodeCounts":
         """Returns the sum of both counts."""
@@ -49,6 +52,12 @@ class SpeculativeEngine(DecodeLoopEngine):
         costs = costs_of(self.controller.inference_wrapped_model.model)
         self.drafter, self.counts = Drafter(costs, c.max_requests, c.max_sequence_length), DecodeCounts()
         self.max_rows = min(2 * c.max_requests, c.max_tokens)  # bounds the memory of a step's logits
+        self.prediction: PredictionDrafts | None = None
+
+    @property
+    def device_rows(self) -> int | None:
+        """As of the base class; steps after which a layer predicts are planned on the host."""
+        return super().device_rows if self.prediction is None else None
 
     def step_modern(self) -> dict:
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
@@ -62,7 +71,8 @@ class SpeculativeEngine(DecodeLoopEngine):
         self.counts = self.counts.plus(DecodeCounts(steps=1, requests=count, tokens=count))
         if self.is_coupled:  # replicas that share experts have as many rows as they agreed on
             return super().step_modern()
-        drafts = self._drafts(groups) if self.drafter.should_look(count) else None
+        looks = self.prediction is not None or self.drafter.should_look(count)
+        drafts = self._drafts(groups) if looks else None
         if drafts is None and self.drafter.costs.shares(len(groups.first), count):
             drafts = Drafts(np.zeros(0, np.int64), np.zeros(len(groups.first), np.int64))
         if drafts is None:
@@ -109,7 +119,8 @@ class SpeculativeEngine(DecodeLoopEngine):
         # A request ends at its output length: the last row that may be used draws the token that reaches it.
         room = np.full(len(groups.first), MAX_DEPTH)
         np.minimum.at(room, groups.of, np.maximum(c.request_output_lengths[:n].numpy() - lengths - 1, 0))
-        drafts = self.drafter.draft(rows[groups.first], room, groups.sizes, self.max_rows)
+        predicted = None if self.prediction is None else self.prediction.guesses(ids[groups.first])
+        drafts = self.drafter.draft(rows[groups.first], room, groups.sizes, self.max_rows, predicted)
         if not len(drafts.tokens):
             return None
         counts = np.minimum(drafts.counts, room)
@@ -132,6 +143,8 @@ class SpeculativeEngine(DecodeLoopEngine):
         logits = self._forward(inputs)
         drawn, logprobs = self._draw(logits.squeeze(0))
         counts = draft_rows.accepted_counts(c, drawn)
+        if self.prediction is not None:
+            self.prediction.after_drafts(drawn, counts)
         draft_rows.copy_to_group(c, counts)
         first = (c.draft_rows.places == 0).nonzero().flatten()  # row of each request's last known token
         draft_rows.end_step(c, counts)
@@ -148,6 +161,11 @@ class SpeculativeEngine(DecodeLoopEngine):
         drafted = len(tokens) - len(requests)
         self.counts = self.counts.plus(DecodeCounts(tokens=more, drafted=drafted, accepted=more))
         return self._end_step(drawn_last, [logprobs[row] for row in last.tolist()])
+
+    def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
+        if self.prediction is not None:
+            self.prediction.after_decode(tokens)
+        return super()._end_step(tokens, logprobs)
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the token [S] after each row of all requests and its log-prob [S], `max_rows` at a time."""

@@ -4,7 +4,7 @@ Only this module splits a micro-batch for context and sequence parallelism and g
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,8 +77,14 @@ def _head_values(hidden: Tensor, head: ValueHead, packing: PackedLayout, model) 
     return gather_stream(values, packing)
 
 
-def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: SharedPrefix | None):
-    """Returns hidden states [T', 1, H] of a chunk; from the last chunk, what `processor` returns for them."""
+def run_chunk(
+    chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: SharedPrefix | None,
+    learner: Callable | None = None,
+):  # fmt: skip
+    """Returns hidden states [T', 1, H] of a chunk; from the last chunk, what `processor` returns for them.
+
+    `learner`: called before it, with (hidden states [T', H], output layer, its weight, packing, model).
+    """
     if InferenceMode.is_active():
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
     model = chunk.module if hasattr(chunk, "module") else chunk  # with or without the gradient-buffer wrapper
@@ -95,6 +101,8 @@ def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routin
     def process(hidden_states, output_layer, output_weight, **_):
         weight = output_layer.weight if output_weight is None else output_weight
         targets = next_tokens[packing.token_indices]
+        if learner is not None:
+            learner(hidden_states.squeeze(1), output_layer, weight, packing, model)
         return processor(hidden_states.squeeze(1), output_layer, weight, targets, packing, model)
 
     return chunk(
@@ -109,7 +117,7 @@ def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routin
 def token_scores(
     chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
     mask: Tensor | None = None, shared: SharedPrefix | None = None, teachers: Sequence[TeacherRows] = (),
-    only_distills: bool = False,
+    only_distills: bool = False, learner: Callable | None = None,
 ):  # fmt: skip
     """Returns log-probabilities and entropies of packed tokens under a language model.
 
@@ -124,6 +132,7 @@ def token_scores(
         shared: which sequences share a prefix: it is computed once, with results equal to the last bit.
         teachers: whose distributions are compared with the model's; each token has one, if there are any.
         only_distills: log-probs and entropies need no gradient.
+        learner: as of `run_chunk`.
 
     Returns:
         TokenScores, or TaughtScores with teachers, from a model's last chunk; hidden states for the next stage from
@@ -164,7 +173,7 @@ def token_scores(
             divergences = heads_divergence(hidden, weight, taught, *of_policy, **of_head)
         return TaughtScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
 
-    return run_chunk(chunk, tokens, lengths, processor, routing, shared)
+    return run_chunk(chunk, tokens, lengths, processor, routing, shared, learner)
 
 
 def _taught_rows(teachers: Sequence[TeacherRows], places: Tensor, host_places: np.ndarray) -> list[TaughtRows]:

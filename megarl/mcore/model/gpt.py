@@ -21,6 +21,7 @@ from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.native_decode import run_decode_layers
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern, virtual_stage_numbers
+from megarl.mcore.model.prediction import PredictionLayer
 from megarl.mcore.model.rotary import Rotary
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.balancing import balancing_state
@@ -37,9 +38,10 @@ class ModelChunk(GPTModel):
         """Same as Megatron's; a step of the rollout engine runs the layers' fast path."""
         if inference_context is None:
             return super().forward(input_ids, position_ids, attention_mask, **kwargs)
-        with _without_fork_of_random_state():
+        with without_fork_of_random_state():
             embedded, frequencies, *_ = self._preprocess(input_ids, position_ids, inference_context=inference_context)
         hidden = run_decode_layers(self.decoder, embedded.unwrap(), inference_context, frequencies)
+        inference_context.keep_hidden(hidden, frequencies)
         kwargs["inference_context"] = inference_context
         return self._postprocess(hidden, input_ids, position_ids, None, frequencies, None, None, **kwargs)
 
@@ -68,7 +70,7 @@ class ModelChunk(GPTModel):
 
 
 @contextlib.contextmanager
-def _without_fork_of_random_state():
+def without_fork_of_random_state():
     """With sequence parallelism Megatron's embedding changes seeds for its dropout, which is off in a rollout: a CUDA
     graph cannot hold a change of seeds."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
@@ -121,8 +123,12 @@ def build_model(args, vocab_size: int, pg_collection, value_head: bool = False) 
 
 
 def build_frozen_model(args, vocab_size: int, pg_collection, value_head: bool = False) -> ModelChunks:
-    """Returns a `build_model` that is never trained; its parameters are sharded if the role's are."""
-    stages = build_model(args, vocab_size, pg_collection, value_head).requires_grad_(False).eval()
+    """Returns a `build_model` that is never trained, and with `--mtp-drafts` the layer of multi-token prediction after
+    its chunks; its parameters are sharded if the role's are."""
+    stages = build_model(args, vocab_size, pg_collection, value_head)
+    if args.predicts:  # a rollout with a model of its own
+        stages.append(PredictionLayer(args, pg_collection))
+    stages.requires_grad_(False).eval()
     if args.use_torch_fsdp2:
         for chunk in stages:
             shard(chunk, pg_collection)

@@ -44,6 +44,11 @@ def layer_kinds(args) -> list[LayerKind]:
     return [LayerKind(*pair) for pair in zip(moe_layer_pattern(args), recurrent_layer_pattern(args), strict=True)]
 
 
+def prediction_kind(args) -> LayerKind:
+    """Returns the kind of the layer of multi-token prediction: that of the model's last one, always with attention."""
+    return layer_kinds(args)[-1]._replace(is_recurrent=False)
+
+
 def layers_of_chunk(config, stage: int, virtual_stage: int | None) -> range:
     """Returns the layers of one chunk of a pipeline stage, numbered from 0 over the whole model."""
     first = get_transformer_layer_offset(config, vp_stage=virtual_stage, pp_rank=stage)

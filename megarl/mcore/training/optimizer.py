@@ -104,13 +104,20 @@ def wrap_for_training(stages, args, pg_collection) -> list[DistributedDataParall
         wrapped = [wrapper(chunk.config, config, chunk, pg_collection=pg_collection) for chunk in stages]
 
     def finalize(models, num_tokens=None, **_):
-        # Losses are local sums divided by global counts, so the reduced gradients need no division by tokens.
-        finalize_model_grads(models, None, pg_collection=pg_collection)
+        finish_gradients(models, pg_collection)
 
     model_config = wrapped[0].config  # shared by all chunks
     model_config.finalize_model_grads_func = finalize
     model_config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
+
+
+def finish_gradients(wrapped, pg_collection):
+    """Sums the gradients of all micro-batches over the ranks that have parts of them. A collective of the role.
+
+    Losses are local sums divided by global counts, so the sums need no division by tokens.
+    """
+    finalize_model_grads(wrapped, None, pg_collection=pg_collection)
 
 
 def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataParallel], args, pg_collection):

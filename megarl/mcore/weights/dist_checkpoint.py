@@ -124,6 +124,11 @@ def average_state(
     return local_rows({"model": weights, "plain": stored})
 
 
+def prediction_of(role: str) -> str:
+    """The role under whose keys a checkpoint has the layer of multi-token prediction of another."""
+    return f"{role}_mtp"
+
+
 def average_of(role: str) -> str:
     """The role under whose keys a checkpoint has the moving average of another."""
     return f"{role}_ema"
@@ -218,6 +223,16 @@ def load_role(state: dict, folder: Path, pg_collection) -> dict:
     optimizer_states.read_main_weights(state, tensor_shapes(folder))
     optimizer = {"optimizer": state.pop("optimizer")}  # apart: Megatron reads no tensor twice at once
     return {key: value for part in (state, optimizer) for key, value in load(part, folder, group).items()}
+
+
+def load_if_held(state: dict, folder: Path, pg_collection, role: str) -> dict | None:
+    """As `load_role`, of a state that a checkpoint need not have, or without its optimizer; None: it has none of it."""
+    held = tensor_shapes(folder)
+    if not any(key.startswith(f"{role}.") for key in held):
+        return None
+    if not any(key.startswith(f"{role}.optimizer.") for key in held):
+        state = {key: value for key, value in state.items() if not key.startswith("optimizer")}
+    return load_role(state, folder, pg_collection)
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

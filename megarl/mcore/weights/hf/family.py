@@ -10,6 +10,7 @@ from megarl.mcore.weights.hf.rotary import rotary_flags
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+PREDICTED, PREDICTED_LAYER = "mtp.layers.0.", "mtp.layers.0.mtp_model_layer."  # keys of multi-token prediction
 
 # Megatron's key, without `decoder.layers.N.`, -> tensors of the folder, without `model.layers.N.`
 ATTENTION: dict[str, Mapping] = {
@@ -99,7 +100,7 @@ def delta_net_layers(projections: dict[str, Mapping]) -> dict[str, Mapping]:
 
 
 class Prediction(NamedTuple):
-    """Tensors of multi-token prediction (2404.19737), which megarl does not train.
+    """Tensors of multi-token prediction (2404.19737).
 
     Patterns match whole names; `{layer}` in them is the number of a prediction layer, which follow the model's layers.
     """
@@ -107,6 +108,8 @@ class Prediction(NamedTuple):
     pattern: str
     copies: dict[str, str]  # pattern of tensors that are copies -> the model's tensor
     counts: tuple[str, ...]  # entries of config.json with the number of prediction layers; the class has the first
+    layer: str  # prefix of the tensors that a layer of the model has, too
+    others: dict[str, str]  # Megatron's key without `mtp.layers.0.` -> tensor
 
 
 # Those of DeepSeek-V3 (2412.19437 §2.2) and of the families that follow it.
@@ -117,9 +120,16 @@ PREDICTION_LAYERS = Prediction(
         r"model\.layers\.{layer}\.shared_head\.head\.weight": "lm_head.weight",
     },
     ("num_mtp_layers", "num_nextn_predict_layers"),
+    "model.layers.{layer}.",
+    {name: f"model.layers.{{layer}}.{name}" for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")}
+    | {"final_layernorm.weight": "model.layers.{layer}.shared_head.norm.weight"},
 )
 # Those of Qwen3-Next and Qwen3.5, which are a module of their own.
-PREDICTION_MODULE = Prediction(r"mtp\..+", {}, ("mtp_num_hidden_layers",))
+PREDICTION_MODULE = Prediction(
+    r"mtp\..+", {}, ("mtp_num_hidden_layers",), "mtp.layers.0.",
+    {"enorm.weight": "mtp.pre_fc_norm_embedding.weight", "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+     "eh_proj.weight": "mtp.fc.weight", "final_layernorm.weight": "mtp.norm.weight"},
+)  # fmt: skip
 
 
 class Multimodal(NamedTuple):

@@ -63,13 +63,16 @@ class HFModel(NamedTuple):
         return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
 
 
-def read_model(path: str, flag: str, longest: int, keeps_prediction: bool = True) -> HFModel:
+def read_model(
+    path: str, flag: str, longest: int, keeps_prediction: bool = True, trains_prediction: bool = False
+) -> HFModel:
     """Reads a folder's config.json and, if it has weights, their headers.
 
     Args:
         flag: that gave the path, for messages.
         longest: maximum length of prompt and response together, in tokens.
         keeps_prediction: whether exports have the folder's tensors of multi-token prediction.
+        trains_prediction: whether the policy trains them.
 
     Raises:
         UsageError: not such a folder, or a model that megarl's layers do not compute.
@@ -89,7 +92,7 @@ def read_model(path: str, flag: str, longest: int, keeps_prediction: bool = True
         is_tied = not is_classifier and config.switch("tie_word_embeddings")
     if not is_tied:
         flags["untie-embeddings-and-output-weights"] = True
-    prediction = prediction_tensors(family, config, keeps_prediction)
+    prediction = prediction_tensors(family, config, keeps_prediction, trains_prediction)
     model = HFModel(folder, family, flags, config.whole("vocab_size"), is_classifier, prediction, naming)
     if not folder.has_weights:
         return model

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megarl.mcore.model.pipeline_layout import LayerKind
+from megarl.mcore.model.pipeline_layout import LayerKind, prediction_kind
 from megarl.mcore.model.projections import HeadLayout, attention_sizes, linear_sizes, mlp_sizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
-from megarl.mcore.weights.hf.family import EMBEDDING, HEAD
+from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, PREDICTED, PREDICTED_LAYER
 
 
 class ModelWeight(NamedTuple):
@@ -27,15 +27,27 @@ def model_weights(args, vocab_size: int, kinds: list[LayerKind], value_head: boo
     """
     yield ModelWeight(EMBEDDING, None, (vocab_size, args.hidden_size))
     for layer, kind in enumerate(kinds):
-        prefix = f"decoder.layers.{layer}."
-        attention = _recurrent(args) if kind.is_recurrent else _attention(args)
-        shapes = _norms(args, kind) | attention | (_experts(args) if kind.is_moe else _mlp(args))
-        for name, shape in shapes.items():
-            for expert in range(args.num_experts) if name.startswith("mlp.experts.") else (None,):
-                yield ModelWeight(prefix + name, expert, shape)
+        yield from _layer(args, f"decoder.layers.{layer}.", kind)
     yield ModelWeight("decoder.final_layernorm.weight", None, (args.hidden_size,))
     if value_head or args.untie_embeddings_and_output_weights:
         yield ModelWeight(HEAD, None, (1 if value_head else vocab_size, args.hidden_size))
+
+
+def prediction_weights(args) -> Iterator[ModelWeight]:
+    """Yields the weights of the layer of multi-token prediction, without the embedding and head that it shares."""
+    hidden = args.hidden_size
+    yield from _layer(args, PREDICTED_LAYER, prediction_kind(args))
+    for name in ("enorm", "hnorm", "final_layernorm"):
+        yield ModelWeight(f"{PREDICTED}{name}.weight", None, (hidden,))
+    yield ModelWeight(f"{PREDICTED}eh_proj.weight", None, (hidden, 2 * hidden))
+
+
+def _layer(args, prefix: str, kind: LayerKind) -> Iterator[ModelWeight]:
+    attention = _recurrent(args) if kind.is_recurrent else _attention(args)
+    shapes = _norms(args, kind) | attention | (_experts(args) if kind.is_moe else _mlp(args))
+    for name, shape in shapes.items():
+        for expert in range(args.num_experts) if name.startswith("mlp.experts.") else (None,):
+            yield ModelWeight(prefix + name, expert, shape)
 
 
 def _norms(args, kind: LayerKind) -> dict[str, tuple[int, ...]]:

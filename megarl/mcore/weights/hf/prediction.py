@@ -1,4 +1,4 @@
-"""Tensors of multi-token prediction (MTP) in a folder: they are not trained, and an export has those of the folder."""
+"""Tensors of multi-token prediction (MTP) in a folder: unless they are trained, an export has those of the folder."""
 
 import re
 from collections.abc import Iterable
@@ -14,6 +14,7 @@ class PredictionTensors(NamedTuple):
     described: Prediction | None  # None: the family has none
     layers: range  # numbers of the prediction layers
     is_kept: bool  # by exports (`--hf-mtp`)
+    is_trained: bool = False  # `--mtp-train`
 
     def has(self, name: str) -> bool:
         """Whether a tensor is one of them."""
@@ -31,6 +32,8 @@ class PredictionTensors(NamedTuple):
     def note(self, names: Iterable[str]) -> str | None:
         """What the user should know about the tensors of a folder; None: nothing."""
         count = sum(map(self.has, names))
+        if self.is_trained and self.is_kept:
+            return None
         if not count:
             return None if self.is_kept else "has no tensors of multi-token prediction: --hf-mtp drop changes nothing"
         kept = "exports of a language model have them (--hf-mtp drop: none)" if self.is_kept else "exports drop them"
@@ -43,8 +46,8 @@ class PredictionTensors(NamedTuple):
         return config | dict.fromkeys(counts, 0)
 
 
-def prediction_tensors(family: Family, config: ModelConfig, is_kept: bool) -> PredictionTensors:
+def prediction_tensors(family: Family, config: ModelConfig, is_kept: bool, is_trained: bool) -> PredictionTensors:
     """Those of a folder of this family."""
     layers, described = config.whole("num_hidden_layers"), family.prediction
     count = config.get(described.counts[0]) if described is not None else 0
-    return PredictionTensors(described, range(layers, layers + (count or 0)), is_kept)
+    return PredictionTensors(described, range(layers, layers + (count or 0)), is_kept, is_trained)

@@ -8,12 +8,21 @@ import torch
 from megarl.mcore.model.pipeline_layout import layer_kinds
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.weights.hf import quantized
-from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, LAYER, LM_HEAD, MODEL, SCALAR_HEAD
+from megarl.mcore.weights.hf.family import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    LM_HEAD,
+    MODEL,
+    PREDICTED,
+    PREDICTED_LAYER,
+    SCALAR_HEAD,
+)
 from megarl.mcore.weights.hf.folder import READABLE
 from megarl.mcore.weights.hf.folder_reader import FolderReader, slices_of
 from megarl.mcore.weights.hf.hf_model import HFModel
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
-from megarl.mcore.weights.hf.model_weights import model_weights
+from megarl.mcore.weights.hf.model_weights import model_weights, prediction_weights
 
 COMPARED = 2**22  # elements at a time
 NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
@@ -36,7 +45,7 @@ class WeightMap:
         if model.has_scalar_head and not value_head:
             raise model.folder.error("a sequence-classification model; a policy needs a language model")
         self.model, self.args, self.value_head = model, args, value_head
-        self._heads = HeadLayout.of(args)
+        self._heads, self._has_prediction = HeadLayout.of(args), True
         self._copies: dict[str, list[str]] = {EMBEDDING: [], HEAD: []}  # further tensors of a weight, by its key
         if self.has_tied_head:
             self._copies[EMBEDDING].append(model.naming.head)
@@ -45,7 +54,10 @@ class WeightMap:
 
     def written(self, copies: Collection[str] = ()) -> "WeightMap":
         """The tensors of an export: it has a scalar head if the role has one. `copies`: as of the constructor."""
-        return WeightMap(self.model._replace(has_scalar_head=self.value_head), self.args, self.value_head, copies)
+        model = self.model._replace(has_scalar_head=self.value_head)
+        found = WeightMap(model, self.args, self.value_head, copies)
+        found._has_prediction = self.keeps_prediction
+        return found
 
     @property
     def embedding(self) -> str:
@@ -74,6 +86,8 @@ class WeightMap:
             KeyError: the family has no tensor for such a weight.
         """
         match = LAYER.fullmatch(key)
+        if key.startswith(PREDICTED):
+            return [] if key.endswith(NOT_STORED) else self._predicted(key, index, rows)
         if not match:
             mapping = self._outer(key)
             found = [] if mapping is None else mapping.ranges(rows, self._heads, None)
@@ -86,6 +100,19 @@ class WeightMap:
         layer, rest = (int(match[1]), index) if match[1] else (index[0], index[1:])
         found = self.model.family.layers[match[2]].ranges(rows, self._heads, rest[0] if rest else None)
         return [part._replace(name=f"{self.model.naming.prefix}layers.{layer}.{part.name}") for part in found]
+
+    def _predicted(self, key: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
+        """As `ranges`, of a weight of multi-token prediction."""
+        described, layer = self.model.prediction.described, self.args.num_layers
+        assert described is not None
+        if not key.startswith(PREDICTED_LAYER):
+            name = described.others[key.removeprefix(PREDICTED)].format(layer=layer)
+            return [RowRange(self.model.naming.stored(name), 0, 0, rows)]
+        found = self.model.family.layers[key.removeprefix(PREDICTED_LAYER)].ranges(
+            rows, self._heads, index[0] if index else None
+        )
+        prefix = self.model.naming.stored(described.layer.format(layer=layer))
+        return [part._replace(name=prefix + part.name) for part in found]
 
     def _outer(self, key: str) -> Mapping | None:
         if key != HEAD:
@@ -103,18 +130,25 @@ class WeightMap:
         """Yields the index of every tensor that a key of this shape stacks, over layers, experts or both."""
         match = LAYER.fullmatch(key)
         stacked = 0 if not match else (match[1] is None) + match[2].startswith("mlp.experts.")
+        stacked += key.startswith(f"{PREDICTED_LAYER}mlp.experts.")
         return itertools.product(*map(range, shape[:stacked]))
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Shape by name of every tensor that the folder must have."""
         shapes: dict[str, tuple[int, ...]] = {}
         vocab_size = self.model.vocab_size
-        for weight in model_weights(self.args, vocab_size, layer_kinds(self.args), self.value_head):
+        weights = model_weights(self.args, vocab_size, layer_kinds(self.args), self.value_head)
+        for weight in itertools.chain(weights, prediction_weights(self.args) if self.predicts else ()):
             index = () if weight.expert is None else (weight.expert,)
             for part in self.ranges(weight.key, index, weight.shape[0]):
                 shape = part.source_shape(weight.shape[1:], self.args.num_experts)
                 shapes[part.name] = max(shapes.get(part.name, shape), shape)
         return shapes
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the role has a layer of multi-token prediction, and the folder its tensors."""
+        return self.args.predicts and not self.value_head and self._has_prediction
 
     @property
     def has_tied_head(self) -> bool:

@@ -37,7 +37,7 @@ def scripted_drafter(answers, kind: str):
         def should_look(self, count):
             return True
 
-        def draft(self, rows, room, sizes, max_rows):
+        def draft(self, rows, room, sizes, max_rows, predicted=None):
             drafts, used = [], len(rows)
             for row, limit in zip(rows, room, strict=True):
                 answer, size = answers[self.numbers[row]], self._sequences.lengths[row]

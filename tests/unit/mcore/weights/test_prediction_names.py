@@ -1,6 +1,6 @@
 """Which tensors belong to multi-token prediction: by the number of a layer, or by a prefix of their own."""
 
-from megarl.mcore.weights.hf.family import PREDICTION_LAYERS, Prediction
+from megarl.mcore.weights.hf.family import PREDICTION_LAYERS, PREDICTION_MODULE
 from megarl.mcore.weights.hf.prediction import PredictionTensors
 
 
@@ -17,8 +17,7 @@ def test_layers_after_those_of_the_model():
 
 
 def test_a_prefix_of_their_own():
-    described = Prediction(r"mtp\..+", {}, ("mtp_num_hidden_layers",))
-    found = PredictionTensors(described, range(4, 4), is_kept=False)
+    found = PredictionTensors(PREDICTION_MODULE, range(4, 4), is_kept=False)
     assert found.has("mtp.fc.weight") and found.has("mtp.layers.0.mlp.gate.weight")
     assert not found.has("model.layers.4.mtp.weight") and found.copied("mtp.fc.weight") is None
     assert found.note(["mtp.fc.weight", "lm_head.weight"]) is not None

@@ -1,0 +1,58 @@
+"""Rules on models with a layer of multi-token prediction (`--mtp-train`, `--mtp-drafts`)."""
+
+import re
+
+from megarl.errors import UsageError
+from megarl.mcore.config.layout_rules import LayoutRule, require
+
+
+def flag_of(settings) -> str:
+    """The flag that gives the policy its layer, for messages."""
+    return "--mtp-train" if settings.mtp_train else "--mtp-drafts"
+
+
+def check_run(settings, megatron: dict, lora: dict, hf_models: dict):
+    """Raises UsageError for what policy and rollout cannot have beside the layer.
+
+    `megatron`, `lora`, `hf_models`: namespaces, factors and folders of roles.
+    """
+    if not settings.predicts:
+        return
+    flag = flag_of(settings)
+    for role in (role for role in ("actor", "rollout") if role in megatron):
+        require(role, _rules(settings, megatron[role]), f"with {flag} ")
+    if settings.debug_rollout_only:
+        raise UsageError(f"{flag}: not with --debug-rollout-only")
+    if lora.get("actor") is not None:
+        raise UsageError(f"{flag}: not yet with --lora-rank {lora['actor'].rank}, which trains factors alone")
+    if (folder := hf_models.get("actor")) is not None:
+        _check_folder(flag, folder)
+    elif not settings.mtp_train:
+        raise UsageError("--mtp-drafts: nothing has trained the layer; give --mtp-train or an --hf-model with it")
+
+
+def _rules(settings, args) -> list[LayoutRule]:
+    stages, experts = args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    position, impl = args.layernorm_position, args.transformer_impl
+    return [
+        LayoutRule("--pipeline-model-parallel-size", stages, stages == 1,
+             "1: the layer reads the embedding and the last hidden states"),
+        LayoutRule("--use-torch-fsdp2", args.use_torch_fsdp2, not args.use_torch_fsdp2, "none"),
+        LayoutRule("--transformer-impl", impl, impl == "local", "local"),
+        LayoutRule("--layernorm-position", position, position == "pre", "pre"),
+        LayoutRule("--window-size", args.window_size, args.window_size is None, "none"),
+        LayoutRule("--no-rope-freq", args.no_rope_freq, not args.no_rope_freq, "none"),
+        LayoutRule("--expert-model-parallel-size", experts, experts == 1 or not settings.mtp_drafts,
+             "1: replicas that share experts step together"),
+    ]  # fmt: skip
+
+
+def _check_folder(flag: str, model):
+    """UsageError unless a folder, an `HFModel`, has one layer."""
+    prediction, folder = model.prediction, model.folder
+    names = filter(None, map(model.naming.plain, folder.weights)) if folder.has_weights else ()
+    layers = {re.search(r"layers\.(\d+)\.|$", name)[1] for name in names if prediction.has(name)} - {None}
+    if not layers:
+        raise folder.error(f"has no tensors of multi-token prediction, which {flag} needs")
+    if len(layers) > 1:
+        raise folder.error(f"has {len(layers)} layers of multi-token prediction; {flag} allows 1")

@@ -1,0 +1,108 @@
+"""Drafts by the layer of multi-token prediction, one token a request and step.
+
+After a step has drawn its tokens, the layer reads the step's hidden states and these tokens. It has keys and values of
+its own, in one more layer of the cache: they take part in guesses alone, so that no text depends on them. That of a
+token was computed with the token that followed it in the sequence which was read first; sequences that share blocks or
+rows of a step may go on differently.
+Shapes: n requests, T tokens of the step with padding, H hidden size.
+"""
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megarl.mcore.inference.draft_index import NO_TOKEN
+from megarl.mcore.inference.keyed_sampling import KeyedSampling
+from megarl.mcore.inference.paged_context import PagedContext
+from megarl.mcore.model.gpt import ModelChunk, without_fork_of_random_state
+from megarl.mcore.model.prediction import PredictionLayer
+
+
+class PredictionDrafts:
+    """The layer's part in the steps of an engine."""
+
+    def __init__(self, model: ModelChunk, layer: PredictionLayer, context: PagedContext, sampling: KeyedSampling):
+        """`model`: whose hidden states it reads; `context`: of the engine; `sampling`: draws its tokens."""
+        self._model, self._layer, self._context, self._sampling = model, layer, context, sampling
+        self._guesses = np.full(context.max_requests, NO_TOKEN, np.int64)  # by request id
+        context.after_prefill = self._after_prefill
+
+    def guesses(self, request_ids: np.ndarray) -> np.ndarray:
+        """Returns [n] the token that may follow the last one of each request; `NO_TOKEN` without a guess."""
+        return self._guesses[request_ids]
+
+    def after_decode(self, drawn: Tensor):
+        """After a step that decoded a token of each request: `drawn` [n] are its tokens, on the host."""
+        c, n = self._context, len(drawn)
+        if c.hidden is None:  # of a step with drafts
+            return
+        following = torch.zeros(c.padded_active_token_count, dtype=torch.int64)
+        following[:n] = drawn
+        self._guess(self._predicted(following)[:n], torch.arange(n), *self._drawn_at())
+
+    def after_drafts(self, drawn: Tensor, counts: Tensor):
+        """After a step with drafted tokens, before it ends.
+
+        Args:
+            drawn: [S] the token after each row of all requests.
+            counts: [n] rows of each request that drew its next tokens.
+        """
+        c, rows = self._context, self._context.draft_rows
+        is_own = rows.requests[rows.computed] == rows.owners  # the others have the same rows
+        following = torch.zeros(c.padded_active_token_count, dtype=torch.int64)
+        following[rows.computed[is_own]] = drawn[is_own]
+        hidden = self._predicted(following)
+        last = (rows.places == 0).nonzero().flatten() + counts - 1
+        read = following[rows.computed[last]] == drawn[last]  # of a group's requests, those that drew the same token
+        ids, positions = (x[last] for x in self._drawn_at())
+        self._guesses[ids.numpy()] = NO_TOKEN
+        if read.any():
+            self._guess(hidden, rows.computed[last][read], ids[read], positions[read])
+
+    def _after_prefill(self, drawn: Tensor):
+        """After a step that also read prompts, which drew tokens [n]; nothing is guessed after it."""
+        c = self._context
+        if c.hidden is None:
+            return
+        active = slice(c.paused_request_count, c.total_request_count)
+        ends, size = c.request_query_lengths[active].long().cumsum(0), c.padded_active_token_count
+        following = c.token_to_input_ids[:size].long().cpu().roll(-1)
+        following[ends - 1] = drawn[: len(ends)].long().cpu()
+        self._predicted(following)
+        self._guesses[c.request_ids[active].numpy()] = NO_TOKEN
+
+    def _drawn_at(self) -> tuple[Tensor, Tensor]:
+        """([n] ids, [n] positions) of the tokens that the step drew."""
+        ids, positions = self._context.sampled_rows()
+        return ids.long(), positions.long()
+
+    def _predicted(self, following: Tensor) -> Tensor:
+        """[T, H] for the head, of the step's tokens; `following` [T] are their next ones, on the host."""
+        c, of = self._context, self._layer.layer
+        (hidden, frequencies), c.hidden = c.hidden, None
+        ids, positions = (x.unsqueeze(0).to(hidden.device) for x in (following, c.token_to_pos_ids[: len(following)]))
+        with without_fork_of_random_state():
+            embedded = self._model.embedding(input_ids=ids, position_ids=positions)
+        states, plan = self._layer.combined(hidden, embedded), c.plan(frequencies)
+        states = states if plan.dedup is None else states.index_select(0, plan.dedup.kept_tokens)
+        states = of.final_layernorm(of.mtp_model_layer.step(states, plan))
+        if self._model.config.sequence_parallel:
+            states = gather_from_sequence_parallel_region(states, group=self._model.pg_collection.tp)
+        return states.squeeze(1)
+
+    def _guess(self, hidden: Tensor, rows: Tensor, ids: Tensor, positions: Tensor):
+        """Guesses what follows the tokens of some requests.
+
+        Args:
+            hidden: [T, H] of the layer.
+            rows: [n] those of them that read each request's last token.
+            ids, positions: [n] of the requests, and of these tokens.
+        """
+        model = self._model
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        head, is_split = model.output_layer, model.output_layer.sequence_parallel
+        head.sequence_parallel = False  # the rows are on all ranks
+        logits, _ = head(hidden[rows.to(hidden.device)].unsqueeze(1), weight=weight, runtime_gather_output=True)
+        head.sequence_parallel = is_split
+        self._guesses[ids.numpy()] = self._sampling.guess(logits.squeeze(1), ids, positions + 1).cpu().numpy()

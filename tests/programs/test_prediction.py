@@ -1,0 +1,118 @@
+"""`--mtp-train`, `--mtp-drafts`: the policy of a run stays the same to the bit, and the layer learns what follows."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.checkpoint import folders
+from tests.helpers.checkpoints import stored_weights
+from tests.helpers.combinations import RECURRENT
+from tests.helpers.programs import GRADED, metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiers import by_default
+
+STEPS = 4
+RUN = f"--advantage grpo {GRADED} --kl-coefficient 0 --train-iters {STEPS} --save-interval 2 --lr 3e-3 --mtp-drafts"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+RUNS = {  # ranks, flags
+    "rl": (1, ""),
+    "recurrent": (1, RECURRENT),
+    "several updates": (1, "--ppo-epochs 2 --minibatch-size 8 --critic-warmup-steps 1 --ema-decay 0.9"),
+    "bf16": (1, "--bf16"),
+    "fp16": (1, "--fp16 --initial-loss-scale 64"),
+    "tensor": (2, "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"),
+    "context": (2, "--context-parallel-size 2"),
+    "experts": (2, f"{EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+                   " --moe-router-load-balancing-type none --overlap-grad-reduce --use-distributed-optimizer"),
+    "offload": (2, "--actor-offload"),
+    "other ranks": (2, "--role-map actor=0;reward=0;rollout=1 --verify-weights"),
+    "generation ahead": (2, "--role-map actor=0;reward=1;rollout=1 --generation-lag 1 --rollout-correction tis"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("prediction")
+
+
+def argv(save: Path, flags: str) -> list[str]:
+    own_shape = any(flag in flags for flag in ("--num-experts", "--linear-attention-freq"))
+    return rl_argv(save, f"{RUN} {flags}", warm_start=not own_shape)
+
+
+@functools.cache
+def run_of(folder: Path, name: str) -> Path:
+    size, flags = RUNS[name]
+    save = folder / name.replace(" ", "-")
+    train("rl", argv(save, f"{flags} --mtp-train"), size)
+    return save
+
+
+def without_drafts(row: dict) -> dict:
+    """A step's metrics without times, and without those of drafts and of the layer."""
+    return {name: value for name, value in timeless(row).items()
+            if "mtp" not in name and "draft" not in name and "decode_steps" not in name
+            and "accepted" not in name and "sync_bytes" not in name and "staged_bytes" not in name}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", by_default(RUNS, ("rl", "tensor")))
+def test_the_policy_is_that_of_a_run_without_the_layer(name, folder, tmp_path):
+    (size, flags), save = RUNS[name], run_of(folder, name)
+    train("rl", [token for token in argv(tmp_path, flags) if token != "--mtp-drafts"], size)
+    found, plain = metrics(save), metrics(tmp_path)
+    for step in range(1, STEPS + 1):
+        assert without_drafts(found[step]) == without_drafts(plain[step])
+        assert samples(save, step) == samples(tmp_path, step)
+    one, other = stored_weights(save, STEPS, "actor"), stored_weights(tmp_path, STEPS, "actor")
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    trained = [row for row in found.values() if "actor/mtp_loss" in row]
+    assert len(trained) >= STEPS - 1 and all(row["actor/mtp_grad_norm"] > 0 for row in trained)
+    if "--pretrained-checkpoint" in argv(save, flags):  # else the policy, and so what it writes, changes at random
+        assert trained[-1]["actor/mtp_loss"] < trained[0]["actor/mtp_loss"]
+    before, after = stored_weights(save, 2, "actor_mtp"), stored_weights(save, STEPS, "actor_mtp")
+    assert any((before[key] != after[key]).any() for key in after) and after
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tensor", "context", "offload", "other ranks"])
+def test_the_loss_does_not_depend_on_the_layout(name, folder):
+    found, expected = metrics(run_of(folder, name)), metrics(run_of(folder, "rl"))
+    for step in (1, 2):
+        for metric in ("actor/mtp_loss", "actor/mtp_grad_norm"):
+            assert found[step][metric] == pytest.approx(expected[step][metric], rel=1e-3), (step, metric)
+
+
+# -- resume --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", by_default(("rl", "bf16", "tensor", "experts", "generation ahead"), ("rl",)))
+def test_a_resumed_run_is_the_whole_one(name, folder, tmp_path):
+    save, (size, flags) = run_of(folder, name), RUNS[name]
+    train("rl", argv(tmp_path, f"{flags} --mtp-train --load {folders.step_folder(save, 2)}"), size)
+    for step in (3, 4):
+        one, other = (timeless(metrics(run)[step]) for run in (save, tmp_path))
+        assert without_drafts(one) == without_drafts(other) and one["actor/mtp_loss"] == other["actor/mtp_loss"]
+    one, other = stored_weights(save, STEPS, "actor_mtp"), stored_weights(tmp_path, STEPS, "actor_mtp")
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size, flags", [
+    (2, "--tensor-model-parallel-size 2 --sequence-parallel"), (1, "--bf16 --use-distributed-optimizer"), (1, ""),
+])  # fmt: skip
+def test_the_layer_goes_on_in_another_layout(size, flags, folder, tmp_path):
+    start = folders.step_folder(run_of(folder, "rl"), 2)
+    flags = f"{flags} --mtp-train --load {start} --train-iters 3 --lr-decay-iters {STEPS}"
+    train("rl", argv(tmp_path / "on", flags), size)
+    expected, found = (metrics(run)[3]["actor/mtp_loss"] for run in (run_of(folder, "rl"), tmp_path / "on"))
+    assert found == pytest.approx(expected, rel=2e-2 if "bf16" in flags else 1e-3)
+
+
+def test_a_layer_may_begin_in_a_resumed_run(folder, tmp_path, capfd):
+    flags = f"--advantage grpo {GRADED} --kl-coefficient 0 --save-interval 1 --lr 3e-3"
+    train("rl", rl_argv(tmp_path / "run", f"{flags} --train-iters 1 --lr-decay-iters 2"))
+    argv = rl_argv(tmp_path / "on", f"{flags} --train-iters 2 --mtp-train --load {tmp_path / 'run'}")
+    train("rl", argv)
+    assert "has no trained layer of multi-token prediction (--mtp-train), which begins anew" in capfd.readouterr().err
+    assert metrics(tmp_path / "on")[2]["actor/mtp_loss"] > 0 and stored_weights(tmp_path / "on", 2, "actor_mtp")
