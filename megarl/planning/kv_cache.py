@@ -49,7 +49,8 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
     max_requests = ceil(max(settings.rollout_max_requests, MIN_ROWS) / sizes.tensor) * sizes.tensor
     stages = [[is_recurrent[layer] for chunk in chunks for layer in chunk] for chunks in stage_layers(args)]
     states = [state_bytes(config, sum(stage), sizes.tensor) if any(stage) else 0 for stage in stages]
-    tokens_of = [token_bytes(config, max(1, stage.count(False)), sizes.tensor) for stage in stages]
+    further = int(settings.mtp_drafts)  # the layer that drafts has keys and values, too
+    tokens_of = [token_bytes(config, max(1, stage.count(False)) + further, sizes.tensor) for stage in stages]
     each = max(tokens_of)
     tokens = min(
         capacity_of(cache_bytes(settings.rollout_buffer_gb, max_requests, state), of_token, BLOCK_TOKENS_CUDA)

@@ -22,6 +22,7 @@ from megarl.planning.parameters import (
     Weight,
     is_half,
     of_stages,
+    prediction_weights,
     stage_weights,
 )
 
@@ -274,13 +275,19 @@ def _persistent(
     if kind in ("train", "value"):
         parts = [trained_and_frozen(weights, args, lora, kind in SCALAR_HEAD) for weights in chunks]
         sizes = [trained_bytes(trained, args, stage == 0) for trained, _ in parts]
+        predicts, frozen_bytes = prediction_weights(args), sum(_held(frozen, args) for _, frozen in parts)
+        if predicts and args.trains_prediction:
+            sizes.append(trained_bytes(predicts, args, False))  # reduced after its backward
+        else:
+            frozen_bytes += plain_bytes(predicts)
         return (
-            sum(s[0] for s in sizes) + sum(_held(frozen, args) for _, frozen in parts),
+            sum(s[0] for s in sizes) + frozen_bytes,
             sum(s[1] for s in sizes),
             int(np.max(sum(s[2] for s in sizes))),
         )
     # A rollout's own model has the factors, too.
-    return sum(_held(weights + factors_apart(weights, args, lora), args) for weights in chunks), 0, 0
+    own = sum(_held(weights + factors_apart(weights, args, lora), args) for weights in chunks)
+    return own + plain_bytes(prediction_weights(args)), 0, 0
 
 
 def average_bytes(role, vocab_size: int, kind: str) -> list[int]:

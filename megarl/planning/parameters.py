@@ -14,7 +14,7 @@ import torch
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
+from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, prediction_kind, stage_layers
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.parallel.process_groups import ParallelSizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
@@ -139,6 +139,18 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
         elif not is_tied or not first:
             weights.append(_weight(args, "output_layer.weight", vocab, hidden, is_shared))
     return weights
+
+
+def prediction_weights(args) -> list[Weight]:
+    """Weights of the layer of multi-token prediction on a rank, in Megatron's order; none without one."""
+    if not args.predicts:
+        return []
+    hidden, prefix = args.hidden_size, "mtp.layers.0."
+    weights = [weight for name in ("enorm", "hnorm", "final_layernorm") for weight in _norm(args, name, hidden)]
+    weights += _matrix(args, "eh_proj", hidden, 2 * hidden, False)
+    layer = _layer(args, parallel_sizes(args), prediction_kind(args))
+    weights += [w._replace(name=f"mtp_model_layer.{w.name}") for w in layer]
+    return [w._replace(name=prefix + w.name) for w in weights]
 
 
 def _layer(args, sizes: ParallelSizes, kind: LayerKind) -> list[Weight]:

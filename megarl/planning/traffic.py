@@ -23,7 +23,17 @@ from megarl.mcore.model.shared_groups import columns_sent
 from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
-from megarl.planning.parameters import CACHED, LAYERS, SCALAR_HEAD, ModelKey, Weight, is_half, of_stages, stage_weights
+from megarl.planning.parameters import (
+    CACHED,
+    LAYERS,
+    SCALAR_HEAD,
+    ModelKey,
+    Weight,
+    is_half,
+    of_stages,
+    prediction_weights,
+    stage_weights,
+)
 
 
 @dataclass(frozen=True)
@@ -330,7 +340,8 @@ def weights_to_rollout(roles: dict, vocab_size: int) -> int:
         return 0
     if rollout.lora and is_half(rollout.megatron):
         return _of_all_ranks(rollout, vocab_size, lambda w: factors_apart(w, rollout.megatron, rollout.lora))
-    return _of_all_ranks(rollout, vocab_size)
+    prediction = len(rollout.ranks) * plain_bytes(prediction_weights(rollout.megatron))
+    return _of_all_ranks(rollout, vocab_size) + prediction
 
 
 def weights_to_reference(roles: dict, settings, vocab_size: int) -> int:

@@ -6,7 +6,7 @@ from megarl import arguments
 from megarl.errors import UsageError
 from megarl.planning import traffic
 from megarl.planning.kv_cache import cache_plan
-from tests.helpers.tiny_models import SHAPES, join_actor
+from tests.helpers.tiny_models import SHAPES, VOCAB, join_actor
 from tests.helpers.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -16,14 +16,20 @@ CASES = [("", "llama", 1), ("--bf16", "gpt2", 1), (TP2, "llama", 2), (TP2, "late
          (f"{TP2} --num-query-groups 1", "llama", 2)]  # fmt: skip
 
 
-def sizes_of_engine(rank: int, flags: str, shape: str) -> tuple[int, int]:
+def sizes_of_engine(rank: int, flags: str, shape: str, predicts: bool = False) -> tuple[int, int]:
     """(bytes of a token, tokens of the cache's blocks) of the engine on this rank, with the blocks of a GPU."""
     from megarl.mcore.inference import built_engine
+    from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.model.prediction import PredictionLayer
     from tests.helpers.engines import make_engine
 
     built_engine.BLOCK_TOKENS = 64
     assert join_actor(flags, shape)[1].is_member
-    engine, _, _ = make_engine(flags, shape, buffer_gb=0.01)
+    engine, model, place = make_engine(flags, shape, buffer_gb=0.01)
+    if predicts:
+        layer = PredictionLayer(join_actor(flags, shape)[0], place.pg_collection)
+        sizes = VOCAB, 48, 0.01, 32
+        engine = RolloutEngine(model, place.pg_collection, *sizes, speculative=True, prediction=layer)
     assert engine.context.memory_buffer.nbytes == engine.context.kv_block_allocator.total_count * (
         engine.context.block_size_bytes
     )
@@ -45,6 +51,14 @@ def test_tokens_and_their_bytes_are_those_of_the_engine(flags, shape, ranks):
     cache = planned(f"{flags} --rollout-buffer-gb 0.01 --rollout-max-requests 32", shape, ranks)
     assert cache.token_bytes == max(each for each, _ in found) > 0
     assert {tokens for _, tokens in found} == {cache.tokens}
+
+
+@pytest.mark.parametrize("flags, shape", [("--bf16", "recurrent"), ("", "latent"), ("", "llama")])
+def test_a_layer_that_drafts_has_keys_and_values_too(flags, shape):
+    ((each, tokens),) = run_world(sizes_of_engine, 1, flags, shape, True)
+    more = "--rollout-buffer-gb 0.01 --rollout-max-requests 32 --mtp-train --mtp-drafts"
+    cache = planned(f"{flags} {more}", shape, 1)
+    assert (cache.token_bytes, cache.tokens) == (each, tokens)
 
 
 def test_sequences_and_rounds_of_a_replica():

@@ -103,6 +103,30 @@ def test_weights_gradients_and_states_are_exact_on_every_rank(flags, shape, valu
                 assert planned == real_bytes(*built), (rank, more)
 
 
+PREDICTIONS = [("", "llama", 1), (f"{DENSE_FIRST} {SP2} {EP2} --bf16", "latent", 4), (f"{TP2} --bf16", "recurrent", 2)]
+
+
+@pytest.mark.parametrize("flags, shape, ranks", by_default(PREDICTIONS, PREDICTIONS[:1]))
+@pytest.mark.parametrize("more", ["", DISTRIBUTED])
+def test_a_layer_of_multi_token_prediction_is_exact_on_every_rank(flags, shape, ranks, more):
+    from megarl.mcore.model.prediction import PredictionLayer
+    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.training import optimizer
+
+    for rank in range(ranks):
+        with fake_world.fake_world(ranks, rank):
+            args, place = join_actor(f"{flags} {more}", shape)
+            args.predicts = args.trains_prediction = True
+            layer = PredictionLayer(args, place.pg_collection)
+            wrapped = optimizer.wrap_for_training([layer], args, place.pg_collection)
+            real = real_bytes(layer, wrapped, optimizer.build_optimizer(wrapped, args, place.pg_collection))
+            planned = parameters.prediction_weights(args)
+            of_model = [(n, len(p), p.numel(), p.element_size()) for n, p in layer.named_parameters()]
+            assert [w[:4] for w in planned] == of_model
+            weights, gradients, states = memory.trained_bytes(planned, args, False)
+            assert (weights, gradients, int(states[rank * len(states) // ranks])) == real
+
+
 @pytest.mark.parametrize("flags, shape, value_head, ranks", MODELS)
 def test_totals_count_each_weight_once(flags, shape, value_head, ranks):
     from megarl.mcore.model import gpt
