@@ -162,8 +162,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
         Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
         Metric("actor/mtp_loss", "nats", "cross-entropy of the layer of multi-token prediction, mean over the tokens of"
-               " responses that it predicts", "with --mtp-train"),
-        Metric("actor/mtp_grad_norm", "norm", "gradient norm of that layer, before clipping", "with --mtp-train"),
+               " responses that it predicts", "with --mtp-train", STUDENTS),
+        Metric("actor/mtp_grad_norm", "norm", "gradient norm of it before clipping", "with --mtp-train", STUDENTS),
         Metric("actor/learning_rate", "rate", "learning rate of the next update"),
         Metric("actor/updates", "updates", "updates of the step that changed the weights; 0 if no group passed the"
                " filter or nothing was left to train on; none during --critic-warmup-steps", "",

@@ -11,7 +11,7 @@ class PredictionSettings:
 
     mtp_train: bool = flag(False, "train the layer of multi-token prediction on the policy's responses, by its own"
                             " loss, gradient norm and optimizer: the policy's own numbers stay the same to the bit"
-                            " (2412.19437)", when="trained")  # fmt: skip
+                            " (2412.19437)", programs="rl sft", when="trained")  # fmt: skip
     mtp_drafts: bool = flag(False, "decode steps also read what the layer of multi-token prediction drafts; text and"
                              " log-probs stay the same to the bit", when="engine")  # fmt: skip
 

@@ -120,9 +120,7 @@ class Actor:
         return self._scores(chunk, microbatch, None)
 
     def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores | TaughtScores:
-        prediction = self.trainable_model.prediction
-        learner = functools.partial(prediction.learn, microbatch) if prediction and prediction.is_trained else None
-        return self._scores(chunk, microbatch, self.teacher_output, learner)
+        return self._scores(chunk, microbatch, self.teacher_output, self.trainable_model.learner(microbatch))
 
     def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None, learner: Callable | None = None):
         teachers, only_distills = [], False

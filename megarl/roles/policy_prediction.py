@@ -76,8 +76,10 @@ class PolicyPrediction:
         common = self.role_groups.pg_collection, self.role.ranks, loading
         return dist_checkpoint.role_state(self._name, [self.layer], self.optimizer, {}, *common)
 
-    def restore(self, loaded: dict):
-        """Takes the filled state of `state(loading=True)`; one without an optimizer begins a new one."""
+    def restore(self, loaded: dict | None):
+        """Takes the filled state of `state(loading=True)`; without one, or its optimizer, that begins anew."""
+        if loaded is None:
+            return self.load(None)
         dist_checkpoint.load_weights([self.layer], loaded["model"])
         if self.optimizer is not None and "optimizer" in loaded:
             optimizer_states.restore(loaded, self.optimizer)

@@ -144,6 +144,8 @@ class TrainableModel:
                 self._load_adapter()
             if self.average is not None:
                 self.average.reset()
+        if self.prediction is not None:
+            self.prediction.load(getattr(weights, "folder", None))
 
     def _load_adapter(self):
         """Copies the factors of a PEFT adapter into the model, and into the optimizer's master weights."""
@@ -173,6 +175,11 @@ class TrainableModel:
     @property
     def _trains_prediction(self) -> bool:
         return self.prediction is not None and self.prediction.is_trained
+
+    def learner(self, microbatch: Batch) -> Callable | None:
+        """What learns in the forward pass of an update, for `token_scores`: the layer of multi-token prediction."""
+        is_learning = self._trains_prediction and torch.is_grad_enabled()
+        return functools.partial(self.prediction.learn, microbatch) if is_learning else None
 
     def present_for_updates(self):
         """Context for a step's updates: keeps offloaded weights and gradients on the device in between."""
@@ -335,8 +342,8 @@ class TrainableModel:
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))
             adapter.merge(self.model)
             optimizer_states.restore(loaded, self.optimizer)
-            if PREDICTION in loaded:
-                self.prediction.restore(loaded[PREDICTION])
+            if self.prediction is not None:
+                self.prediction.restore(loaded.get(PREDICTION))
             if "average" in loaded:
                 self.average.load(loaded["average"], self.role_groups.pg_collection)
             elif self.average is not None:

@@ -164,9 +164,6 @@ class RLTrainer(Trainer):
         for name, weights in self.inputs.pretrained.items():
             if name in models and not (name == "reference" and self.reference.is_shared):
                 models[name].load_pretrained(weights)
-        if self.actor.trainable_model and self.actor.trainable_model.prediction:
-            checkpoint = getattr(self.inputs.pretrained.get("actor"), "folder", None)
-            self.actor.trainable_model.prediction.load(checkpoint)
         self.teacher.load(self.inputs.teachers)
 
     def _copy_teacher_output(self):

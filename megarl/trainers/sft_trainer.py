@@ -108,7 +108,8 @@ class SFTTrainer(SupervisedTrainer):
         if self._distiller is not None:
             teachers = self._distiller.output.rows(microbatch)
             only_distills = not self.settings.distill_sft_coefficient
-        return policy_scores(chunk, microbatch, 1.0, self.vocab_size, teachers, only_distills)
+        learner = self.trainable_model.learner(microbatch)
+        return policy_scores(chunk, microbatch, 1.0, self.vocab_size, teachers, only_distills, learner)
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
         """The mean negative log-probability of the response tokens; with a teacher, the divergence from it."""

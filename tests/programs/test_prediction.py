@@ -9,11 +9,13 @@ import torch
 from megarl.checkpoint import folders
 from tests.helpers.checkpoints import stored_weights
 from tests.helpers.combinations import RECURRENT
-from tests.helpers.programs import GRADED, metrics, rl_argv, samples, timeless, train
-from tests.helpers.tiers import by_default
+from tests.helpers.forked_programs import refusal
+from tests.helpers.programs import GRADED, metrics, rl_argv, samples, sft_argv, timeless, train
+from tests.helpers.tiers import by_default, long
 
 STEPS = 4
-RUN = f"--advantage grpo {GRADED} --kl-coefficient 0 --train-iters {STEPS} --save-interval 2 --lr 3e-3 --mtp-drafts"
+GRPO = f"--advantage grpo {GRADED} --kl-coefficient 0 --lr 3e-3"
+RUN = f"{GRPO} --train-iters {STEPS} --save-interval 2 --mtp-drafts"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 RUNS = {  # ranks, flags
     "rl": (1, ""),
@@ -110,9 +112,36 @@ def test_the_layer_goes_on_in_another_layout(size, flags, folder, tmp_path):
 
 
 def test_a_layer_may_begin_in_a_resumed_run(folder, tmp_path, capfd):
-    flags = f"--advantage grpo {GRADED} --kl-coefficient 0 --save-interval 1 --lr 3e-3"
+    flags = f"{GRPO} --save-interval 1"
     train("rl", rl_argv(tmp_path / "run", f"{flags} --train-iters 1 --lr-decay-iters 2"))
     argv = rl_argv(tmp_path / "on", f"{flags} --train-iters 2 --mtp-train --load {tmp_path / 'run'}")
     train("rl", argv)
     assert "has no trained layer of multi-token prediction (--mtp-train), which begins anew" in capfd.readouterr().err
     assert metrics(tmp_path / "on")[2]["actor/mtp_loss"] > 0 and stored_weights(tmp_path / "on", 2, "actor_mtp")
+
+
+# -- supervised training -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size, flags", [(1, ""), long((2, "--context-parallel-size 2 --bf16"))])
+def test_supervised_training_also_trains_it_and_a_rollout_begins_with_it(size, flags, tmp_path):
+    sft = f"--train-iters 4 --save-interval 2 --lr-decay-iters 4 {flags}"
+    train("sft", sft_argv(tmp_path / "plain", sft), size)
+    train("sft", sft_argv(tmp_path / "run", f"{sft} --mtp-train"), size)
+    found, plain = metrics(tmp_path / "run"), metrics(tmp_path / "plain")
+    assert all(without_drafts(found[step]) == without_drafts(plain[step]) for step in plain)
+    assert found[4]["actor/mtp_loss"] < found[1]["actor/mtp_loss"]
+    start = folders.step_folder(tmp_path / "run", 2)
+    train("sft", sft_argv(tmp_path / "on", f"{sft} --mtp-train --load {start}"), size)
+    trained = stored_weights(tmp_path / "run", 4, "actor_mtp")
+    again = stored_weights(tmp_path / "on", 4, "actor_mtp")
+    assert all(torch.equal(trained[key], again[key]) for key in trained) and trained
+    # The layer of a checkpoint drafts without training.
+    rl = f"{GRPO} --mtp-drafts --train-iters 1 --pretrained-checkpoint {tmp_path / 'run'} {flags}"
+    train("rl", rl_argv(tmp_path / "rl", rl, warm_start=False), size)
+    kept = stored_weights(tmp_path / "rl", 1, "actor_mtp")
+    assert all(torch.equal(trained[key], kept[key]) for key in trained)
+    message = refusal(
+        rl_argv(tmp_path / "x", rl.replace(str(tmp_path / "run"), str(tmp_path / "plain")), False), "rl", size=size
+    )
+    assert "has no actor_mtp.mtp.layers.0.eh_proj.weight, which actor needs" in message

@@ -27,8 +27,8 @@ def check_run(settings, megatron: dict, lora: dict, hf_models: dict):
         raise UsageError(f"{flag}: not yet with --lora-rank {lora['actor'].rank}, which trains factors alone")
     if (folder := hf_models.get("actor")) is not None:
         _check_folder(flag, folder)
-    elif not settings.mtp_train:
-        raise UsageError("--mtp-drafts: nothing has trained the layer; give --mtp-train or an --hf-model with it")
+    elif not (settings.mtp_train or settings.load or megatron["actor"].pretrained_checkpoint):
+        raise UsageError("--mtp-drafts: nothing has trained the layer; give --mtp-train, or a model that has it")
 
 
 def _rules(settings, args) -> list[LayoutRule]:

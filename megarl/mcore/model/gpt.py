@@ -21,7 +21,7 @@ from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.native_decode import run_decode_layers
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern, virtual_stage_numbers
-from megarl.mcore.model.prediction import PredictionLayer
+from megarl.mcore.model.prediction import PREFIX, PredictionLayer
 from megarl.mcore.model.rotary import Rotary
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.balancing import balancing_state
@@ -188,6 +188,8 @@ def weight_shapes(
     if value_head:
         shapes[f"{role}.{HEAD}"] = (1, hidden)
         shapes[f"{role}.{HEAD_BIAS}"] = (1,) if args.draws_weights else None
+    if args.predicts and args.draws_weights and not args.trains_prediction:  # the layer comes from the checkpoint
+        shapes[f"{role}_mtp.{PREFIX}eh_proj.weight"] = (hidden, 2 * hidden)
     kinds, is_recurrent, stacked = moe_layer_pattern(args), recurrent_layer_pattern(args), (layers,)
     prefix = moe_prefix = f"{role}.decoder.layers"
     if len(set(kinds)) > 1 or any(is_recurrent):  # Megatron stacks layers in a checkpoint only if all are alike

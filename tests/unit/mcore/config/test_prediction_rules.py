@@ -20,7 +20,7 @@ WRONG = {
     "window": ("--mtp-train --window-size 3,0", "with --mtp-train allowed is none"),
     "factors": ("--mtp-train --lora-rank 2", "--mtp-train: not yet with --lora-rank 2"),
     "experts": (f"--mtp-train --mtp-drafts {EP2}", "allowed is 1: replicas that share experts step together"),
-    "nothing trained": ("--mtp-drafts", "--mtp-drafts: nothing has trained the layer; give --mtp-train or"),
+    "nothing trained": ("--mtp-drafts", "--mtp-drafts: nothing has trained the layer; give --mtp-train, or"),
     "nothing trains": ("--mtp-drafts --debug-rollout-only", "--mtp-drafts: not with --debug-rollout-only"),
 }  # fmt: skip
 
