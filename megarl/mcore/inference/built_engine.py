@@ -77,7 +77,7 @@ class BuiltEngine:
             use_cuda_graphs_for_non_decode_steps=False,
             offset_sampling_seed_by_dp_rank=False,
         )
-        self.model, self.layers = model, moe_layers_of(model)
+        self.model, self.layers, self.prediction = model, moe_layers_of(model), prediction
         self.expert_group = pg_collection.ep
         self.is_coupled = dist.get_world_size(pg_collection.ep) > 1  # replicas that share experts step together
         self.max_requests = config.max_requests  # in the engine at a time

@@ -116,7 +116,7 @@ class RolloutEngine(BuiltEngine):
         self.model.eval()
         self.engine.resume()
         try:
-            with self._cache_present(), prepacked_weights(self.model):
+            with self._cache_present(), prepacked_weights(self.model, self.prediction):
                 self.engine.device_decode.begin()
                 yield GenerationSession(self, EndTokens(end_ids), settings, routes)
         finally:

@@ -66,14 +66,16 @@ def _pack(weight: Tensor) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def prepacked_weights(model):
+def prepacked_weights(model, prediction=None):
     """Uses prepacked copies of a model's weights inside: equal to the last bit, and faster with few rows.
 
     A decode step multiplies every weight by few rows, so reordering the weight each time would cost as much as the
     product. Weights must not change inside; the copies are freed on exit. Sharded weights are not copied.
+    `prediction`: the model's layer of multi-token prediction, if it has one.
     """
     kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
-    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
+    modules = (model,) if prediction is None else (model, prediction)
+    layers = [layer for module in modules for layer in module.modules() if isinstance(layer, kinds)]
     is_tied = model.post_process and model.share_embeddings_and_output_weights
     tied = model.shared_embedding_or_output_weight() if is_tied else None
     weights = [w for w in (tied, *(layer.weight for layer in layers)) if w is not None]

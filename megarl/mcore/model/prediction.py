@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import transformer_config
+from megarl.mcore.kernels.linear import ReplicatedLinear
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.model.decoder_layer import DecoderLayer
 from megarl.mcore.model.initialization import initialize
@@ -32,11 +33,7 @@ class _Parts(torch.nn.Module):
         super().__init__()
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.enorm, self.hnorm, self.final_layernorm = (cast(torch.nn.Module, Norm(**sizes)) for _ in range(3))
-        self.eh_proj = torch.nn.Linear(
-            2 * config.hidden_size, config.hidden_size, bias=False, dtype=config.params_dtype, device=device.device()
-        )
-        # Under sequence parallelism a rank has some of the tokens: gradients are summed as those of norms.
-        self.eh_proj.weight.sequence_parallel = config.sequence_parallel
+        self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size, config, pg_collection.tp)
         self.mtp_model_layer = cast(DecoderLayer, build_module(
             layer_spec(args, prediction_kind(args)), config=config, layer_number=config.num_layers + 1,
             pg_collection=pg_collection, add_layer_offset=False,
