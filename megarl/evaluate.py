@@ -20,6 +20,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.rollout.remote_rollout import RemoteRollout
+from megarl.rollout.response_ends import ResponseEnds, check_ends
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments
 from megarl.trainers.evaluator import Evaluator
@@ -30,8 +31,8 @@ from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import check_required, check_save, read_inputs
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
-            "max_prompt_length", "max_response_length", "environment", "max_turns", "max_turn_length",
-            "seed")  # fmt: skip
+            "max_prompt_length", "max_response_length", "stop", "stop_token_ids", "environment", "max_turns",
+            "max_turn_length", "seed")  # fmt: skip
 
 METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a term of --reward is a metric
 
@@ -47,6 +48,7 @@ class EvaluationInputs(PolicyInputs):
         self.reward_factory = RewardFactory(config)
         self._server = RemoteGenerator.of_settings(s) if s.rollout_server else None
         super().__init__(config)
+        check_ends(s, self.tokenizer)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, self.encoder)
         self.prompts, self.tokens = self.prompt_sets[EVAL_PROMPTS], tokens_of[EVAL_PROMPTS]
         check_environments(s, self.encoder, self.prompt_sets)
@@ -56,7 +58,7 @@ class EvaluationInputs(PolicyInputs):
         """What generates the responses: this program with its policy, or a server. Collective of the world."""
         s = self.config.settings
         if self._server is not None:
-            return RemoteRollout(s, mesh, self._server, self.tokenizer.end_ids, timers)
+            return RemoteRollout(s, mesh, self._server, ResponseEnds(s, self.tokenizer).ids, timers)
         episodes = EpisodeRunner(s, mesh["rollout"], self.encoder) if s.environment else None
         model = self.load(mesh["actor"])
         return Rollout(s, self.rollout_role(), mesh, model, self.tokenizer, timers, episodes=episodes)

@@ -45,6 +45,19 @@ class TurnTokens:
             raise UsageError(f"tools need {self._encoder.flag}, which shows them to the policy")
         return self._encoder.text("\n".join(map(content_of, messages)))
 
+    def closing_token(self) -> int:
+        """The token that ends an assistant's turn in a conversation that goes on. UsageError: no end token does."""
+        tokenizer = self._tokenizer
+        if self._template is None:
+            return tokenizer.eos_id
+        rendered = self._template.render([_USER, {"role": "assistant", "content": "a"}, _USER])
+        opened = self._template.render([_USER])
+        end = end_of_turn(self._encoder, rendered, len(opened)) if rendered.startswith(opened) else None
+        tokens = [token for token in tokenizer.end_tokens if end is not None and rendered[:end].endswith(token)]
+        if not tokens:
+            raise UsageError(f"{self._template.flag}: an assistant's turn does not end before what follows")
+        return tokenizer.special[max(tokens, key=len)]
+
     def bridge(self, messages: Messages) -> list[int]:
         """Tokens after a turn that ended with one of the end tokens: the messages, and the opening of the next turn.
 

@@ -40,6 +40,7 @@ from megarl.flags.preference_settings import PreferenceSettings
 from megarl.flags.reference_settings import ReferenceSettings
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
+from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
 from megarl.rewards.expression import NAMES
@@ -63,7 +64,7 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings,
-    AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings, PredictionSettings,
+    AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings, PredictionSettings, StopSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 

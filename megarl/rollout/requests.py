@@ -118,7 +118,12 @@ class RoundRequests:
             keys[is_of_step] = stream_keys(self._seed, drawn_in, lines[is_of_step], streams[is_of_step])
         return [
             GenerationRequest(
-                prompt=self.prompt(i), key=key, max_new_tokens=self.limits[i], sampling=sampling, end_ids=end_ids
+                prompt=self.prompt(i),
+                key=key,
+                max_new_tokens=self.limits[i],
+                sampling=sampling,
+                end_ids=end_ids,
+                stops_from=len(self.prompts[i // self.samples].tokens),
             )
             for i, key in zip(ids, keys.tolist(), strict=True)
         ]

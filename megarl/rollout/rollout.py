@@ -34,6 +34,7 @@ from megarl.rollout.bank import RolloutBank
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
+from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
 from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
@@ -58,6 +59,7 @@ class Rollout:
         self.episodes = episodes
         self.settings, self.role = settings, role
         self._drafts = settings.speculative_rollout or settings.mtp_drafts
+        self.ends = ResponseEnds(settings, tokenizer)
         self.timers, self.tokenizer = timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
@@ -89,7 +91,7 @@ class Rollout:
                 settings.rollout_max_requests, settings.rollout_prefix_caching, settings.rollout_chunked_prefill,
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
                 speculative=self._drafts, decode_graphs=settings.decode_graphs == "auto",
-                prediction=layer_of(self.model) if settings.mtp_drafts else None,
+                prediction=layer_of(self.model) if settings.mtp_drafts else None, stops=self.ends.matcher,
             )  # fmt: skip
             check_capacity(settings, self.engine.capacity, self.role_groups.ranks.start)
             if schedule is not None and self._weight_sync is not None:
@@ -248,7 +250,7 @@ class Rollout:
             self._fingerprint = tuple(sorted(checksums.items()))
         args = self.role.megatron
         layout = parallel_sizes(args), args.params_dtype, args.attention_kernel, args.transformer_impl
-        common = self._fingerprint, layout, sampling, self.tokenizer.end_ids
+        common = self._fingerprint, layout, sampling, self.ends.identity
         return self.bank.take(
             step, requests, common, self.engine.empty_routes if records_routes else None, whole_groups
         )
@@ -259,7 +261,7 @@ class Rollout:
     ) -> dict[int, Completion]:  # fmt: skip
         """This replica's completions by sequence id: `banked` ones and new ones; without a bank, `banked` is None."""
         source, queue = self._source(requests, whole_groups=early_stop is not None)
-        end_ids, limit = self.tokenizer.end_ids, queue.share if queue else None
+        end_ids, limit = self.ends.ids, queue.share if queue else None
         done = dict(banked or {})
         longest = early_stop.longest if early_stop else None
 
@@ -288,7 +290,7 @@ class Rollout:
         """As `_run_engine`, with weights that may change meanwhile. `wanted`: as of `ScheduledRounds.generate`."""
 
         def stream(max_requests, source, interrupt):
-            args = source, self.tokenizer.end_ids, sampling, records_routes, max_requests
+            args = source, self.ends.ids, sampling, records_routes, max_requests
             return self.engine.stream(*args, interrupt=interrupt)
 
         mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
@@ -370,7 +372,7 @@ class Rollout:
             requests = [
                 GenerationRequest(prompt=sequences[i][:-1].tolist(), key=0, max_new_tokens=1) for i in positions
             ]
-            done = self.engine.generate(requests, self.tokenizer.end_ids, SamplingSettings(), routes=True)
+            done = self.engine.generate(requests, self.ends.ids, SamplingSettings(), routes=True)
             for i, completion in zip(positions, done, strict=True):
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
 from megarl.serving.context import ServingContext
 from megarl.serving.replica_pool import RequestUpdate
 from megarl.serving.sampling import StopRules
 from megarl.serving.schemas import OpenAIFields
+from megarl.serving.stop_strings import StopStrings
 from megarl.serving.streams import Parts, start_stream
-from megarl.serving.text import StopStrings, Vocabulary
 
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 

@@ -4,13 +4,13 @@ from typing import Any
 
 from starlette.responses import Response
 
+from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
 from megarl.serving.answers import AnswerProgress, AnswerText, OpenAIAnswer, finite
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import ChatCompletionRequest
 from megarl.serving.streams import Parts
-from megarl.serving.text import Vocabulary
 from megarl.serving.tokenization import template_messages, template_tools
 from megarl.serving.tool_calls import ToolCallParser
 

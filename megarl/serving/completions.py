@@ -5,6 +5,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
 from megarl.serving.answers import AnswerProgress, AnswerText, OpenAIAnswer, fingerprint, finite
 from megarl.serving.context import ServingContext
@@ -13,7 +14,6 @@ from megarl.serving.links import Message
 from megarl.serving.replica_pool import RequestUpdate
 from megarl.serving.schemas import MAX_PROMPTS, CompletionRequest
 from megarl.serving.streams import Parts
-from megarl.serving.text import Vocabulary
 
 
 async def complete(context: ServingContext, request: CompletionRequest) -> Response:

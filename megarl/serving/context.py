@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.errors import RequestError, echo, invalid
@@ -12,7 +13,6 @@ from megarl.serving.links import Message
 from megarl.serving.metrics import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
 from megarl.serving.submission import Submission
-from megarl.serving.text import Vocabulary
 
 _LONG_TEXT = 20_000  # characters or ids; from here on work is done in a thread, so that streams do not wait
 

@@ -5,7 +5,7 @@ import secrets
 from typing import Any
 
 from megarl.environments.turn_parsing import BEGIN, END, is_unicode, read_call
-from megarl.serving.text import StopStrings
+from megarl.serving.stop_strings import StopStrings
 
 
 class ToolCallParser:

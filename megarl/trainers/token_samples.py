@@ -9,9 +9,9 @@ import torch
 
 from megarl.batch import Batch
 from megarl.comm.step_batch import ACTOR, StepBatch
+from megarl.data.detokenizer import Vocabulary
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
-from megarl.serving.text import Vocabulary
 
 # Per-token fields of a batch that are recorded if the run has them.
 QUANTITIES = (

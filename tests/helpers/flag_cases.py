@@ -91,6 +91,7 @@ VALUES = {
     "preference_loss": "rpo", "preference_label_smoothing": 0.25,
     "generation_schedule": "recorded", "distill": "loss", "teacher": "self", "distill_divergence": "forward",
     "distill_beta": 0.25, "teacher_context": "sibling", "hf_mtp": "drop",
+    "stop": "</a>", "stop_token_ids": "5,7",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
@@ -109,7 +110,7 @@ REQUIRED = {
 }  # fmt: skip
 
 OUTSIDE = {
-    "reward_fallback": ("nan", "inf"),
+    "reward_fallback": ("nan", "inf"), "stop": ('["a"', "[]"),
     "tracker_project": ("a/b", " "),
     "tracker_run": ("a:b", " "),
     "reward_url": ("localhost:80/x", "ftp://host/x", "http://", "http://[::1", "http://host:x"),

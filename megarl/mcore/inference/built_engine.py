@@ -22,6 +22,7 @@ from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.recorded_routes import attach_routes
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
+from megarl.mcore.inference.stop_states import Follows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model.prediction import PredictionLayer
@@ -38,7 +39,7 @@ class BuiltEngine:
         self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
         prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
         cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False, decode_graphs: bool = True,
-        prediction: PredictionLayer | None = None,
+        prediction: PredictionLayer | None = None, stops: Follows | None = None,
     ):  # fmt: skip
         """Reserves the KV cache.
 
@@ -57,6 +58,7 @@ class BuiltEngine:
             speculative: decode steps also read drafted tokens, which changes no result.
             decode_graphs: on CUDA, decode steps are graphs where they can be.
             prediction: the model's layer of multi-token prediction, which drafts; for a speculative engine.
+            stops: the stop strings of requests that have `stops_from`; None: none.
         """
         tp_size = dist.get_world_size(pg_collection.tp)
         max_requests = max(max_requests, MIN_ROWS)
@@ -78,7 +80,7 @@ class BuiltEngine:
             offset_sampling_seed_by_dp_rank=False,
         )
         self.model, self.layers, self.prediction = model, moe_layers_of(model), prediction
-        self.expert_group = pg_collection.ep
+        self.expert_group, self.stops = pg_collection.ep, stops
         self.is_coupled = dist.get_world_size(pg_collection.ep) > 1  # replicas that share experts step together
         self.max_requests = config.max_requests  # in the engine at a time
         self.max_length, self.step_tokens = max_length, config.max_tokens

@@ -6,16 +6,17 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from torch import Tensor
 
 from megarl.mcore.inference.pipeline_stages import PipelineStages
+from megarl.mcore.inference.stop_states import StopStates
 from megarl.mcore.kernels.linear import logits_dtype
 
 NO_TOKEN = -1  # an id that is never sampled
 
 
 class EndTokens:
-    """The ids that end a response; may be none. A request may have its own ones instead."""
+    """The ids that end a response; may be none. A request may have its own ones instead. Stop strings end it, too."""
 
-    def __init__(self, ids: tuple[int, ...] = ()):
-        self.ids = frozenset(ids)
+    def __init__(self, ids: tuple[int, ...] = (), stops: StopStates | None = None):
+        self.ids, self.stops = frozenset(ids), stops
         self._tensor = torch.tensor(sorted(ids), dtype=torch.int64)
         self._own: dict[int, frozenset[int]] = {}  # by request id
 
@@ -28,6 +29,8 @@ class EndTokens:
     def clear(self):
         """Forgets the own ones of all requests."""
         self._own.clear()
+        if self.stops is not None:
+            self.stops.clear()
 
     def of(self, request_id: int) -> frozenset[int]:
         """The end tokens of a request."""
@@ -36,9 +39,19 @@ class EndTokens:
     def contains(self, tokens: Tensor, request_ids: Tensor) -> Tensor:
         """Whether each of some tokens [n] on the host ends its request; `request_ids` [n]."""
         if not self._own:
-            return torch.isin(tokens, self._tensor)
-        pairs = zip(tokens.tolist(), request_ids.tolist(), strict=True)
-        return torch.tensor([token in self.of(request_id) for token, request_id in pairs], dtype=torch.bool)
+            found = torch.isin(tokens, self._tensor)
+        else:
+            pairs = zip(tokens.tolist(), request_ids.tolist(), strict=True)
+            found = torch.tensor([token in self.of(request_id) for token, request_id in pairs], dtype=torch.bool)
+        if self.stops is None:
+            return found
+        return found | torch.tensor(self.stops.completes(tokens.tolist(), request_ids.tolist()), dtype=torch.bool)
+
+    def have_ended(self, request_id: int, tokens: list[int]) -> bool:
+        """Whether one of them, or a stop string, has ended a response of these tokens."""
+        if not tokens or tokens[-1] in self.of(request_id):
+            return bool(tokens)
+        return self.stops is not None and self.stops.have_ended(request_id, tokens)
 
 
 class EndTokensController(TextGenerationController):

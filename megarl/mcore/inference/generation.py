@@ -20,14 +20,17 @@ class GenerationRequest:
     sampling: SamplingSettings | None = None  # None: as the call says
     end_ids: tuple[int, ...] | None = None  # tokens that end the response; None: as the call says
     top_logprobs: int = 0  # how many of the most likely tokens to report at each position
+    # Where the response begins whose text stop strings end, in tokens of the prompt: its end, or before what earlier
+    # rounds wrote. None: no stop string ends it.
+    stops_from: int | None = None
     counted_tokens: int = 0  # that a limit on responses counts besides those of this one: of earlier turns
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A generated response: its tokens, their log-probs, and whether it ends with an end token."""
+    """A generated response: its tokens, their log-probs, and whether an end token or a stop string ends it."""
 
-    tokens: list[int]  # the end token included
+    tokens: list[int]  # the end token, or those of the stop string, included
     logprobs: list[float]
     finished: bool
     # [tokens of prompt and response, L, k] int16: experts chosen in this rank's MoE layers, −1 in the last row.

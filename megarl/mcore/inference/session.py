@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.stop_states import StopStates
 from megarl.mcore.moe.router import recording_routes
 
 # What a replica wants of those that share experts with it, or all of them agreed to do: nothing, a wait for requests,
@@ -38,6 +39,8 @@ class GenerationSession:
         self.engine, self.context = owner.engine, owner.context
         self.sampling, self.drafter = owner.sampling, owner.drafter
         self.end_tokens, self.settings = end_tokens, settings
+        if owner.stops is not None:
+            end_tokens.stops = StopStates(owner.stops, self._drawn_since)
         self.routes = routes
         self.clear()
 
@@ -76,6 +79,8 @@ class GenerationSession:
         self._counted[request_id] = request.counted_tokens
         self.sampling.begin(request_id, request)
         self.end_tokens.set_own(request_id, request.end_ids)
+        if self.end_tokens.stops is not None and request.stops_from is not None:
+            self.end_tokens.stops.begin(request_id, request.prompt[request.stops_from :])
         self.engine.add_request(request_id, request.prompt, _params(request))
         if self.drafter is not None:
             self.drafter.begin(request_id, request.prompt)
@@ -154,6 +159,13 @@ class GenerationSession:
                     top_logprobs=top,
                 )
 
+    def _drawn_since(self, request_id: int, count: int) -> Sequence[int]:
+        """What a request drew in earlier steps, without the first `count` tokens."""
+        requests = self.engine.requests[request_id].record.requests
+        if len(requests) == 1:
+            return requests[0].generated_tokens[count:]
+        return [token for request in requests for token in request.generated_tokens][count:]  # it was evicted
+
     def unfinished(self) -> list[tuple[int, Completion]]:
         """All requests that have not ended, with their tokens so far and without routes."""
         numbers = list(self._numbers.values())
@@ -178,7 +190,7 @@ class GenerationSession:
         recorded = self.context.kv_block_allocator.routes_of(request_id, length) if self.routes else None
         if self.drafter is not None:
             self.drafter.finish(request_id, [*request.prompt_tokens.tolist(), *tokens])
-        is_finished = bool(tokens) and tokens[-1] in self.end_tokens.of(request_id)
+        is_finished = self.end_tokens.have_ended(request_id, tokens)
         top_logprobs = self.sampling.top_logprobs_of(request_id, len(request.prompt_tokens), len(tokens))
         is_aborted, number = request_id in self._aborted, self._forget(request_id)
         if is_aborted:
@@ -190,6 +202,8 @@ class GenerationSession:
     def _forget(self, request_id: int) -> int:
         """Frees the id of a request that ended; returns its number."""
         self.sampling.finish(request_id)
+        if self.end_tokens.stops is not None:
+            self.end_tokens.stops.finish(request_id)
         self._aborted.discard(request_id)
         self._free_ids.append(request_id)
         return self._numbers.pop(request_id)

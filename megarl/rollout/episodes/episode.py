@@ -20,6 +20,8 @@ class EpisodeLimits(NamedTuple):
     turns: int
     turn: int  # tokens of a turn
     response: int  # tokens of all turns and observations together
+    ends: tuple[int, ...] = ()  # the tokenizer's end tokens
+    closing: int | None = None  # the token that closes a turn which something else has ended; None: nothing else does
 
 
 class EnvironmentResult(NamedTuple):
@@ -93,10 +95,19 @@ class Episode:
             self.end = DONE
         elif len(self.turns) >= self.limits.turns:
             self.end = TURNS
-        elif self._room - len(result.tokens) < 1:
+        if self.end is not None:
+            return
+        between = [*self._closing, *result.tokens]
+        if self._room - len(between) < 1:
             self.end = LENGTH
         else:
-            self.tokens += result.tokens
+            self.tokens += between
+
+    @property
+    def _closing(self) -> list[int]:
+        """What the last turn lacks at its end: a stop string has ended it, and the template's token did not."""
+        limits = self.limits
+        return [] if limits.closing is None or self.tokens[-1] in limits.ends else [limits.closing]
 
     def fail(self):
         """Ends an episode whose environment failed; `settle` drops its turns."""
@@ -119,8 +130,9 @@ class Episode:
     def next_request(self) -> GenerationRequest:
         """The request for the next turn, or for the rest of an open one."""
         return dataclasses.replace(
-            self.request, prompt=list(self.tokens), max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens
-        )
+            self.request, prompt=list(self.tokens), max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens,
+            stops_from=self.turns[-1][0] if self.is_open else len(self.tokens),
+        )  # fmt: skip
 
     def add_turn(self, completion: Completion):
         """Appends what the policy wrote; a turn that was cut at its own limit ends the episode."""

@@ -34,6 +34,7 @@ from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
+from megarl.rollout.response_ends import ResponseEnds
 
 JOURNAL = "journal"  # folder in that of the run
 _NAME = "environment"  # of what fails, in the window of failures
@@ -41,10 +42,13 @@ _NAME = "environment"  # of what fails, in the window of failures
 _GROUP_STREAM, _SAMPLE_STREAM = 1 << 40, 1 << 41
 
 
-def limits_of(settings: Settings) -> EpisodeLimits:
-    """The budgets of the flags."""
-    longest = settings.max_response_length
-    return EpisodeLimits(settings.max_turns, min(settings.max_turn_length or longest, longest), longest)
+def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens) -> EpisodeLimits:
+    """The budgets of the flags, and how a turn is closed that `--stop` has ended."""
+    longest, ends = settings.max_response_length, encoder.tokenizer.end_ids
+    has_others = settings.stop is not None or settings.stop_token_ids is not None
+    closing = turns.closing_token() if has_others else None
+    turn = min(settings.max_turn_length or longest, longest)
+    return EpisodeLimits(settings.max_turns, turn, longest, ends, closing)
 
 
 @dataclasses.dataclass
@@ -76,11 +80,12 @@ class EpisodeRunner:
         """`encoder`: the policy's; `run`: folder of the run, which keeps finished steps of environments until the next
         checkpoint; None: they are not kept."""
         self.settings, self.role_groups = settings, role_groups
-        s, self.limits = settings, limits_of(settings)
+        s, turns = settings, TurnTokens(encoder, settings.max_observation_length)
+        self.limits = limits_of(s, encoder, turns)
         self.client: EnvironmentClient | None = None
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
         self.ended: tuple[list[Episode], PromptSet] | None = None
-        self._end_ids = encoder.tokenizer.end_ids
+        self._end_ids = ResponseEnds(s, encoder.tokenizer).ids
         self._round: EpisodeRound  # the last one
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
@@ -90,7 +95,7 @@ class EpisodeRunner:
                 parser=s.tool_call_parser, default=s.environment,
             )  # fmt: skip
             self.client = EnvironmentClient(
-                options, TurnTokens(encoder, s.max_observation_length), self.limits, s.max_prompt_length,
+                options, turns, self.limits, s.max_prompt_length,
                 journal=None if run is None else run / JOURNAL, replica=role_groups.dp_rank,
                 replicas=len(role_groups.replicas),
             )  # fmt: skip

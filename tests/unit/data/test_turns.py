@@ -62,6 +62,8 @@ def test_a_bridge_is_what_the_whole_conversation_has_there(encoders, name):
         end = max(before.rfind(token) + len(token) for token in encoder.tokenizer.end_tokens)
         assume(whole.startswith(before[:end]) or "<think>" not in written)  # whose thoughts another <think> empties
         assert whole.startswith(before[:end])
+        closing = tokens.closing_token()
+        assert before[:end].endswith(next(s for s, i in encoder.tokenizer.special.items() if i == closing))
         bridge = tokens.bridge(answers)
         assert bridge == template.encode_following([(whole[:end], whole[end:])])[0]
         special = set(encoder.tokenizer.special.values())

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.data.detokenizer import Vocabulary
 from megarl.data.tokenizers import build_tokenizer
-from megarl.serving.text import StopStrings, Vocabulary
+from megarl.serving.stop_strings import StopStrings
 from tests.helpers import small_tokenizers
 
 NAMES = [*small_tokenizers.HUGGING_FACE, "characters", "sentence_piece", "sentence_piece_trimmed"]

@@ -1,0 +1,34 @@
+"""Flags of what ends a response besides the tokenizer's end tokens."""
+
+import dataclasses
+import json
+
+from megarl.flags.fields import flag, parses
+
+
+def parse_stops(text: str) -> tuple[str, ...]:
+    """`"</answer>"` -> ("</answer>",); `'["a", "b"]'` -> ("a", "b"). ValueError unless each has some text."""
+    found = json.loads(text) if text.lstrip().startswith("[") else [text]
+    if not found or not all(isinstance(each, str) and each for each in found):
+        raise ValueError(f"{text!r} is no list of strings with some text")
+    return tuple(dict.fromkeys(found))
+
+
+def parse_ids(text: str) -> tuple[int, ...]:
+    """`"7,9"` -> (7, 9). ValueError unless every item is a whole number, 0 or more."""
+    numbers = tuple(int(item) for item in text.split(","))
+    if min(numbers) < 0:
+        raise ValueError(f"{text!r} has a number below 0")
+    return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class StopSettings:
+    """What ends a response."""
+
+    stop: str | None = flag(None, "a string that ends a response, or several as '[\"a\", \"b\"]'; its tokens are part"
+                             " of the response and trained on", parses(parse_stops), "strings with some text",
+                             programs="rl evaluate", when="engine")  # fmt: skip
+    stop_token_ids: str | None = flag(None, "tokens that end a response like the tokenizer's end tokens, as '7,9'",
+                                       parses(parse_ids), "whole numbers with commas", programs="rl evaluate",
+                                       when="engine")  # fmt: skip

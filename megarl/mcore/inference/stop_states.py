@@ -1,0 +1,74 @@
+"""Stop strings in the engine: where the text of each response is, and which drawn tokens complete one."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+
+class Follows(Protocol):
+    """Follows texts token by token, as `megarl.data.stop_strings.StopMatcher` does."""
+
+    START: Any
+
+    def follow(self, place: Any, token: int) -> tuple[Any, bool]:
+        """(where a text is after one more token, whether the token completes a stop string)."""
+        ...
+
+
+class StopStates:
+    """The responses of an engine's requests, as far as they were followed. Requests that no stop string ends are not
+    in it."""
+
+    def __init__(self, matcher: Follows, drawn_since: Callable[[int, int], Sequence[int]]):
+        """`drawn_since`: (request id, n) -> tokens that the request drew in earlier steps, without the first n."""
+        self._matcher, self._drawn_since = matcher, drawn_since
+        self._places: dict[int, tuple[int, Any]] = {}  # by request id: drawn tokens that were followed, and where
+
+    def begin(self, request_id: int, written: Sequence[int]):
+        """Adds a request; `written`: tokens of its response that are part of its prompt."""
+        place = self._matcher.START
+        for token in written:
+            place, _ = self._matcher.follow(place, token)
+        self._places[request_id] = 0, place
+
+    def finish(self, request_id: int):
+        """Removes a request."""
+        self._places.pop(request_id, None)
+
+    def clear(self):
+        """Removes all requests."""
+        self._places.clear()
+
+    def have_ended(self, request_id: int, tokens: Sequence[int]) -> bool:
+        """Whether the last of all tokens that a request drew completes a stop string."""
+        if request_id not in self._places:
+            return False
+        count, place = self._places[request_id]
+        is_complete = False
+        for token in tokens[count:]:
+            place, is_complete = self._matcher.follow(place, token)
+        return is_complete
+
+    def completes(self, tokens: Sequence[int], request_ids: Sequence[int]) -> list[bool]:
+        """Whether each drawn token completes a stop string.
+
+        Tokens of one request that follow each other are drafted ones: each comes after those before it.
+        """
+        found, last, place = [], -1, None
+        for token, request_id in zip(tokens, request_ids, strict=True):
+            if request_id not in self._places:
+                found.append(False)
+                continue
+            if request_id != last:
+                last, place = request_id, self._advance(request_id)
+            place, is_complete = self._matcher.follow(place, int(token))
+            found.append(is_complete)
+        return found
+
+    def _advance(self, request_id: int) -> Any:
+        """Follows what the request drew in earlier steps."""
+        count, place = self._places[request_id]
+        for token in self._drawn_since(request_id, count):
+            place, _ = self._matcher.follow(place, int(token))
+            count += 1
+        self._places[request_id] = count, place
+        return place
