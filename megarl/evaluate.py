@@ -30,7 +30,7 @@ from megarl.trainers.prompt_inputs import EVAL_PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import check_required, check_save, read_inputs
 
-SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
+SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "min_p", "reward",
             "max_prompt_length", "max_response_length", "stop", "stop_token_ids", "environment", "max_turns",
             "max_turn_length", "seed")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Samples tokens from logits and uniform numbers: temperature, top-k, top-p, inverse CDF.
+"""Samples tokens from logits and uniform numbers: temperature, top-k, top-p, min-p, inverse CDF.
 
 Two implementations draw the same tokens up to rounding: one with floating-point sums, for CPUs, and one with sums of
 integers, which have one value in any order: a GPU then needs neither a host nor a fixed order.
@@ -16,8 +16,8 @@ CHUNK = 2**24  # most elements of weights that become integers at a time: 128 Mi
 BLOCK = 256  # vocabulary tokens per block of the two-level search
 
 
-def restrict_to_top_k_top_p(weights: Tensor, settings: SamplingSettings) -> Tensor:
-    """Zero the weights [N, V] (probabilities, or any multiple of them) outside of top-k and top-p."""
+def restrict(weights: Tensor, settings: SamplingSettings) -> Tensor:
+    """Zero the weights [N, V] (probabilities, or any multiple of them) outside of top-k, top-p and min-p."""
     if 0 < settings.top_k < weights.shape[-1]:
         # A stable sort keeps exactly k tokens when probabilities tie, as those of 16-bit logits often do.
         order = weights.sort(dim=-1, descending=True, stable=True).indices
@@ -27,7 +27,12 @@ def restrict_to_top_k_top_p(weights: Tensor, settings: SamplingSettings) -> Tens
         before = ordered.cumsum(-1) - ordered
         outside = before >= settings.top_p * ordered.sum(-1, keepdim=True)  # keep the token that crosses top_p
         weights = weights.masked_fill(outside.scatter(-1, order, outside), 0.0)
-    return weights
+    return weights.masked_fill(_is_unlikely(weights, settings), 0.0) if settings.min_p > 0 else weights
+
+
+def _is_unlikely(weights: Tensor, settings: SamplingSettings) -> Tensor:
+    """[N, V] whether min-p excludes a token; top-k and top-p, whose most likely token is the same, exclude others."""
+    return weights < settings.min_p * weights.amax(-1, keepdim=True)
 
 
 def _first_above(masses: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +64,7 @@ def inverse_cdf(weights: Tensor, numbers: Tensor) -> Tensor:
 def sample_tokens(logits: Tensor, weights: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
     """[N] tokens from logits [N, V] and `weights` [N, ≥ V]: the exponentials of the temperature-scaled logits up to a
     factor per row, 0 in columns after the vocabulary."""
-    return logits.argmax(-1) if settings.greedy else inverse_cdf(restrict_to_top_k_top_p(weights, settings), numbers)
+    return logits.argmax(-1) if settings.greedy else inverse_cdf(restrict(weights, settings), numbers)
 
 
 def sample_tokens_by_integers(logits: Tensor, weights: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
@@ -79,12 +84,14 @@ def _integers(weights: Tensor) -> Tensor:
 
 
 def _restricted_integers(weights: Tensor, settings: SamplingSettings) -> Tensor:
-    """Weights [N, V] as integers, 0 outside of top-k and top-p.
+    """Weights [N, V] as integers, 0 outside of top-k, top-p and min-p.
 
     A key has a weight's bits, which grow with it, above those of its index: all differ, in a stable sort's order.
     """
     counts, (rows, size) = _integers(weights), weights.shape
-    if not settings.is_restricted:
+    if settings.min_p > 0:
+        counts.masked_fill_(_is_unlikely(weights, settings), 0)
+    if not settings.top_k and settings.top_p == 1.0:
         return counts
     index = size - counts.new_ones(size).cumsum(0)  # descending
     keys = (weights.contiguous().view(torch.int32).to(torch.int64) << 32) + index

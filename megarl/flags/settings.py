@@ -130,6 +130,9 @@ class Settings(
                                when="sampled")  # fmt: skip
     top_p: float = flag(1.0, "nucleus sampling: probability mass to sample from (1904.09751); 1: all",
                          lambda v: 0 < v <= 1, "above 0, at most 1", programs=GENERATING, when="sampled")  # fmt: skip
+    min_p: float = flag(0.0, "sample from tokens with at least this share of the most likely one's probability"
+                         " (2407.01082); 0: all", lambda v: 0 <= v <= 1, "from 0 to 1", programs=GENERATING,
+                         when="sampled")  # fmt: skip
     rollout_buffer_gb: float = positive(0.25, "KV cache of each rollout rank, GiB", programs=ROLLOUT, when="engine")
     rollout_max_requests: int = positive(256, "maximum requests that a rollout replica decodes together, at least 4",
                                           programs=ROLLOUT, when="engine")  # fmt: skip

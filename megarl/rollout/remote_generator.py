@@ -130,6 +130,7 @@ def request_body(requests: list[GenerationRequest]) -> dict[str, Any]:
             "temperature": 0 if s.greedy else s.temperature,
             "top_k": s.top_k,
             "top_p": s.top_p,
+            "min_p": s.min_p,
             "max_tokens": first.max_new_tokens,
             "stop_token_ids": list(first.end_ids),
             "ignore_eos": True,  # the end tokens are exactly those of the request

@@ -36,7 +36,7 @@ class RemoteRollout:
         if not role_groups.is_member:
             return None
         sampling = SamplingSettings(
-            temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, greedy=temperature == 0
+            temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
         )
         with self.timers.phase(role_groups.model_role, "rollout"):
             round_requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)

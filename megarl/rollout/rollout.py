@@ -193,7 +193,7 @@ class Rollout:
             records_routes = is_training and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(
-                temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, greedy=temperature == 0
+                temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
             )
             weights = self.scheduled if is_training else None
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)

@@ -23,6 +23,7 @@ from megarl.serving.links import Message
 from megarl.serving.scoring import ScoreRequest, score_sequences, together
 from megarl.serving.served_engine import PauseMode, ServedEngine
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "greedy")  # entries of a message
 IDLE_SECONDS = 1.0  # longest wait for a message; then the ranks show that they are alive
 COUPLED_SECONDS = 0.01  # the same if other replicas may need this one's experts
 
@@ -141,7 +142,7 @@ class ReplicaService:
             return
         request = GenerationRequest(
             prompt=prompt, key=message["key"], max_new_tokens=message["max_tokens"],
-            sampling=SamplingSettings(**{name: message[name] for name in ("temperature", "top_k", "top_p", "greedy")}),
+            sampling=SamplingSettings(**{name: message[name] for name in SAMPLING}),
             end_ids=tuple(message["end_ids"]), top_logprobs=message["top_logprobs"],
         )  # fmt: skip
         if message["routes"]:

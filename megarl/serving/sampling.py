@@ -95,6 +95,7 @@ def generate_message(
         "greedy": fields.temperature == 0,
         "top_k": top_k if 0 < top_k < size else 0,
         "top_p": 1.0 if fields.top_p is None else float(fields.top_p),
+        "min_p": float(fields.min_p or 0),
         "end_ids": list(dict.fromkeys([*ends, *stops])),
         "top_logprobs": top_logprobs,
         "routes": routes,

@@ -100,6 +100,7 @@ class SamplingFields(StrictModel):
     temperature: Temperature | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool = False
 
@@ -120,7 +121,6 @@ class OpenAIFields(SamplingFields):
     presence_penalty: _neutral(None, 0) = None
     repetition_penalty: _neutral(None, 1) = None
     logit_bias: _neutral(None, {}) = None
-    min_p: _neutral(None, 0) = None
     min_tokens: _neutral(None, 0) = None
     skip_special_tokens: _neutral(None, True) = None
 

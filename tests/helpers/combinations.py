@@ -39,7 +39,7 @@ AXES = {
     "updates": ["--ppo-epochs 2", "--minibatch-size 2", "--entropy-coefficient 0.01", "--clip-range 0.3"],
     "masks": ["--mask-truncated-responses", "--overlong-buffer 2", "--reward-failure fallback"],
     "sampling": ["--temperature 0.7", "--top-k 3", "--top-p 0.8", "--samples-per-prompt 4", "--samples-per-prompt 1",
-                 "--stop 1", "--stop-token-ids 5,6"],
+                 "--stop 1", "--stop-token-ids 5,6", "--min-p 0.2"],
     "groups": ["--group-filter reward", "--group-filter reward --dynamic-sampling --max-sampling-rounds 2",
                "--group-filter correct --dynamic-sampling --over-sampling 2"],
     "correction": ["--rollout-correction tis", "--rollout-correction mis --rollout-correction-level sequence",

@@ -110,7 +110,8 @@ REQUIRED = {
 }  # fmt: skip
 
 OUTSIDE = {
-    "reward_fallback": ("nan", "inf"), "stop": ('["a"', "[]"),
+    "reward_fallback": ("nan", "inf"),
+    "stop": ('["a"', "[]"),
     "tracker_project": ("a/b", " "),
     "tracker_run": ("a:b", " "),
     "reward_url": ("localhost:80/x", "ftp://host/x", "http://", "http://[::1", "http://host:x"),

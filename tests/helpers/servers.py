@@ -62,7 +62,7 @@ def key_files() -> dict[str, str]:
 def requests(count: int = 24) -> list[GenerationRequest]:
     """Requests with settings, lengths, end tokens and top log-probs of their own."""
     settings = [SamplingSettings(), SamplingSettings(0.7), SamplingSettings(top_k=3), SamplingSettings(greedy=True),
-                SamplingSettings(1.2, 0, 0.8)]  # fmt: skip
+                SamplingSettings(1.2, 0, 0.8), SamplingSettings(min_p=0.3)]  # fmt: skip
     return [
         GenerationRequest(
             [3 + i % 9, 4, 5 + i % 7], i - 5, 5 + 3 * i, settings[i % 5], ((), (3,), (2, 7))[i % 3], i % 4

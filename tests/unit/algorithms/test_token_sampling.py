@@ -8,7 +8,7 @@ from megarl.algorithms.counter_rng import GOLDEN_GAMMA, _signed, splitmix64, str
 from megarl.algorithms.token_sampling import (
     SamplingSettings,
     inverse_cdf,
-    restrict_to_top_k_top_p,
+    restrict,
     sample_tokens_by_integers,
 )
 
@@ -118,7 +118,7 @@ def test_every_part_of_the_key_counts():
 
 
 def distribution(logits, settings):
-    return restrict_to_top_k_top_p((logits / settings.temperature).softmax(-1), settings)
+    return restrict((logits / settings.temperature).softmax(-1), settings)
 
 
 def draw(logits, numbers, settings):
@@ -126,7 +126,7 @@ def draw(logits, numbers, settings):
 
 
 def naive_kept(logits, settings) -> set:
-    """Tokens that top-k, then top-p leave, from sorted lists."""
+    """Tokens that top-k, then top-p, then min-p leave, from sorted lists."""
     p = (logits.double() / settings.temperature).softmax(-1).tolist()
     order = sorted(range(len(p)), key=lambda i: -p[i])
     if settings.top_k:
@@ -137,13 +137,14 @@ def naive_kept(logits, settings) -> set:
             break
         kept.add(i)
         mass += p[i]
-    return kept
+    return {i for i in kept if p[i] >= settings.min_p * max(p)}
 
 
 SETTINGS = [
     SamplingSettings(), SamplingSettings(temperature=0.5), SamplingSettings(temperature=3.0),
     SamplingSettings(top_k=1), SamplingSettings(top_k=5), SamplingSettings(top_k=50), SamplingSettings(top_p=0.6),
-    SamplingSettings(top_p=0.05), SamplingSettings(top_k=7, top_p=0.7, temperature=0.8),
+    SamplingSettings(top_p=0.05), SamplingSettings(top_k=7, top_p=0.7, temperature=0.8), SamplingSettings(min_p=0.1),
+    SamplingSettings(min_p=1.0), SamplingSettings(top_k=9, top_p=0.9, min_p=0.07, temperature=1.5),
 ]  # fmt: skip
 
 
@@ -155,6 +156,20 @@ def test_top_k_and_top_p_keep_exactly_the_right_tokens(settings):
     for row, probabilities, full in zip(logits, kept, whole, strict=True):
         assert set(probabilities.nonzero().flatten().tolist()) == naive_kept(row, settings)
         assert torch.equal(probabilities[probabilities > 0], full[probabilities > 0])
+
+
+@pytest.mark.parametrize("settings", [each for each in SETTINGS if each.min_p], ids=str)
+def test_min_p_keeps_the_tokens_that_transformers_keeps(settings):
+    from transformers.generation import logits_process as theirs
+
+    logits = 2 * torch.randn(200, 17, generator=torch.Generator().manual_seed(2))
+    scores = theirs.TemperatureLogitsWarper(settings.temperature)(None, logits)
+    if settings.top_k:
+        scores = theirs.TopKLogitsWarper(settings.top_k)(None, scores)
+    if settings.top_p < 1:
+        scores = theirs.TopPLogitsWarper(settings.top_p)(None, scores)
+    scores = theirs.MinPLogitsWarper(settings.min_p)(None, scores)
+    assert torch.equal(distribution(logits, settings) > 0, scores > float("-inf"))
 
 
 def test_top_k_of_equal_logits_keeps_k():
@@ -241,7 +256,8 @@ def test_tokens_found_by_blocks_are_those_of_the_whole_cumulative_distribution(s
 RESTRICTED = [
     SamplingSettings(top_k=1), SamplingSettings(top_k=5), SamplingSettings(top_k=40), SamplingSettings(top_k=5000),
     SamplingSettings(top_p=0.5), SamplingSettings(top_p=0.03125), SamplingSettings(top_k=7, top_p=0.75),
-    SamplingSettings(top_k=300, top_p=0.9375), SamplingSettings(),
+    SamplingSettings(top_k=300, top_p=0.9375), SamplingSettings(), SamplingSettings(min_p=0.25),
+    SamplingSettings(top_k=40, top_p=0.75, min_p=0.5),
 ]  # fmt: skip
 
 
@@ -258,7 +274,7 @@ def exact_weights(size: int, values: int, seed: int) -> torch.Tensor:
 def test_integers_keep_the_tokens_that_floating_point_numbers_keep_also_of_equal_ones(settings, values, size):
     weights = exact_weights(size, values, seed=size + values)
     kept = token_sampling._restricted_integers(weights, settings)
-    assert torch.equal(kept / token_sampling.UNIT, restrict_to_top_k_top_p(weights, settings).double())
+    assert torch.equal(kept / token_sampling.UNIT, restrict(weights, settings).double())
 
 
 @pytest.mark.parametrize("settings", [*RESTRICTED, SamplingSettings(greedy=True)], ids=str)
@@ -295,7 +311,7 @@ def test_frequencies_by_integers_match_the_probabilities(settings):
     numbers = uniforms(torch.full((count,), 78), torch.arange(count))
     weights = (logits - logits.amax()).exp()
     tokens = sample_tokens_by_integers(logits, weights.expand(count, -1), numbers, settings)
-    probabilities = restrict_to_top_k_top_p(weights, settings)[0].double()
+    probabilities = restrict(weights, settings)[0].double()
     expected, counts = probabilities / probabilities.sum() * count, torch.bincount(tokens, minlength=17)
     assert counts[expected == 0].sum() == 0
     assert float(((counts - expected) ** 2 / expected)[expected > 0].sum()) < 45
