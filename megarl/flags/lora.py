@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 # Those of `megarl.mcore.lora.settings`, whose import takes seconds: it imports Megatron.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-           "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # fmt: skip
+           "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+           "in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # fmt: skip
 FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
 QUERY_LATENT = ("q_a_proj", "q_b_proj")
 OF_ADAPTER = ("lora_alpha", "lora_rslora", "lora_targets")  # an adapter's folder gives them
@@ -41,7 +42,9 @@ def lora_of_roles(
     for role in (role for role in own if role in trained):
         flags = {name: own[role][name] for name in FLAGS}
         given |= {"--" + name.replace("_", "-"): value for name, value in flags.items() if value}
-        found[role] = _settings_of(role, types.SimpleNamespace(**flags), megatron[role], hf_models[role])
+        found[role] = factors = _settings_of(role, types.SimpleNamespace(**flags), megatron[role], hf_models[role])
+        if factors is not None and megatron[role].experimental_attention_variant is not None:
+            _check_stages(role, factors.targets, megatron[role])
     if given and not any(found.values()):
         flag, value = next(iter(given.items()))
         raise UsageError(f"{flag} {value}: needs --lora-rank or --lora-adapter")
@@ -97,11 +100,29 @@ def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
 def _missing(args) -> dict[str, str]:
     """The targets that a model does not have, and what they need."""
     from megarl.mcore.config.model_flags import is_gated  # imports Megatron
-    from megarl.mcore.lora.settings import LATENT_TARGETS
+    from megarl.mcore.lora.settings import LATENT_TARGETS, RECURRENT_TARGETS
 
     found = {} if is_gated(args) else {"gate_proj": "a gated MLP, as of --swiglu"}
+    if args.experimental_attention_variant is None:
+        found |= dict.fromkeys(RECURRENT_TARGETS, "--experimental-attention-variant")
     if not args.multi_latent_attention:
         return found | dict.fromkeys(LATENT_TARGETS, "--multi-latent-attention")
     found |= dict.fromkeys(("k_proj", "v_proj"), "no --multi-latent-attention")
     has_latent = args.q_lora_rank is not None
     return found | ({"q_proj": "no --q-lora-rank"} if has_latent else dict.fromkeys(QUERY_LATENT, "--q-lora-rank"))
+
+
+def _check_stages(role: str, targets: tuple[str, ...], args):
+    """UsageError for a pipeline stage whose layers, with recurrent states or without, have none of the targets."""
+    from megarl.mcore.lora.settings import MLP_TARGETS, RECURRENT_TARGETS  # imports Megatron
+    from megarl.mcore.model.pipeline_layout import recurrent_layer_pattern, stage_layers
+
+    is_recurrent, pattern = {target in RECURRENT_TARGETS for target in targets}, recurrent_layer_pattern(args)
+    if len(is_recurrent) > 1 or {*targets} & {*MLP_TARGETS}:
+        return
+    for layers in (layers for chunks in stage_layers(args) for layers in chunks):
+        if not is_recurrent & {pattern[layer] for layer in layers}:
+            raise UsageError(
+                f"--lora-targets {','.join(targets)}: a pipeline stage of the {role} has only layers "
+                f"{'without' if True in is_recurrent else 'with'} a recurrent state, and none of these"
+            )

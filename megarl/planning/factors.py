@@ -3,6 +3,7 @@
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.projections import LINEARS, HeadLayout
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.planning.parameters import Weight, is_half
 
 HEAD = "output_layer."  # of critics and reward models: it is trained beside the factors
@@ -52,11 +53,13 @@ def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:
 
 def _rows(rows: int, projections: int, args) -> list[int]:
     """Rows of each projection of a layer."""
+    if projections > 3:
+        return [*HeadSizes.of(args, args.tensor_model_parallel_size).parts.values()]
     if projections < 3:
         gates = 2 if projections == 2 and is_gated(args) else 1
         return [rows // gates] * projections if gates == projections else [0] * (projections - 1) + [rows]
     heads = HeadLayout.of(args)
     if heads.ranks_of_group(args.tensor_model_parallel_size) > 1:  # each rank has the whole B
-        rows = heads.groups * (heads.queries + 2) * heads.channels
-    each = rows // (heads.queries + 2)
+        rows = heads.groups * sum(heads.heights) * heads.channels
+    each = rows // sum(heads.heights)
     return [rows - 2 * each, each, each]

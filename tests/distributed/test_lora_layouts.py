@@ -58,6 +58,19 @@ LATENT_LAYOUTS = {
 }
 
 
+RECURRENT_LAYOUTS = {
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
+    "tp2-one-group": (2, ONE_GROUP, TP2),
+    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
+    "cp2-recompute": (2, DENSE, f"{CP2} {RECOMPUTE}"),
+    "fsdp2": (2, DENSE, FSDP),
+    "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
+    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+}
+PARTS = {"in_proj_q": "query", "in_proj_k": "key", "in_proj_v": "value", "in_proj_z": "z", "in_proj_b": "beta",
+         "in_proj_a": "alpha"}  # fmt: skip  # of the gradient of a gated delta net's first projection
+
+
 def low_rank(rank: int, flags: str, model_shape: str = "llama"):
     """(weights with factors, factors, their gradients, loss, norm) of a model with drawn factors."""
     model, place = trainable(f"{flags} --clip-grad 0 {LORA}", shape=model_shape)
@@ -86,28 +99,30 @@ def of_one_rank(shape: str, model_shape: str = "llama"):
     return run_world(low_rank, 1, shape, model_shape)[0], run_world(dense, 1, shape, model_shape)[0]
 
 
-def rows_of(projection: str, count: int):
+def rows_of(projection: str, count: int, has_gates: bool):
     """Rows of a projection among the `count` rows of the whole fused weight."""
     if projection in ("q_proj", "k_proj", "v_proj"):
-        queries = HEADS // ((count // CHANNELS - HEADS) // 2)  # of each group
+        heads = HEADS * (1 + has_gates)
+        queries = heads // ((count // CHANNELS - heads) // 2)  # of each group
         grouped = torch.arange(count).view(-1, queries + 2, CHANNELS)
         return grouped[:, {"q_proj": slice(0, queries), "k_proj": queries, "v_proj": queries + 1}[projection]].flatten()
     halves = {"gate_proj": slice(0, count // 2), "up_proj": slice(count // 2, count)}
     return torch.arange(count)[halves.get(projection, slice(0, count))]
 
 
-def expected_gradients(factors: dict, gradients: dict) -> dict:
+def expected_gradients(factors: dict, gradients: dict, has_gates: bool = False) -> dict:
     """dA = s·Bᵀ·dW and dB = s·dW·Aᵀ for every pair of factors, stacked over experts."""
     found = {}
     for key in (key for key in factors if key.endswith(".lora_A")):
         a, b = factors[key], factors[key.removesuffix("A") + "B"]
         _, layers, number, *middle, projection, _ = key.removeprefix("lora.").split(".")
         name = ".".join(middle).replace("local_experts", "experts") + ".weight"
+        name += f".{PARTS[projection]}" if projection in PARTS else ""
         stacked = f"decoder.{layers}.{name}"
         whole = (
             gradients[stacked][int(number)] if stacked in gradients else gradients[f"decoder.layers.{number}.{name}"]
         )
-        dw = whole[..., rows_of(projection, whole.shape[-2]), :]
+        dw = whole[..., rows_of(projection, whole.shape[-2], has_gates), :]
         found[key] = SCALE * b.mT @ dw
         found[key.removesuffix("A") + "B"] = SCALE * dw @ a.mT
     return found
@@ -115,35 +130,42 @@ def expected_gradients(factors: dict, gradients: dict) -> dict:
 
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2-sp", "pp2-vp2", "cp2", "ep2", "fsdp2")))
 def test_gradients_equal_those_of_the_dense_computation(layout):
-    check_gradients(*LAYOUTS[layout], "llama", 7)
+    check_gradients(*LAYOUTS[layout], "llama", 4 * 7)
 
 
 @pytest.mark.parametrize("layout", by_default(LATENT_LAYOUTS, ("tp2-sp",)))
 def test_gradients_of_latent_attention_equal_those_of_the_dense_computation(layout):
-    check_gradients(*LATENT_LAYOUTS[layout], "latent", 8)
+    check_gradients(*LATENT_LAYOUTS[layout], "latent", 4 * 8)
+
+
+@pytest.mark.parametrize("layout", by_default(RECURRENT_LAYOUTS, ("tp2-sp",)))
+def test_gradients_of_gated_delta_nets_equal_those_of_the_dense_computation(layout):
+    check_gradients(*RECURRENT_LAYOUTS[layout], "recurrent", 2 * (7 + 3) + 2 * (4 + 3))
 
 
 def check_gradients(size: int, shape: str, flags: str, model_shape: str, projections: int):
+    """`projections`: of all layers."""
     (one_weights, one_factors, _, _, one_norm), (dense_loss, gradients) = of_one_rank(shape, model_shape)
-    expected = expected_gradients(one_factors, gradients)
+    expected = expected_gradients(one_factors, gradients, model_shape == "recurrent")
     for weights, factors, found, loss, norm in run_world(low_rank, size, f"{shape} {flags}", model_shape):
         assert weights.keys() == one_weights.keys() and factors.keys() == one_factors.keys()
         assert all(torch.equal(weights[key], weight) for key, weight in one_weights.items())
         assert all(torch.equal(factors[key], factor) for key, factor in one_factors.items())
-        assert found.keys() == expected.keys() and len(found) == 2 * projections * 4
+        assert found.keys() == expected.keys() and len(found) == 2 * projections
         for key, gradient in expected.items():
-            assert gradient.abs().max() > 1e-4, key
-            assert (found[key] - gradient).abs().max() <= 2e-6 * max(1, float(gradient.abs().max())), key
+            largest = float(gradient.abs().max())
+            assert largest > (1e-5 if "in_proj_a" in key else 1e-4), key  # of decays close to 1
+            assert (found[key] - gradient).abs().max() <= min(2e-6 * max(1, largest), 0.02 * largest), key
         assert loss == pytest.approx(dense_loss, rel=1e-5, abs=2e-6)
         norm_of_dense = torch.stack([g.double().square().sum() for g in expected.values()]).sum().sqrt()
         assert norm == pytest.approx(float(norm_of_dense), rel=1e-5) and norm == pytest.approx(one_norm, rel=1e-5)
 
 
-def several_updates(rank: int, flags: str, value_head: bool = False):
+def several_updates(rank: int, flags: str, value_head: bool = False, model_shape: str = "llama"):
     """(weights under the factors before, after, weights with factors after, trained state after) three updates."""
     from megarl.mcore.lora import adapter
 
-    model, place = trainable(f"{flags} {LORA}", value_head)
+    model, place = trainable(f"{flags} {LORA}", value_head, model_shape)
     groups = place.pg_collection
     before = whole_weights(model.model, groups)
     for _ in range(3):
@@ -181,10 +203,20 @@ def test_only_the_factors_and_a_scalar_head_change(flags, value_head):
     ),
 )
 def test_updates_do_not_depend_on_the_layout(layout):
-    size, shape, flags = LAYOUTS[layout]
+    check_updates(*LAYOUTS[layout], "llama")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", RECURRENT_LAYOUTS)
+def test_updates_of_gated_delta_nets_do_not_depend_on_the_layout(layout):
+    check_updates(*RECURRENT_LAYOUTS[layout], "recurrent")
+
+
+def check_updates(size: int, shape: str, flags: str, model_shape: str):
     options = "" if FSDP in flags else "--use-distributed-optimizer"
-    ((_, _, one_merged, one_trained),) = run_world(several_updates, 1, f"{shape} {options}")
-    for before, after, merged, trained in run_world(several_updates, size, f"{shape} {flags} {options}"):
+    ((_, _, one_merged, one_trained),) = run_world(several_updates, 1, f"{shape} {options}", False, model_shape)
+    found = run_world(several_updates, size, f"{shape} {flags} {options}", False, model_shape)
+    for before, after, merged, trained in found:
         assert all(torch.equal(after[key], weight) for key, weight in before.items())
         assert max(float((merged[key] - weight).abs().max()) for key, weight in one_merged.items()) <= 5e-6
         assert max(float((trained[key] - factor).abs().max()) for key, factor in one_trained.items()) <= 5e-6
@@ -205,12 +237,12 @@ ROUTES = {
 }
 
 
-def restored(rank: int, flags: str, source, target, value_head: bool):
+def restored(rank: int, flags: str, source, target, value_head: bool, model_shape: str):
     """Loads a checkpoint (or updates once), saves it; (weights under the factors, with factors, trained state)."""
     from megarl.mcore.lora import adapter
     from megarl.mcore.weights import dist_checkpoint
 
-    model, place = trainable(f"{flags} {LORA}", value_head)
+    model, place = trainable(f"{flags} {LORA}", value_head, model_shape)
     groups = place.pg_collection
     if source is None:
         update_once(model, place, value_head=value_head)
@@ -230,10 +262,22 @@ def restored(rank: int, flags: str, source, target, value_head: bool):
     "shape, value_head", by_default(((s, s == DENSE) for s in ROUTES), [(f"{MOE} {BIASED}", False)])
 )
 def test_a_checkpoint_moves_through_layouts_to_the_bit(tmp_path, shape, value_head):
+    travel(tmp_path, shape, ROUTES[shape], value_head, "llama")
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_gated_delta_nets_moves_through_layouts_to_the_bit(tmp_path):
+    travel(tmp_path, DENSE, ROUTES[DENSE], False, "recurrent")
+    route, folder = [(1, ""), (2, f"{TP2} {SP}"), (2, CP2), (2, EP2), (1, "")], tmp_path / "16 bits"
+    folder.mkdir()
+    travel(folder, f"{MOE} --bf16", route, False, "recurrent")
+
+
+def travel(tmp_path, shape: str, route: list, value_head: bool, model_shape: str):
     source, expected, tensors = None, None, []
-    for leg, (size, flags) in enumerate(ROUTES[shape]):
+    for leg, (size, flags) in enumerate(route):
         target = tmp_path / str(leg)
-        for found in run_world(restored, size, f"{shape} {flags}", source, target, value_head):
+        for found in run_world(restored, size, f"{shape} {flags}", source, target, value_head, model_shape):
             expected = expected or found
             for one, other in zip(found, expected, strict=True):
                 assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in other)

@@ -23,17 +23,29 @@ from tests.helpers.worlds import SAFETY, run_world
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
 
 TP2, TP4, SP = (*(f"--tensor-model-parallel-size {size}" for size in (2, 4)), "--sequence-parallel")
+PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
 DENSE, MOE = (
-    ("llama3", "qwen2", "phi4", "gemma2", "olmo2"),
-    ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v2_lite"),
+    ("llama3", "qwen2", "phi4", "gemma2", "olmo2", "qwen35_dense"),
+    (
+        "qwen3_moe",
+        "qwen2_moe",
+        "mixtral",
+        "glm4_moe",
+        "gpt_oss",
+        "deepseek_v3",
+        "deepseek_v2_lite",
+        "qwen3_next",
+        "qwen35_moe",
+    ),
 )
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
     "tp2-sp": (2, f"{TP2} {SP}", ("phi4", "gemma2", "qwen2_moe", "gpt_oss", "deepseek_v3")),
+    "tp2-sp-recurrent": (2, f"{TP2} {SP}", ("qwen3_next", "qwen35_dense")),
     "tp4-sp": (4, f"{TP4} {SP}", ("llama3", "phi4", "qwen2", "gpt_oss")),  # two ranks share a query group
-    "pp2": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", ("llama3", "glm4_moe")),
+    "pp2": (2, PP2, ("llama3", "glm4_moe", "qwen35_dense")),
     "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss")),
-    "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe")),
+    "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe", "qwen35_moe")),
 }
 RSLORA = ("llama3", "qwen2", "qwen3_moe")
 DENSE_TARGETS = [
@@ -47,7 +59,11 @@ DENSE_TARGETS = [
     "qkv_proj",
     "gate_up_proj",
 ]
+# Of gated delta nets; Qwen3-Next fuses what Qwen3.5 has apart.
+RECURRENT = ["in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+DENSE_TARGETS += RECURRENT
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+ATTENTION += RECURRENT
 
 
 @pytest.fixture(scope="module")

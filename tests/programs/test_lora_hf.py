@@ -22,13 +22,14 @@ RL = (
     " --reward length --kl-coefficient 0.1 --kl-in loss --lr 1e-2 --save-interval 1 --export-hf --export-peft"
 )
 LORA = "--lora-rank 4 --lora-alpha 8"
+CASES = ("llama3", "qwen3_moe", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Folders of a dense model and of one with experts, and a file of prompts."""
+    """Folders of a dense model, of one with experts and of one with recurrent states, and a file of prompts."""
     folder = tmp_path_factory.mktemp("hf")
-    for case in ("llama3", "qwen3_moe"):
+    for case in CASES:
         hf_folders.write_folder(case, folder / case)
     write_lines(folder / "train.jsonl", [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(16)])
     return folder
@@ -39,7 +40,7 @@ def argv(data, case: str, save, flags: str = "") -> list[str]:
     return [*RL.split(), *files, *flags.split()]
 
 
-@pytest.fixture(scope="module", params=by_default(["llama3", "qwen3_moe"], ["qwen3_moe"]))
+@pytest.fixture(scope="module", params=by_default(CASES, ["qwen3_moe"]))
 def run(request, data, tmp_path_factory):
     """(case, run folder of two steps)."""
     save = tmp_path_factory.mktemp("runs") / request.param
@@ -86,7 +87,7 @@ def test_all_ways_out_give_the_same_model(run, data, tmp_path):
     assert_equal_to_conversion(source, save, tmp_path / "out")
     base, trained = load_file(source / "model.safetensors"), load_file(export)
     changed = {name for name in base if not torch.equal(base[name], trained[name])}
-    linears = {name for name in base if name.endswith("_proj.weight")}
+    linears = {name for name in base if "_proj" in name}
     assert changed <= linears and len(changed) > len(linears) / 2  # an expert without tokens does not change
     if importlib.util.find_spec("peft"):
         (largest,) = run_world(difference_in_peft, 1, source, export.parent, save / "peft" / "step_00000002", case)
@@ -116,6 +117,26 @@ def test_a_run_resumes_exactly_and_its_base_is_the_reference(run, data, tmp_path
     rows = metrics(save)
     assert rows[1]["kl/reference"] == 0 and rows[2]["kl/reference"] > 0
     assert max(row["rollout/logprob_gap_max"] for row in rows.values()) <= largest_gap_allowed()
+
+
+TP2_EP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+APART = (
+    "--role-map actor=0-1;reference=0-1;reward=0-1;rollout=2 --expert-model-parallel-size 2"
+    " --rollout-expert-model-parallel-size 1 --verify-weights"
+)
+OF_STATES = [(2, TP2_EP2), (2, f"{TP2_EP2} --bf16"), (3, f"{APART} --bf16")]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size, flags", OF_STATES)
+def test_factors_of_gated_delta_nets_roll_out_exactly(size, flags, data, tmp_path):
+    train("rl", argv(data, "qwen3_next", tmp_path, f"{LORA} {flags} --train-iters 3"), size)
+    rows = metrics(tmp_path)
+    assert max(row["rollout/logprob_gap_max"] for row in rows.values()) <= largest_gap_allowed()
+    assert rows[3]["kl/reference"] > 0 and rows[1]["actor/ppo_kl_first"] == 0
+    factors = load_file(tmp_path / "peft" / "step_00000003" / "adapter_model.safetensors")
+    changed = {name.rpartition(".lora_B")[0].rpartition(".")[2] for name in factors if factors[name].any()}
+    assert {"in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"} <= changed
 
 
 def test_an_adapter_starts_another_run(run, data, tmp_path):

@@ -81,16 +81,11 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
     ]  # fmt: skip
 
 
-def check_run(settings, megatron: dict, lora: dict):
+def check_run(settings, megatron: dict):
     """Raises UsageError for settings of a run that its models with recurrent states cannot have.
 
-    `megatron`, `lora`: namespaces and factors of roles.
+    `megatron`: namespaces of roles.
     """
-    for role in filter(lambda role: has_states(megatron[role]), megatron):
-        if lora.get(role) is not None:
-            raise UsageError(
-                f"--lora-rank {lora[role].rank}: not yet with {FLAG} {GATED_DELTA_NET}, whose projections are fused"
-            )
     actor = megatron.get("actor")
     if actor is not None and has_states(actor) and settings.rollout_prefix_caching:
         raise UsageError(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megarl.mcore.lora.projections import factor_shapes
-from megarl.mcore.lora.settings import TARGETS, LoRASettings
-from megarl.mcore.model.projections import LINEARS
+from megarl.mcore.lora.settings import IN_PROJ_TARGETS, TARGETS, LoRASettings
+from megarl.mcore.model.projections import LINEARS, HeadLayout
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.mapping import StackedExperts
+from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, RecurrentPart, StackedExperts
 
 KEY = re.compile(r"lora\.decoder\.layers\.(\d+)\.(.+)\.(\w+)\.lora_A")
 EXPERT_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}  # of transformers' `mlp.experts`
@@ -24,7 +24,7 @@ class Member(NamedTuple):
     """A projection inside a module."""
 
     key: str  # of its factors in a checkpoint, without `.lora_A`
-    outputs: slice  # its rows of the module's output
+    outputs: slice | Tensor  # its rows of the module's output
     rows: int
 
 
@@ -50,11 +50,15 @@ def peft_modules(args, family: Family) -> list[PeftModule]:
         family: names the modules.
     """
     shapes, modules = factor_shapes(args, LoRASettings(rank=1, alpha=1.0, rslora=False, targets=TARGETS)), {}
+    heads = HeadLayout.of(args)
     for key in (key for key in shapes if key.endswith(".lora_A")):
         layer, linear, projection = KEY.fullmatch(key).groups()
         rows = shapes[key[:-1] + "B"][-2]
         projections = next(names for suffix, names in LINEARS.items() if linear.endswith(suffix))
-        mapping = family.layers[linear.replace("local_experts", "experts") + ".weight"]
+        weight = linear.replace("local_experts", "experts") + ".weight"
+        if projections == IN_PROJ_TARGETS:
+            weight += f".{[*heads.recurrent.parts][projections.index(projection)]}"
+        mapping = family.layers[weight]
         is_expert = "local_experts" in linear
         if is_expert:
             name = f"mlp.experts.{EXPERT_PARAMETERS[linear.rpartition('.')[2]]}"
@@ -62,16 +66,24 @@ def peft_modules(args, family: Family) -> list[PeftModule]:
             number = projections.index(projection) if len(mapping.names) > 1 else 0
             name = mapping.names[number].removesuffix(".weight")
         members = modules.setdefault((f"model.layers.{layer}.{name}", shapes[key][-1], is_expert), [])
-        first, step = sum(member.rows for member in members), 1
-        if isinstance(mapping, StackedExperts) and mapping.projections > 1:  # their rows take turns
-            first, step = len(members), mapping.projections
-        outputs = slice(first, first + (rows - 1) * step + 1, step)
+        outputs = _outputs(mapping, name, rows, heads, members)
         members.append(Member(key.removesuffix(".lora_A"), outputs, rows))
     experts = args.num_experts
     return [
         PeftModule(name=name, members=tuple(found), columns=columns, experts=experts if stacks else None)
         for (name, columns, stacks), found in modules.items()
     ]
+
+
+def _outputs(mapping: Mapping, name: str, rows: int, heads: HeadLayout, before: list[Member]) -> slice | Tensor:
+    """The rows of a module's output that are those of B; `before`: members of the module in front of this one."""
+    if isinstance(mapping, GatedHeads | RecurrentPart):  # heads take turns
+        ranges = [each for each in mapping.ranges(rows, heads, None) if each.name == f"{name}.weight"]
+        return torch.cat([torch.arange(each.source_row, each.source_row + each.rows) for each in ranges])
+    first, step = sum(member.rows for member in before), 1
+    if isinstance(mapping, StackedExperts) and mapping.projections > 1:  # their rows take turns
+        first, step = len(before), mapping.projections
+    return slice(first, first + (rows - 1) * step + 1, step)
 
 
 def fuse(module: PeftModule, factors: dict[str, Tensor], rank: int) -> tuple[Tensor, Tensor] | None:

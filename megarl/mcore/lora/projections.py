@@ -1,5 +1,6 @@
 """Which rows of this rank's linear layers the targeted projections are, and the shapes of their factors."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -8,10 +9,19 @@ from torch import Tensor
 
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.lora.settings import LoRASettings
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern
-from megarl.mcore.model.projections import LINEARS, HeadLayout, Sizes, attention_sizes, linears_of, mlp_sizes
+from megarl.mcore.model.pipeline_layout import layer_kinds
+from megarl.mcore.model.projections import (
+    LINEARS,
+    HeadLayout,
+    Sizes,
+    attention_sizes,
+    linears_of,
+    mlp_sizes,
+    recurrent_sizes,
+)
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 
-ROW_PARALLEL = ("o_proj", "down_proj")  # their inputs are split over tensor-parallel ranks, not their outputs
+ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")  # tensor-parallel ranks share their inputs, not their outputs
 
 
 class Projection(NamedTuple):
@@ -42,6 +52,9 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
     if names == LINEARS["self_attention.linear_qkv"]:
         heads, rank, ranks = HeadLayout.of(args), dist.get_rank(layer.tp_group), dist.get_world_size(layer.tp_group)
         found = _projections_of_heads(heads, torch.arange(count, device=layer.weight.device), rank, ranks)
+    elif names == LINEARS["self_attention.in_proj"]:
+        starts = [0, *itertools.accumulate(HeadSizes.of(args, dist.get_world_size(layer.tp_group)).parts.values())]
+        found = [Projection(name, slice(*ends)) for name, ends in zip(names, itertools.pairwise(starts), strict=True)]
     elif len(names) == 2 and is_gated(args):
         found = [Projection(names[0], slice(0, count // 2)), Projection(names[1], slice(count // 2, count))]
     else:
@@ -53,9 +66,9 @@ def _projections_of_heads(heads: HeadLayout, rows: Tensor, rank: int, ranks: int
     """q, k and v among the `rows` 0, 1, … of a rank. If ranks share a group, a rank may have none of one of them, and
     each has the whole B, since checkpoints split tensors equally."""
     is_shared, found, first = heads.ranks_of_group(ranks) > 1, [], 0
-    of_group = (heads.queries + 2) * heads.channels
+    of_group = sum(heads.heights) * heads.channels
     group, row = (len(rows) * rank + rows) // of_group, (len(rows) * rank + rows) % of_group  # group of the whole model
-    for name, height in zip(LINEARS["self_attention.linear_qkv"], (heads.queries, 1, 1), strict=True):
+    for name, height in zip(LINEARS["self_attention.linear_qkv"], heads.heights, strict=True):
         each = height * heads.channels
         here = ((row >= first) & (row < first + each)).nonzero().flatten()
         whole = (heads.groups * each, (group * each + row - first)[here]) if is_shared else ()
@@ -76,10 +89,10 @@ def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
                 key = f"lora.{prefix}.{suffix}.{name}.lora_"
                 shapes[f"{key}A"], shapes[f"{key}B"] = (*stacked, lora.rank, columns), (*stacked, rows, lora.rank)
 
-    for number, is_moe in enumerate(moe_layer_pattern(args)):
+    for number, kind in enumerate(layer_kinds(args)):
         layer, shared = f"decoder.layers.{number}", args.moe_shared_expert_intermediate_size
-        add(layer, (), attention_sizes(args))
-        if not is_moe:
+        add(layer, (), recurrent_sizes(args) if kind.is_recurrent else attention_sizes(args))
+        if not kind.is_moe:
             add(f"{layer}.mlp", (), mlp_sizes(hidden, args.ffn_hidden_size))
             continue
         add(f"{layer}.mlp.experts.local_experts", (args.num_experts,), mlp_sizes(hidden, args.moe_ffn_hidden_size))

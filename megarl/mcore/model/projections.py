@@ -1,7 +1,9 @@
 """The projections of a layer by their names in Hugging Face's models, their sizes, and Megatron's linear layers.
 
 Megatron fuses some: `linear_qkv` keeps, for each key and value group, R·D rows of q, D of k and D of v; `linear_fc1`
-all gate rows, then all up rows. Projections of multi-latent attention are layers of their own.
+all gate rows, then all up rows. With gates of the output a group has its R·D rows of gates after those of q, and
+both are rows of `q_proj`. `in_proj` of a gated delta net has the rows of `HeadSizes.parts`, of which families fuse
+different ones; the names here say the parts. Projections of multi-latent attention are layers of their own.
 """
 
 from typing import NamedTuple
@@ -17,6 +19,8 @@ LINEARS = {
     "self_attention.linear_q_up_proj": ("q_b_proj",),
     "self_attention.linear_kv_down_proj": ("kv_a_proj_with_mqa",),
     "self_attention.linear_kv_up_proj": ("kv_b_proj",),
+    "self_attention.in_proj": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "self_attention.out_proj": ("out_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
@@ -47,6 +51,11 @@ class HeadLayout(NamedTuple):
         """That of Megatron's config of a model."""
         groups, gates = config.num_query_groups, bool(config.attention_output_gate)
         return cls(groups, config.num_attention_heads // groups, config.kv_channels, None, gates)
+
+    @property
+    def heights(self) -> tuple[int, int, int]:
+        """Rows of q, k and v of a group in `linear_qkv`, in heads."""
+        return self.queries * (1 + self.has_gates), 1, 1
 
     def ranks_of_group(self, tensor_ranks: int) -> int:
         """Tensor-parallel ranks that share a group; 1: each has whole groups."""
@@ -86,6 +95,13 @@ def _latent_attention_sizes(args) -> Sizes:
     }
     of_queries = {"q_a_proj": (queries, hidden), "q_b_proj": (width, queries)}
     return sizes | ({"q_proj": (width, hidden)} if queries is None else of_queries)
+
+
+def recurrent_sizes(args) -> Sizes:
+    """Sizes of the projections of a layer with a recurrent state in a model with this Megatron namespace."""
+    parts, names = HeadSizes.of(args, 1).parts, LINEARS["self_attention.in_proj"]
+    sizes = {name: (rows, args.hidden_size) for name, rows in zip(names, parts.values(), strict=True)}
+    return sizes | {"out_proj": (args.hidden_size, parts["value"])}
 
 
 def mlp_sizes(hidden: int, ffn: int) -> Sizes:

@@ -4,7 +4,7 @@ import pytest
 
 from megarl.errors import UsageError
 from megarl.flags import lora
-from megarl.mcore.lora.settings import ALL_LINEAR, LATENT_TARGETS, TARGETS, LoRASettings
+from megarl.mcore.lora.settings import ALL_LINEAR, LATENT_TARGETS, RECURRENT_TARGETS, TARGETS, LoRASettings
 from tests.helpers.tiny_models import parse_roles
 
 
@@ -23,11 +23,12 @@ def test_without_a_rank_a_role_trains_its_weights():
 
 
 def test_defaults():
-    targets = tuple(name for name in TARGETS if name not in LATENT_TARGETS)
+    targets = tuple(name for name in TARGETS if name not in LATENT_TARGETS + RECURRENT_TARGETS)
     assert lora_of("--lora-rank 8") == LoRASettings(8, 8.0, False, targets)
     assert lora_of("--lora-rank 8", shape="gpt2").targets == tuple(name for name in targets if name != "gate_proj")
-    of_latents = tuple(name for name in TARGETS if name not in ("q_proj", "k_proj", "v_proj"))
+    of_latents = tuple(name for name in TARGETS if name not in ("q_proj", "k_proj", "v_proj", *RECURRENT_TARGETS))
     assert lora_of("--lora-rank 8 --lora-targets all-linear", shape="latent").targets == of_latents
+    assert lora_of("--lora-rank 8", shape="recurrent").targets == targets + RECURRENT_TARGETS
 
 
 def test_values():
@@ -59,6 +60,7 @@ def test_what_is_refused(flags, size, says):
 
 @pytest.mark.parametrize("shape, name, needs", [
     ("llama", "q_a_proj", "--multi-latent-attention"), ("llama", "kv_b_proj", "--multi-latent-attention"),
+    ("llama", "in_proj_z", "--experimental-attention-variant"),
     ("latent", "q_proj", "no --q-lora-rank"), ("latent", "v_proj", "no --multi-latent-attention"),
 ])  # fmt: skip
 def test_targets_are_those_of_the_models_attention(shape, name, needs):

@@ -34,7 +34,10 @@ WRONG = {
     "sharded 16 bits": ("--use-torch-fsdp2 --bf16", "--use-torch-fsdp2 True: allowed is fp32"),
     "norm of all heads": ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads True: allowed is none with"),
     "biases with gates": ("--add-qkv-bias", "--attention-output-gate True: allowed is none with biases"),
-    "factors": ("--lora-rank 2", f"--lora-rank 2: not yet with {FLAG} gated_delta_net"),
+    "factors of attention": ("--lora-rank 2 --lora-targets q_proj --pipeline-model-parallel-size 2",
+                             "--lora-targets q_proj: a pipeline stage of the actor has only layers with a recurrent"),
+    "factors of states": ("--lora-rank 2 --lora-targets in_proj_z,out_proj --pipeline-model-parallel-size 2",
+                          "--lora-targets in_proj_z,out_proj: a pipeline stage of the actor has only layers without a"),
 }  # fmt: skip
 ALONE = [("linear-num-key-heads", 4), ("linear-num-value-heads", 4), ("linear-key-head-dim", 8),
          ("linear-value-head-dim", 16), ("linear-conv-kernel-dim", 3), ("linear-attention-freq", 2)]  # fmt: skip
