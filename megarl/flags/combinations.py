@@ -118,6 +118,7 @@ CONDITIONS: dict[str, Condition] = {
     "overlong": _when(lambda s: s.overlong_buffer > 0, "--overlong-buffer is 0"),
     "environment": _when(lambda s: s.environment is not None, "needs --environment"),
     "engine": _when(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine"),
+    "prefixes": _when(lambda s: s.rollout_prefix_caching and not s.debug_train_only, "needs --rollout-prefix-caching"),
     "trained": _when(lambda s: not s.debug_rollout_only, "--debug-rollout-only trains nothing"),
     "ahead": _when(lambda s: not s.debug_train_only and not s.debug_rollout_only,
                    "--debug-train-only and --debug-rollout-only do not generate ahead"),

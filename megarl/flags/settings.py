@@ -142,6 +142,10 @@ class Settings(
     rollout_prefix_caching: bool = flag(False, "prefill a prefix that requests share only once, and in each turn of an"
                                         " episode only what is new", programs=ROLLOUT,
                                          when="engine")  # fmt: skip
+    rollout_state_snapshots: int | None = flag(None, "recurrent states at ends of prompts that --rollout-prefix-caching"
+                                               " keeps on each replica; default: --rollout-max-requests",
+                                               lambda v: v is None or v > 0, "a number above 0", programs=ROLLOUT,
+                                               when="prefixes")  # fmt: skip
     rollout_chunked_prefill: bool = flag(False, "prefill a long prompt in chunks over several engine steps",
                                           programs=ROLLOUT, when="engine")  # fmt: skip
     speculative_rollout: bool = flag(False, "decode steps also read drafted tokens, taken from siblings and earlier"

@@ -9,6 +9,7 @@ from megarl.mcore.inference.cache_size import (
     cache_bytes,
     capacity_of,
     check_capacity,
+    snapshot_count,
     state_bytes,
     token_bytes,
 )
@@ -22,14 +23,15 @@ class CachePlan:
     """What the cache of a data-parallel replica holds, every sequence at its longest, prompts not shared.
 
     `token_bytes`: of a token on a rank, that of the pipeline stage with most layers with keys and values.
-    `state_bytes`: of a request's recurrent states on a rank, of the stage with most; the buffer has those of all
-    requests before the first token. `longest`: tokens of prompt and response; `full_length`: such sequences that fit
-    at a time; `decoded`: those that are decoded at a time, at most `--rollout-max-requests`. `responses`: of a step,
-    generated in `rounds`.
+    `state_bytes`: of a request's recurrent states on a rank, of the stage with most; the buffer has `states` of them,
+    of requests and of ends of prompts, before the first token. `longest`: tokens of prompt and response; `full_length`:
+    such sequences that fit at a time; `decoded`: those that are decoded at a time, at most `--rollout-max-requests`.
+    `responses`: of a step, generated in `rounds`.
     """
 
     token_bytes: int
     state_bytes: int
+    states: int
     tokens: int
     longest: int
     full_length: int
@@ -51,9 +53,12 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
     states = [state_bytes(config, sum(stage), sizes.tensor) if any(stage) else 0 for stage in stages]
     further = int(settings.mtp_drafts)  # the layer that drafts has keys and values, too
     tokens_of = [token_bytes(config, max(1, stage.count(False)) + further, sizes.tensor) for stage in stages]
+    snapshots = snapshot_count(max_requests, settings.rollout_prefix_caching, settings.rollout_state_snapshots)
     each = max(tokens_of)
     tokens = min(
-        capacity_of(cache_bytes(settings.rollout_buffer_gb, max_requests, state), of_token, BLOCK_TOKENS_CUDA)
+        capacity_of(
+            cache_bytes(settings.rollout_buffer_gb, max_requests, state, snapshots), of_token, BLOCK_TOKENS_CUDA
+        )
         for state, of_token in zip(states, tokens_of, strict=True)
     )
     check_capacity(settings, tokens)
@@ -62,6 +67,6 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
     responses = ceil(step.with_greedy().sequences / sizes.data(len(role.ranks)))
     decoded = min(full_length, max_requests, responses)
     return CachePlan(
-        token_bytes=each, state_bytes=max(states), tokens=tokens, longest=longest, full_length=full_length,
-        decoded=decoded, responses=responses, rounds=ceil(responses / decoded),
+        token_bytes=each, state_bytes=max(states), states=max_requests + snapshots, tokens=tokens, longest=longest,
+        full_length=full_length, decoded=decoded, responses=responses, rounds=ceil(responses / decoded),
     )  # fmt: skip

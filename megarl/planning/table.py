@@ -72,7 +72,7 @@ def _cache(roles: list[RolePlan]) -> list[str]:
                 f"{cache.decoded:,} at a time: {cache.rounds} round(s)",
             ]  # fmt: skip
             if cache.state_bytes:
-                lines.append(f"recurrent states of a request, before its tokens: {bytes_of(cache.state_bytes)}")
+                lines.append(f"recurrent states, before tokens: {cache.states:,} of {bytes_of(cache.state_bytes)}")
     return lines
 
 

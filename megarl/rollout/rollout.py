@@ -92,6 +92,7 @@ class Rollout:
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
                 speculative=self._drafts, decode_graphs=settings.decode_graphs == "auto",
                 prediction=layer_of(self.model) if settings.mtp_drafts else None, stops=self.ends.matcher,
+                snapshots=settings.rollout_state_snapshots,
             )  # fmt: skip
             check_capacity(settings, self.engine.capacity, self.role_groups.ranks.start)
             if schedule is not None and self._weight_sync is not None:

@@ -68,6 +68,11 @@ class Episodes:
             if number % self.turns < self.turns - 1
         )
 
+    def found_states(self) -> int:
+        """Tokens of the prompts before the recurrent states that the prompts of the last turns left."""
+        continued = (before for number, before in self.sent.items() if number % self.turns < self.turns - 1)
+        return sum((len(before.prompt) - 1) // BLOCK * BLOCK for before in continued)
+
 
 def make_episodes(count=10, turns=4, limit=12, siblings=1, late=False) -> Episodes:
     """Episodes with ragged prompts and bridges of 1 to 19 tokens; `siblings` have the same prompt."""

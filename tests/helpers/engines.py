@@ -20,12 +20,12 @@ def make_requests(limit=LIMIT, count=COUNT):
     return [GenerationRequest(prompt, key, limit) for prompt, key in zip(prompts, keys, strict=True)]
 
 
-def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32):
+def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32, **settings):
     """(engine, model, role groups) for a model of the given shape."""
     from megarl.mcore.inference.engine import RolloutEngine
 
     model, _, place = build(flags, shape)
-    return RolloutEngine(model, place.pg_collection, VOCAB, 48, buffer_gb, max_requests), model, place
+    return RolloutEngine(model, place.pg_collection, VOCAB, 48, buffer_gb, max_requests, **settings), model, place
 
 
 def settings_of(**kwargs):

@@ -22,6 +22,11 @@ CONTEXT = (  # a teacher that reads siblings
     " --teacher-max-prompt-length 9000"
 )
 
+STATES = (  # a model with recurrent states, whose prefixes are kept
+    "--rollout-prefix-caching --experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+    " --normalization RMSNorm --disable-bias-linear"
+)
+
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
@@ -39,7 +44,8 @@ HOLDS = {
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
     "keep_last": "--save y --keep-last 1", "exported": "--save y --export-hf", "rollout_server": "--rollout-server http://x",
-    "serve_policy": "--serve-policy", "engine": "", "evaluates": "", "trained": "", "ahead": "",
+    "serve_policy": "--serve-policy", "engine": "", "prefixes": STATES, "evaluates": "",
+    "trained": "", "ahead": "",
     "profile": "--save y --profile-steps 2-3",
     "tracked": "--save y --trackers wandb",
     "model": "--reward model --reward-model x",
@@ -67,7 +73,7 @@ FAILS = {
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
     "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "exported": "--save y",
     "rollout_server": "", "serve_policy": "",
-    "engine": "--debug-train-only --load-rollouts x", "evaluates": "--debug-rollout-only",
+    "engine": "--debug-train-only --load-rollouts x", "prefixes": "", "evaluates": "--debug-rollout-only",
     "trained": "--debug-rollout-only", "profile": "",
     "model": "", "judge": "", "scoring_model": "", "fallible": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
@@ -132,9 +138,9 @@ def value_of(field):
 
 def required_flags(field, program: str = "rl") -> list[str]:
     """Flags without which this one has no effect in a program."""
-    if program == "serve":
-        return []
     when = field.metadata["when"] or ""
+    if program == "serve":
+        return HOLDS[when].split() if when == "prefixes" else []
     if when.startswith("preference:") and program == "rl":
         return [*ONLINE.split(), *HOLDS[when].split()]
     return REQUIRED.get(field.name, "" if (when, program) == ("preference",) * 2 else HOLDS.get(when, "")).split()

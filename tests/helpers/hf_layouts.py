@@ -129,7 +129,7 @@ def _greedy(case: str, model, groups, stored: Reference, vocab_size: int) -> tup
 
     prompt, count = stored.prompt, len(stored.greedy) if dist.get_world_size() == 1 else SHORT
     engine = RolloutEngine(
-        model[0], groups.pg_collection, vocab_size, len(prompt) + count, 0.01, 4, prefix_caching=case not in RECURRENT,
+        model[0], groups.pg_collection, vocab_size, len(prompt) + count, 0.01, 4, prefix_caching=True,
         chunked_prefill=True, step_tokens=len(prompt) // 2,
     )  # fmt: skip
     requests = [GenerationRequest(prompt[:length], 0, count) for length in (len(prompt), len(prompt) // 2, 3)]

@@ -4,7 +4,6 @@ such models cannot be combined with.
 A rule is data, as in `layout_rules`.
 """
 
-from megarl.errors import UsageError
 from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, require, value_of
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
@@ -79,15 +78,3 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
         ("--use-torch-fsdp2", args.use_torch_fsdp2, not args.use_torch_fsdp2 or not args.bf16,
          "fp32: some parameters have another type,"),
     ]  # fmt: skip
-
-
-def check_run(settings, megatron: dict):
-    """Raises UsageError for settings of a run that its models with recurrent states cannot have.
-
-    `megatron`: namespaces of roles.
-    """
-    actor = megatron.get("actor")
-    if actor is not None and has_states(actor) and settings.rollout_prefix_caching:
-        raise UsageError(
-            f"--rollout-prefix-caching: not yet with {FLAG} {GATED_DELTA_NET}: blocks of the cache hold no states"
-        )

@@ -53,8 +53,7 @@ def _fitting(engine, max_count: int) -> list[_Fitting]:
     used: set[int] = set()  # cached blocks that are used again
     for number in engine.waiting_request_ids:
         request = engine.get_request(number)
-        hashes = request.precomputed_block_hashes
-        if not computed.isdisjoint(hashes):
+        if not computed.isdisjoint(c.hashes_to_find(request)):
             continue
         cached, fresh, _, _, skipped, length = c._compute_prefix_match(request, request.remaining_prompt_length)
         new = set(cached) - used if cached else ()
@@ -64,7 +63,7 @@ def _fitting(engine, max_count: int) -> list[_Fitting]:
         if tokens < 0 or room < 0:
             break
         used.update(new)
-        computed.update(hashes[len(cached) :])
+        computed.update(c.hashes_to_keep(request, len(cached)))
         found.append(_Fitting(request, cached, skipped))
         if len(found) == max_count:
             break
@@ -130,7 +129,8 @@ def _set_blocks(context, added: list[_Fitting], counts: torch.Tensor):
 def _register(context, added: list[_Fitting], start: int):
     """Registers the whole blocks of new requests, whose first row is `start`, for later ones."""
     c = context
-    for row, (request, cached, _) in enumerate(added, start):
+    for row, (request, cached, skipped) in enumerate(added, start):
+        c.continue_prefix(request, skipped)
         if cached:
             c.prefix_cache_hits += 1
             c.prefix_cache_blocks_matched += len(cached)

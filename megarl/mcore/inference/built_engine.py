@@ -39,7 +39,7 @@ class BuiltEngine:
         self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
         prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
         cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False, decode_graphs: bool = True,
-        prediction: PredictionLayer | None = None, stops: Follows | None = None,
+        prediction: PredictionLayer | None = None, stops: Follows | None = None, snapshots: int | None = None,
     ):  # fmt: skip
         """Reserves the KV cache.
 
@@ -59,6 +59,8 @@ class BuiltEngine:
             decode_graphs: on CUDA, decode steps are graphs where they can be.
             prediction: the model's layer of multi-token prediction, which drafts; for a speculative engine.
             stops: the stop strings of requests that have `stops_from`; None: none.
+            snapshots: recurrent states at ends of prompts that prefix caching keeps, if the model has such states;
+                default: `max_requests`.
         """
         tp_size = dist.get_world_size(pg_collection.tp)
         max_requests = max(max_requests, MIN_ROWS)
@@ -88,16 +90,17 @@ class BuiltEngine:
         model.config.inference_moe_token_dispatcher_type = "nccl"
         self._cache_present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext
         with self._cache_present():
-            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative, prediction)
+            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative, prediction, snapshots)
         self.engine.device_decode.has_graphs = decode_graphs
 
     def _build(
         self, config: InferenceConfig, pg_collection, vocab_size: int,
         cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool, prediction: PredictionLayer | None,
+        snapshots: int | None,
     ):  # fmt: skip
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
-        memory = cache_in_grad_buffer and cache_in_grad_buffer.memory
-        self.context = context_of(model, config, memory, further_layers=int(prediction is not None))
+        memory = None if cache_in_grad_buffer is None else cache_in_grad_buffer.memory
+        self.context = context_of(model, config, memory, snapshots, further_layers=int(prediction is not None))
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
         softcap = model.config.final_logit_softcapping
@@ -111,6 +114,7 @@ class BuiltEngine:
         if prediction is not None:
             self.engine.prediction = PredictionDrafts(model, prediction, self.context, self.sampling)
         self.context.kv_block_allocator.tokens_of = self._tokens_of
+        self.context.request_of = self.engine.get_request
         self._prefill_counts = PrefillCounts()  # when they were taken last
         self.engine.suspend()
         model.train(was_training)

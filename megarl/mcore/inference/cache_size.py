@@ -35,17 +35,24 @@ def state_bytes(model_config, layers: int, tensor_ranks: int) -> int:
     return 4 * layers * sum(map(math.prod, States.shapes(1, model_config.linear_conv_kernel_dim, sizes)))
 
 
-def cache_bytes(buffer_gb: float, requests: int, bytes_of_state: int) -> int:
-    """Bytes of a buffer of some GiB that keys and values have, after the states of `requests`.
+def snapshot_count(requests: int, prefix_caching: bool, wanted: int | None) -> int:
+    """Recurrent states at ends of prompts that a buffer has beside those of requests; None: as many."""
+    return (requests if wanted is None else wanted) if prefix_caching else 0
+
+
+def cache_bytes(buffer_gb: float, requests: int, bytes_of_state: int, snapshots: int = 0) -> int:
+    """Bytes of a buffer of some GiB that keys and values have, after the states of `requests` and of `snapshots`.
 
     Raises:
         UsageError: there are none.
     """
-    buffer, states = int(buffer_gb * GIB), requests * bytes_of_state
+    buffer, states = int(buffer_gb * GIB), (requests + snapshots) * bytes_of_state
     if states and states >= buffer:
+        whose = f"{requests} requests (--…-max-requests)"
+        whose += f" and {snapshots} ends of prompts (--rollout-state-snapshots)" if snapshots else ""
         raise UsageError(
-            f"--rollout-buffer-gb {buffer_gb:g} (of a judge --judge-buffer-gb): the states of {requests} requests "
-            f"(--…-max-requests) take {states / GIB:.3g} GiB, before any keys and values"
+            f"--rollout-buffer-gb {buffer_gb:g} (of a judge --judge-buffer-gb): the states of {whose} take "
+            f"{states / GIB:.3g} GiB, before any keys and values"
         )
     return buffer - states
 

@@ -1,8 +1,10 @@
 """Rollout state of models with multi-latent attention, whose cache holds latents; the context of any model."""
 
 import copy
+from collections.abc import Callable
 
 from megatron.core.transformer import MLATransformerConfig
+from torch import Tensor
 
 from megarl.mcore.attention.latent_cache import latent_attention
 from megarl.mcore.inference.cache_size import cached_heads
@@ -33,10 +35,19 @@ class LatentContext(PagedContext):
         self.memory_buffer = self.memory_buffer.flatten(3)
 
 
-def context_of(model, *args, further_layers: int = 0) -> PagedContext:
-    """Returns the context for a model's kind of attention; `args`, `further_layers`: those of `PagedContext`."""
+def context_of(
+    model, config, memory: Callable[[int], Tensor] | None, snapshots: int | None, further_layers: int = 0
+) -> PagedContext:
+    """Returns the context for a model's kind of attention.
+
+    Args:
+        config, memory: of the engine, and its memory, as of `PagedContext`.
+        snapshots: as of `RecurrentContext`.
+        further_layers: as of `PagedContext`.
+    """
     has_states = [isinstance(layer.self_attention, GatedDeltaNet) for layer in model.decoder.layers]
     if model.config.experimental_attention_variant is not None:
-        return RecurrentContext(model.config, *args, has_states=has_states + [False] * further_layers)
+        has_states += [False] * further_layers
+        return RecurrentContext(model.config, config, memory, has_states=has_states, snapshots=snapshots)
     kind = LatentContext if isinstance(model.config, MLATransformerConfig) else PagedContext
-    return kind(model.config, *args, further_layers=further_layers)
+    return kind(model.config, config, memory, further_layers)

@@ -5,7 +5,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ class PagedContext(DynamicInferenceContext):
         self._plan: StepPlan | None = None
         self.only_decodes = False  # the next step decodes one more token of each request
         self._is_prepared = False  # Megatron's tensors of a step are those of a decode step of these requests
+        self.request_of: Callable[[int], Any] | None = None  # id of a request in the engine -> Megatron's request
         self.draft_rows: DraftRows | None = None  # of a step that also reads drafted tokens
         self._read_before = self.lifetime_prefill_token_count = 0
         self._frequencies: Tensor | None = None
@@ -284,6 +285,17 @@ class PagedContext(DynamicInferenceContext):
         known, hashes = self.kv_block_allocator.kv_hash_to_block_id, req.precomputed_block_hashes[start_block:end_block]
         found = list(itertools.takewhile(lambda block: block is not None, map(known.get, hashes)))
         return found, hashes[len(found) - 1] if found else 0
+
+    def hashes_to_find(self, request) -> list[int]:
+        """Hashes of a prompt's blocks that may be in the cache already."""
+        return request.precomputed_block_hashes
+
+    def hashes_to_keep(self, request, found: int) -> list[int]:
+        """Hashes of the blocks that later requests find once the prompt is read, without the first `found` ones."""
+        return request.precomputed_block_hashes[found:]
+
+    def continue_prefix(self, request, skipped: int):
+        """Prepares a new request whose first tokens, of blocks in the cache, are skipped."""
 
     def advance_decode(self, new_tokens: Tensor) -> bool:
         """Advances from a step that `only_decodes`; returns False, changing nothing, if a request ends or the free

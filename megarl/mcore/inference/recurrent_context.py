@@ -11,8 +11,9 @@ from torch import Tensor
 from megarl.batch import expand_ranges
 from megarl.mcore import device
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
-from megarl.mcore.inference.cache_size import GIB, cache_bytes, state_bytes
+from megarl.mcore.inference.cache_size import GIB, cache_bytes, snapshot_count, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
+from megarl.mcore.inference.state_snapshots import StateSnapshots
 from megarl.mcore.recurrence.delta_rule import HeadSizes, States, gated_delta_rule
 from megarl.mcore.recurrence.runs import NONE, Runs
 
@@ -21,24 +22,31 @@ class RecurrentContext(PagedContext):
     """Keeps the states of a request under its id, which the session gives to no other request before this one ended.
 
     A request whose first tokens are read starts from zeros, so states are never cleared: one that is evicted or comes
-    later reads its whole sequence again. States and cache share one memory, states first.
+    later reads its whole sequence again. With prefix caching there are further states, for ends of prompts, and a
+    prompt continues the last of them on its way. States and cache share one memory, states first.
     """
 
     def __init__(
-        self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None, *, has_states: list[bool]
-    ):
-        """`has_states`: of each layer of this rank; others have keys and values. The rest as of `PagedContext`."""
-        if inference_config.enable_prefix_caching:
-            raise RuntimeError(
-                "blocks of the cache hold no recurrent states: prefix caching would skip tokens silently"
-            )
+        self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None, *, has_states: list[bool],
+        snapshots: int | None,
+    ):  # fmt: skip
+        """Arguments as of `PagedContext`, and these.
+
+        Args:
+            has_states: of each layer of this rank; others have keys and values.
+            snapshots: states for ends of prompts; None: as many as of requests. Without prefix caching there are none.
+        """
         self._has_states, self._cache_memory = has_states, memory
         ranks = inference_config.pg_collection.tp.size()
         self._taps, self._sizes = model_config.linear_conv_kernel_dim, HeadSizes.of(model_config, ranks)
-        self._slots = inference_config.max_requests
+        requests = inference_config.max_requests
+        count = snapshot_count(requests, inference_config.enable_prefix_caching, snapshots)
+        self._slots = requests + count
+        self.snapshots = StateSnapshots(range(requests, self._slots))
+        self._continued: dict[int, int] = {}  # id of a request that joins the next step -> the snapshot it continues
         bytes_of_state = state_bytes(model_config, sum(has_states), ranks)
         self._state_bytes = self._slots * bytes_of_state
-        left = cache_bytes(inference_config.buffer_size_gb, self._slots, bytes_of_state)
+        left = cache_bytes(inference_config.buffer_size_gb, requests, bytes_of_state, count)
         inference_config = dataclasses.replace(inference_config, buffer_size_gb=left / GIB)
         super().__init__(model_config, inference_config, self._memory_after_states)
 
@@ -71,11 +79,80 @@ class RecurrentContext(PagedContext):
         caches = iter(self.memory_buffer.unbind())
         return tuple(self.memory_buffer[0] if own else next(caches) for own in self._has_states)
 
+    def reset(self, *args, **kwargs):
+        """Drops all requests and snapshots."""
+        super().reset(*args, **kwargs)
+        self.snapshots.clear()
+        self._continued.clear()
+        self.kv_block_allocator.on_blocks_deregistered = lambda _, hashes: self.snapshots.drop(hashes)
+
+    def _compute_prefix_match(self, req, prefill_chunk_length: int, record_mamba_match: bool = False):
+        """As Megatron's, but a prompt finds its blocks up to the last one with a snapshot before its last token, and
+        reads the others again; a further part of a prompt continues the request's own state."""
+        match = super()._compute_prefix_match(req, prefill_chunk_length, record_mamba_match)
+        if not self.enable_prefix_caching:
+            return match
+        found, _, before, needed, _, _ = match
+        limit = 0 if before else min(len(found), (prefill_chunk_length - 1) // self.block_size_tokens)
+        known = (n for n in range(limit, 0, -1) if req.precomputed_block_hashes[n - 1] in self.snapshots)
+        count = next(known, 0)
+        skipped = count * self.block_size_tokens
+        return found[:count], max(0, needed - before - count), before, needed, skipped, prefill_chunk_length - skipped
+
+    def hashes_to_find(self, request) -> list[int]:
+        """Those of whole blocks before the prompt's last token."""
+        return request.precomputed_block_hashes[: (len(request.prompt_tokens) - 1) // self.block_size_tokens]
+
+    def hashes_to_keep(self, request, found: int) -> list[int]:
+        """The one at whose end a snapshot is made."""
+        return self.hashes_to_find(request)[found:][-1:]
+
+    def continue_prefix(self, request, skipped: int):
+        """Makes a new request continue the snapshot after its first tokens, which are skipped."""
+        if skipped:
+            last = request.precomputed_block_hashes[skipped // self.block_size_tokens - 1]
+            self._continued[request.request_id] = self.snapshots.use(last)
+
+    def add_request(self, req, prefill_chunk_length: int | None = None):
+        """As Megatron's, which adds the parts of prompts that do not fit into a step."""
+        is_first = req.finished_chunk_token_count == 0
+        super().add_request(req, prefill_chunk_length)
+        if is_first and self.enable_prefix_caching:
+            self.continue_prefix(req, int(self.request_kv_length_offsets[self.total_request_count - 1]))
+
+    def _starts(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """[n] the state that each request's rows continue; `offsets`: tokens before them."""
+        starts = torch.where(offsets == 0, NONE, ids)
+        for row, number in enumerate(ids.tolist()) if self._continued else ():
+            if number in self._continued:
+                starts[row] = self._continued[number]
+        return starts
+
+    def _new_snapshots(self, ids: Tensor, offsets: Tensor, queries: Tensor) -> dict[int, tuple[int, int]]:
+        """Request of the step -> (its rows before the end of a block, slot for the state there)."""
+        if not self.enable_prefix_caching or not self.num_prefill_requests:
+            return {}
+        found, pinned = {}, set(self._continued.values())
+        active = slice(self.paused_request_count, self.total_request_count)
+        for row in self.request_in_prefill_status_tensor[active].nonzero().flatten().tolist():
+            request = self.request_of(int(ids[row]))
+            hashes = self.hashes_to_find(request)  # Megatron gives none to a request that was evicted
+            rows = len(hashes) * self.block_size_tokens - int(offsets[row])
+            if not 0 < rows <= int(queries[row]) or hashes[-1] in self.snapshots:
+                continue
+            if (slot := self.snapshots.take(hashes[-1], pinned)) is not None:
+                found[row] = rows, slot
+                pinned.add(slot)
+        return found
+
     def _states_of_step(self, rows: int, dedup: PrefillDedup | None) -> dict:
         if self.draft_rows is None:
             active = slice(self.paused_request_count, self.total_request_count)
-            is_first = self.request_kv_length_offsets[active] == 0
-            table = runs_of_step(self.request_ids[active], self.request_query_lengths[active], is_first, dedup)
+            ids, queries = self.request_ids[active].long(), self.request_query_lengths[active].long()
+            offsets = self.request_kv_length_offsets[active].long()
+            starts, snapshots = self._starts(ids, offsets), self._new_snapshots(ids, offsets, queries)
+            self._continued.clear()
+            table = runs_of_step(ids, queries, starts, dedup, snapshots)
             rows = rows if dedup is None else len(dedup.kept_tokens)
             return {"runs": self._with_padding(table, rows), "states": self._states}
         # Some of the rows may be dropped, so that states stay as they are until it is known which.
@@ -101,21 +178,37 @@ class RecurrentContext(PagedContext):
             gated_delta_rule(kept, self._sizes, runs, self._states[layer])
 
 
-def runs_of_step(ids: Tensor, queries: Tensor, is_first: Tensor, dedup: PrefillDedup | None) -> Tensor:
+def runs_of_step(
+    ids: Tensor, queries: Tensor, before: Tensor, dedup: PrefillDedup | None, snapshots: dict[int, tuple[int, int]]
+) -> Tensor:
     """[N, 4] the runs of an engine's step without padding; a request keeps its state under its id.
 
     Args:
-        ids: [n] of the requests.
-        queries: [n] rows of each; `is_first`: [n] bool, whether they are its first ones.
+        ids: [n] int64 of the requests.
+        queries: [n] int64 rows of each.
+        before: [n] int64 the state that they continue, or `NONE`.
         dedup: equal prompts, computed once: the others get copies of the state.
+        snapshots: of some requests, (rows, state in which these leave theirs): the other rows continue that one.
     """
-    ids, queries = ids.long(), queries.long()
-    before, starts = torch.where(is_first, NONE, ids), queries.cumsum(0) - queries
+    starts = queries.cumsum(0) - queries
     if dedup is None:
-        return torch.stack([starts, queries, before, ids], 1)
+        return _cut(torch.stack([starts, queries, before, ids], 1), snapshots)
     kept = queries[dedup.requests]
     kept_starts = kept.cumsum(0) - kept
     table = torch.stack([kept_starts, kept, before[dedup.requests], ids[dedup.requests]], 1)
     originals = torch.searchsorted(kept_starts, dedup.inverse[starts], right=True) - 1
     copies = torch.stack([torch.zeros_like(ids), torch.zeros_like(ids), table[originals, 3], ids], 1)
-    return torch.cat([table, copies[copies[:, 2] != ids]])
+    cuts = {row: snapshots[i] for row, i in enumerate(dedup.requests.tolist()) if i in snapshots}
+    return torch.cat([_cut(table, cuts), copies[copies[:, 2] != ids]])
+
+
+def _cut(table: Tensor, cuts: dict[int, tuple[int, int]]) -> Tensor:
+    """Runs of which some are cut in two; `cuts`: by number of a run, (rows of the first, state between both)."""
+    found = []
+    for number, run in enumerate(table.tolist() if cuts else ()):
+        if number not in cuts:
+            found.append(run)
+            continue
+        (first, rows, before, after), (count, between) = run, cuts[number]
+        found += [(first, count, before, between), (first + count, rows - count, between, after)]
+    return torch.tensor(found) if cuts else table

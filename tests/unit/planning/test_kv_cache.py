@@ -6,6 +6,7 @@ from megarl import arguments
 from megarl.errors import UsageError
 from megarl.planning import traffic
 from megarl.planning.kv_cache import cache_plan
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import SHAPES, VOCAB, join_actor
 from tests.helpers.worlds import run_world
 
@@ -16,7 +17,9 @@ CASES = [("", "llama", 1), ("--bf16", "gpt2", 1), (TP2, "llama", 2), (TP2, "late
          (f"{TP2} --num-query-groups 1", "llama", 2)]  # fmt: skip
 
 
-def sizes_of_engine(rank: int, flags: str, shape: str, predicts: bool = False) -> tuple[int, int]:
+def sizes_of_engine(
+    rank: int, flags: str, shape: str, caching: bool = False, snapshots: int | None = None, predicts: bool = False
+) -> tuple[int, int]:
     """(bytes of a token, tokens of the cache's blocks) of the engine on this rank, with the blocks of a GPU."""
     from megarl.mcore.inference import built_engine
     from megarl.mcore.inference.engine import RolloutEngine
@@ -25,7 +28,7 @@ def sizes_of_engine(rank: int, flags: str, shape: str, predicts: bool = False) -
 
     built_engine.BLOCK_TOKENS = 64
     assert join_actor(flags, shape)[1].is_member
-    engine, model, place = make_engine(flags, shape, buffer_gb=0.01)
+    engine, model, place = make_engine(flags, shape, buffer_gb=0.01, prefix_caching=caching, snapshots=snapshots)
     if predicts:
         layer = PredictionLayer(join_actor(flags, shape)[0], place.pg_collection)
         sizes = VOCAB, 48, 0.01, 32
@@ -47,15 +50,27 @@ def planned(flags: str, shape: str, ranks: int, lengths: str = "24 24"):
 @pytest.mark.parametrize("flags, shape, ranks", CASES)
 def test_tokens_and_their_bytes_are_those_of_the_engine(flags, shape, ranks):
     """Grouped queries, latents, 16 bits, tensor ranks, and the stage with most layers, whose blocks all stages have."""
-    found = run_world(sizes_of_engine, ranks, flags, shape)
-    cache = planned(f"{flags} --rollout-buffer-gb 0.01 --rollout-max-requests 32", shape, ranks)
+    check_sizes(flags, shape, ranks, "", False, None)
+
+
+@pytest.mark.parametrize("flags, ranks, more, snapshots", [
+    (TP2, 2, "", None), ("--bf16", 1, "--rollout-state-snapshots 7", 7),
+    long((UNEVEN, 2, "--rollout-state-snapshots 7", 7)),
+])  # fmt: skip
+def test_states_at_ends_of_prompts_take_their_part_of_the_buffer(flags, ranks, more, snapshots):
+    check_sizes(flags, "recurrent", ranks, f"--rollout-prefix-caching {more}", True, snapshots)
+
+
+def check_sizes(flags: str, shape: str, ranks: int, more: str, caching: bool, snapshots: int | None):
+    found = run_world(sizes_of_engine, ranks, flags, shape, caching, snapshots)
+    cache = planned(f"{flags} --rollout-buffer-gb 0.01 --rollout-max-requests 32 {more}", shape, ranks)
     assert cache.token_bytes == max(each for each, _ in found) > 0
     assert {tokens for _, tokens in found} == {cache.tokens}
 
 
 @pytest.mark.parametrize("flags, shape", [("--bf16", "recurrent"), ("", "latent"), ("", "llama")])
 def test_a_layer_that_drafts_has_keys_and_values_too(flags, shape):
-    ((each, tokens),) = run_world(sizes_of_engine, 1, flags, shape, True)
+    ((each, tokens),) = run_world(sizes_of_engine, 1, flags, shape, False, None, True)
     more = "--rollout-buffer-gb 0.01 --rollout-max-requests 32 --mtp-train --mtp-drafts"
     cache = planned(f"{flags} {more}", shape, 1)
     assert (cache.token_bytes, cache.tokens) == (each, tokens)

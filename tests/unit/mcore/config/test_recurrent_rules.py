@@ -62,9 +62,13 @@ def test_gates_of_latents_are_refused():
         parse(f"{SHAPES['latent']} {LENGTHS} --lr 1e-3 --attention-output-gate".split(), 1, "sft")
 
 
-def test_blocks_without_states_are_not_found():
-    with pytest.raises(UsageError, match=f"--rollout-prefix-caching: not yet with {FLAG} gated_delta_net"):
-        parse(f"{SHAPE} --advantage grpo --rollout-prefix-caching".split(), 1, "rl")
+def test_states_of_prompts_need_a_model_with_states():
+    flags = f"{LENGTHS} --lr 1e-3 --advantage grpo --rollout-prefix-caching --rollout-state-snapshots"
+    assert parse(f"{SHAPES['recurrent']} {flags} 4".split(), 1, "rl").settings.rollout_state_snapshots == 4
+    with pytest.raises(UsageError, match=f"--rollout-state-snapshots 4: needs {FLAG}"):
+        parse(f"{SHAPES['llama']} {flags} 4".split(), 1, "rl")
+    with pytest.raises(UsageError, match="--rollout-state-snapshots 0: allowed is a number above 0"):
+        parse(f"{SHAPES['recurrent']} {flags} 0".split(), 1, "rl")
 
 
 def test_states_that_the_buffer_does_not_hold():
@@ -73,3 +77,7 @@ def test_states_that_the_buffer_does_not_hold():
     assert cache_bytes(0.5, 100, 2**20) == 2**29 - 100 * 2**20
     with pytest.raises(UsageError, match=r"--rollout-buffer-gb 0.5 .*: the states of 600 requests .* take 0.586 GiB"):
         cache_bytes(0.5, 600, 2**20)
+    with pytest.raises(
+        UsageError, match=r"states of 300 requests \(--…-max-requests\) and 300 ends of prompts \(--rol"
+    ):
+        cache_bytes(0.5, 300, 2**20, 300)

@@ -18,6 +18,7 @@ WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
 CHUNKS = {"chunked_prefill": True, "step_tokens": 24, "max_requests": 8}
 SMALL = {"buffer_gb": 0.0002}  # 26 blocks of 16 tokens: those of three episodes
 TINY = {"buffer_gb": 0.00012}  # 15 blocks
+SMALL_STATES = {"buffer_gb": (16 * 8064 + 22 * 4096) / 2**30, "max_requests": 8}  # 22 blocks after 16 states
 
 
 def with_and_without(rank, flags="", shape="llama", end=(3,), routes=False, episodes=None, sampling=None, **settings):
@@ -84,6 +85,74 @@ def test_episodes_that_begin_or_go_on_alike(ranks, case):
         assert_same(found, plain)
         assert without.reused == 0 and counts.read + counts.reused == without.read
         assert counts.reused > 0.8 * plain.found_again()  # in chunks, two may compute a block at the same time
+
+
+STATES = {"shape": "recurrent"}
+
+
+@pytest.mark.parametrize(("ranks", "case"), [
+    (1, {"episodes": {"late": True}}),
+    long((1, {"end": NEVER})),
+    long((1, {"flags": EXPERTS, "routes": True})),
+    long((1, {"speculative": True})),
+    long((2, {"flags": TP2})),
+    long((2, {"flags": f"{EXPERTS} {TP2} {SP}", "routes": True})),
+    long((2, {"flags": PP2})),
+], ids=str)  # fmt: skip
+def test_turns_continue_the_states_at_the_end_of_the_last_prompt(ranks, case):
+    for (plain, without), (found, counts), *lost in run_world(
+        functools.partial(with_and_without, **STATES, **case), ranks
+    ):
+        assert_same(found, plain)
+        prompts = sum(len(request.prompt) for request in plain.sent.values())
+        assert without == (prompts, 0) and lost == [0, 0]
+        assert counts == (prompts - counts.reused, plain.found_states()) and counts.reused > 0.4 * prompts
+
+
+@pytest.mark.parametrize(("ranks", "case"), [
+    (1, {"episodes": {"siblings": 5, "late": True}}),
+    long((1, {"episodes": {"siblings": 5}, "sampling": {"greedy": True}, **CHUNKS})),
+    long((1, CHUNKS)), long((1, {"snapshots": 2})), long((1, {**SMALL_STATES})),
+    long((1, {**SMALL_STATES, **CHUNKS, "step_tokens": 64, "snapshots": 3, "episodes": {"late": True}})),
+    long((1, {"episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}, "speculative": True, "snapshots": 4})),
+    long((2, {"episodes": {"siblings": 5}, "flags": f"{TP2} {SP}", "max_requests": 8})),
+], ids=str)  # fmt: skip
+def test_states_of_few_slots_and_shared_prompts_change_no_bit(ranks, case):
+    for result in run_world(functools.partial(with_and_without, **STATES, **case), ranks):
+        (plain, without), (found, counts), emptied, _ = result
+        assert_same(found, plain)
+        assert without.reused == 0 < counts.reused and (emptied > 0 or "buffer_gb" not in case)
+        assert counts.read + counts.reused == without.read or "buffer_gb" in case
+
+
+def shared_prompts(rank, **settings):
+    """(gap, counts, snapshots) of groups that are admitted in several steps, and the same with other weights."""
+    from dataclasses import replace
+
+    from tests.helpers.engines import largest_gap
+
+    stages, _, place = build_stages("", "recurrent")
+    engine, found = engine_of(stages[0], place, prefix_caching=True, max_requests=8, **settings), []
+    prompts = [one.prompt * 2 for one in make_requests(12, 6)]
+    requests = [replace(one, prompt=prompts[i // 4]) for i, one in enumerate(make_requests(12, 24))]
+    for _ in range(2):
+        done = engine.generate(requests, NEVER, settings_of(temperature=1.1))
+        counts = engine.take_prefill_counts()
+        found.append((largest_gap(stages[0], requests, done, 1.1), counts, len(engine.context.snapshots)))
+        with torch.no_grad():
+            for parameter in stages[0].parameters():
+                parameter.mul_(1.1)
+    lengths = [len(one.prompt) for one in requests]
+    return found, sum(lengths), sum((n - 1) // BLOCK * BLOCK for n in lengths[::4])
+
+
+def test_responses_to_a_prompt_continue_its_state_and_no_state_of_old_weights():
+    from tests.helpers.exactness import largest_gap_allowed
+
+    ((found, tokens, kept),) = run_world(shared_prompts, 1)
+    for gap, counts, snapshots in found:
+        assert gap <= largest_gap_allowed() and counts == (tokens - 3 * kept, 3 * kept) and kept > 0
+        assert snapshots == 4  # one prompt is shorter than a block
 
 
 @pytest.mark.parametrize("case", [
