@@ -1,6 +1,7 @@
 """Where a role's initial weights come from: one of megarl's checkpoints, or a Hugging Face folder."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.weights.dist_checkpoint import average_of
 from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.mcore.weights.hf.import_weights import import_weights
-from megarl.mcore.weights.hf.scales import damaged_scales
+from megarl.mcore.weights.hf.scales import damaged_decays, damaged_scales
 from megarl.mcore.weights.hf.weight_map import WeightMap
 
 BASES = ("actor", "reward")  # roles whose weights may be under factors
@@ -111,6 +112,7 @@ def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeight
     weight_map = WeightMap(role.hf_model, role.megatron, value_head)
     weight_map.check()
     _check_scales(weight_map.model.folder)
+    _check_decays(weight_map)
     _check_tied_head(weight_map)
     return FolderWeights(weight_map)
 
@@ -124,13 +126,31 @@ def _check_scales(folder: HFFolder):
     if folder.weights is folder.tensors:
         return
 
-    def damaged() -> dict[str, np.ndarray]:
-        return {"names": np.frombuffer("\n".join(damaged_scales(folder)).encode(), np.uint8)}
+    if names := _names_once("scales", folder, lambda: damaged_scales(folder)):
+        raise folder.error(f"{names[0]} holds a scale that is not finite{_others(names)}")
 
-    names = node_files.arrays(lambda: ("scales", _identities(folder)), damaged)["names"].tobytes().decode().splitlines()
-    if names:
-        others = f", as {len(names) - 1} other tensors do" if len(names) > 1 else ""
-        raise folder.error(f"{names[0]} holds a scale that is not finite{others}")
+
+def _check_decays(weight_map: WeightMap):
+    """UsageError for decays of recurrent states, or their biases, that are not finite."""
+    folder, args = weight_map.model.folder, weight_map.args
+    if args.experimental_attention_variant is None:
+        return
+    if names := _names_once("decays", folder, lambda: damaged_decays(folder, weight_map.expected())):
+        file = folder.weights[names[0]].file
+        raise folder.error(f"{names[0]} in {file} holds a number that is not finite{_others(names)}")
+
+
+def _names_once(kind: str, folder: HFFolder, find: Callable[[], list[str]]) -> list[str]:
+    """What `find` returns, the names of tensors; one process of a node calls it. `kind`: of what it looks for."""
+
+    def found() -> dict[str, np.ndarray]:
+        return {"names": np.frombuffer("\n".join(find()).encode(), np.uint8)}
+
+    return node_files.arrays(lambda: (kind, _identities(folder)), found)["names"].tobytes().decode().splitlines()
+
+
+def _others(names: list[str]) -> str:
+    return f", as {len(names) - 1} other tensors do" if len(names) > 1 else ""
 
 
 def _check_tied_head(weight_map: WeightMap):

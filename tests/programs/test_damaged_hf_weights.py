@@ -33,11 +33,21 @@ from tests.helpers.hf_damage import (
 )
 
 Q, DOWN, HEAD = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"
+A_LOG, DT_BIAS = "model.layers.1.linear_attn.A_log", "model.layers.0.linear_attn.dt_bias"
 UNREADABLE, QUANTIZED = "is no readable safetensors file", "belongs to quantized weights"
 AFTER = "after those of config.json"
 ELSEWHERE = "model.layers.0.input_layernorm.weight"
 FP8 = torch.float8_e4m3fn
 TEMPLATE = "chat_template.jinja"
+
+
+def set_number(name: str, value: float):
+    """Damage: the second number of a vector."""
+
+    def change(held: dict[str, torch.Tensor]):
+        held[name][1] = value
+
+    return tensors(change)
 
 
 def another_row(held: dict[str, torch.Tensor]):
@@ -155,6 +165,15 @@ FAMILIES = {
         "missing bias": (drop("model.layers.2.mlp.gate.e_score_correction_bias"), ["correction_bias is missing"]),
         "two layers of prediction": (add("model.layers.5.eh_proj.weight", torch.ones(64, 128)), [AFTER]),
         "other dense layers": (config(first_k_dense_replace=2), ["model.layers.1.mlp"]),
+    },
+    "qwen3_next": {
+        "infinite decay": (set_number(A_LOG, float("inf")), [f"{A_LOG} in {SINGLE} holds a number that is not finite"]),
+        "no decay": (drop(A_LOG), [f"{A_LOG} is missing"]),
+        "decays of another count": (replace(A_LOG, lambda w: w[:3]), [f"{A_LOG} has shape [3]"]),
+    },
+    "qwen35_dense": {
+        "NaN": (in_order(set_number(DT_BIAS, float("nan")), set_number(A_LOG, float("-inf"))),
+                [f"{DT_BIAS} in {SINGLE} holds a number that is not finite, as 1 other tensors do"]),
     },
     "llama_reward": {
         "no score": (drop("score.weight"), ["score.weight is missing"]),

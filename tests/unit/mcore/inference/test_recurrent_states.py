@@ -91,6 +91,20 @@ def test_states_of_old_weights_are_not_read():
     assert max(before, after) <= largest_gap_allowed() and differ
 
 
+def test_the_snapshot_that_was_not_used_for_the_longest_time_goes_first():
+    from megarl.mcore.inference.state_snapshots import StateSnapshots
+
+    kept = StateSnapshots(range(8, 11))
+    assert [kept.take(block, ()) for block in (1, 2, 3)] == [8, 9, 10]
+    assert kept.use(1) == 8 and kept.take(4, {9}) == 10  # the slot of 2 is pinned
+    assert 3 not in kept and 2 in kept and len(kept) == 3
+    assert kept.take(5, {8, 9, 10}) is None and 5 not in kept
+    kept.drop([1, 77])
+    assert kept.take(6, {9, 10}) == 8 and 1 not in kept
+    kept.clear()
+    assert len(kept) == 0 and kept.take(7, ()) == 8
+
+
 def sizes(rank):
     """(shapes of the states of each layer, blocks, bytes of a block, bytes of the memory)."""
     engine, _, _ = make_engine("--num-layers 4", "recurrent", buffer_gb=0.01, max_requests=8)
