@@ -68,9 +68,8 @@ class Rollout:
         self.engine = self._weight_sync = self.model = self.bank = None
         self.scheduled: ScheduledRounds | None = None
         self._fingerprint: tuple | None = None
-        self._has_trained: dict[
-            int, bool
-        ] = {}  # whether a step changed the weights; of steps whose weights are to come
+        # Whether a step changed the weights; of steps whose weights are to come.
+        self._has_trained: dict[int, bool] = {}
         self._has_factors = has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
         vocab_size = role.model_vocab_size(tokenizer.vocab_size)
         if role.model_role == "actor":
