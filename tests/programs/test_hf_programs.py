@@ -23,7 +23,6 @@ from tests.helpers.hf_layouts import build, logprobs
 from tests.helpers.hf_prediction import of_case, with_prediction
 from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts
 from tests.helpers.programs import inputs, metrics, samples, timeless, train, write_lines
-from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 LENGTHS = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256"
@@ -172,9 +171,10 @@ def test_a_supervised_run_and_a_reward_model_start_from_folders(data, tmp_path):
     assert not head.equal(hf_folders.weights("qwen3_reward")["score.weight"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case, prefix", [
-    ("glm4_moe", r"model\.layers\.4\.(?!embed_tokens|shared_head\.head)"), long(("qwen3_next", r"mtp\.")),
-    long(("deepseek_v3", r"model\.layers\.3\.(?!embed_tokens|shared_head\.head)")),
+    ("glm4_moe", r"model\.layers\.4\.(?!embed_tokens|shared_head\.head)"), ("qwen3_next", r"mtp\."),
+    ("deepseek_v3", r"model\.layers\.3\.(?!embed_tokens|shared_head\.head)"),
 ])  # fmt: skip
 def test_a_layer_of_multi_token_prediction_drafts_and_is_trained(case, prefix, data, tmp_path):
     """Its numbers are those of the folder, then of its training; transformers loads the export."""

@@ -58,7 +58,7 @@ def without_drafts(row: dict) -> dict:
             and "accepted" not in name and "sync_bytes" not in name and "staged_bytes" not in name}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", by_default(RUNS, ("rl", "tensor")))
+@pytest.mark.parametrize("name", by_default(RUNS, ("rl",)))
 def test_the_policy_is_that_of_a_run_without_the_layer(name, folder, tmp_path):
     (size, flags), save = RUNS[name], run_of(folder, name)
     train("rl", [token for token in argv(tmp_path, flags) if token != "--mtp-drafts"], size)
