@@ -44,7 +44,6 @@ class PolicyPrediction:
             self.layer.requires_grad_(False)
             return
         self._wrapped = optimizer.wrap_for_training([self.layer], args, role_groups.pg_collection)
-        self.layer.eval()
         self.optimizer = optimizer.build_optimizer(self._wrapped, args, role_groups.pg_collection)
         self.optimizer.routers = []  # experts keep the bias of their balance
         self._scheduler = optimizer.build_scheduler(self.optimizer, args, updates)

@@ -60,7 +60,11 @@ class PredictionLayer(MegatronModule):
         self.to(device=device.device())
         if args.draws_weights:
             initialize(self, args.seed, pg_collection)
-        self.eval()  # its routers have no part in balancing
+        self.eval()
+
+    def train(self, mode: bool = True) -> "PredictionLayer":
+        """Stays in eval mode, whatever holds it: its routers have no part in balancing."""
+        return super().train(False)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """The state of checkpoints and transfers, under Megatron's names."""
