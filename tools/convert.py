@@ -33,6 +33,7 @@ from megarl.checkpoint.writer import CheckpointWriter
 from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import folded_weights
 from megarl.mcore.model import gpt
+from megarl.mcore.model.prediction import PredictionLayer
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.import_weights import read_boxes
@@ -97,6 +98,21 @@ class Conversion:
         self.groups = self.mesh[self.settings.name].pg_collection
         self.model = gpt.build_frozen_model(self.settings.megatron, self.vocab_size, self.groups, self.value_head)
         weights.load(self.model, self.groups)
+        if self.name == "actor" and isinstance(weights, CheckpointWeights):
+            self._add_prediction(weights.folder)
+
+    def _add_prediction(self, folder: Path):
+        """Adds the layer of multi-token prediction that a checkpoint has (`--mtp-train`)."""
+        of_role = dist_checkpoint.prediction_of(self.name)
+        if not any(key.startswith(f"{of_role}.") for key in dist_checkpoint.tensor_shapes(folder)):
+            return
+        args = self.settings.megatron
+        args.predicts = True
+        layer = PredictionLayer(args, self.groups).requires_grad_(False)
+        state = {"model": dist_checkpoint.model_state(of_role, [layer], self.groups)}
+        dist_checkpoint.load_weights([layer], dist_checkpoint.load_role(state, folder, self.groups)["model"])
+        self.model.append(layer)
+        self.say("the layer of multi-token prediction is that of the checkpoint")
 
     def _weights(self, load: str | None) -> PretrainedWeights:
         if load is None:
@@ -123,7 +139,8 @@ class Conversion:
             self._write("the moving average")
 
     def _write(self, what: str):
-        states = {self.name: {"model": dist_checkpoint.model_state(self.name, self.model, self.groups)}}
+        stages = [chunk for chunk in self.model if not isinstance(chunk, PredictionLayer)]
+        states = {self.name: {"model": dist_checkpoint.model_state(self.name, stages, self.groups)}}
         CheckpointWriter(self.save, self.mesh).save(0, states, {"program": "convert", "role": self.name})
         self.say(f"{folders.step_folder(self.save, 0)}: {what} of {self.source}")
 

@@ -16,6 +16,7 @@ from megarl.errors import UsageError
 from megarl.trainers.export_files import text_files
 from megarl.trainers.setup import build_role_encoder, check_training_flags
 from tests.helpers import hf_folders, small_tokenizers
+from tests.helpers.converter import converted
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_damage import in_order
@@ -200,6 +201,8 @@ def test_a_layer_of_multi_token_prediction_drafts_and_is_trained(case, prefix, d
     first, second = (layer_of(tmp_path / "run" / "hf" / f"step_0000000{step}") for step in (1, 2))
     assert same(layer_of(tmp_path / "drafts" / "hf" / "step_00000001"), layer_of(folder)) and len(second) > 10
     assert not same(first, layer_of(folder)) and not same(second, first)
+    argv = ("to-hf", "--load", tmp_path / "run", "--hf-model", folder, "--save", tmp_path / "converted")
+    assert run_world(converted, 1, *map(str, argv)) == [0] and same(layer_of(tmp_path / "converted"), second)
     # From a checkpoint the layer is the trained one, whatever the folder has.
     start = f"--pretrained-checkpoint {tmp_path}/run --train-iters 1"
     train("rl", f"{flags} {start} --save {tmp_path}/on".split())

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from megarl.checkpoint import folders
 from tests.helpers.checkpoints import stored_weights
+from tests.helpers.converter import converted
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import (
     GRADED,
@@ -28,7 +28,6 @@ from tests.helpers.programs import (
 )
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
-from tools import convert
 
 STEPS, DECAY = 4, 0.7
 AVERAGE = f"--ema-decay {DECAY} --train-iters {STEPS} --save-interval 1 --lr 3e-3 --keep-best false"
@@ -131,16 +130,6 @@ def test_an_evaluation_of_the_average_changes_no_byte_of_the_training(name, fold
         assert bool(evaluated) == (step % 2 == 0) and (evaluated != of_weights) == (step % 2 == 0)
     one, other = stored_weights(save, STEPS, "actor"), stored_weights(tmp_path, STEPS, "actor")
     assert all(torch.equal(one[key], other[key]) for key in one | other)
-
-
-def converted(rank: int, *argv: str) -> int:
-    """The exit status of the tool on a rank of the running world."""
-    sys.argv = ["convert.py", *map(str, argv)]
-    try:
-        convert.main()
-    except SystemExit as ended:
-        return ended.code or 0
-    return 0
 
 
 def average_of(save: Path, step: int, new: Path, flags: str = "", head: str = "") -> Path:

@@ -3,27 +3,16 @@
 import filecmp
 import json
 import shutil
-import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import hf_folders
+from tests.helpers.converter import converted
 from tests.helpers.hf_damage import SECOND, config, in_order, index, tensors
 from tests.helpers.worlds import run_world
-from tools import convert
 
 ENORM = "model.layers.4.enorm.weight"
-
-
-def converted(rank: int, *argv: str):
-    """The exit status of the tool on a rank of the running world."""
-    sys.argv = ["convert.py", *map(str, argv)]
-    try:
-        convert.main()
-    except SystemExit as ended:
-        return ended.code or 0
-    return 0
 
 
 def run(size: int, *argv) -> list:
