@@ -228,7 +228,8 @@ def read_curve(folder: Path, recipe: str, seed: int, metrics: list[str]) -> Curv
     late = rows[len(rows) // 2 :]
     values = {name: [row[name] for row in late if row.get(name) is not None] for name in metrics}
     means = {name: statistics.fmean(found) for name, found in values.items() if found}
-    return Curve(recipe, seed, *(list(column) for column in zip(*points, strict=True)), metrics=means)
+    steps, accuracy, tokens = (list(column) for column in zip(*points, strict=True))
+    return Curve(recipe, seed, steps, accuracy, tokens, metrics=means)
 
 
 def read_runs(runs: list[tuple[str, Path]], metrics: list[str]) -> list[Curve]:

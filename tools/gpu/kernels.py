@@ -107,10 +107,10 @@ def rotation() -> bool:
     is_equal = True
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         query, key, angles = drawn(300, 16, 128, dtype=dtype), drawn(300, 8, 128, dtype=dtype), drawn(300, 1, 64)
-        tables = [torch.cat([x, x], -1).to(dtype) for x in (angles.cos(), angles.sin())]
+        cosines, sines = (torch.cat([x, x], -1).to(dtype) for x in (angles.cos(), angles.sin()))
         for is_backward in (False, True):
-            found = rotate_heads(query, key, *tables, is_backward)
-            expected = reference_kernels.rotate_heads(query, key, *tables, is_backward)
+            found = rotate_heads(query, key, cosines, sines, is_backward)
+            expected = reference_kernels.rotate_heads(query, key, cosines, sines, is_backward)
             is_equal &= all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     report(kernel="rotate_heads", is_equal=is_equal)
     return is_equal
