@@ -15,7 +15,7 @@ from tests.helpers.tiers import by_default, long
 
 STEPS = 4
 GRPO = f"--advantage grpo {GRADED} --kl-coefficient 0 --lr 3e-3"
-RUN = f"{GRPO} --train-iters {STEPS} --save-interval 2 --mtp-drafts"
+RUN = f"{GRPO} --train-iters {STEPS} --save-interval 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 RUNS = {  # ranks, flags
     "rl": (1, ""),
@@ -27,6 +27,7 @@ RUNS = {  # ranks, flags
     "context": (2, "--context-parallel-size 2"),
     "experts": (2, f"{EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
                    " --moe-router-load-balancing-type none --overlap-grad-reduce --use-distributed-optimizer"),
+    "expert ranks": (2, f"{EXPERTS} --expert-model-parallel-size 2"),  # whose replicas draft nothing
     "offload": (2, "--actor-offload"),
     "other ranks": (2, "--role-map actor=0;reward=0;rollout=1 --verify-weights"),
     "generation ahead": (2, "--role-map actor=0;reward=1;rollout=1 --generation-lag 1 --rollout-correction tis"),
@@ -40,7 +41,8 @@ def folder(tmp_path_factory) -> Path:
 
 def argv(save: Path, flags: str) -> list[str]:
     own_shape = any(flag in flags for flag in ("--num-experts", "--linear-attention-freq"))
-    return rl_argv(save, f"{RUN} {flags}", warm_start=not own_shape)
+    drafts = "" if "--expert-model-parallel-size" in flags else "--mtp-drafts"
+    return rl_argv(save, f"{RUN} {drafts} {flags}", warm_start=not own_shape)
 
 
 @functools.cache
@@ -88,7 +90,9 @@ def test_the_loss_does_not_depend_on_the_layout(name, folder):
 # -- resume --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", by_default(("rl", "bf16", "tensor", "experts", "generation ahead"), ("rl",)))
+@pytest.mark.parametrize(
+    "name", by_default(("rl", "bf16", "tensor", "experts", "expert ranks", "generation ahead"), ("rl",))
+)
 def test_a_resumed_run_is_the_whole_one(name, folder, tmp_path):
     save, (size, flags) = run_of(folder, name), RUNS[name]
     train("rl", argv(tmp_path, f"{flags} --mtp-train --load {folders.step_folder(save, 2)}"), size)
