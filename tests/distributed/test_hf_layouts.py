@@ -11,7 +11,16 @@ from safetensors import safe_open
 
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.hf_damage import FIRST, INDEX, SINGLE, config, in_order, tensors, text_config
+from tests.helpers.hf_damage import (
+    FIRST,
+    INDEX,
+    SINGLE,
+    config,
+    in_order,
+    tensors,
+    text_config,
+    transposed_experts,
+)
 from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, RECURRENT, REWARD, SHORT, SUPPORTED, run_cases
 from tests.helpers.hf_prediction import add_module, with_prediction
 from tests.helpers.tiers import by_default
@@ -154,6 +163,7 @@ STORED_OTHERWISE = {
     "llama3+unnamed_tensor": (2, unnamed_tensor),
     "gemma3_vision+later_names": (1, tensors(later_names)),
     "gemma3_vision+untied_without_head": (1, config(tie_word_embeddings=False)),
+    "qwen3_vl_moe+transposed_experts": (1, transposed_experts),
     "qwen3_vl+tied_with_another_head": (1, text_config(tie_word_embeddings=True)),
 }
 FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import hf_folders
-from tests.helpers.hf_damage import CONFIG, SINGLE
+from tests.helpers.hf_damage import CONFIG, SINGLE, in_order, transposed_experts
 from tests.helpers.hf_layouts import build, logprobs
 from tests.helpers.hf_prediction import with_prediction
 from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts, write_dequantized
@@ -18,18 +18,19 @@ from tests.helpers.worlds import run_world
 
 BLOCK = (48, 40)  # divides neither the matrices nor what a rank has of them
 WHOLE = (16, 16)  # divides all matrices, which transformers needs
-TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+TP2, EP2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--expert-model-parallel-size 2"
 UNEVEN_PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
 # name -> case, what quantizes its folder, ranks and flags
 CASES = {
     "qwen3": ("qwen3", fp8(BLOCK), 2, TP2),
     "qwen3, scales in bf16": ("qwen3", fp8(BLOCK, torch.bfloat16), 1, ""),
     "qwen3_vl": ("qwen3_vl", fp8(BLOCK), 2, TP2),
-    "qwen3_moe": ("qwen3_moe", fp8(BLOCK), 2, f"{TP2} --expert-model-parallel-size 2"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", in_order(transposed_experts, fp8(BLOCK)), 2, f"{TP2} {EP2}"),
+    "qwen3_moe": ("qwen3_moe", fp8(BLOCK), 2, f"{TP2} {EP2}"),
     "deepseek_v3": ("deepseek_v3", fp8(BLOCK), 2, UNEVEN_PP2),
-    "deepseek_v3, experts": ("deepseek_v3", fp8(BLOCK), 2, f"{TP2} --expert-model-parallel-size 2"),
+    "deepseek_v3, experts": ("deepseek_v3", fp8(BLOCK), 2, f"{TP2} {EP2}"),
     "gpt_oss": ("gpt_oss", mxfp4, 2, UNEVEN_PP2),
-    "gpt_oss, experts": ("gpt_oss", mxfp4, 2, "--expert-model-parallel-size 2"),
+    "gpt_oss, experts": ("gpt_oss", mxfp4, 2, EP2),
     "gpt_oss, sharded": ("gpt_oss", mxfp4, 2, "--use-torch-fsdp2"),
 }  # fmt: skip
 

@@ -96,6 +96,14 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object], name: str = SIN
     return damage
 
 
+def _transpose_experts(held: dict[str, torch.Tensor]):
+    for name in [name for name in held if ".mlp.experts." in name]:
+        held[name] = held[name].mT.contiguous()
+
+
+transposed_experts = tensors(_transpose_experts)  # as the authors of Qwen3-VL store them
+
+
 def add(name: str, tensor: torch.Tensor) -> Damage:
     """One more tensor in the weight file."""
     return tensors(lambda held: held.update({name: tensor}))

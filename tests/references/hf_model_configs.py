@@ -24,6 +24,8 @@ GLM_4_MOE = {
     "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }  # fmt: skip
+GLM_4V_MOE = GLM_4_MOE | {"rope_parameters": GLM_4_MOE["rope_parameters"] | {"mrope_section": [2, 3, 3]}}
+del GLM_4V_MOE["use_qk_norm"]
 DEEPSEEK = {
     "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
     "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 24,
@@ -138,6 +140,17 @@ def further() -> dict[str, Case]:
                 "num_position_embeddings": 16},
             {"head_dim": 32, "rope_parameters": theta(1e6) | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
             image_token_id=100, video_token_id=101, vision_start_token_id=102, vision_end_token_id=103),
+        "qwen3_vl_moe": multimodal(
+            "Qwen3VLMoe", [2, 0], vision | {
+                "depth": 2, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0],
+                "num_position_embeddings": 16},
+            EXPERTS | {"head_dim": 32, "mlp_only_layers": [1],
+                       "rope_parameters": theta(1e6) | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}},
+            image_token_id=100, video_token_id=101, vision_start_token_id=102, vision_end_token_id=103),
+        "glm4v_moe": multimodal(
+            "Glm4vMoe", [2, 0], vision | {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "image_size": 28},
+            GLM_4V_MOE, image_token_id=100, video_token_id=101, image_start_token_id=102, image_end_token_id=103,
+            video_start_token_id=104, video_end_token_id=105),
         "mistral3": multimodal(
             "Mistral3", 2, tower | {"model_type": "pixtral"},
             {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "rope_parameters": theta(1e6)},

@@ -7,7 +7,7 @@ from megarl.mcore.weights.hf import multimodal
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
-from megarl.mcore.weights.hf.mapping import Mapping, Rows, rows, stacked_experts
+from megarl.mcore.weights.hf.mapping import Mapping, Rows, StackedExperts, rows, stacked_experts
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.multimodal import Naming
 from megarl.mcore.weights.hf.prediction import PredictionTensors, prediction_tensors
@@ -17,11 +17,12 @@ from megarl.mcore.weights.hf.stored_tensors import StoredTensor
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old folders of Llama have it
 LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 # As transformers 5 keeps experts in memory, and stores them with `save_original_format=False`.
 FUSED_EXPERTS: dict[str, Mapping] = {
     "mlp.router.weight": rows("mlp.gate.weight"),
-    "mlp.experts.experts.linear_fc1.weight": stacked_experts("mlp.experts.gate_up_proj"),
-    "mlp.experts.experts.linear_fc2.weight": stacked_experts("mlp.experts.down_proj"),
+    "mlp.experts.experts.linear_fc1.weight": stacked_experts(GATE_UP),
+    "mlp.experts.experts.linear_fc2.weight": stacked_experts(DOWN),
 }
 
 
@@ -100,14 +101,21 @@ def read_model(
 
 
 def _stored_layers(model: HFModel) -> dict[str, Mapping]:
-    """The family's layers; where transformers stored the experts of a layer in two tensors, these."""
-    layers = model.family.layers
-    plain = (model.naming.plain(name) or "" for name in model.folder.weights)
-    stored = {match[2] for match in map(LAYER_TENSOR.fullmatch, plain) if match}
-    has_single_experts = isinstance(layers.get("mlp.experts.experts.linear_fc1.weight"), Rows)
-    if not has_single_experts or "mlp.experts.gate_up_proj" not in stored:
+    """The family's layers; where transformers stored the experts of a layer in two tensors, these. It stores them as it
+    has them in memory also in families whose authors transposed them."""
+    layers, stored = model.family.layers, {}
+    for name, tensor in model.folder.weights.items():
+        if match := LAYER_TENSOR.fullmatch(model.naming.plain(name) or ""):
+            stored[match[2]] = tensor.shape
+    experts = layers.get("mlp.experts.experts.linear_fc1.weight")
+    if isinstance(experts, Rows):  # of single experts
+        return layers | FUSED_EXPERTS if GATE_UP in stored else layers
+    if not isinstance(experts, StackedExperts) or experts.projections > 1:
         return layers
-    return layers | FUSED_EXPERTS
+    hidden, ffn = model.flags["hidden-size"], model.flags["moe-ffn-hidden-size"]
+    # Both together: one of them may be square.
+    is_plain = [stored.get(name, ())[1:] for name in (GATE_UP, DOWN)] == [(2 * ffn, hidden), (hidden, ffn)]
+    return layers | FUSED_EXPERTS if is_plain else layers
 
 
 def _notes(model: HFModel) -> tuple[str, ...]:
