@@ -12,7 +12,7 @@ from tests.helpers import hf_folders
 from tests.helpers.hf_damage import CONFIG, SINGLE, in_order, transposed_experts
 from tests.helpers.hf_layouts import build, logprobs
 from tests.helpers.hf_prediction import with_prediction
-from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts, write_dequantized
+from tests.helpers.hf_quantized import FP8_OF_LIBRARIES, fp8, mxfp4, widen_experts, write_dequantized
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
@@ -27,6 +27,9 @@ CASES = {
     "qwen3_vl": ("qwen3_vl", fp8(BLOCK), 2, TP2),
     "qwen3_vl_moe": ("qwen3_vl_moe", in_order(transposed_experts, fp8(BLOCK)), 2, f"{TP2} {EP2}"),
     "qwen3_moe": ("qwen3_moe", fp8(BLOCK), 2, f"{TP2} {EP2}"),
+    **{name: (case, FP8_OF_LIBRARIES[name], 2, flags) for name, case, flags in (
+        ("transformers", "qwen3", TP2), ("compressed-tensors", "phi4", UNEVEN_PP2),
+        ("compressed-tensors, rows", "glm4_moe", f"{TP2} {EP2}"), ("modelopt", "qwen3_next", f"{TP2} {EP2}"))},
     "deepseek_v3": ("deepseek_v3", fp8(BLOCK), 2, UNEVEN_PP2),
     "deepseek_v3, experts": ("deepseek_v3", fp8(BLOCK), 2, f"{TP2} {EP2}"),
     "gpt_oss": ("gpt_oss", mxfp4, 2, UNEVEN_PP2),
@@ -87,7 +90,9 @@ def logprobs_of_transformers(rank: int, folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case, quantize", [("qwen3", fp8(WHOLE)), ("qwen3_moe", fp8(WHOLE)), ("gpt_oss", mxfp4)])
+@pytest.mark.parametrize("case, quantize", [
+    ("qwen3", fp8(WHOLE)), ("qwen3_moe", fp8(WHOLE)), ("gpt_oss", mxfp4), ("qwen3", FP8_OF_LIBRARIES["transformers"]),
+])  # fmt: skip
 def test_transformers_reads_the_same_numbers_from_the_quantized_folder(case, quantize, tmp_path):
     folder, plain = write(case, quantize, tmp_path, WHOLE)
     ((_, ours),) = run_world(imported, 1, folder, plain, "", tmp_path / "out")

@@ -1,6 +1,8 @@
-"""Quantized Hugging Face folders: fp8 in blocks as DeepSeek and Qwen publish it, MXFP4 as OpenAI publishes GPT-OSS."""
+"""Quantized Hugging Face folders: fp8 in blocks as DeepSeek and Qwen publish it, fp8 with a scale for a tensor or a row
+as libraries write it, MXFP4 as OpenAI publishes GPT-OSS."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,6 +50,39 @@ def fp8(block: tuple[int, int], dtype: torch.dtype = torch.float32) -> Damage:
     return in_order(config(quantization_config=entry), tensors(change))
 
 
+def _fp8_of(scales: str, change_scales: Callable[[Tensor], Tensor], rows: int | None, others: tuple[str, ...]):
+    """Linear layers in fp8 with a scale for `rows` rows (None: all), and further scales that are not of weights."""
+
+    def change(held: dict[str, Tensor]):
+        for name in [name for name in held if LINEARS.fullmatch(name) and not UNQUANTIZED.fullmatch(name)]:
+            height, width = held[name].shape
+            held[name], found = to_fp8(held[name].float(), (rows or height, width))
+            held[f"{name}{scales}"] = change_scales(found).clone()
+            held |= {f"{name.removesuffix('weight')}{other}": torch.tensor(0.5) for other in others}
+
+    return tensors(change)
+
+
+def _compressed(strategy: str):
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}  # fmt: skip
+
+
+# What quantizes a folder with one scale for a tensor, or for a row, by the library that writes it.
+FP8_OF_LIBRARIES = {
+    "transformers": in_order(
+        config(quantization_config={"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}),
+        _fp8_of("_scale_inv", lambda scales: scales[0, 0], None, ("activation_scale",))),
+    "compressed-tensors": in_order(config(quantization_config=_compressed("tensor")),
+                                   _fp8_of("_scale", lambda scales: scales[0], None, ("input_scale",))),
+    "compressed-tensors, rows": in_order(config(quantization_config=_compressed("channel")),
+                                         _fp8_of("_scale", lambda scales: scales.bfloat16(), 1, ())),
+    "modelopt": in_order(config(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}),
+                         _fp8_of("_scale", lambda scales: scales[0, 0], None, ("input_scale", "k_scale"))),
+}  # fmt: skip
+
+
 def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks and scales of a matrix for each expert [E, in, out], by the rule of OCP Microscaling 1.0."""
     grouped = weight.transpose(1, 2).unflatten(-1, (-1, 32))
@@ -81,11 +116,22 @@ def _widen(held: dict[str, Tensor]):
 widen_experts = in_order(config(intermediate_size=96), tensors(_widen))
 
 
+def _from_scales(numbers: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """`from_fp8`; scales of whole tensors and of rows tell by their shapes."""
+    rows, columns = numbers.shape[-2:]
+    if scales.numel() == 1 or scales.shape == (rows, 1):
+        block, scales = (rows // scales.numel(), columns), scales.reshape(-1, 1)
+    return from_fp8(numbers, scales, block)
+
+
 def write_dequantized(source: Path, folder: Path, block: tuple[int, int] = (128, 128)) -> Path:
     """The weight file of a folder in which quantized tensors are what they stand for, in fp32."""
     held = load_file(source / SINGLE)
-    for name in [name for name in held if f"{name}_scale_inv" in held]:
-        held[name] = from_fp8(held[name], held.pop(f"{name}_scale_inv"), block)
+    for name, scales in [(name, f"{name}{end}") for name in held for end in ("_scale_inv", "_scale")]:
+        if scales in held:
+            held[name] = _from_scales(held[name], held.pop(scales), block)
+    for name in [name for name in held if name.endswith(("activation_scale", "input_scale", "k_scale"))]:
+        del held[name]
     for name in [name.removesuffix("_blocks") for name in held if name.endswith("_blocks")]:
         held[name] = from_mxfp4(held.pop(f"{name}_blocks"), held.pop(f"{name}_scales"))
     save_file({name: tensor.contiguous() for name, tensor in held.items()}, folder / SINGLE, metadata={"format": "pt"})

@@ -6,14 +6,14 @@ import torch
 from tests.helpers import hf_folders
 from tests.helpers.forked_programs import check
 from tests.helpers.hf_damage import argv, config, drop, in_order, replace, tensors
-from tests.helpers.hf_quantized import fp8, mxfp4, widen_experts
+from tests.helpers.hf_quantized import FP8_OF_LIBRARIES, fp8, mxfp4, widen_experts
 from tests.helpers.tiers import by_default
 
 DOWN = "model.layers.1.mlp.down_proj.weight"  # [64, 128], in blocks of [32, 48]
 SCALE, BLOCK = f"{DOWN}_scale_inv", (32, 48)
 EXPERTS = "model.layers.1.mlp.experts.down_proj"
 BLOCKS, SCALES = f"{EXPERTS}_blocks", f"{EXPERTS}_scales"
-ELSEWHERE = ["allowed are fp8 in blocks and mxfp4", "take the model's folder in 16 bits"]
+ELSEWHERE = ["allowed are fp8, compressed-tensors, modelopt in fp8, and mxfp4", "take the model's folder in 16 bits"]
 
 
 def method(name: str, **entries):
@@ -35,10 +35,11 @@ FP8 = {
     "gptq": (method("gptq", bits=4), ["quant_method 'gptq'", *ELSEWHERE]),
     "awq": (method("awq"), ["quant_method 'awq'", *ELSEWHERE]),
     "bitsandbytes": (method("bitsandbytes", load_in_4bit=True), ["quant_method 'bitsandbytes'", *ELSEWHERE]),
-    "compressed-tensors": (method("compressed-tensors"), ["quant_method 'compressed-tensors'", *ELSEWHERE]),
+    "compressed-tensors": (method("compressed-tensors"), ["config_groups None: allowed is one kind of weights"]),
     "no method": (config(quantization_config={"bits": 8}), ["quant_method None", *ELSEWHERE]),
     "a list": (config(quantization_config=[1]), ["config.json: transformers cannot read it: 'list' object"]),
-    "no blocks": (method("fp8", weight_block_size=None), ["weight_block_size None: allowed are two whole numbers"]),
+    "no blocks": (method("fp8", weight_block_size=None), ["scale_inv has shape [2, 3]", "one scale needs [1, 1]"]),
+    "a number of blocks": (method("fp8", weight_block_size=128), ["weight_block_size 128: allowed are two whole"]),
     "one number": (method("fp8", weight_block_size=[128]), ["weight_block_size [128]: allowed are two whole numbers"]),
     "blocks of nothing": (method("fp8", weight_block_size=[0, 128]), ["weight_block_size [0, 128]: allowed"]),
     "other blocks": (method("fp8", weight_block_size=[32, 32]), ["_scale_inv has shape", "blocks of [32, 32]"]),
@@ -55,6 +56,37 @@ FP8 = {
     "another shape": (in_order(replace(DOWN, lambda w: w[:32]), replace(SCALE, lambda s: s[:1])),
                       [f"{DOWN} has shape [32, 128]; config.json describes [64, 128]"]),
     "type of the export": (config(dtype="float8_e4m3fn"), ["dtype 'float8_e4m3fn': allowed are float32, bfloat16"]),
+}  # fmt: skip
+ONE_SCALE = f"{DOWN}_scale"
+
+
+def group(**weights):
+    """config.json of compressed-tensors with other weights in a second group of layers."""
+    kind = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True} | weights
+    first = {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+    return method("compressed-tensors", config_groups={"group_0": first, "group_1": {"weights": kind}})
+
+
+# Of a folder with one scale for each tensor.
+WHOLE = {
+    "four bits": (group(num_bits=4, type="int"), ["num_bits 4, type 'int', strategy 'tensor', symmetric True:"]),
+    "groups of columns": (group(strategy="group"), ["strategy 'group', symmetric True: allowed are 8, 'float',"]),
+    "asymmetric": (group(symmetric=False), ["False: allowed are 8, 'float', 'tensor' or 'channel' and true"]),
+    "lists": (group(num_bits=[8], strategy={}), ["num_bits [8], type 'float', strategy {}, symmetric True: allowed"]),
+    "two kinds": (group(strategy="channel"), ["allowed is one kind of weights of compressed-tensors, in fp8"]),
+    "no groups": (method("compressed-tensors", config_groups={}), ["config_groups {}: allowed is one kind of weights"]),
+    "no weights": (method("compressed-tensors", config_groups={"a": 3}), ["num_bits None, type None, strategy None"]),
+    "a rotation": (method("compressed-tensors", transform_config={"a": 1}), ["transform_config: allowed is none"]),
+    "rows": (method("compressed-tensors", config_groups={"a": {"weights": {
+        "num_bits": 8, "type": "float", "strategy": "channel"}}}), ["has shape [1]", "one scale for each row needs"]),
+    "NVFP4": (method("modelopt", quant_algo="NVFP4"), ["quant_algo 'NVFP4' of modelopt: allowed is 'FP8'"]),
+    "no algorithm": (method("modelopt"), ["quant_algo None of modelopt: allowed is 'FP8'"]),
+    "no scale": (drop(ONE_SCALE), [f"{ONE_SCALE} is missing, without which {DOWN} of type F8_E4M3 cannot be read"]),
+    "NaN": (replace(ONE_SCALE, lambda s: s * float("nan")), [f"{ONE_SCALE} holds a scale that is not finite"]),
+    "two scales": (replace(ONE_SCALE, lambda s: torch.cat([s, s])), [f"{ONE_SCALE} has shape [2]", "needs [1, 1]"]),
+    "an unknown scale": (tensors(lambda held: held.update({f"{DOWN}_scale_2": torch.ones(1)})), ["_scale_2"]),
+    "a wide scale of activations": (tensors(lambda held: held.update({
+        DOWN.replace("weight", "input_scale"): torch.ones(4)})), ["input_scale belongs to quantized weights"]),
 }  # fmt: skip
 MXFP4 = {
     "no scales": (drop(SCALES), [f"{SCALES} is missing, without which {BLOCKS} cannot be read"]),
@@ -81,6 +113,14 @@ def test_fp8(name, tmp_path):
     damage, needles = FP8[name]
     folder = hf_folders.write_folder("llama2", tmp_path / "folder")
     in_order(fp8(BLOCK), damage)(folder)
+    refused(tmp_path, folder, needles)
+
+
+@pytest.mark.parametrize("name", by_default(WHOLE, ["four bits", "NaN"]))
+def test_fp8_with_one_scale(name, tmp_path):
+    damage, needles = WHOLE[name]
+    folder = hf_folders.write_folder("llama2", tmp_path / "folder")
+    in_order(FP8_OF_LIBRARIES["compressed-tensors"], damage)(folder)
     refused(tmp_path, folder, needles)
 
 

@@ -64,6 +64,9 @@ def _mapped_elements(index: Index, shape: tuple[int, ...]) -> int:
 
 def slices_of(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
     """Yields indices that make up a tensor, of at most so many elements each if a row is not larger."""
+    if not shape:
+        yield ()
+        return
     *outer, rows, columns = (1, *shape) if len(shape) == 1 else shape
     count = max(1, elements // max(1, columns))
     for place in itertools.product(*map(range, outer)):

@@ -1,12 +1,20 @@
 """Quantized weights of a folder: what config.json says about them, and which tensors belong together.
 
-fp8 in blocks (DeepSeek-V3, Qwen3) and MXFP4 (GPT-OSS) are read as the numbers that they stand for, slice by slice.
+fp8 with a scale for each block, row or tensor (`fp8_formats`) and MXFP4 (GPT-OSS) are read as the numbers that they
+stand for, slice by slice.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megarl.errors import UsageError
+from megarl.mcore.weights.hf.fp8_formats import (
+    ACTIVATIONS,
+    CONFIG_ENTRY,
+    METHODS,
+    Fp8Format,
+    MakeError,
+    format_of,
+)
 from megarl.mcore.weights.hf.stored_tensors import (
     GROUP,
     FolderTensor,
@@ -16,30 +24,25 @@ from megarl.mcore.weights.hf.stored_tensors import (
     StoredTensor,
 )
 
-CONFIG_ENTRY = "quantization_config"
-FP8, MXFP4 = "fp8", "mxfp4"
-DEFAULT_BLOCK = (128, 128)
+MXFP4 = "mxfp4"
 FP8_TYPE, SCALE_TYPES = "F8_E4M3", ("F32", "BF16", "F16", "F8_E8M0")
-SCALES = "_scale_inv"  # after a tensor's name
+ONE_SCALE = ((), (1,))  # shapes of a scale of a whole tensor
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 CONFIG_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
-MakeError = Callable[[str], UsageError]
-
 
 def method_of(config: dict[str, Any], error: MakeError) -> str | None:
-    """How a folder's weights are quantized: fp8, mxfp4 or not at all. UsageError for other methods."""
+    """The `quant_method` of a folder's weights; None if they are not quantized. UsageError for methods that are not
+    read."""
     entry = config.get(CONFIG_ENTRY)
     if not entry:
         return None
     method = entry.get("quant_method") if isinstance(entry, dict) else entry
-    if method not in (FP8, MXFP4):
+    if method != MXFP4 and format_of(entry, error) is None:
         raise error(
-            f"config.json: {CONFIG_ENTRY}: quant_method {method!r}: allowed are {FP8} in blocks and {MXFP4}; take the "
-            "model's folder in 16 bits, or dequantize this one with the library that wrote it"
+            f"config.json: {CONFIG_ENTRY}: quant_method {method!r}: allowed are {', '.join(METHODS)} in fp8, and "
+            f"{MXFP4}; take the model's folder in 16 bits, or dequantize this one with the library that wrote it"
         )
-    if method == FP8:
-        _block_of(entry, error)
     return method
 
 
@@ -62,51 +65,55 @@ def dequantized(
     method = method_of(config, error)
     if method is None:
         return tensors
-    found: Mapping[str, QuantizedTensor] = (_fp8 if method == FP8 else _mxfp4)(tensors, config, error)
+    found: Mapping[str, QuantizedTensor] = (_mxfp4 if method == MXFP4 else _fp8)(tensors, config, error)
     if not found:
         raise error(
             f"config.json: {CONFIG_ENTRY}: quant_method {method!r}, but no tensor is quantized; remove the entry"
         )
     hidden = {name for tensor in found.values() for name in tensor.stored}
+    if method != MXFP4:
+        hidden |= {name for name, tensor in tensors.items() if _is_of_activations(name, tensor)}
     return {name: tensor for name, tensor in tensors.items() if name not in hidden} | dict(found)
 
 
-def _block_of(entry: dict[str, Any], error: MakeError) -> tuple[int, int]:
-    block = entry.get("weight_block_size", list(DEFAULT_BLOCK))
-    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
-        raise error(
-            f"config.json: {CONFIG_ENTRY}: weight_block_size {block!r}: allowed are two whole numbers above 0, the "
-            "rows and columns that have one scale"
-        )
-    return block[0], block[1]
+def _is_of_activations(name: str, tensor: StoredTensor) -> bool:
+    return name.rpartition(".")[2] in ACTIVATIONS and tensor.shape in ONE_SCALE
 
 
 def _fp8(tensors: dict[str, StoredTensor], config: dict[str, Any], error: MakeError) -> dict[str, Fp8Tensor]:
-    block, dtype, found = _block_of(config[CONFIG_ENTRY], error), dtype_of(config, error), {}
+    form, dtype, found = format_of(config[CONFIG_ENTRY], error), dtype_of(config, error), {}
+    assert form is not None
     for name, tensor in tensors.items():
+        scales = name + form.scales
         if tensor.dtype != FP8_TYPE:
-            if name + SCALES in tensors:
-                raise error(f"{name} has a {SCALES[1:]}, but is of type {tensor.dtype}; allowed is {FP8_TYPE}")
+            if scales in tensors:
+                raise error(f"{name} has a {form.scales[1:]}, but is of type {tensor.dtype}; allowed is {FP8_TYPE}")
             continue
-        if name + SCALES not in tensors:
-            raise error(f"{name + SCALES} is missing, without which {name} of type {FP8_TYPE} cannot be read")
-        _check_scales(name, tensor, tensors[name + SCALES], block, error)
-        found[name] = Fp8Tensor(tensor.file, dtype, tensor.shape, (name, name + SCALES), block)
+        if scales not in tensors:
+            raise error(f"{scales} is missing, without which {name} of type {FP8_TYPE} cannot be read")
+        _check_scales(name, tensor, scales, tensors[scales], form, error)
+        block, axes = form.block_of(tensor.shape), len(tensors[scales].shape)
+        found[name] = Fp8Tensor(tensor.file, dtype, tensor.shape, (name, scales), block, axes)
     return found
 
 
-def _check_scales(name: str, tensor: StoredTensor, scales: StoredTensor, block: tuple[int, int], error: MakeError):
+def _check_scales(
+    name: str, tensor: StoredTensor, scales_name: str, scales: StoredTensor, form: Fp8Format, error: MakeError
+):
     if len(tensor.shape) not in (2, 3):
         raise error(f"{name} of type {FP8_TYPE} has shape {list(tensor.shape)}; allowed are matrices")
     *experts, rows, columns = tensor.shape
+    block = form.block_of(tensor.shape)
     expected = (*experts, -(-rows // block[0]), -(-columns // block[1]))
-    if scales.shape != expected:
+    if scales.shape != expected and not (form.is_whole and not experts and scales.shape in ONE_SCALE):
+        how = "with one scale" if form.is_whole else f"in blocks of {list(block)} (weight_block_size)"
+        how = "with one scale for each row" if form.rows == 1 and form.columns is None else how
         raise error(
-            f"{name + SCALES} has shape {list(scales.shape)}; {name} of shape {list(tensor.shape)} in blocks of "
-            f"{list(block)} (weight_block_size) needs {list(expected)}"
+            f"{scales_name} has shape {list(scales.shape)}; {name} of shape {list(tensor.shape)} {how} needs "
+            f"{list(expected)}"
         )
     if scales.dtype not in SCALE_TYPES:
-        raise error(f"{name + SCALES} has type {scales.dtype}; allowed are {', '.join(SCALE_TYPES)}")
+        raise error(f"{scales_name} has type {scales.dtype}; allowed are {', '.join(SCALE_TYPES)}")
 
 
 def _mxfp4(tensors: dict[str, StoredTensor], config: dict[str, Any], error: MakeError) -> dict[str, Mxfp4Tensor]:

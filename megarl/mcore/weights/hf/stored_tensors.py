@@ -23,7 +23,8 @@ class StoredTensor(NamedTuple):
 
 
 class Fp8Tensor(NamedTuple):
-    """A matrix [out, in], or one of each expert [E, out, in], in e4m3 with a scale for each block (2412.19437 §3.3).
+    """A matrix [out, in], or one of each expert [E, out, in], in e4m3 with a scale for each block (2412.19437 §3.3),
+    which may be a row or the whole matrix.
 
     A value is the product of number and scale, rounded to fp32, as transformers' dequantization computes it.
     """
@@ -33,6 +34,7 @@ class Fp8Tensor(NamedTuple):
     shape: tuple[int, ...]
     stored: tuple[str, str]  # names of the numbers and of the scales [⌈out / rows⌉, ⌈in / columns⌉]
     block: tuple[int, int]  # rows and columns
+    axes: int  # of the scales; those of a whole matrix may have none, or one
 
     def read(self, read: ReadStored, index: Index) -> Tensor:
         """A slice, in fp32."""
@@ -41,7 +43,8 @@ class Fp8Tensor(NamedTuple):
         places = [_blocks(part, size) for part, size in zip((rows, columns), self.block, strict=True)]
         within = [part for part, _ in places]
         of_rows, of_columns = (positions for _, positions in places)
-        of_blocks = read(scales, (*expert, *within)).float()
+        place = (*expert, *within)
+        of_blocks = read(scales, place[len(place) - self.axes :]).float().reshape([x.stop - x.start for x in within])
         return read(numbers, index).float().mul_(of_blocks[of_rows][:, of_columns])
 
 
