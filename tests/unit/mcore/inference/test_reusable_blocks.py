@@ -155,6 +155,34 @@ def test_responses_to_a_prompt_continue_its_state_and_no_state_of_old_weights():
         assert snapshots == 4  # one prompt is shorter than a block
 
 
+def one_slot(rank):
+    """(completions without and with caching, counts) of prompts that come when the only snapshot is a first one's."""
+    from dataclasses import replace
+
+    stages, _, place = build_stages("", "recurrent")
+    first, other, again, shorter = make_requests(8, 5)[:4]
+    prompts = first.prompt + list(range(1, 30)), list(range(30, 5, -1)) * 2
+    first, again, shorter = (replace(one, prompt=prompts[0][:length])
+                             for one, length in ((first, 30), (again, 30), (shorter, 16)))  # fmt: skip
+    other, found = replace(other, prompt=prompts[1]), []
+    for options in ({}, {"prefix_caching": True, "snapshots": 1}):
+        engine, done = engine_of(stages[0], place, **options), {}
+        with engine.session() as session, session.inference():
+            for batch in ([first], [other, again, shorter]):
+                for request in batch:
+                    session.add(len(done) + len(session), request)
+                while session.has_requests:
+                    done |= dict(session.step())
+        found.append((done, engine.take_prefill_counts()))
+    return found
+
+
+def test_a_snapshot_that_is_read_is_not_overwritten_and_some_token_is_read():
+    (plain, without), (found, counts) = run_world(one_slot, 1)[0]
+    assert found == plain and without == (30 + 50 + 30 + 16, 0)
+    assert counts == (without.read - 16, 16)  # by the one with the same prompt; the other one ends there
+
+
 @pytest.mark.parametrize("case", [
     SMALL, long({**TINY, "max_requests": 4}), {**TINY, "episodes": {"late": True}},
     long({**SMALL, "flags": EXPERTS, "routes": True, "episodes": {"siblings": 5}}),
