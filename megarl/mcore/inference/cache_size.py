@@ -6,7 +6,8 @@ from megatron.core.transformer import MLATransformerConfig
 
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.recurrence.delta_rule import HeadSizes, States
+from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.recurrence.states import States
 
 GIB = 2**30
 BLOCK_TOKENS_CUDA, BLOCK_TOKENS_CPU = 64, 16

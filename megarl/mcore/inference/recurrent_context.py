@@ -13,8 +13,9 @@ from megarl.mcore import device
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, cache_bytes, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
-from megarl.mcore.recurrence.delta_rule import HeadSizes, States, gated_delta_rule
+from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.runs import NONE, Runs
+from megarl.mcore.recurrence.states import States
 
 
 class RecurrentContext(PagedContext):
@@ -96,9 +97,7 @@ class RecurrentContext(PagedContext):
         rows = expand_ranges(drafts.computed[first], counts)
         runs = Runs(torch.stack([counts.cumsum(0) - counts, counts, ids, ids], 1).contiguous(), 0, self._taps)
         for layer, inputs in self._plan.drafted.items():
-            places = rows.to(inputs.x.device)
-            kept = inputs._replace(x=inputs.x[places], a=inputs.a[places], b=inputs.b[places])
-            gated_delta_rule(kept, self._sizes, runs, self._states[layer])
+            inputs.at(rows.to(inputs.x.device)).apply(self._sizes, runs, self._states[layer])
 
 
 def runs_of_step(ids: Tensor, queries: Tensor, is_first: Tensor, dedup: PrefillDedup | None) -> Tensor:

@@ -25,8 +25,9 @@ from megarl.mcore.model import rotary
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
-from megarl.mcore.recurrence.delta_rule import Inputs, States
+from megarl.mcore.recurrence.delta_rule import Inputs
 from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.states import States
 
 
 class Rotation(NamedTuple):

@@ -21,8 +21,9 @@ from megarl.mcore.kernels.norm import RMSNorm
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, States, gated_delta_rule
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, gated_delta_rule
 from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.states import States
 
 
 class _SplitHeadsNorm(RMSNorm):
