@@ -10,12 +10,20 @@ from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
 SIZES = {"linear-conv-kernel-dim": 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128,
          "linear-num-key-heads": 16, "linear-num-value-heads": 32}  # fmt: skip  # Megatron's defaults
+PATTERN, LETTERS = "--hybrid-layer-pattern", {"M", "*", "-", "E"}
+SPACE_SIZES = {"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-num-heads": None}
 VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, tokens that a convolution reads
 
 
 def has_states(args) -> bool:
     """Whether a model with this Megatron namespace has layers with a recurrent state."""
-    return args.experimental_attention_variant is not None
+    return args.experimental_attention_variant is not None or args.hybrid_layer_pattern is not None
+
+
+def flag_of(args) -> str:
+    """The flag, with its value, that gives a model its layers with a recurrent state."""
+    variant = args.experimental_attention_variant
+    return f"{PATTERN} {args.hybrid_layer_pattern}" if variant is None else f"{FLAG} {variant}"
 
 
 def check(role: str, args):
@@ -26,14 +34,19 @@ def check(role: str, args):
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
     gate, freq = args.attention_output_gate, args.linear_attention_freq
-    on, where = has_states(args), f"with {FLAG} {GATED_DELTA_NET}"
+    on, where = args.experimental_attention_variant is not None, f"with {flag_of(args)}"
+    is_space = args.hybrid_layer_pattern is not None
     return [
         *(LayoutRule(f"--{name}", value_of(args, name), on or value_of(args, name) == default, f"none without {FLAG}")
           for name, default in SIZES.items()),
         LayoutRule("--linear-attention-freq", freq, on or freq is None, f"none without {FLAG}"),
+        *(LayoutRule(f"--{name}", value_of(args, name), is_space or value_of(args, name) == default,
+                     f"none without {PATTERN}")
+          for name, default in (SPACE_SIZES | {"mamba-dt-min": 0.0}).items()),
+        *_of_spaces(args, is_space),
         *(min_value(f"--{name}", value_of(args, name)) for name in SIZES),
         *_of_layers(args, on),
-        *(LayoutRule(flag, value, not on or holds, f"{allowed} {where}")
+        *(LayoutRule(flag, value, not has_states(args) or holds, f"{allowed} {where}")
           for flag, value, holds, allowed in _combinations(args)),
         LayoutRule("--attention-output-gate", gate, not gate or not args.multi_latent_attention,
              "none with --multi-latent-attention"),
@@ -41,6 +54,31 @@ def rules(args) -> list[LayoutRule]:
              "none with --qk-layernorm-all-heads"),
         LayoutRule("--attention-output-gate", gate, not gate or not args.add_bias_linear and not args.add_qkv_bias,
              "none with biases of queries, keys and values"),
+    ]  # fmt: skip
+
+
+def _of_spaces(args, on: bool) -> list[LayoutRule]:
+    """Of models whose layers have one half each: Mamba-2, attention, an MLP or experts."""
+    pattern, layers, experts = args.hybrid_layer_pattern or "", args.num_layers, args.num_experts
+    groups, heads, dt_min = args.mamba_num_groups, args.mamba_num_heads, args.mamba_dt_min
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    return [
+        LayoutRule(PATTERN, pattern, not on or len(pattern) == layers and set(pattern) <= LETTERS and "M" in pattern,
+             f"for each of --num-layers {layers} M (Mamba-2), * (attention), - (MLP) or E (experts), at least one M"),
+        LayoutRule(PATTERN, pattern, not on or ("E" in pattern) == bool(experts),
+             "one with E if and only if --num-experts is given"),
+        LayoutRule(PATTERN, pattern, not on or args.experimental_attention_variant is None, f"none with {FLAG}"),
+        LayoutRule("--moe-layer-freq", args.moe_layer_freq, not on or args.moe_layer_freq == 1,
+             f"none with {PATTERN}"),
+        *(LayoutRule(f"--{name}", value_of(args, name), not on or (value_of(args, name) or 0) > 0, "1 or more")
+          for name in SPACE_SIZES),
+        LayoutRule("--mamba-num-groups", groups, not on or groups % (tensor * context) == 0,
+             f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
+        LayoutRule("--mamba-num-heads", heads, not on or heads % groups == 0,
+             f"a multiple of --mamba-num-groups {groups}"),
+        LayoutRule("--mamba-head-dim", args.mamba_head_dim, not on or args.mamba_head_dim % VECTOR == 0,
+             f"a multiple of {VECTOR}"),
+        LayoutRule("--mamba-dt-min", dt_min, 0 <= dt_min < float("inf"), "0 or more"),
     ]  # fmt: skip
 
 
@@ -89,10 +127,8 @@ def check_run(settings, megatron: dict, lora: dict):
     for role in filter(lambda role: has_states(megatron[role]), megatron):
         if lora.get(role) is not None:
             raise UsageError(
-                f"--lora-rank {lora[role].rank}: not yet with {FLAG} {GATED_DELTA_NET}, whose projections are fused"
+                f"--lora-rank {lora[role].rank}: not yet with {flag_of(megatron[role])}, whose projections are fused"
             )
     actor = megatron.get("actor")
     if actor is not None and has_states(actor) and settings.rollout_prefix_caching:
-        raise UsageError(
-            f"--rollout-prefix-caching: not yet with {FLAG} {GATED_DELTA_NET}: blocks of the cache hold no states"
-        )
+        raise UsageError(f"--rollout-prefix-caching: not yet with {flag_of(actor)}: blocks of the cache hold no states")

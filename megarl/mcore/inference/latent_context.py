@@ -3,12 +3,14 @@
 import copy
 
 from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 
 from megarl.mcore.attention.latent_cache import latent_attention
+from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.recurrent_context import RecurrentContext
-from megarl.mcore.model.gated_delta_net import GatedDeltaNet
+from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 
 
 class LatentContext(PagedContext):
@@ -35,8 +37,10 @@ class LatentContext(PagedContext):
 
 def context_of(model, *args) -> PagedContext:
     """Returns the context for a model's kind of attention; `args`: those of `PagedContext` after the config."""
-    has_states = [isinstance(layer.self_attention, GatedDeltaNet) for layer in model.decoder.layers]
-    if model.config.experimental_attention_variant is not None:
-        return RecurrentContext(model.config, *args, has_states=has_states)
+    if has_states(model.config):
+        mixers = [layer.self_attention for layer in model.decoder.layers]
+        states = [isinstance(mixer, RecurrentMixer) for mixer in mixers]
+        cache = [isinstance(mixer, SelfAttention) for mixer in mixers]
+        return RecurrentContext(model.config, *args, has_states=states, has_cache=cache)
     kind = LatentContext if isinstance(model.config, MLATransformerConfig) else PagedContext
     return kind(model.config, *args)

@@ -13,7 +13,7 @@ from megarl.mcore import device
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, cache_bytes, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
-from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.mcore.recurrence.runs import NONE, Runs
 from megarl.mcore.recurrence.states import States
 
@@ -26,16 +26,23 @@ class RecurrentContext(PagedContext):
     """
 
     def __init__(
-        self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None, *, has_states: list[bool]
+        self,
+        model_config,
+        inference_config,
+        memory: Callable[[int], Tensor] | None = None,
+        *,
+        has_states: list[bool],
+        has_cache: list[bool],
     ):
-        """`has_states`: of each layer of this rank; others have keys and values. The rest as of `PagedContext`."""
+        """`has_states`, `has_cache`: whether each layer of this rank has a state, or keys and values. The rest as of
+        `PagedContext`."""
         if inference_config.enable_prefix_caching:
             raise RuntimeError(
                 "blocks of the cache hold no recurrent states: prefix caching would skip tokens silently"
             )
-        self._has_states, self._cache_memory = has_states, memory
+        self._has_states, self._has_cache, self._cache_memory = has_states, has_cache, memory
         ranks = inference_config.pg_collection.tp.size()
-        self._taps, self._sizes = model_config.linear_conv_kernel_dim, HeadSizes.of(model_config, ranks)
+        self._taps, self._sizes = model_config.linear_conv_kernel_dim, layer_sizes(model_config, ranks)
         self._slots = inference_config.max_requests
         bytes_of_state = state_bytes(model_config, sum(has_states), ranks)
         self._state_bytes = self._slots * bytes_of_state
@@ -60,7 +67,7 @@ class RecurrentContext(PagedContext):
     def _cache_config(self, model_config):
         """Returns a config of one stage that has the layers with keys and values alone, but at least one."""
         config = copy.copy(model_config)
-        config.num_layers, config.pipeline_model_parallel_size = max(1, self._has_states.count(False)), 1
+        config.num_layers, config.pipeline_model_parallel_size = max(1, sum(self._has_cache)), 1
         config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
         config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
         return config
@@ -68,9 +75,9 @@ class RecurrentContext(PagedContext):
     reads_tables = False  # a decode step is planned on the host, with the states of its requests
 
     def _layer_caches(self) -> tuple[Tensor, ...]:
-        """The cache of each layer; that of a layer with states is the first one, which it does not use."""
+        """The cache of each layer; that of a layer without keys and values is the first one, which it does not use."""
         caches = iter(self.memory_buffer.unbind())
-        return tuple(self.memory_buffer[0] if own else next(caches) for own in self._has_states)
+        return tuple(next(caches) if own else self.memory_buffer[0] for own in self._has_cache)
 
     def _states_of_step(self, rows: int, dedup: PrefillDedup | None) -> dict:
         if self.draft_rows is None:

@@ -28,6 +28,8 @@ from megarl.mcore.recurrence.states import (
     store_memories,
 )
 
+CONVOLVED = ("x", "B", "C")  # parts of a layer's first projection that the convolution reads
+
 
 class SpaceSizes(NamedTuple):
     """Heads of a layer on one rank."""
