@@ -12,6 +12,7 @@ SIZES = {"linear-conv-kernel-dim": 4, "linear-key-head-dim": 128, "linear-value-
          "linear-num-key-heads": 16, "linear-num-value-heads": 32}  # fmt: skip  # Megatron's defaults
 PATTERN, LETTERS = "--hybrid-layer-pattern", {"M", "*", "-", "E"}
 SPACE_SIZES = {"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-num-heads": None}
+TAPS = "linear-conv-kernel-dim"  # of both kinds
 VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, tokens that a convolution reads
 
 
@@ -37,7 +38,8 @@ def rules(args) -> list[LayoutRule]:
     on, where = args.experimental_attention_variant is not None, f"with {flag_of(args)}"
     is_space = args.hybrid_layer_pattern is not None
     return [
-        *(LayoutRule(f"--{name}", value_of(args, name), on or value_of(args, name) == default, f"none without {FLAG}")
+        *(LayoutRule(f"--{name}", value_of(args, name),
+                     on or value_of(args, name) == default or is_space and name == TAPS, f"none without {FLAG}")
           for name, default in SIZES.items()),
         LayoutRule("--linear-attention-freq", freq, on or freq is None, f"none without {FLAG}"),
         *(LayoutRule(f"--{name}", value_of(args, name), is_space or value_of(args, name) == default,
@@ -99,7 +101,7 @@ def _of_layers(args, on: bool) -> list[LayoutRule]:
         LayoutRule("--linear-value-head-dim", args.linear_value_head_dim,
              not on or args.linear_value_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
         LayoutRule("--linear-conv-kernel-dim", args.linear_conv_kernel_dim,
-             not on or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS, f"from 2 to {MAX_TAPS}"),
+             not has_states(args) or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS, f"from 2 to {MAX_TAPS}"),
     ]  # fmt: skip
 
 

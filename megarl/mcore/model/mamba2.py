@@ -68,12 +68,13 @@ class Mamba2(RecurrentMixer, MegatronModule):
         self.dt_bias, self.A_log, self.D = (
             torch.nn.Parameter(torch.full((sizes.heads,), value, device=device.device())) for value in (1.0, 0.0, 1.0)
         )
+        self.dt_bias.draws_steps = True
         self.norm = GroupedNorm(parts["x"], config)
         for parameter in (*self.conv1d.parameters(), self.dt_bias, self.A_log, self.D, self.norm.weight):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         # Which rows of the whole matrix a rank holds: its share of each part.
         self.in_proj.weight.parts = self.in_proj_split_sections
-        self.conv1d.weight.parts = tuple(parts[name] for name in CONVOLVED)
+        self.conv1d.weight.parts = self.conv1d.bias.parts = tuple(parts[name] for name in CONVOLVED)
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> SpaceInputs:
         """What the state space reads of rows [T, in_proj rows]; arguments as of `_mixed`."""

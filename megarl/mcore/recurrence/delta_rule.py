@@ -71,7 +71,7 @@ class Inputs(NamedTuple):
         """Those of some rows."""
         return self._replace(x=self.x[rows], a=self.a[rows], b=self.b[rows])
 
-    def apply(self, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:
+    def apply(self, sizes, runs: Runs, states: States) -> Tensor:
         """`gated_delta_rule`."""
         return gated_delta_rule(self, sizes, runs, states)
 

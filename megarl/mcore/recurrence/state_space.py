@@ -67,7 +67,7 @@ class SpaceInputs(NamedTuple):
         """Those of some rows."""
         return self._replace(x=self.x[rows], steps=self.steps[rows])
 
-    def apply(self, sizes: SpaceSizes, runs: Runs, states: States) -> Tensor:
+    def apply(self, sizes, runs: Runs, states: States) -> Tensor:
         """`state_space`."""
         return state_space(self, sizes, runs, states)
 
