@@ -107,6 +107,7 @@ class _TrainedSpace(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        """Gradients of the inputs from those of what was read [T, H, P]."""
         count = len(SpaceInputs._fields)
         saved, last = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         inputs = SpaceInputs(*(x.detach().requires_grad_() for x in saved))

@@ -13,6 +13,7 @@ def flags(config: ModelConfig) -> dict[str, object]:
     config.require("mlp_hidden_act", "relu2")
     config.require("mamba_hidden_act", "silu")
     config.require("use_conv_bias", True)
+    config.require("residual_in_fp32", False)
     for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"):
         config.require(key, False, None)
     for key in ("sliding_window", "moe_latent_size"):
