@@ -250,9 +250,10 @@ def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict
         offloads: of each role with a model, whether it is offloaded.
         megatron, lora, hf_models: namespaces, factors and Hugging Face folders by role.
     """
-    from megarl.mcore.config import exact_rules, prediction_rules  # they import Megatron
+    from megarl.mcore.config import exact_rules, prediction_rules, recurrent_rules  # they import Megatron
 
     exact_rules.check_lora(megatron, lora)
+    recurrent_rules.check_run(settings, megatron, lora)
     prediction_rules.check_run(settings, megatron, lora, hf_models)
     count, actor = settings.rollout_state_snapshots, megatron.get("actor")
     if count is not None and actor is not None and actor.experimental_attention_variant is None:

@@ -14,6 +14,7 @@ from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.planning.parameters import SCALAR_HEAD
 
 SEGMENT_PADDING = 1.2
@@ -40,12 +41,14 @@ def of_layer(args, kind: LayerKind, tokens: int, fused: bool = True) -> float:
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
     hidden, channels = args.hidden_size, args.kv_channels
     norms = 4 if args.layernorm_position == "sandwich" else 2
-    total = norms * _norm(args, hidden, fused) * s + 2 * hidden * s * b
+    total = (norms * _norm(args, hidden, fused) * s + 2 * hidden * s * b) * (kind.has_mixer + kind.has_mlp) / 2
     if kind.is_recurrent:
-        total += _delta_net(args, n, fused)
-    else:
+        total += _delta_net(args, n, fused) if args.hybrid_layer_pattern is None else _mamba(args, n)
+    elif kind.has_mixer:
         total += heads * channels / t * n * b
         total += _latent_attention(args, n, s, fused) if args.multi_latent_attention else _attention(args, n, fused)
+    if not kind.has_mlp:
+        return total
     return total + (_moe(args, s) if kind.is_moe else _mlp(args, args.ffn_hidden_size / t) * n)
 
 
@@ -58,11 +61,20 @@ def _delta_net(args, n: int, fused: bool) -> float:
     return n * (inputs + heads.heads * _norm(args, heads.values, fused) + values * (4 + 4 + 2 * b))
 
 
+def _mamba(args, n: int) -> float:
+    """Bytes of Mamba-2: its inputs in fp32, what it reads, the gates and their product, and the normed results."""
+    sizes, b = layer_sizes(args, args.tensor_model_parallel_size), args.params_dtype.itemsize
+    wide, values = sum(sizes.parts.values()), sizes.heads * sizes.values
+    return n * (4 * wide + (0 if b == 4 else b * wide) + values * (4 + 4 + 4 + 4 + 2 * b))
+
+
 def _working(args, kind: LayerKind, tokens: int) -> float:
-    """Bytes that the backward of a layer computes again beside what was kept: chunks of a gated delta net."""
+    """Bytes that the backward of a layer computes again beside what was kept: chunks of a recurrence."""
     if not kind.is_recurrent:
         return 0
-    n, heads = _tokens(args, tokens)[0], HeadSizes.of(args, args.tensor_model_parallel_size)
+    n, heads = _tokens(args, tokens)[0], layer_sizes(args, args.tensor_model_parallel_size)
+    if args.hybrid_layer_pattern is not None:  # vectors of each head, and ratios of decays between tokens of a chunk
+        return 4 * n * (3 * heads.channels + heads.heads * (6 * heads.keys + 5 * heads.values + 3 * 64))
     return 4 * n * (3 * heads.channels + heads.heads * (7 * heads.keys + 6 * heads.values + 3 * 64))
 
 

@@ -14,7 +14,7 @@ from megarl.mcore.inference.cache_size import (
     token_bytes,
 )
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.model.pipeline_layout import recurrent_layer_pattern, stage_layers
+from megarl.mcore.model.pipeline_layout import layer_kinds, stage_layers
 from megarl.planning.traffic import StepSizes
 
 
@@ -47,12 +47,14 @@ def cache_plan(role, settings, step: StepSizes) -> CachePlan:
         UsageError: it does not hold one sequence, with the line of the run.
     """
     args, sizes = role.megatron, parallel_sizes(role.megatron)
-    config, is_recurrent = transformer_config(args), recurrent_layer_pattern(args)
+    config, kinds = transformer_config(args), layer_kinds(args)
     max_requests = ceil(max(settings.rollout_max_requests, MIN_ROWS) / sizes.tensor) * sizes.tensor
-    stages = [[is_recurrent[layer] for chunk in chunks for layer in chunk] for chunks in stage_layers(args)]
-    states = [state_bytes(config, sum(stage), sizes.tensor) if any(stage) else 0 for stage in stages]
+    stages = [[kinds[layer] for chunk in chunks for layer in chunk] for chunks in stage_layers(args)]
+    counts = [sum(kind.is_recurrent for kind in stage) for stage in stages]
+    states = [state_bytes(config, count, sizes.tensor) if count else 0 for count in counts]
     further = int(settings.mtp_drafts)  # the layer that drafts has keys and values, too
-    tokens_of = [token_bytes(config, max(1, stage.count(False)) + further, sizes.tensor) for stage in stages]
+    cached = [sum(kind.has_mixer and not kind.is_recurrent for kind in stage) for stage in stages]
+    tokens_of = [token_bytes(config, max(1, count) + further, sizes.tensor) for count in cached]
     snapshots = snapshot_count(max_requests, settings.rollout_prefix_caching, settings.rollout_state_snapshots)
     each = max(tokens_of)
     tokens = min(

@@ -18,6 +18,7 @@ from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, predictio
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.parallel.process_groups import ParallelSizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
 
 LAYERS = "decoder.layers."  # prefix of the names of transformer layers
 CACHED = 8  # models: a plan asks for the weights of each of its roles several times
@@ -154,18 +155,35 @@ def prediction_weights(args) -> list[Weight]:
 
 
 def _layer(args, sizes: ParallelSizes, kind: LayerKind) -> list[Weight]:
-    """Attention or a gated delta net; two norms; an MLP or a mixture of experts."""
-    hidden, t, is_moe = args.hidden_size, sizes.tensor, kind.is_moe
-    weights = [] if args.layernorm_position == "post" else _norm(args, "input_layernorm", hidden)
-    if kind.is_recurrent:
-        weights += _delta_net(args, t)
-    else:
-        weights += _latent_attention(args, t) if args.multi_latent_attention else _attention(args, t)
-    weights += [] if args.layernorm_position == "post" else _norm(args, "pre_mlp_layernorm", hidden)
-    weights += _moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t)
+    """Attention or a recurrence; an MLP or a mixture of experts; a norm of each of the two that the layer has."""
+    hidden, t, has_first_norms, weights = args.hidden_size, sizes.tensor, args.layernorm_position != "post", []
+    if kind.has_mixer:
+        weights += _norm(args, "input_layernorm", hidden) if has_first_norms else []
+        weights += _mixer(args, t, kind)
+    if kind.has_mlp:
+        weights += _norm(args, "pre_mlp_layernorm", hidden) if has_first_norms else []
+        weights += _moe(args, sizes) if kind.is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t)
     if args.layernorm_position != "pre":
         weights += _norm(args, "post_self_attn_layernorm", hidden) + _norm(args, "post_mlp_layernorm", hidden)
     return weights
+
+
+def _mixer(args, t: int, kind: LayerKind) -> list[Weight]:
+    """What a layer has instead of an MLP."""
+    if kind.is_recurrent:
+        return _delta_net(args, t) if args.hybrid_layer_pattern is None else _mamba(args, t)
+    return _latent_attention(args, t) if args.multi_latent_attention else _attention(args, t)
+
+
+def _mamba(args, t: int) -> list[Weight]:
+    """Three numbers of each head in fp32; z, x, B, C and the steps; a convolution of x, B and C; a norm of I/t."""
+    sizes, name = layer_sizes(args, t), "self_attention."
+    heads, values = sizes.heads, sizes.heads * sizes.values
+    weights = [Weight(name + each, heads, heads, 4) for each in ("dt_bias", "A_log", "D")]
+    weights += _matrix(args, f"{name}in_proj", sum(sizes.parts.values()), args.hidden_size, False)
+    weights += _matrix(args, f"{name}out_proj", args.hidden_size, values, False)
+    weights += _matrix(args, f"{name}conv1d", sizes.channels, args.linear_conv_kernel_dim, True)
+    return [*weights, _weight(args, f"{name}norm.weight", values)]
 
 
 def _delta_net(args, t: int) -> list[Weight]:

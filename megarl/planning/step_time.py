@@ -12,7 +12,7 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern
+from megarl.mcore.model.pipeline_layout import attention_layer_pattern, moe_layer_pattern
 from megarl.planning import reward_traffic, summary, traffic
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
 from megarl.planning.parameters import SCALAR_HEAD, stage_weights
@@ -88,7 +88,7 @@ def forward_flops(args, plan: summary.RolePlan, tokens: float, length: float) ->
         channels = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
     else:
         channels = 2 * args.kv_channels
-    lookups, layers = 0, recurrent_layer_pattern(args).count(False)
+    lookups, layers = 0, sum(attention_layer_pattern(args))
     if args.untie_embeddings_and_output_weights or plan.kind in SCALAR_HEAD:
         lookups = padded_vocab_size(args, plan.vocab_size) * args.hidden_size
     return tokens * (2 * (plan.parameters.active - lookups) + layers * args.num_attention_heads * channels * length)

@@ -17,10 +17,16 @@ from megarl.comm.exchange import HEADER, STATES
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern, stage_layers
+from megarl.mcore.model.pipeline_layout import (
+    attention_layer_pattern,
+    layer_kinds,
+    moe_layer_pattern,
+    recurrent_layer_pattern,
+    stage_layers,
+)
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
-from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
 from megarl.planning.parameters import (
@@ -216,7 +222,8 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
     t, x, wide = args.tensor_model_parallel_size, args.expert_tensor_parallel_size, args.hidden_size
     b, stages = args.params_dtype.itemsize, args.pipeline_model_parallel_size
     layers, experts = args.num_layers / stages, sum(moe_layer_pattern(args)) / stages
-    dense = 2 * layers - (0 if args.moe_shared_expert_intermediate_size else experts)
+    halves = sum(kind.has_mixer + kind.has_mlp for kind in layer_kinds(args)) / stages
+    dense = halves - (0 if args.moe_shared_expert_intermediate_size else experts)
     both = forwards + backwards
     rounds = dense * (2 * both + (backwards if args.sequence_parallel else 0)) + 2 * both / stages
     channels = rounds * wide
@@ -226,7 +233,7 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
         channels -= layers * fewer * (both if args.sequence_parallel else 2 * backwards)
         channels -= layers * backwards * (wide - queries) if args.sequence_parallel else 0
     s = n / t if args.sequence_parallel else n
-    channels = channels * (t - 1) / t + layers * both * _exchanged_columns(args)
+    channels = channels * (t - 1) / t + sum(attention_layer_pattern(args)) / stages * both * _exchanged_columns(args)
     return channels * n * b + 2 * both * experts * (x - 1) * args.moe_router_topk * s * wide * b
 
 
@@ -250,10 +257,10 @@ def context(args, n: int, forwards: int, backwards: int) -> float:
     if args.multi_latent_attention:
         width = args.kv_lora_rank + args.qk_pos_emb_head_dim
     ranks, is_recurrent = args.context_parallel_size, recurrent_layer_pattern(args)
-    channels = is_recurrent.count(False) * (ranks - 1) * width
+    channels = sum(attention_layer_pattern(args)) * (ranks - 1) * width
     if any(is_recurrent):
-        sizes = HeadSizes.of(args, args.tensor_model_parallel_size)
-        sent = sum(sizes.parts.values()) + sizes.parts["value"]
+        sizes = layer_sizes(args, args.tensor_model_parallel_size)
+        sent = sum(sizes.parts.values()) + sizes.heads * sizes.values
         channels += is_recurrent.count(True) * (ranks - 1) / ranks * sent
     return (forwards + backwards) * channels / args.pipeline_model_parallel_size * n * args.params_dtype.itemsize
 

@@ -182,7 +182,9 @@ def check_kernels(config: arguments.RunConfig):
     if absence := native.absence():
         for role in config.with_models():
             if recurrent_rules.has_states(role.megatron):
-                raise UsageError(f"{role.name}: {recurrent_rules.FLAG}: needs compiled kernels on a CPU: {absence}")
+                raise UsageError(
+                    f"{role.name}: {recurrent_rules.flag_of(role.megatron)}: needs compiled kernels on a CPU: {absence}"
+                )
 
 
 def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None = None):

@@ -113,6 +113,11 @@ def test_recurrent_states_generate_the_same_responses_in_every_layout(flags):
     check(2, "", flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "recurrent")
 
 
+@pytest.mark.parametrize("flags", [f"{TP2} --sequence-parallel", long(TP2), long(PP2)])
+def test_mamba_generates_the_same_responses_in_every_layout(flags):
+    check(2, "", flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "mamba")
+
+
 def gaps_of_kinds(rank):
     return {kind: generate_in_layout(rank, flags, {"temperature": 1.2}, (3,))[1] for kind, flags in MOE_KINDS.items()}
 

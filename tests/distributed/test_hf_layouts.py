@@ -136,6 +136,12 @@ def later_names(held):
         held["model." + name.replace("language_model.model.", "language_model.")] = held.pop(name)
 
 
+def names_in_memory(held):
+    """Those of transformers' Nemotron-H in memory."""
+    for name in list(held):
+        held[name.replace("backbone.", "model.")] = held.pop(name)
+
+
 def unnamed_tensor(folder: Path):
     """A tensor that was deleted from the index."""
     tensors(lambda held: held.update({"model.layers.3.eh_proj.weight": torch.ones(64, 128)}), FIRST)(folder)
@@ -158,6 +164,8 @@ STORED_OTHERWISE = {
     "deepseek_v3+prediction_layer": (1, in_order(with_prediction, tensors(integers))),
     "glm4_moe+prediction_layer": (1, with_prediction),
     "qwen3_next+prediction_module": (1, tensors(add_module)),
+    "nemotron_h_moe+prediction_module": (1, tensors(add_module)),
+    "nemotron_h+names_in_memory": (1, tensors(names_in_memory)),
     "qwen35_vision+prediction_module": (1, tensors(add_module)),
     "qwen3+index_of_one_file": (1, index_of_one_file),
     "llama3+unnamed_tensor": (2, unnamed_tensor),

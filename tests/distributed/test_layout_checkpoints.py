@@ -106,6 +106,13 @@ def test_a_checkpoint_of_recurrent_states_continues_in_other_layouts(tmp_path):
 
 
 @pytest.mark.long
+def test_a_checkpoint_of_mamba_continues_in_other_layouts(tmp_path):
+    route = [(2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (2, EP2), (1, "")]
+    shape = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --use-distributed-optimizer"
+    travel(tmp_path, shape, route, model="mamba")
+
+
+@pytest.mark.long
 def test_a_distributed_optimizer_checkpoint_continues_in_other_layouts(tmp_path):
     travel(tmp_path, f"{DENSE} --use-distributed-optimizer", DISTRIBUTED_ROUTE)
 

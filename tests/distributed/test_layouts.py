@@ -129,6 +129,32 @@ def test_recurrent_states_learn_the_same_in_every_layout(layout):
         assert own and all((after[key] != before[key]).any() for key in own), name
 
 
+MAMBA_LAYOUTS = {
+    name: (size, shape if shape != MOE else f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M", flags)
+    for name, (size, shape, flags) in RECURRENT_LAYOUTS.items()
+    if name != "tp2-one-group"
+}
+
+
+@pytest.mark.parametrize("layout", by_default(MAMBA_LAYOUTS, ("tp2-sp",)))
+def test_mamba_learns_the_same_in_every_layout(layout):
+    """Heads and groups are split over tensor-parallel ranks, and with them all of a layer's parameters."""
+    size, shape, flags = MAMBA_LAYOUTS[layout]
+    for result in run_world(update, size, f"{shape} {flags}", 2, False, "mamba"):
+        check_update(result, single_of("mamba", shape))
+    before, after = single_of("mamba", shape)[3:]
+    for name in (
+        "norm.weight",
+        "conv1d.weight.B",
+        "conv1d.bias.C",
+        "in_proj.weight.dt",
+        "linear_qkv.weight",
+        "fc1.weight",
+    ):
+        own = [key for key in before if key.endswith(name)]
+        assert own and all((after[key] != before[key]).any() for key in own), name
+
+
 def small_gradients(rank, flags: str) -> dict:
     """Gradients of the vectors of a layer with recurrent states, whole, of the policy's log-probs and entropies."""
     from megarl.mcore.model.forward_pass import token_scores

@@ -29,7 +29,7 @@ def test_every_flag_has_a_line(pages):
             assert line.split(" | ")[3] == "all" or program in line.split(" | ")[3].split(", ")
     for name in ("--tensor-model-parallel-size", "--lr", "--num-experts", "--global-batch-size", "--geglu"):
         assert [line for line in lines if f"`{name}`" in line.split(" | ")[0]], name
-    assert not [line for line in lines if "`--mamba" in line.split(" | ")[0]]  # megarl refuses it
+    assert not [line for line in lines if "`--muon" in line.split(" | ")[0]]  # megarl refuses it
 
 
 def test_a_line_says_what_is_allowed_and_when_a_flag_does_nothing(pages):

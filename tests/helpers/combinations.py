@@ -12,6 +12,10 @@ RECURRENT = (
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2"
     " --linear-num-value-heads 4 --linear-key-head-dim 24 --linear-value-head-dim 16 --attention-output-gate"
 )
+MAMBA = (
+    "--hybrid-layer-pattern M* --num-layers 2 --mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups 2"
+    " --mamba-state-dim 16"
+)
 # Reference and critic have no place here: runs with them are refused, or run as the other values say.
 APART = "--train-iters 3 --advantage grpo --role-map actor=0;reward=1;rollout=1"
 TURNS = (
@@ -56,7 +60,8 @@ AXES = {
         "--router-replay old-logprob")],
     "attention": ["--qk-layernorm", "--window-size 3,0", "--softmax-type off-by-one", "--softmax-type learnable",
                   "--attn-logit-softcapping 5", "--position-embedding-type learned_absolute", "--kv-channels 16",
-                  "--position-embedding-type yarn --rotary-scaling-factor 4", RECURRENT],
+                  "--position-embedding-type yarn --rotary-scaling-factor 4", RECURRENT,
+                  MAMBA],
     "model": ["--untie-embeddings-and-output-weights", "--normalization LayerNorm", "--apply-layernorm-1p",
               "--layernorm-position sandwich", "--num-layers 3", "--final-logit-softcapping 5"],
     "precision": ["--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --accumulate-allreduce-grads-in-fp32"],

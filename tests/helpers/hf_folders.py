@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ CASES = sorted(path.stem for path in STORED.glob("*.json"))
 MATRIX_SCALE = 0.175
 # Weights of recurrent layers by name: half the width, and the middle.
 RECURRENT = {"conv1d.weight": (0.5, 0.5), "A_log": (1, -1), "dt_bias": (2, -3), "norm.weight": (0.2, 0.5),
-             "out_proj.weight": (0.03, 0)}  # fmt: skip  # so small that fp32 is precise
+             "out_proj.weight": (0.03, 0),  # so small that fp32 is precise
+             "D": (0.5, 0.5), "conv1d.bias": (0.2, 0)}  # fmt: skip
 
 
 class StoredTensor(NamedTuple):
@@ -103,7 +105,7 @@ def uniform(name: str, shape: list[int]) -> np.ndarray:
 def draw(tensor: StoredTensor, zero_centred: bool) -> torch.Tensor:
     """Biases and sinks in ±0.2, norms in 1 ± 0.2 (`zero_centred`: ±0.2), matrices in ±MATRIX_SCALE; of recurrent layers
     those of `RECURRENT`."""
-    numbers, kind = uniform(tensor.name, tensor.shape), tensor.name.rpartition("linear_attn.")[2]
+    numbers, kind = uniform(tensor.name, tensor.shape), re.sub(r".*\.(linear_attn|mixer)\.", "", tensor.name)
     if kind in RECURRENT:
         scale, offset = RECURRENT[kind]
         drawn = numbers * np.float32(scale) + np.float32(offset)

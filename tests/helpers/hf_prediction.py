@@ -35,8 +35,8 @@ def add_module(held: dict[str, torch.Tensor]):
     last = max(int(number) for name in held for number in re.findall(r"\.layers\.(\d+)\.", name))
     for name in [name for name in held if f".layers.{last}." in name]:
         held["mtp.layers.0." + name.partition(f".layers.{last}.")[2]] = held[name] + 0.5
-    drawn, (embedding,) = torch.Generator().manual_seed(7), (held[name] for name in held if "embed_tokens" in name)
-    hidden = embedding.shape[1]
+    drawn = torch.Generator().manual_seed(7)
+    (hidden,) = (held[name].shape[1] for name in held if re.search(r"embed(_tokens|dings)\.", name))
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         held[f"mtp.{name}.weight"] = torch.rand(hidden, generator=drawn)
     held["mtp.fc.weight"] = torch.rand(hidden, 2 * hidden, generator=drawn)

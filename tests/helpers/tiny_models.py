@@ -24,6 +24,10 @@ SHAPES = {
     " --apply-layernorm-1p --attention-output-gate --experimental-attention-variant gated_delta_net"
     " --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 24"
     " --linear-value-head-dim 16 --make-vocab-size-divisible-by 32 --init-method-std 0.1",
+    "mamba": "--num-layers 4 --hybrid-layer-pattern M-*M --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
+    " --squared-relu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
+    " --position-embedding-type none --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 24"
+    " --mamba-dt-min 0.001 --make-vocab-size-divisible-by 32 --init-method-std 0.1",
     "gpt2": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
     " --position-embedding-type learned_absolute --untie-embeddings-and-output-weights"
     " --make-vocab-size-divisible-by 32 --init-method-std 0.1",
@@ -73,8 +77,13 @@ def draw_vectors(chunk, pg_collection):
             is_split = getattr(parameter, "tensor_model_parallel", False)
             generator = torch.Generator().manual_seed(zlib.crc32(global_name(name, chunk, pg_collection).encode()))
             whole = torch.randn(len(parameter) * (size if is_split else 1), generator=generator) * 0.2
+            parts = getattr(parameter, "parts", [len(parameter)])  # of each of which a rank has its share
             with torch.no_grad():
-                parameter.copy_(whole.chunk(size)[rank] if is_split else 1 + whole)
+                if is_split:
+                    wholes = whole.split([rows * size for rows in parts])
+                    parameter.copy_(torch.cat([part.chunk(size)[rank] for part in wholes]))
+                else:
+                    parameter.copy_(1 + whole)
 
 
 def gather_parameters(model, group, gated: bool) -> dict:

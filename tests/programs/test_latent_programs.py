@@ -17,8 +17,12 @@ FLAGS = (
     " --advantage grpo --kl-coefficient 0.05 --router-replay rollout --save-interval 1"
     f" --export-hf {GRADED}"
 )
-# The families of DeepSeek-V3 with YaRN, and of Qwen3-Next.
-MODELS = {"latent": ("deepseek_v3_yarn", "--rollout-prefix-caching"), "recurrent": ("qwen3_next", "")}
+# The families of DeepSeek-V3 with YaRN, of Qwen3-Next, and of Nemotron 3.
+MODELS = {
+    "latent": ("deepseek_v3_yarn", "--rollout-prefix-caching"),
+    "recurrent": ("qwen3_next", ""),
+    "mamba": ("nemotron_h_moe", ""),
+}
 TP2_EP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
 APART = "--role-map actor=0-1;reference=0-1;reward=0-1;rollout=2 --expert-model-parallel-size 2"
 

@@ -41,6 +41,22 @@ DELTA_NET = {"num_hidden_layers": 4, "head_dim": 32, "linear_conv_kernel_dim": 4
              "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}  # fmt: skip
 
 
+# Layers of one half each, with a name and further fields.
+NEMOTRON_H: dict[str, tuple[str, dict[str, Any]]] = {
+    "nemotron_h": ("M-M*-", {}),
+    "nemotron_h_moe": (
+        "ME*MEM",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+}
+
+
 class Case(NamedTuple):
     """A model class, its configuration, the type in which its weights are stored, its end tokens, and the lengths of
     the sequences."""
@@ -74,6 +90,17 @@ def multimodal(family: str, end: int | list[int], vision: dict[str, Any], text: 
     shared = {key: value for key, value in BASE.items() if key not in ids}
     config = getattr(hf, f"{family}Config")(text_config=shared | text, vision_config=vision, **fields)
     return Case(getattr(hf, f"{family}ForConditionalGeneration"), config, end=end)
+
+
+def nemotron_h(pattern: str, fields: dict[str, Any]) -> Case:
+    """Nemotron-H with these kinds of layers."""
+    shared = {key: value for key, value in BASE.items() if key not in ("num_hidden_layers", "rms_norm_eps")}
+    kinds = {"M": "linear_attention", "-": "mlp", "*": "full_attention", "E": "moe"}
+    config = hf.NemotronHConfig(**shared | {
+        "layers_block_type": [kinds[letter] for letter in pattern], "head_dim": 16, "ssm_state_size": 16,
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 64,
+    } | fields)  # fmt: skip
+    return Case(hf.NemotronHForCausalLM, config)
 
 
 def basic() -> dict[str, Case]:
@@ -184,6 +211,7 @@ def recurrent() -> dict[str, Case]:
         "qwen35_vision": multimodal("Qwen3_5", [2, 0], tower, text, **ids),
         "qwen35_moe_vision": multimodal("Qwen3_5Moe", [2, 0], tower, text | experts, **ids),
     }
+    published |= {name: nemotron_h(*each) for name, each in NEMOTRON_H.items()}
     published = {name: each._replace(lengths=(97, 23, 2)) for name, each in published.items()}
     return published | {
         name: case(family, rope, **DELTA_NET, **fields)._replace(lengths=(97, 23, 2))

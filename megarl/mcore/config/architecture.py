@@ -19,7 +19,8 @@ ARCHITECTURE = frozenset({
     "rotary_scaling_factor", "mscale", "mscale_all_dim", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
     "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "experimental_attention_variant", "linear_attention_freq",
     "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads", "attention_output_gate",
+    "linear_num_value_heads", "attention_output_gate", "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim",
+    "mamba_num_groups", "mamba_num_heads",
 }) | model_flags.attributes()  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
     tensor, context, latent = args.tensor_model_parallel_size, args.context_parallel_size, args.multi_latent_attention
     softcap, backend = args.attn_logit_softcapping, args.attention_kernel
-    variant = args.experimental_attention_variant
+    variant, pattern = args.experimental_attention_variant, args.hybrid_layer_pattern
     hidden, channels = args.hidden_size, args.kv_channels or args.hidden_size // args.num_attention_heads
     return [
         LayoutRule("--bf16", args.bf16, args.bf16 or args.fp16, "--bf16 or --fp16"),
@@ -37,6 +37,7 @@ def rules(args) -> list[LayoutRule]:
         LayoutRule("--context-parallel-size", context, context == 1, "1"),
         LayoutRule("--multi-latent-attention", latent, not latent, "none"),
         LayoutRule("--experimental-attention-variant", variant, variant is None, "none"),
+        LayoutRule("--hybrid-layer-pattern", pattern, pattern is None, "none"),
         LayoutRule("--attn-logit-softcapping", softcap, softcap is None, "none"),
         LayoutRule("--softmax-type", args.softmax_type, args.softmax_type == "vanilla", "vanilla"),
         LayoutRule("--attention-backend", backend, backend == BACKEND, f"auto or {BACKEND}"),

@@ -194,19 +194,21 @@ def _without_own_parts(args):
     For sharded parameters (`mcore/parallel/fsdp.py`; `layout_rules`) it wants untied embeddings. For grouped products
     of experts (`moe/layer.py`) it wants a GPU; on a CPU they run one after another. For tensor parallelism it wants
     CUDA_DEVICE_MAX_CONNECTIONS=1 except on the newest devices, and would start CUDA to know which this is;
-    `cuda_environment` chooses afterwards.
+    `cuda_environment` chooses afterwards. A pattern of layers means another class of models, which is divided among
+    pipeline stages by marks in the pattern.
     """
-    names, version = ("use_torch_fsdp2", "moe_grouped_gemm"), arguments.get_device_arch_version
-    hidden = {name: getattr(args, name) for name in names}
-    for name in names:
-        setattr(args, name, False)
+    own = {"use_torch_fsdp2": False, "moe_grouped_gemm": False, "hybrid_layer_pattern": None}
+    version = arguments.get_device_arch_version
+    hidden = {name: getattr(args, name) for name in own}
+    for name, value in own.items():
+        setattr(args, name, value)
     arguments.get_device_arch_version = lambda: cuda_environment.NEEDS_NONE
     try:
         yield
     finally:
         arguments.get_device_arch_version = version
-        for name in names:
-            setattr(args, name, hidden[name])
+        for name, value in hidden.items():
+            setattr(args, name, value)
 
 
 def _validated(role: str, args):
@@ -238,6 +240,8 @@ def transformer_config(args) -> TransformerConfig:
         config.softmax_scale = _latent_softmax_scale(args)
     else:
         config = core_transformer_config_from_args(args)
+    config.hybrid_layer_pattern = args.hybrid_layer_pattern
+    config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None  # no stacks of unlike layers
     config.attention_kernel, config.exact_rollout = args.attention_kernel, exact_rules.applies(args)
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:

@@ -41,6 +41,8 @@ MODEL_FLAGS = (
     ModelFlag("window-rotary-base", number, None, "rotary base, without scaling, of layers with a window (Gemma 3)"),
     ModelFlag("moe-router-group-score", str, "sum", "score of --moe-router-num-groups: of its best experts, their sum "
               "(DeepSeek-V3) or the largest (DeepSeek-V2)", ("sum", "max")),
+    ModelFlag("mamba-dt-min", float, 0.0, "smallest time step Δ of the Mamba-2 layers of --hybrid-layer-pattern "
+              "(Nemotron-H)"),
     ModelFlag("rope-low-freq-factor", float, None, "of --use-rope-scaling (default 1)"),
     ModelFlag("rope-high-freq-factor", float, None, "of --use-rope-scaling (default 4)"),
     ModelFlag("rope-original-max-position-embeddings", int, None, "of --use-rope-scaling (default 8192)"),

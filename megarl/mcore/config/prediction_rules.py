@@ -41,6 +41,7 @@ def _rules(settings, args) -> list[LayoutRule]:
         LayoutRule("--transformer-impl", impl, impl == "local", "local"),
         LayoutRule("--layernorm-position", position, position == "pre", "pre"),
         LayoutRule("--window-size", args.window_size, args.window_size is None, "none"),
+        LayoutRule("--hybrid-layer-pattern", args.hybrid_layer_pattern, args.hybrid_layer_pattern is None, "none"),
         LayoutRule("--no-rope-freq", args.no_rope_freq, not args.no_rope_freq, "none"),
         LayoutRule("--expert-model-parallel-size", experts, experts == 1 or not settings.mtp_drafts,
              "1: replicas that share experts step together"),

@@ -4,17 +4,27 @@ such models cannot be combined with.
 A rule is data, as in `layout_rules`.
 """
 
+from megarl.errors import UsageError
 from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, require, value_of
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
 SIZES = {"linear-conv-kernel-dim": 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128,
          "linear-num-key-heads": 16, "linear-num-value-heads": 32}  # fmt: skip  # Megatron's defaults
+PATTERN, LETTERS = "--hybrid-layer-pattern", {"M", "*", "-", "E"}
+SPACE_SIZES = {"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-num-heads": None}
+TAPS = "linear-conv-kernel-dim"  # of both kinds
 VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, tokens that a convolution reads
 
 
 def has_states(args) -> bool:
     """Whether a model with this Megatron namespace has layers with a recurrent state."""
-    return args.experimental_attention_variant is not None
+    return args.experimental_attention_variant is not None or args.hybrid_layer_pattern is not None
+
+
+def flag_of(args) -> str:
+    """The flag, with its value, that gives a model its layers with a recurrent state."""
+    variant = args.experimental_attention_variant
+    return f"{PATTERN} {args.hybrid_layer_pattern}" if variant is None else f"{FLAG} {variant}"
 
 
 def check(role: str, args):
@@ -25,14 +35,20 @@ def check(role: str, args):
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
     gate, freq = args.attention_output_gate, args.linear_attention_freq
-    on, where = has_states(args), f"with {FLAG} {GATED_DELTA_NET}"
+    on, where = args.experimental_attention_variant is not None, f"with {flag_of(args)}"
+    is_space = args.hybrid_layer_pattern is not None
     return [
-        *(LayoutRule(f"--{name}", value_of(args, name), on or value_of(args, name) == default, f"none without {FLAG}")
+        *(LayoutRule(f"--{name}", value_of(args, name),
+                     on or value_of(args, name) == default or is_space and name == TAPS, f"none without {FLAG}")
           for name, default in SIZES.items()),
         LayoutRule("--linear-attention-freq", freq, on or freq is None, f"none without {FLAG}"),
+        *(LayoutRule(f"--{name}", value_of(args, name), is_space or value_of(args, name) == default,
+                     f"none without {PATTERN}")
+          for name, default in (SPACE_SIZES | {"mamba-dt-min": 0.0}).items()),
+        *_of_spaces(args, is_space),
         *(min_value(f"--{name}", value_of(args, name)) for name in SIZES),
         *_of_layers(args, on),
-        *(LayoutRule(flag, value, not on or holds, f"{allowed} {where}")
+        *(LayoutRule(flag, value, not has_states(args) or holds, f"{allowed} {where}")
           for flag, value, holds, allowed in _combinations(args)),
         LayoutRule("--attention-output-gate", gate, not gate or not args.multi_latent_attention,
              "none with --multi-latent-attention"),
@@ -40,6 +56,31 @@ def rules(args) -> list[LayoutRule]:
              "none with --qk-layernorm-all-heads"),
         LayoutRule("--attention-output-gate", gate, not gate or not args.add_bias_linear and not args.add_qkv_bias,
              "none with biases of queries, keys and values"),
+    ]  # fmt: skip
+
+
+def _of_spaces(args, on: bool) -> list[LayoutRule]:
+    """Of models whose layers have one half each: Mamba-2, attention, an MLP or experts."""
+    pattern, layers, experts = args.hybrid_layer_pattern or "", args.num_layers, args.num_experts
+    groups, heads, dt_min = args.mamba_num_groups, args.mamba_num_heads, args.mamba_dt_min
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    return [
+        LayoutRule(PATTERN, pattern, not on or len(pattern) == layers and set(pattern) <= LETTERS and "M" in pattern,
+             f"for each of --num-layers {layers} M (Mamba-2), * (attention), - (MLP) or E (experts), at least one M"),
+        LayoutRule(PATTERN, pattern, not on or ("E" in pattern) == bool(experts),
+             "one with E if and only if --num-experts is given"),
+        LayoutRule(PATTERN, pattern, not on or args.experimental_attention_variant is None, f"none with {FLAG}"),
+        LayoutRule("--moe-layer-freq", args.moe_layer_freq, not on or args.moe_layer_freq == 1,
+             f"none with {PATTERN}"),
+        *(LayoutRule(f"--{name}", value_of(args, name), not on or (value_of(args, name) or 0) > 0, "1 or more")
+          for name in SPACE_SIZES),
+        LayoutRule("--mamba-num-groups", groups, not on or groups % (tensor * context) == 0,
+             f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
+        LayoutRule("--mamba-num-heads", heads, not on or heads % groups == 0,
+             f"a multiple of --mamba-num-groups {groups}"),
+        LayoutRule("--mamba-head-dim", args.mamba_head_dim, not on or args.mamba_head_dim % VECTOR == 0,
+             f"a multiple of {VECTOR}"),
+        LayoutRule("--mamba-dt-min", dt_min, 0 <= dt_min < float("inf"), "0 or more"),
     ]  # fmt: skip
 
 
@@ -60,7 +101,7 @@ def _of_layers(args, on: bool) -> list[LayoutRule]:
         LayoutRule("--linear-value-head-dim", args.linear_value_head_dim,
              not on or args.linear_value_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
         LayoutRule("--linear-conv-kernel-dim", args.linear_conv_kernel_dim,
-             not on or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS, f"from 2 to {MAX_TAPS}"),
+             not has_states(args) or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS, f"from 2 to {MAX_TAPS}"),
     ]  # fmt: skip
 
 
@@ -78,3 +119,16 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
         ("--use-torch-fsdp2", args.use_torch_fsdp2, not args.use_torch_fsdp2 or not args.bf16,
          "fp32: some parameters have another type,"),
     ]  # fmt: skip
+
+
+def check_run(settings, megatron: dict, lora: dict):
+    """Raises UsageError for settings of a run that its models with Mamba-2 cannot have.
+
+    `megatron`, `lora`: namespaces and factors of roles.
+    """
+    for role in (role for role in megatron if megatron[role].hybrid_layer_pattern is not None):
+        if lora.get(role) is not None:
+            raise UsageError(f"--lora-rank {lora[role].rank}: not yet with {flag_of(megatron[role])}")
+    actor = megatron.get("actor")
+    if actor is not None and actor.hybrid_layer_pattern is not None and settings.rollout_prefix_caching:
+        raise UsageError(f"--rollout-prefix-caching: not yet with {flag_of(actor)}")

@@ -22,7 +22,8 @@ READ_BY_MODEL = {
     "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
     "rotary_scaling_factor", "mscale", "mscale_all_dim", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "num_experts", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-    "qk_pos_emb_head_dim", "v_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim",
+    "mamba_num_groups", "mamba_num_heads",
 }  # fmt: skip
 READ_BY_SCHEDULER = {
     "lr_decay_iters", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_iters",

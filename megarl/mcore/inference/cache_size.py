@@ -6,7 +6,8 @@ from megatron.core.transformer import MLATransformerConfig
 
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.recurrence.delta_rule import HeadSizes, States
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.states import States
 
 GIB = 2**30
 BLOCK_TOKENS_CUDA, BLOCK_TOKENS_CPU = 64, 16
@@ -31,7 +32,7 @@ def token_bytes(model_config, layers: int, tensor_ranks: int) -> int:
 
 def state_bytes(model_config, layers: int, tensor_ranks: int) -> int:
     """Bytes of a request's recurrent states, always fp32, in that many layers on a tensor-parallel rank."""
-    sizes = HeadSizes.of(model_config, tensor_ranks)
+    sizes = layer_sizes(model_config, tensor_ranks)
     return 4 * layers * sum(map(math.prod, States.shapes(1, model_config.linear_conv_kernel_dim, sizes)))
 
 

@@ -4,13 +4,15 @@ import copy
 from collections.abc import Callable
 
 from megatron.core.transformer import MLATransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
 from megarl.mcore.attention.latent_cache import latent_attention
+from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.recurrent_context import RecurrentContext
-from megarl.mcore.model.gated_delta_net import GatedDeltaNet
+from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 
 
 class LatentContext(PagedContext):
@@ -45,9 +47,10 @@ def context_of(
         snapshots: as of `RecurrentContext`.
         further_layers: as of `PagedContext`.
     """
-    has_states = [isinstance(layer.self_attention, GatedDeltaNet) for layer in model.decoder.layers]
-    if model.config.experimental_attention_variant is not None:
-        has_states += [False] * further_layers
-        return RecurrentContext(model.config, config, memory, has_states=has_states, snapshots=snapshots)
+    if has_states(model.config):
+        mixers = [layer.self_attention for layer in model.decoder.layers]
+        states = [isinstance(mixer, RecurrentMixer) for mixer in mixers] + [False] * further_layers
+        cache = [isinstance(mixer, SelfAttention) for mixer in mixers] + [True] * further_layers
+        return RecurrentContext(model.config, config, memory, has_states=states, has_cache=cache, snapshots=snapshots)
     kind = LatentContext if isinstance(model.config, MLATransformerConfig) else PagedContext
     return kind(model.config, config, memory, further_layers)

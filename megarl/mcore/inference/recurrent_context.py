@@ -14,8 +14,9 @@ from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, cache_bytes, snapshot_count, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.state_snapshots import StateSnapshots
-from megarl.mcore.recurrence.delta_rule import HeadSizes, States, gated_delta_rule
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.mcore.recurrence.runs import NONE, Runs
+from megarl.mcore.recurrence.states import States
 
 
 class RecurrentContext(PagedContext):
@@ -28,17 +29,17 @@ class RecurrentContext(PagedContext):
 
     def __init__(
         self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None, *, has_states: list[bool],
-        snapshots: int | None,
+        has_cache: list[bool], snapshots: int | None,
     ):  # fmt: skip
         """Arguments as of `PagedContext`, and these.
 
         Args:
-            has_states: of each layer of this rank; others have keys and values.
+            has_states, has_cache: whether each layer of this rank has a state, or keys and values.
             snapshots: states for ends of prompts; None: as many as of requests. Without prefix caching there are none.
         """
-        self._has_states, self._cache_memory = has_states, memory
+        self._has_states, self._has_cache, self._cache_memory = has_states, has_cache, memory
         ranks = inference_config.pg_collection.tp.size()
-        self._taps, self._sizes = model_config.linear_conv_kernel_dim, HeadSizes.of(model_config, ranks)
+        self._taps, self._sizes = model_config.linear_conv_kernel_dim, layer_sizes(model_config, ranks)
         requests = inference_config.max_requests
         count = snapshot_count(requests, inference_config.enable_prefix_caching, snapshots)
         self._slots = requests + count
@@ -67,7 +68,7 @@ class RecurrentContext(PagedContext):
     def _cache_config(self, model_config):
         """Returns a config of one stage that has the layers with keys and values alone, but at least one."""
         config = copy.copy(model_config)
-        config.num_layers, config.pipeline_model_parallel_size = max(1, self._has_states.count(False)), 1
+        config.num_layers, config.pipeline_model_parallel_size = max(1, sum(self._has_cache)), 1
         config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
         config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
         return config
@@ -75,9 +76,9 @@ class RecurrentContext(PagedContext):
     reads_tables = False  # a decode step is planned on the host, with the states of its requests
 
     def _layer_caches(self) -> tuple[Tensor, ...]:
-        """The cache of each layer; that of a layer with states is the first one, which it does not use."""
+        """The cache of each layer; that of a layer without keys and values is the first one, which it does not use."""
         caches = iter(self.memory_buffer.unbind())
-        return tuple(self.memory_buffer[0] if own else next(caches) for own in self._has_states)
+        return tuple(next(caches) if own else self.memory_buffer[0] for own in self._has_cache)
 
     def reset(self, *args, **kwargs):
         """Drops all requests and snapshots."""
@@ -173,9 +174,7 @@ class RecurrentContext(PagedContext):
         rows = expand_ranges(drafts.computed[first], counts)
         runs = Runs(torch.stack([counts.cumsum(0) - counts, counts, ids, ids], 1).contiguous(), 0, self._taps)
         for layer, inputs in self._plan.drafted.items():
-            places = rows.to(inputs.x.device)
-            kept = inputs._replace(x=inputs.x[places], a=inputs.a[places], b=inputs.b[places])
-            gated_delta_rule(kept, self._sizes, runs, self._states[layer])
+            inputs.at(rows.to(inputs.x.device)).apply(self._sizes, runs, self._states[layer])
 
 
 def runs_of_step(

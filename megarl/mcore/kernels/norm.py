@@ -41,7 +41,7 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (x * scale).mul_(weight), scale
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[…, H] -> […, H], equal to the last bit with and without gradients."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x.flatten(0, -2), weight, eps).view_as(x)
@@ -56,7 +56,7 @@ class RMSNorm(torch.nn.RMSNorm):
         weight = self.own_weight()
         if x.device.type != "cpu" or x.dtype is not torch.float32 or weight.dtype is not torch.float32:
             return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
-        return _rms_norm(x, weight, self.eps)
+        return rms_norm(x, weight, self.eps)
 
     def own_weight(self) -> Tensor:
         """The weights [H] as this rank uses them."""
@@ -76,7 +76,7 @@ class ZeroCentredRMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[…, H] -> […, H], equal to the last bit with and without gradients."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return _rms_norm(wide, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
+        return rms_norm(wide, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
 class ZeroCentredLayerNorm(torch.nn.LayerNorm):

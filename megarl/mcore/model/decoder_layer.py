@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
@@ -25,8 +26,10 @@ from megarl.mcore.model import rotary
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
-from megarl.mcore.recurrence.delta_rule import Inputs, States
+from megarl.mcore.recurrence.delta_rule import Inputs
 from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.state_space import SpaceInputs
+from megarl.mcore.recurrence.states import States
 
 
 class Rotation(NamedTuple):
@@ -79,7 +82,7 @@ class StepPlan:
     runs: Runs | None = None  # of the rows, in models with recurrent states
     states: tuple[States | None, ...] = ()  # of each layer of this rank; None of those with attention
     # What the rows give to the states, by layer; if some rows may be dropped, the states take them after the step.
-    drafted: dict[int, Inputs] | None = None
+    drafted: dict[int, Inputs | SpaceInputs] | None = None
 
     def store(self, heads: Tensor, rotation: Rotation | None, cache: Tensor):
         """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to
@@ -206,9 +209,13 @@ class DecoderLayer(TransformerLayer):
         )
 
     def step(self, hidden: Tensor, plan: StepPlan) -> Tensor:
-        """Applies attention and the MLP or experts to [T, 1, H]; under sequence parallelism, to this rank's tokens."""
-        hidden = self._add(hidden, *self.self_attention.step(self.input_layernorm(hidden), plan))
-        return self._add(hidden, *self._feed_forward(hidden, plan))
+        """Applies attention, and the MLP or experts, to [T, 1, H]; under sequence parallelism, to this rank's tokens.
+
+        Layers of some models have one of the two alone.
+        """
+        if not isinstance(self.self_attention, IdentityOp):
+            hidden = self._add(hidden, *self.self_attention.step(self.input_layernorm(hidden), plan))
+        return hidden if isinstance(self.mlp, IdentityOp) else self._add(hidden, *self._feed_forward(hidden, plan))
 
     def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Output of the MLP or experts, and a bias to add."""

@@ -18,6 +18,7 @@ from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
 from megarl.mcore.attention.windows import window_of
+from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.head_divergence import (
     DistillScores,
@@ -92,7 +93,7 @@ def run_chunk(
     packing = pack_sequences(
         lengths, pg_collection.cp, dist.get_world_size(pg_collection.tp) if sequence_parallel else 1, routing, shared,
         window_of(model.config), backends.load(model.config).plan_attention,
-        model.config.linear_conv_kernel_dim if model.config.experimental_attention_variant else None,
+        model.config.linear_conv_kernel_dim if has_states(model.config) else None,
     )  # fmt: skip
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])

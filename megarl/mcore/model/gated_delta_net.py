@@ -5,10 +5,7 @@ needs CUDA kernels of another package, has no packed sequences in its determinis
 Shapes: T rows, G key heads with K channels and H value heads with V channels on this rank.
 """
 
-import functools
-
 import torch
-import torch.distributed as dist
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules, _GDNBase
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -16,13 +13,12 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.norm import RMSNorm
 from megarl.mcore.kernels.silu import silu
-from megarl.mcore.model.decoder_layer import StepPlan, local_layer
-from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, States, gated_delta_rule
+from megarl.mcore.model.recurrent_mixer import RecurrentMixer
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, gated_delta_rule
 from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.states import States
 
 
 class _SplitHeadsNorm(RMSNorm):
@@ -37,7 +33,7 @@ class _SplitHeadsNorm(RMSNorm):
         return copy_to_tensor_model_parallel_region(self.weight, self._group) if self._group.size() > 1 else self.weight
 
 
-class GatedDeltaNet(_GDNBase):
+class GatedDeltaNet(RecurrentMixer, _GDNBase):
     """Queries, keys and values by a convolution; a state of each head; gated norm of what it reads.
 
     Of Megatron's class it uses `sharded_state_dict` alone, and sets the attributes that this reads: the constructor
@@ -76,35 +72,6 @@ class GatedDeltaNet(_GDNBase):
         self.in_proj.weight.parts = self.in_proj_split_sections
         self.conv1d.weight.parts = (keys, keys, values)
         self.out_norm = _SplitHeadsNorm(self.sizes.values, config, self.tp_group)
-
-    def forward(
-        self, hidden_states, attention_mask=None, *, inference_context=None, rotary_pos_emb=None,
-        packed_seq_params=None, **_,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and no bias.
-
-        `packed_seq_params` is a `PackedLayout`, `inference_context` a `RecurrentContext`.
-        """
-        if inference_context is not None:
-            return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
-        projected, _ = self.in_proj(hidden_states)
-        layout = packed_seq_params
-        if layout.order is None:
-            return self.out_proj(self._mixed(projected.squeeze(1), layout.runs, None).unsqueeze(1))
-        of_heads = to_heads(projected.squeeze(1), self.in_proj_split_sections, layout.order, layout.cp_group)
-        ranks, rank = dist.get_world_size(layout.cp_group), dist.get_rank(layout.cp_group)
-        mixed = to_tokens(self._mixed(of_heads, layout.runs, None, ranks, rank), layout.order, layout.cp_group)
-        return self.out_proj(mixed.unsqueeze(1))
-
-    _layer = functools.cached_property(local_layer)
-
-    def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
-        """Same as `forward` for the rows of a step, whose runs continue the states of their requests."""
-        projected, _ = apply_linear(self.in_proj, hidden)
-        mixed = self._mixed(projected.squeeze(1), plan.runs, plan.states[self._layer])
-        if plan.drafted is not None:
-            plan.drafted[self._layer] = self._inputs(projected.squeeze(1).float())
-        return apply_linear(self.out_proj, mixed.unsqueeze(1))
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> Inputs:
         """What the rule reads of rows [T, in_proj rows]; arguments as of `_mixed`."""

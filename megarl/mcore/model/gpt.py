@@ -26,6 +26,7 @@ from megarl.mcore.model.rotary import Rotary
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.balancing import balancing_state
 from megarl.mcore.parallel.fsdp import shard
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
 
 HEAD = "output_layer.weight"  # name of the head after the last layer, either the vocabulary's or a scalar one
 HEAD_BIAS = "output_layer.bias"  # of a scalar head
@@ -196,7 +197,15 @@ def weight_shapes(
         moe_prefix = f"{prefix}.{kinds.index(True) if args.num_experts else 0}"
         prefix = f"{prefix}.{layers - 1}"
         stacked = ()
-    if is_recurrent[-1]:
+    if args.hybrid_layer_pattern is not None:
+        first, sizes = f"{role}.decoder.layers.{is_recurrent.index(True)}", layer_sizes(args, 1)
+        shapes[f"{first}.self_attention.out_proj.weight"] = (hidden, sizes.heads * sizes.values)
+        if "-" in args.hybrid_layer_pattern:
+            dense = f"{role}.decoder.layers.{args.hybrid_layer_pattern.index('-')}"
+            shapes[f"{dense}.mlp.linear_fc2.weight"] = (hidden, args.ffn_hidden_size)
+        if not args.num_experts:
+            return shapes
+    elif is_recurrent[-1]:
         values = args.linear_num_value_heads * args.linear_value_head_dim
         shapes[f"{prefix}.self_attention.out_proj.weight"] = (hidden, values)
     else:

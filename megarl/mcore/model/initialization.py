@@ -5,6 +5,7 @@ has its own generator, seeded by its global name; a rank draws one whole matrix 
 """
 
 import hashlib
+import math
 import re
 
 import torch
@@ -25,6 +26,8 @@ def initialize(chunk, seed: int, pg_collection):
             torch.nn.init.zeros_(parameter)
         elif whole_name.endswith(".A_log"):
             _draw_decays(whole_name, parameter, seed, pg_collection.tp)
+        elif whole_name.endswith(".dt_bias") and getattr(parameter, "draws_steps", False):
+            _draw_steps(whole_name, parameter, seed, pg_collection.tp)
 
 
 def _is_scalar_head(name: str, parameter: Tensor) -> bool:
@@ -93,4 +96,15 @@ def _draw(whole_name: str, parameter: Tensor, config, seed: int, pg_collection):
 def _draw_decays(whole_name: str, parameter: Tensor, seed: int, group):
     """Logarithms of numbers between 1 and 16, as of Megatron's gated delta net."""
     whole = draw_uniform(whole_name, seed, (len(parameter) * dist.get_world_size(group),), 7.5).add_(8.5).log_()
+    parameter.copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+@torch.no_grad()
+def _draw_steps(whole_name: str, parameter: Tensor, seed: int, group):
+    """What gives time steps between 0.001 and 0.1, their logarithms uniform, as of Megatron's Mamba-2: its inverse
+    softplus."""
+    low, high = math.log(0.001), math.log(0.1)
+    size = len(parameter) * dist.get_world_size(group)
+    steps = draw_uniform(whole_name, seed, (size,), (high - low) / 2).add_((high + low) / 2).exp_()
+    whole = steps + torch.log(-torch.expm1(-steps))
     parameter.copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])

@@ -1,6 +1,7 @@
 """megarl's own parts of a decoder layer, the same in all layer specs: the layer, its attention and core attention."""
 
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
@@ -14,6 +15,7 @@ from megarl.mcore.model.decoder_layer import (
 )
 from megarl.mcore.model.gated_delta_net import GatedDeltaNet
 from megarl.mcore.model.latent_attention import LatentAttention
+from megarl.mcore.model.mamba2 import Mamba2
 from megarl.mcore.model.pipeline_layout import LayerKind
 from megarl.mcore.model.post_norm import PostNormLayer, PostNormMoELayer
 
@@ -31,10 +33,22 @@ def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
     spec.module = LAYERS[args.layernorm_position == "pre", kind.is_moe]
     if kind.is_recurrent:
         parts = GatedDeltaNetSubmodules(attention.submodules.linear_qkv, out_proj=attention.submodules.linear_proj)
-        spec.submodules.self_attention = ModuleSpec(GatedDeltaNet, submodules=parts)
+        kind_of_mixer = GatedDeltaNet if args.hybrid_layer_pattern is None else Mamba2
+        spec.submodules.self_attention = ModuleSpec(kind_of_mixer, submodules=parts)
         return
     attention.module = _attention_kind(args)
     attention.submodules.core_attention = ScoredAttention if has_score_options(args) else PackedAttention
+
+
+def drop_absent_parts(spec: ModuleSpec, kind: LayerKind):
+    """Takes the half that a layer does not have, and its norm, out of a complete spec."""
+    layer = spec.submodules
+    if not kind.has_mixer:
+        layer.input_layernorm = layer.self_attention = IdentityOp
+        layer.self_attn_bda = IdentityFuncOp
+    if not kind.has_mlp:
+        layer.pre_mlp_layernorm = layer.mlp = IdentityOp
+        layer.mlp_bda = IdentityFuncOp
 
 
 def _attention_kind(args) -> type:

@@ -1,4 +1,4 @@
-"""Which layers of a model have experts or a recurrent state, and which layers each pipeline stage holds."""
+"""What the layers of a model have, and which layers each pipeline stage holds."""
 
 from typing import NamedTuple
 
@@ -10,6 +10,8 @@ from megarl.mcore.config.megatron_flags import transformer_config
 
 def moe_layer_pattern(args) -> list[bool]:
     """Returns whether each layer of the whole model has experts; `--moe-layer-freq` is a period or a pattern."""
+    if args.hybrid_layer_pattern:
+        return [letter == "E" for letter in args.hybrid_layer_pattern]
     if not args.num_experts:
         return [False] * args.num_layers
     pattern = args.moe_layer_freq
@@ -20,7 +22,9 @@ def moe_layer_pattern(args) -> list[bool]:
 
 def recurrent_layer_pattern(args) -> list[bool]:
     """Returns whether each layer of the whole model has a recurrent state instead of attention: all but every N-th of
-    `--linear-attention-freq` N, or a pattern."""
+    `--linear-attention-freq` N, or a pattern; those with an M of `--hybrid-layer-pattern`."""
+    if args.hybrid_layer_pattern:
+        return [letter == "M" for letter in args.hybrid_layer_pattern]
     every = args.linear_attention_freq
     if args.experimental_attention_variant is None:
         return [False] * args.num_layers
@@ -29,11 +33,20 @@ def recurrent_layer_pattern(args) -> list[bool]:
     return [bool(x) for x in every]
 
 
+def attention_layer_pattern(args) -> list[bool]:
+    """Returns whether each layer of the whole model has attention, and so keys and values in a cache."""
+    if args.hybrid_layer_pattern:
+        return [letter == "*" for letter in args.hybrid_layer_pattern]
+    return [not is_recurrent for is_recurrent in recurrent_layer_pattern(args)]
+
+
 class LayerKind(NamedTuple):
-    """What a layer has instead of an MLP, and instead of attention."""
+    """What a layer has instead of an MLP, and instead of attention; whether it has both halves."""
 
     is_moe: bool = False
     is_recurrent: bool = False
+    has_mixer: bool = True  # attention or a recurrent state
+    has_mlp: bool = True  # or experts
 
 
 DENSE = LayerKind()
@@ -41,6 +54,11 @@ DENSE = LayerKind()
 
 def layer_kinds(args) -> list[LayerKind]:
     """Returns the kind of each layer of the whole model."""
+    if args.hybrid_layer_pattern:  # one half each
+        return [
+            LayerKind(letter == "E", letter == "M", letter in "M*", letter in "-E")
+            for letter in args.hybrid_layer_pattern
+        ]
     return [LayerKind(*pair) for pair in zip(moe_layer_pattern(args), recurrent_layer_pattern(args), strict=True)]
 
 

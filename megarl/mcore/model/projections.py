@@ -8,7 +8,10 @@ different ones; the names here say the parts. Projections of multi-latent attent
 
 from typing import NamedTuple
 
+from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.state_space import SpaceSizes
 
 # Suffix of a linear layer's name -> its projections, in the order of its rows.
 LINEARS = {
@@ -35,14 +38,14 @@ class HeadLayout(NamedTuple):
     groups: int
     queries: int  # per group
     channels: int
-    recurrent: HeadSizes | None = None
+    recurrent: HeadSizes | SpaceSizes | None = None
     has_gates: bool = False  # of the output: Megatron fuses those of a group after its queries
 
     @classmethod
     def of(cls, args) -> "HeadLayout":
         """That of a role's Megatron namespace."""
         groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        recurrent = None if args.experimental_attention_variant is None else HeadSizes.of(args, 1)
+        recurrent = layer_sizes(args, 1) if has_states(args) else None
         gates = bool(args.attention_output_gate)
         return cls(groups, args.num_attention_heads // groups, args.kv_channels, recurrent, gates)
 

@@ -16,7 +16,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.runs import NONE, Chunks, Runs
+from megarl.mcore.recurrence.runs import Chunks, Runs
+from megarl.mcore.recurrence.states import (
+    States,
+    chunk_memories,
+    convolved,
+    has_kernels,
+    in_order,
+    keep_memories,
+    own_states,
+    store_memories,
+)
 
 EPSILON = 1e-6  # added to the squared length of queries and keys
 
@@ -47,18 +57,6 @@ class HeadSizes(NamedTuple):
         return cls(*heads, config.linear_key_head_dim, config.linear_value_head_dim)
 
 
-class States(NamedTuple):
-    """States by number; fp32."""
-
-    inputs: Tensor  # [S, taps − 1, C] the last inputs of the convolution
-    memories: Tensor  # [S, H, K, V]
-
-    @staticmethod
-    def shapes(count: int, taps: int, sizes: HeadSizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the fields."""
-        return (count, taps - 1, sizes.channels), (count, sizes.heads, sizes.keys, sizes.values)
-
-
 class Inputs(NamedTuple):
     """What a layer gives to the rule; fp32."""
 
@@ -69,6 +67,14 @@ class Inputs(NamedTuple):
     decay_logs: Tensor  # [H]
     biases: Tensor  # [H] added to a
 
+    def at(self, rows: Tensor) -> "Inputs":
+        """Those of some rows."""
+        return self._replace(x=self.x[rows], a=self.a[rows], b=self.b[rows])
+
+    def apply(self, sizes, runs: Runs, states: States) -> Tensor:
+        """`gated_delta_rule`."""
+        return gated_delta_rule(self, sizes, runs, states)
+
 
 def gated_delta_rule(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
     """[T, H, V]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
@@ -77,14 +83,9 @@ def gated_delta_rule(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: State
     return _forward(inputs, sizes, runs, states)
 
 
-def has_kernels(x: Tensor) -> bool:
-    """Whether compiled kernels compute the rule on the device of a tensor."""
-    return not x.is_cuda
-
-
 def _forward(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> Tensor:
     if has_kernels(inputs.x):
-        return _by_token(inputs, sizes, runs, _own_states(inputs, sizes, runs) if states is None else states)
+        return _by_token(inputs, sizes, runs, own_states(inputs.x, sizes, runs) if states is None else states)
     if states is not None and runs.decodes is not None:
         return _one_token(inputs, sizes, runs, states)
     return by_chunks(inputs, sizes, runs, states)
@@ -92,14 +93,9 @@ def _forward(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None
 
 def _by_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:
     weight = inputs.weight.squeeze(1).t().contiguous()
-    mixed = native.ops.causal_convolution(inputs.x, weight, runs.table, states.inputs)
+    mixed = native.ops.causal_convolution(inputs.x, weight, None, runs.table, states.inputs)
     gates = native.ops.delta_rule_gates(inputs.a, inputs.b, inputs.decay_logs, inputs.biases)
     return native.ops.delta_rule(mixed, *gates, sizes.groups, sizes.keys, runs.table, states.memories)
-
-
-def _own_states(inputs: Inputs, sizes: HeadSizes, runs: Runs) -> States:
-    """Uninitialized states of the pass alone."""
-    return States(*map(inputs.x.new_empty, States.shapes(runs.states, runs.taps, sizes)))
 
 
 class _TrainedRule(torch.autograd.Function):
@@ -107,7 +103,7 @@ class _TrainedRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sizes, runs, *inputs):
-        states = _own_states(Inputs(*inputs), sizes, runs) if has_kernels(inputs[0]) else None
+        states = own_states(inputs[0], sizes, runs) if has_kernels(inputs[0]) else None
         ctx.save_for_backward(*inputs, *([] if states is None else [states.memories]))
         ctx.sizes, ctx.runs = sizes, runs
         return _forward(Inputs(*inputs), sizes, runs, states)
@@ -121,7 +117,7 @@ class _TrainedRule(torch.autograd.Function):
             if last is None:
                 results, grads = by_chunks(inputs, ctx.sizes, ctx.runs), grad
             else:
-                results = _convolved(inputs, ctx.runs, None), *_gates(inputs)
+                results = convolved(inputs.x, inputs.weight, None, ctx.runs, None), *_gates(inputs)
                 grads = _token_gradients(grad, [each.detach() for each in results], ctx.sizes, ctx.runs, last)
         return None, None, *torch.autograd.grad(results, inputs, grads)
 
@@ -161,34 +157,20 @@ def by_chunks(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | Non
         for out, order in _scan(rows, chunks, kept, states):
             found.append(out)
             places.append(order)
-    if states is not None and kept:
-        numbers = torch.tensor(list(kept), device=inputs.x.device)
-        states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
-    # Padding rows of chunks have the number T; those that count come first in the sorted order.
-    order = torch.cat(places).argsort(stable=True)[: len(inputs.x)]
-    return torch.cat(found)[order]
+    if states is not None:
+        store_memories(kept, states)
+    return in_order(found, places, len(inputs.x))
 
 
 def _rows(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> _Rows:
     """Convolution, norms and gates; `states` get the last inputs of the convolution."""
     groups, heads, keys, values = sizes
-    mixed = _convolved(inputs, runs, states)
+    mixed = convolved(inputs.x, inputs.weight, None, runs, states)
     q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
     q, k = (x.unflatten(1, (groups, keys)) for x in (q, k))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
     return _Rows(q, k, v.unflatten(1, (heads, values)), *_gates(inputs))
-
-
-def _convolved(inputs: Inputs, runs: Runs, states: States | None) -> Tensor:
-    """[T, C] after the causal convolution and its SiLU; `states` get its last inputs."""
-    taps, plan = inputs.weight.squeeze(1).t(), runs.convolution
-    padded = functional.pad(inputs.x, (0, 0, 0, 1))
-    padded = padded if states is None else torch.cat([padded, states.inputs.flatten(0, 1)])
-    mixed = functional.silu(sum(padded[rows] * tap for rows, tap in zip(plan.read, taps, strict=True)))
-    if states is not None and len(plan.states):
-        states.inputs.index_copy_(0, plan.states, padded[plan.last])
-    return mixed
 
 
 def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States | None) -> list[tuple[Tensor, Tensor]]:
@@ -208,31 +190,16 @@ def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States |
     old = torch.linalg.solve_triangular(system, k * strengths * total.exp().unsqueeze(-1), **solve)
     q, k = q * total.exp().unsqueeze(-1), k * (total[..., -1:] - total).exp().unsqueeze(-1)
     decays = total[..., -1:, None].exp()
-    found, memory = [], _memories(rows, chunks.before, kept, states)
+    found, memory = [], chunk_memories(rows.keys, rows.values, chunks.before, kept, states)
     for at in chunks.steps:
-        _keep(kept, chunks, memory, len(at))
+        keep_memories(kept, chunks, memory, len(at))
         memory = memory[: len(at)]
         change = new[at] - old[at] @ memory
         out = q[at] @ memory + scores[at] @ change
         found.append((out.transpose(1, 2).flatten(0, 1), chunks.rows[at].flatten()))
         memory = memory * decays[at] + k[at].mT @ change
-    _keep(kept, chunks, memory, 0)
+    keep_memories(kept, chunks, memory, 0)
     return found
-
-
-def _memories(rows: _Rows, numbers: list[int], kept: dict[int, Tensor], states: States | None) -> Tensor:
-    """[R, H, K, V] of the states with these numbers."""
-    zeros = rows.values.new_zeros(*rows.keys.shape[1:], rows.values.shape[-1])
-    stored = None if states is None else states.memories
-    found = (zeros if i == NONE else kept[i] if i in kept or stored is None else stored[i] for i in numbers)
-    return torch.stack(list(found))
-
-
-def _keep(kept: dict[int, Tensor], chunks: Chunks, memory: Tensor, active: int):
-    """Keeps the memories of the runs that have ended: those after the first `active` ones."""
-    for i in range(active, len(memory)):
-        if (number := chunks.after[i]) != NONE:
-            kept[number] = memory[i]
 
 
 def _one_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:

@@ -39,6 +39,7 @@ MODELS = [
     ("--layernorm-position sandwich --geglu --disable-bias-linear", "gpt2", False, 1),
     ("--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "llama", False, 2),
     ("--num-layers 4 --bf16", "recurrent", False, 2), (f"{TP2} {PP2}", "recurrent", True, 4),
+    (f"{TP2} {PP2} --bf16", "mamba", True, 4), (f"{MOE} --hybrid-layer-pattern ME*M", "mamba", False, 1),
     ("", "latent", True, 1), (f"{TP2} --bf16", "latent", False, 2),
     (f"{DENSE_FIRST} {SP2} {EP2} {PP2}", "latent", False, 8),
     (f"{TP2} --layernorm-position post --qk-layernorm-all-heads --num-query-groups 1", "llama", False, 2),
@@ -216,9 +217,9 @@ def update_of_rank(rank: int, cases: list):
     """For each case: real and planned bytes of this rank, and real and planned peak of activations of an update."""
     from megarl.mcore.model import forward_pass
     from megarl.mcore.parallel import pipeline
-    from megarl.mcore.recurrence import delta_rule
+    from megarl.mcore.recurrence import delta_rule, state_space
 
-    delta_rule.has_kernels = lambda x: False  # as on a device
+    delta_rule.has_kernels = state_space.has_kernels = lambda x: False  # as on a device
     found = []
     for flags, shape, value_head, count in cases:
         args, pg_collection, stages, wrapped, optimizer = build(flags, shape, value_head)
@@ -253,6 +254,7 @@ ALONE = [
     (f"{FULL} uniform --recompute-num-layers 2", "llama", False, 1),
     (f"{FULL} block --recompute-num-layers 3", "llama", False, 1),
     ("", "recurrent", False, 1), ("--bf16", "recurrent", False, 1), ("--num-layers 4", "recurrent", False, 1),
+    ("", "mamba", False, 1), ("--bf16", "mamba", False, 1),
     ("", "latent", False, 1), ("--bf16", "latent", False, 1), ("--recompute-activations", "latent", False, 1),
 ]  # fmt: skip
 PAIR = [

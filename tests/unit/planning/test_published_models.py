@@ -32,9 +32,24 @@ QWEN3_NEXT = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_ne
               "hidden_size": 2048, "rope_theta": 10000000, "partial_rotary_factor": 0.25, "norm_topk_prob": True,
               "max_position_embeddings": 262144, "full_attention_interval": 4, "num_experts": 512}  # fmt: skip
 
+# Nemotron-H-8B and Nemotron-3-Nano: what their config.json says beside the defaults of the class.
+NEMOTRON_H = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}
+NEMOTRON_3 = NEMOTRON_H | {
+    "hidden_size": 2688, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "mamba_num_heads": 64, "num_key_value_heads": 2, "n_routed_experts": 128, "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
 # config.json, parameters in all and of one token in billions: 2412.19437, 2507.20534, 2405.04434 and its appendix B.
 MODELS = {"V3": (V3, 671, 37), "K2": (K2, 1026, 32), "V2": (V2, 236, 21), "V2-Lite": (V2_LITE, 15.7, 2.4),
-          "Qwen3-Next": (QWEN3_NEXT, 79.7, 3.3)}  # fmt: skip  # of its card, which says 80 and 3
+          "Qwen3-Next": (QWEN3_NEXT, 79.7, 3.3),  # of its card, which says 80 and 3
+          "Nemotron-H-8B": (NEMOTRON_H, 8.1, 8.1), "Nemotron-3-Nano": (NEMOTRON_3, 31.6, 3.2)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

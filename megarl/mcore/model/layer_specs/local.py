@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
-from megarl.mcore.model.layer_parts import put_own_parts
+from megarl.mcore.model.layer_parts import drop_absent_parts, put_own_parts
 from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
 from megarl.mcore.moe.experts import Experts, SharedExperts
 from megarl.mcore.moe.layer import MixtureLayer
@@ -53,4 +53,5 @@ def layer_spec(args, kind: LayerKind = DENSE) -> ModuleSpec:
         shared = functools.partial(SharedExperts, **parts.shared_experts.keywords)
         parts = dataclasses.replace(parts, router=Router, experts=experts, shared_experts=shared)
         layer.mlp = functools.partial(MixtureLayer, submodules=parts)
+    drop_absent_parts(spec, kind)
     return spec

@@ -148,6 +148,13 @@ LLAVA = Multimodal(
 QWEN_VL = Multimodal((("model.language_model.", "lm_head.weight"),), r"model\.visual\..+")
 
 
+class OwnNames(NamedTuple):
+    """A model's tensors under other names than `model.…`."""
+
+    prefixes: tuple[str, ...]  # instead of `model.`; the first that a folder has
+    outer: dict[str, str]  # tensors outside the layers, with `model.` -> their names after the prefix
+
+
 class Family(NamedTuple):
     """A `model_type` of config.json."""
 
@@ -161,6 +168,7 @@ class Family(NamedTuple):
     prediction: Prediction | None = None
     # The language model is described by `text_config`, of the type `config_type`.
     multimodal: Multimodal | None = None
+    names: OwnNames | None = None
 
 
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")

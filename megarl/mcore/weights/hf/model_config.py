@@ -1,6 +1,5 @@
 """A folder's config.json: read by transformers' configuration class, then entry by entry with checks."""
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +84,17 @@ def _class(model_type: str) -> "type[PreTrainedConfig]":
     return CONFIG_MAPPING[model_type]
 
 
+def _with_floats(value: Any) -> Any:
+    """The same with floats that JSON lacks, which transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        is_float = value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN")
+        return float(value["__float__"]) if is_float else {key: _with_floats(each) for key, each in value.items()}
+    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+
+
 def _read(values: dict[str, Any], model_type: str, error: Callable[[str], UsageError]) -> "PreTrainedConfig":
     try:
-        return _class(model_type).from_dict(copy.deepcopy(values) | {"model_type": model_type})
+        return _class(model_type).from_dict(_with_floats(values) | {"model_type": model_type})
     except Exception as problem:  # whatever a wrong file raises in there
         text = " ".join(str(problem).split())[:SHOWN] or type(problem).__name__
         raise error(f"config.json: transformers cannot read it: {text}") from None

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.pipeline_layout import LayerKind, prediction_kind
 from megarl.mcore.model.projections import HeadLayout, attention_sizes, linear_sizes, mlp_sizes
-from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceSizes
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, PREDICTED, PREDICTED_LAYER
 
 
@@ -43,8 +45,11 @@ def prediction_weights(args) -> Iterator[ModelWeight]:
 
 
 def _layer(args, prefix: str, kind: LayerKind) -> Iterator[ModelWeight]:
-    attention = _recurrent(args) if kind.is_recurrent else _attention(args)
-    shapes = _norms(args, kind) | attention | (_experts(args) if kind.is_moe else _mlp(args))
+    shapes = _norms(args, kind)
+    if kind.has_mixer:
+        shapes |= _recurrent(args) if kind.is_recurrent else _attention(args)
+    if kind.has_mlp:
+        shapes |= _experts(args) if kind.is_moe else _mlp(args)
     for name, shape in shapes.items():
         for expert in range(args.num_experts) if name.startswith("mlp.experts.") else (None,):
             yield ModelWeight(prefix + name, expert, shape)
@@ -57,6 +62,7 @@ def _norms(args, kind: LayerKind) -> dict[str, tuple[int, ...]]:
     if args.layernorm_position != "post":
         names = ["input_layernorm.weight" if args.multi_latent_attention else attention]
         names.append("mlp.linear_fc1.layer_norm_weight")
+        names = [name for name, has in zip(names, (kind.has_mixer, kind.has_mlp), strict=True) if has]
     if args.layernorm_position != "pre":
         names += ["post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"]
     return dict.fromkeys(names, (args.hidden_size,))
@@ -76,12 +82,18 @@ def _attention(args) -> dict[str, tuple[int, ...]]:
 
 
 def _recurrent(args) -> dict[str, tuple[int, ...]]:
-    """The weights of a gated delta net."""
-    sizes, hidden, taps = HeadSizes.of(args, 1), args.hidden_size, args.linear_conv_kernel_dim
+    """The weights of a gated delta net or of Mamba-2."""
+    sizes, hidden, taps = layer_sizes(args, 1), args.hidden_size, args.linear_conv_kernel_dim
     shapes: dict[str, tuple[int, ...]] = {f"in_proj.weight.{name}": (n, hidden) for name, n in sizes.parts.items()}
-    shapes |= {f"conv1d.weight.{name}": (sizes.parts[name], 1, taps) for name in ("query", "key", "value")}
-    shapes |= {"A_log": (sizes.heads,), "dt_bias": (sizes.heads,), "out_norm.weight": (sizes.values,)}
-    shapes["out_proj.weight"] = (hidden, sizes.parts["value"])
+    convolved = CONVOLVED if isinstance(sizes, SpaceSizes) else ("query", "key", "value")
+    shapes |= {f"conv1d.weight.{name}": (sizes.parts[name], 1, taps) for name in convolved}
+    shapes |= {"A_log": (sizes.heads,), "dt_bias": (sizes.heads,)}
+    if isinstance(sizes, SpaceSizes):
+        shapes |= {f"conv1d.bias.{name}": (sizes.parts[name],) for name in convolved}
+        shapes |= {"D": (sizes.heads,), "norm.weight": (sizes.parts["x"],)}
+    else:
+        shapes["out_norm.weight"] = (sizes.values,)
+    shapes["out_proj.weight"] = (hidden, sizes.heads * sizes.values)
     return {f"self_attention.{name}": shape for name, shape in shapes.items()}
 
 
@@ -119,6 +131,9 @@ def _experts(args) -> dict[str, tuple[int, ...]]:
 
 
 def _projections(args, module: str, ffn: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
-    linears = linear_sizes(args, mlp_sizes(args.hidden_size, ffn))
+    sizes = mlp_sizes(args.hidden_size, ffn)
+    if not is_gated(args):
+        del sizes["gate_proj"]
+    linears = linear_sizes(args, sizes)
     shapes = {f"{module}.{linear}.weight": size for linear, size in linears.items()}
     return shapes | ({f"{module}.{linear}.bias": size[:1] for linear, size in linears.items()} if has_bias else {})

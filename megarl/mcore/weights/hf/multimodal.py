@@ -18,15 +18,23 @@ class Naming(NamedTuple):
 
     prefix: str = MODEL_PREFIX
     head: str = HEAD_NAME
+    outer: tuple[
+        tuple[str, str], ...
+    ] = ()  # (name with `model.`, name in the folder) of tensors with names of their own
 
     def stored(self, name: str) -> str:
         """The name in the folder of a tensor of the language model."""
+        if name in (own := dict(self.outer)):
+            return own[name]
         if name.startswith(MODEL_PREFIX):
             return self.prefix + name.removeprefix(MODEL_PREFIX)
         return self.head if name == HEAD_NAME else name
 
     def plain(self, name: str) -> str | None:
         """The opposite; None for a tensor that is not the language model's."""
+        for plain, own in self.outer:
+            if name == own:
+                return plain
         if name.startswith(self.prefix):
             return MODEL_PREFIX + name.removeprefix(self.prefix)
         has_own_name = self.prefix == MODEL_PREFIX or name.startswith(PREDICTION_PREFIX)
@@ -35,6 +43,10 @@ class Naming(NamedTuple):
 
 def naming_of(family: Family, tensors: Collection[str]) -> Naming:
     """How a folder names its tensors."""
+    if family.names is not None:
+        prefixes = family.names.prefixes
+        prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), prefixes[0])
+        return Naming(prefix, outer=tuple((plain, prefix + own) for plain, own in family.names.outer.items()))
     if family.multimodal is None:
         return Naming()
     names = family.multimodal.names

@@ -16,6 +16,8 @@ WRONG = {  # flags, what the line says
     "tensor parallelism": ("--bf16 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: with"),
     "context parallelism": ("--bf16 --context-parallel-size 2", "--context-parallel-size 2: with"),
     "recurrent states": (f"--bf16 {RECURRENT}", "--experimental-attention-variant gated_delta_net: with"),
+    "Mamba-2": ("--bf16 --hybrid-layer-pattern M* --num-layers 2 --mamba-num-heads 8",
+                "--hybrid-layer-pattern M*: with"),
     "softcap": ("--bf16 --attn-logit-softcapping 5", "--attn-logit-softcapping 5.0: with"),
     "sinks": ("--bf16 --softmax-type learnable", "--softmax-type learnable: with"),
     "other attention": ("--bf16 --attention-backend sdpa", "--attention-backend sdpa: with --exact-rollout on CUDA "

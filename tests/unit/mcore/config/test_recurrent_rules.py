@@ -41,6 +41,33 @@ WRONG = {
 }  # fmt: skip
 ALONE = [("linear-num-key-heads", 4), ("linear-num-value-heads", 4), ("linear-key-head-dim", 8),
          ("linear-value-head-dim", 16), ("linear-conv-kernel-dim", 3), ("linear-attention-freq", 2)]  # fmt: skip
+# The same with layers of Mamba-2.
+WRONG_MAMBA = {
+    "short": ("--num-layers 5", "--hybrid-layer-pattern M-*M: allowed is for each of --num-layers 5 M (Mamba-2)"),
+    "letters": ("--hybrid-layer-pattern M-*X", "--hybrid-layer-pattern M-*X: allowed is for each"),
+    "no state": ("--hybrid-layer-pattern *-*-", "--hybrid-layer-pattern *-*-: allowed is for each"),
+    "experts": ("--hybrid-layer-pattern ME*M", "ME*M: allowed is one with E if and only if --num-experts"),
+    "groups": ("--mamba-num-groups 1 --tensor-model-parallel-size 2",
+               "--mamba-num-groups 1: allowed is a multiple of --tensor-model-parallel-size 2"),
+    "heads": ("--mamba-num-heads 7", "--mamba-num-heads 7: allowed is a multiple of --mamba-num-groups 2"),
+    "channels": ("--mamba-head-dim 8", "--mamba-head-dim 8: allowed is a multiple of 16"),
+    "state": ("--mamba-state-dim 0", "--mamba-state-dim 0: allowed is 1 or more"),
+    "smallest step": ("--mamba-dt-min -1", "--mamba-dt-min -1.0: allowed is 0 or more"),
+    "taps": ("--linear-conv-kernel-dim 9", "--linear-conv-kernel-dim 9: allowed is from 2 to 8"),
+    "key heads": ("--linear-num-key-heads 4", f"--linear-num-key-heads 4: allowed is none without {FLAG}"),
+    "both kinds": (f"{FLAG} gated_delta_net --linear-attention-freq 2", "M-*M: allowed is none with"),
+    "frequency of experts": ("--moe-layer-freq 2", "--moe-layer-freq 2: allowed is none with --hybrid-layer-pattern"),
+    "fp16": ("--fp16", "--fp16 True: allowed is --bf16 or fp32"),
+    "factors": ("--lora-rank 2", "--lora-rank 2: not yet with --hybrid-layer-pattern M-*M"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_MAMBA)
+def test_wrong_models_of_mamba(case):
+    flags, needle = WRONG_MAMBA[case]
+    with pytest.raises(UsageError) as error:
+        parse(f"{SHAPES['mamba']} {LENGTHS} --lr 1e-3 {flags}".split(), 2, "sft")
+    assert needle in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -54,6 +81,12 @@ def test_wrong_models(case):
 @pytest.mark.parametrize("name, value", ALONE)
 def test_sizes_need_recurrent_states(name, value):
     with pytest.raises(UsageError, match=f"--{name} {value}: allowed is none without {FLAG}"):
+        parse(f"{SHAPES['llama']} {LENGTHS} --lr 1e-3 --{name} {value}".split(), 1, "sft")
+
+
+@pytest.mark.parametrize("name, value", [("mamba-num-heads", 4), ("mamba-state-dim", 8), ("mamba-dt-min", 0.5)])
+def test_sizes_of_mamba_need_its_layers(name, value):
+    with pytest.raises(UsageError, match=f"--{name} {value}: allowed is none without --hybrid-layer-pattern"):
         parse(f"{SHAPES['llama']} {LENGTHS} --lr 1e-3 --{name} {value}".split(), 1, "sft")
 
 

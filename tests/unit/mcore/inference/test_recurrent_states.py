@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.tiers import by_default
 from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
 
@@ -26,14 +27,15 @@ def state_bytes(engine) -> int:
     return sum(part.nbytes for part in states)
 
 
-def generated(rank, blocks: int | None = None, **settings):
+def generated(rank, blocks: int | None = None, shape: str = "recurrent", **settings):
     """(texts, gap, what happened, texts of an engine with much memory); `blocks`: of the cache, beside the states."""
     from megarl.mcore.inference.engine import RolloutEngine
 
-    model, _, place = build("", "recurrent")
+    model, _, place = build("", shape)
     arguments = {"max_requests": 32} | settings
     probe = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.01, arguments["max_requests"])
-    size = 0.01 if blocks is None else (state_bytes(probe) + blocks * BLOCK) / 2**30
+    layers = sum(each is not None for each in probe.context._states)
+    size = 0.01 if blocks is None else (layers * state_bytes(probe) + blocks * BLOCK) / 2**30
     engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, size, **arguments)
     for states in (each for each in engine.context._states if each is not None):
         for part in states:
@@ -62,12 +64,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+CASES |= {f"mamba, {name}": case | {"shape": "mamba"} for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("case", by_default(CASES, ("few blocks, prompts in parts", "mamba, much memory")))
 def test_no_way_through_the_engine_changes_a_bit(case):
     ((found, gap, seen, expected),) = run_world(functools.partial(generated, **CASES[case]), 1)
     prompts = sum(len(each.prompt) for each in requests())
     assert found == expected and gap <= largest_gap_allowed()
-    if case == "much memory":
+    if case.endswith("much memory"):
         assert seen["deduplicated"]
     if "blocks" in CASES[case]:
         assert seen["read"] > prompts  # some were evicted, and read again

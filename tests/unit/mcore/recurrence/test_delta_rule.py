@@ -9,8 +9,9 @@ from torch.nn import functional
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.segments import TokenStream
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, States, _one_token, by_chunks, gated_delta_rule
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, _one_token, by_chunks, gated_delta_rule
 from megarl.mcore.recurrence.runs import NONE, Runs, runs_of_stream
+from megarl.mcore.recurrence.states import States
 
 SIZES, TAPS = HeadSizes(groups=2, heads=4, keys=24, values=32), 4
 LENGTHS = (150, 67, 5, 9, 70, 1, 2, 23)

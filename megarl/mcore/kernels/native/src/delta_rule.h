@@ -1,75 +1,15 @@
-// The gated delta rule (2412.06464 eq. 10) and the convolution before it, token by token. Training, prefill and decode
-// call the same kernels, so a token's bits depend on the tokens before it alone.
-// A run is (first row, rows, from, to): consecutive rows that continue state `from` (-1: zeros) and leave it in `to`
-// (-1: nowhere). Runs are done in order, so one that continues another comes after it.
+// The gated delta rule (2412.06464 eq. 10) token by token, over the runs of a pass.
 // Shapes: T rows, G groups with a key head of K channels each, H value heads of V channels, C = 2·G·K + H·V.
 #pragma once
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <vector>
-
-#include "parallel.h"
-#include "rows.h"
-#include "tensors.h"
+#include "runs.h"
 
 namespace megarl {
 
-constexpr int64_t MAX_TAPS = 8;  // of a convolution
-constexpr int COLUMNS = 4;       // vectors of a state's row that are kept in registers
 constexpr float NORM_EPSILON = 1e-6f;
-
-struct Run {
-    int64_t first, rows, from, to;
-};
-
-// The rows of an int64 tensor [N, 4], checked against the number of rows and states.
-inline const Run* runs_of(const Tensor& runs, int64_t rows, int64_t states) {
-    TORCH_CHECK(runs.dim() == 2 && runs.size(1) == 4, "megarl kernels: runs [N, 4]");
-    auto all_runs = reinterpret_cast<const Run*>(integers(runs));
-    for (int64_t i = 0; i < runs.size(0); ++i) {
-        const Run& run = all_runs[i];
-        TORCH_CHECK(run.first >= 0 && run.rows >= 0 && run.first + run.rows <= rows && run.from < states &&
-                        run.to < states, "megarl kernels: a run of rows or states that are not there");
-    }
-    return all_runs;
-}
-
-// x [T, C], its rows apart by any stride, and weight [taps, C] -> silu of the causal convolution of each channel [T, C];
-// states [slots, taps - 1, C]: the last inputs.
-inline Tensor causal_convolution(const Tensor& x, const Tensor& weight, const Tensor& runs, const Tensor& states) {
-    int64_t channels = x.size(1), taps = weight.size(0), stride = x.stride(0), count = runs.size(0);
-    TORCH_CHECK(x.scalar_type() == at::kFloat && x.stride(1) == 1 && weight.size(1) == channels && taps <= MAX_TAPS,
-                "megarl::causal_convolution: sizes do not fit");
-    Tensor out = at::empty({x.size(0), channels}, weight.options().memory_format(std::nullopt));
-    const float *from = x.const_data_ptr<float>(), *weights = floats(weight);
-    float *to = mutable_floats(out), *state = mutable_floats(states);
-    const Run* all_runs = runs_of(runs, x.size(0), states.size(0));
-    parallel_parts((channels + W - 1) / W, threads_for(x.size(0) * channels * ELEMENT_WORK), [&](int64_t begin, int64_t end) {
-        for (int64_t block = begin; block < end; ++block) {
-            int64_t c = block * W;
-            int width = int(std::min<int64_t>(W, channels - c));
-            for (int64_t r = 0; r < count; ++r) {
-                const Run& run = all_runs[r];
-                Vec past[MAX_TAPS];
-                for (int64_t k = 0; k + 1 < taps; ++k)
-                    past[k] = run.from < 0 ? zero() : load_some(state + (run.from * (taps - 1) + k) * channels + c, width);
-                for (int64_t t = run.first; t < run.first + run.rows; ++t) {
-                    past[taps - 1] = load_some(from + t * stride + c, width);
-                    Vec sum = zero();
-                    for (int64_t k = 0; k < taps; ++k) sum = fma(past[k], load_some(weights + k * channels + c, width), sum);
-                    store_some(to + t * channels + c, silu(sum), width);
-                    for (int64_t k = 0; k + 1 < taps; ++k) past[k] = past[k + 1];
-                }
-                if (run.to >= 0)
-                    for (int64_t k = 0; k + 1 < taps; ++k)
-                        store_some(state + (run.to * (taps - 1) + k) * channels + c, past[k], width);
-            }
-        }
-    });
-    return out;
-}
 
 // a, b [T, H], their rows apart by any stride, decay_logs and biases [H] -> decays e^(-e^decay_log · softplus(a + bias))
 // and betas σ(b), both [T, H].
@@ -144,24 +84,17 @@ inline Tensor delta_rule(const Tensor& x, const Tensor& decays, const Tensor& be
     parallel_parts(heads, threads_for(rows * heads * size * 4), [&](int64_t begin, int64_t end) {
         std::vector<float> own(size), key(keys), query(keys);
         for (int64_t h = begin; h < end; ++h)
-            for (int64_t r = 0; r < count; ++r) {
-                const Run& run = all_runs[r];
-                float* state = run.from >= 0 && run.from == run.to ? kept + (run.from * heads + h) * size : own.data();
-                if (run.from < 0) std::fill(own.begin(), own.end(), 0.0f);
-                else if (run.from != run.to) std::copy_n(kept + (run.from * heads + h) * size, size, state);
-                for (int64_t t = run.first; t < run.first + run.rows; ++t) {
-                    const float* q = from + t * channels + h / (heads / groups) * keys;
-                    const float *k = q + groups * keys, *v = from + t * channels + 2 * groups * keys + h * values;
-                    float of_query = inverse_length(q, keys) * scale, of_key = inverse_length(k, keys);
-                    for (int64_t i = 0; i < keys; ++i) {
-                        query[i] = q[i] * of_query;
-                        key[i] = k[i] * of_key;
-                    }
-                    delta_step(state, query.data(), key.data(), v, decay[t * heads + h], beta[t * heads + h], keys, values,
-                               to + (t * heads + h) * values);
+            runs_forward(all_runs, count, h, heads, size, kept, own.data(), [&](int64_t t, float* state) {
+                const float* q = from + t * channels + h / (heads / groups) * keys;
+                const float *k = q + groups * keys, *v = from + t * channels + 2 * groups * keys + h * values;
+                float of_query = inverse_length(q, keys) * scale, of_key = inverse_length(k, keys);
+                for (int64_t i = 0; i < keys; ++i) {
+                    query[i] = q[i] * of_query;
+                    key[i] = k[i] * of_key;
                 }
-                if (run.to >= 0 && run.from != run.to) std::copy_n(state, size, kept + (run.to * heads + h) * size);
-            }
+                delta_step(state, query.data(), key.data(), v, decay[t * heads + h], beta[t * heads + h], keys, values,
+                           to + (t * heads + h) * values);
+            });
     });
     return out;
 }
@@ -247,14 +180,12 @@ inline void delta_step_backward(const DeltaGradients& g, int64_t t, int64_t h, c
     length_gradient(x + g.groups * keys, key_grad, keys, 1.0f, x_grad + g.groups * keys);
 }
 
-// A run of one head backwards: its states are computed again, in chunks. `state` is the one that it begins with.
+// A run of one head backwards; `state` is the one that it begins with.
 inline void delta_run_backward(const DeltaGradients& g, const Run& run, int64_t h, const float* state, float* state_grad,
                                std::vector<float>& scratch) {
-    constexpr int64_t CHUNK = 32;  // tokens whose states are kept at a time
-    int64_t keys = g.keys, size = keys * g.values, chunks = (run.rows + CHUNK - 1) / CHUNK;
-    scratch.resize((chunks + CHUNK) * size + 4 * keys + g.values);
-    float *starts = scratch.data(), *states = starts + chunks * size, *sums = states + CHUNK * size;
-    float *query = sums + 2 * keys, *key = query + keys, *ignored = key + keys;
+    int64_t keys = g.keys;
+    std::vector<float> own(4 * keys + g.values);
+    float *sums = own.data(), *query = sums + 2 * keys, *key = query + keys, *ignored = key + keys;
     auto normed = [&](int64_t t) {
         const float* q = g.x + t * g.channels + h / (g.heads / g.groups) * keys;
         const float* k = q + g.groups * keys;
@@ -264,30 +195,15 @@ inline void delta_run_backward(const DeltaGradients& g, const Run& run, int64_t 
             key[i] = k[i] * of_key;
         }
     };
-    auto step = [&](int64_t t, float* at) {
+    auto forward = [&](int64_t t, float* at) {
         const float* value = g.x + t * g.channels + 2 * g.groups * keys + h * g.values;
+        normed(t);
         delta_step(at, query, key, value, g.decays[t * g.heads + h], g.betas[t * g.heads + h], keys, g.values, ignored);
     };
-    std::copy_n(state, size, states);
-    for (int64_t i = 0; i < run.rows; ++i) {
-        if (i % CHUNK == 0) std::copy_n(states, size, starts + i / CHUNK * size);
-        if (i / CHUNK == chunks - 1) break;  // the last chunk is computed again first
-        normed(run.first + i);
-        step(run.first + i, states);
-    }
-    for (int64_t c = chunks - 1; c >= 0; --c) {
-        int64_t first = run.first + c * CHUNK, rows = std::min(CHUNK, run.first + run.rows - first);
-        std::copy_n(starts + c * size, size, states);
-        for (int64_t i = 0; i + 1 < rows; ++i) {
-            std::copy_n(states + i * size, size, states + (i + 1) * size);
-            normed(first + i);
-            step(first + i, states + (i + 1) * size);
-        }
-        for (int64_t i = rows - 1; i >= 0; --i) {
-            normed(first + i);
-            delta_step_backward(g, first + i, h, states + i * size, query, key, state_grad, sums);
-        }
-    }
+    run_backward(run, keys * g.values, state, scratch, forward, [&](int64_t t, const float* before) {
+        normed(t);
+        delta_step_backward(g, t, h, before, query, key, state_grad, sums);
+    });
 }
 
 // Gradients of `delta_rule`: grad [T, H, V] -> those of x [T, C], decays and betas [T, H]. `states`: what the runs left
@@ -307,18 +223,12 @@ inline std::tuple<Tensor, Tensor, Tensor> delta_rule_backward(const Tensor& grad
     float* kept_grads = mutable_floats(state_grads);
     const Run* all_runs = runs_of(runs, rows, states.size(0));
     parallel_parts(groups, threads_for(rows * heads * size * 16), [&](int64_t begin, int64_t end) {
-        std::vector<float> zeros(size), state_grad(size), scratch;
+        std::vector<float> scratch;
         for (int64_t h = begin * (heads / groups); h < end * (heads / groups); ++h)
-            for (int64_t r = runs.size(0) - 1; r >= 0; --r) {
-                const Run& run = all_runs[r];
-                if (run.to >= 0) std::copy_n(kept_grads + (run.to * heads + h) * size, size, state_grad.data());
-                else std::fill(state_grad.begin(), state_grad.end(), 0.0f);
-                const float* state = run.from < 0 ? zeros.data() : kept + (run.from * heads + h) * size;
-                delta_run_backward(g, run, h, state, state_grad.data(), scratch);
-                if (run.from < 0) continue;
-                float* total = kept_grads + (run.from * heads + h) * size;
-                for (int64_t i = 0; i < size; ++i) total[i] += state_grad[i];
-            }
+            runs_backward(all_runs, runs.size(0), h, heads, size, kept, kept_grads,
+                          [&](const Run& run, const float* state, float* state_grad) {
+                              delta_run_backward(g, run, h, state, state_grad, scratch);
+                          });
     });
     return {x_grad, decay_grad, beta_grad};
 }

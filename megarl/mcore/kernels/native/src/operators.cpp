@@ -11,6 +11,7 @@
 #include "parallel.h"
 #include "rows.h"
 #include "sampling.h"
+#include "state_space.h"
 #include "tensors.h"
 
 namespace megarl {
@@ -371,7 +372,9 @@ TORCH_LIBRARY(megarl, m) {
     m.def(
         "sample(Tensor logits, float temperature, int vocab, int parts, Tensor numbers) -> (Tensor, Tensor, Tensor)",
         &sample_rows);
-    m.def("causal_convolution(Tensor x, Tensor weight, Tensor runs, Tensor(a!) states) -> Tensor", &causal_convolution);
+    m.def(
+        "causal_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor runs, Tensor(a!) states) -> Tensor",
+        &causal_convolution);
     m.def("delta_rule_gates(Tensor a, Tensor b, Tensor decay_logs, Tensor biases) -> (Tensor, Tensor)", &delta_rule_gates);
     m.def(
         "delta_rule(Tensor x, Tensor decays, Tensor betas, int groups, int keys, Tensor runs, Tensor(a!) states) "
@@ -381,6 +384,17 @@ TORCH_LIBRARY(megarl, m) {
         "delta_rule_backward(Tensor grad, Tensor x, Tensor decays, Tensor betas, int groups, int keys, Tensor runs, "
         "Tensor states) -> (Tensor, Tensor, Tensor)",
         &delta_rule_backward);
+    m.def(
+        "state_space_gates(Tensor steps, Tensor decay_logs, Tensor biases, float min_step) -> (Tensor, Tensor)",
+        &state_space_gates);
+    m.def(
+        "state_space(Tensor x, Tensor steps, Tensor decays, Tensor skips, int groups, int keys, Tensor runs, "
+        "Tensor(a!) states) -> Tensor",
+        &state_space);
+    m.def(
+        "state_space_backward(Tensor grad, Tensor x, Tensor steps, Tensor decays, int groups, int keys, Tensor runs, "
+        "Tensor states) -> (Tensor, Tensor, Tensor)",
+        &state_space_backward);
 }
 
 }  // namespace megarl

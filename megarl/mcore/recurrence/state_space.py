@@ -1,0 +1,216 @@
+"""Mamba-2's state space (2405.21060) with its convolution and steps, over the runs of a pass.
+
+Each head keeps a state S [N, P]. A token with channels x [P], step Δ, and its group's input and output vectors B, C [N]
+makes it e^(−e^A·Δ)·S + B ⊗ Δ·x and reads Cᵀ·S + D·x. On a CPU compiled kernels do this token by token, in training,
+prefill and decode alike, so that a token's bits depend on the tokens before it alone. On a device PyTorch's operations
+do it by chunks of tokens (§6), and in a decode step by token, which differ by rounding. The backward pass computes
+everything again from the layer's inputs.
+Shapes: T rows, G groups of N numbers, H heads of P channels, C = H·P + 2·G·N channels.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megarl.mcore.kernels import native
+from megarl.mcore.recurrence.runs import Chunks, Runs
+from megarl.mcore.recurrence.states import (
+    States,
+    chunk_memories,
+    convolved,
+    has_kernels,
+    in_order,
+    keep_memories,
+    own_states,
+    store_memories,
+)
+
+CONVOLVED = ("x", "B", "C")  # parts of a layer's first projection that the convolution reads
+
+
+class SpaceSizes(NamedTuple):
+    """Heads of a layer on one rank."""
+
+    groups: int  # that share B and C
+    heads: int
+    keys: int  # N numbers of B, and of C
+    values: int  # P channels of a head
+    min_step: float = 0.0  # of Δ
+
+    @property
+    def channels(self) -> int:
+        """Channels of x, B and C together, which the convolution reads."""
+        return self.heads * self.values + 2 * self.groups * self.keys
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Rows of the layer's first projection by part, in their order; the convolution reads x, B and C."""
+        values, keys = self.heads * self.values, self.groups * self.keys
+        return {"z": values, "x": values, "B": keys, "C": keys, "dt": self.heads}
+
+
+class SpaceInputs(NamedTuple):
+    """What a layer gives to the state space; fp32."""
+
+    x: Tensor  # [T, C] x, B and C before the convolution
+    steps: Tensor  # [T, H] before the softplus
+    weight: Tensor  # [C, 1, taps] of the convolution
+    bias: Tensor  # [C] of the convolution
+    decay_logs: Tensor  # [H] A
+    biases: Tensor  # [H] added to the steps
+    skips: Tensor  # [H] D
+
+    def at(self, rows: Tensor) -> "SpaceInputs":
+        """Those of some rows."""
+        return self._replace(x=self.x[rows], steps=self.steps[rows])
+
+    def apply(self, sizes, runs: Runs, states: States) -> Tensor:
+        """`state_space`."""
+        return state_space(self, sizes, runs, states)
+
+
+def state_space(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None = None) -> Tensor:
+    """[T, H, P]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
+    if states is None and torch.is_grad_enabled():
+        return _TrainedSpace.apply(sizes, runs, *inputs)
+    return _forward(inputs, sizes, runs, states)
+
+
+def _forward(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None) -> Tensor:
+    if has_kernels(inputs.x):
+        return _by_token(inputs, sizes, runs, own_states(inputs.x, sizes, runs) if states is None else states)
+    if states is not None and runs.decodes is not None:
+        return _one_token(inputs, sizes, runs, states)
+    return by_chunks(inputs, sizes, runs, states)
+
+
+def _by_token(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States) -> Tensor:
+    weight = inputs.weight.squeeze(1).t().contiguous()
+    mixed = native.ops.causal_convolution(inputs.x, weight, inputs.bias, runs.table, states.inputs)
+    gates = native.ops.state_space_gates(inputs.steps, inputs.decay_logs, inputs.biases, sizes.min_step)
+    return native.ops.state_space(mixed, *gates, inputs.skips, sizes.groups, sizes.keys, runs.table, states.memories)
+
+
+class _TrainedSpace(torch.autograd.Function):
+    """Backward computes states again: on a CPU those of tokens, else of chunks."""
+
+    @staticmethod
+    def forward(ctx, sizes, runs, *inputs):
+        states = own_states(inputs[0], sizes, runs) if has_kernels(inputs[0]) else None
+        ctx.save_for_backward(*inputs, *([] if states is None else [states.memories]))
+        ctx.sizes, ctx.runs = sizes, runs
+        return _forward(SpaceInputs(*inputs), sizes, runs, states)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """Gradients of the inputs from those of what was read [T, H, P]."""
+        count = len(SpaceInputs._fields)
+        saved, last = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        inputs = SpaceInputs(*(x.detach().requires_grad_() for x in saved))
+        with torch.enable_grad():
+            if not last:
+                results, grads = by_chunks(inputs, ctx.sizes, ctx.runs), grad
+            else:
+                mixed = convolved(inputs.x, inputs.weight, inputs.bias, ctx.runs, None)
+                skipped = _heads_of(mixed, ctx.sizes) * inputs.skips[:, None]
+                results = mixed, *_gates(inputs, ctx.sizes), skipped
+                gates = [x.detach() for x in results[:3]]
+                grads = (*_token_gradients(grad, gates, ctx.sizes, ctx.runs, *last), grad)
+        return None, None, *torch.autograd.grad(results, inputs, grads)
+
+
+def _token_gradients(grad: Tensor, gates: list[Tensor], sizes: SpaceSizes, runs: Runs, memories: Tensor):
+    """Gradients of convolved rows, steps and logarithms of decays, token by token, without those of the skips.
+
+    `memories`: of the states of the pass.
+    """
+    mixed, steps, log_decays = gates
+    decays = log_decays.exp()
+    of_mixed, of_steps, of_decays = native.ops.state_space_backward(
+        grad.contiguous(), mixed.contiguous(), steps, decays, sizes.groups, sizes.keys, runs.table, memories
+    )
+    return of_mixed, of_steps, of_decays * decays
+
+
+def _gates(inputs: SpaceInputs, sizes: SpaceSizes) -> tuple[Tensor, Tensor]:
+    """Δ and logarithms of the decays, both [T, H]."""
+    steps = functional.softplus(inputs.steps + inputs.biases).clamp_min(sizes.min_step)
+    return steps, -inputs.decay_logs.exp() * steps
+
+
+def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:
+    """[T, C] -> x [T, H, P]."""
+    return mixed[:, : sizes.heads * sizes.values].unflatten(1, (sizes.heads, sizes.values))
+
+
+class _Rows(NamedTuple):
+    """What the state space reads of each row."""
+
+    outputs: Tensor  # [T, H, N] C
+    inputs: Tensor  # [T, H, N] B
+    changes: Tensor  # [T, H, P] Δ·x
+    log_decays: Tensor  # [T, H]
+    skipped: Tensor  # [T, H, P] D·x
+
+
+def _rows(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None) -> _Rows:
+    """Convolution and steps; `states` get the last inputs of the convolution."""
+    groups, heads, keys = sizes[:3]
+    mixed = convolved(inputs.x, inputs.weight, inputs.bias, runs, states)
+    x = _heads_of(mixed, sizes)
+    b, c = mixed[:, heads * sizes.values :].unflatten(1, (2, groups, keys)).unbind(1)
+    b, c = (vectors.repeat_interleave(heads // groups, 1) for vectors in (b, c))
+    steps, log_decays = _gates(inputs, sizes)
+    return _Rows(c, b, x * steps.unsqueeze(-1), log_decays, x * inputs.skips[:, None])
+
+
+def by_chunks(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None = None) -> Tensor:
+    """The same as `state_space` up to rounding, of PyTorch's operations, which have gradients without `states`."""
+    rows = _rows(inputs, sizes, runs, states)
+    kept: dict[int, Tensor] = {}  # memories by the number of the state
+    found, places = [], []
+    for chunks in runs.chunks:
+        for out, order in _scan(rows, chunks, kept, states):
+            found.append(out)
+            places.append(order)
+    if states is not None:
+        store_memories(kept, states)
+    return in_order(found, places, len(inputs.x)) + rows.skipped
+
+
+def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States | None) -> list[tuple[Tensor, Tensor]]:
+    """Runs of equal depth: of each step the results [n·C, H, P] of its chunks, and whose rows these are [n·C].
+
+    Adds the memories [H, N, P] that other runs continue to `kept`, and reads those that these continue.
+    """
+    # [M, H, C, …]: padding rows have B = 0 and decay 1, and so change nothing.
+    wide = [*rows[:3], rows.log_decays.unsqueeze(-1)]
+    c, b, changes, logs = (functional.pad(x, (0, 0, 0, 0, 0, 1))[chunks.rows].transpose(1, 2) for x in wide)
+    total = logs.squeeze(-1).cumsum(-1)
+    above = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+    ratios = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
+    own = (c @ b.mT) * ratios @ changes
+    c, b = c * total.exp().unsqueeze(-1), b * (total[..., -1:] - total).exp().unsqueeze(-1)
+    added, decays = b.mT @ changes, total[..., -1:, None].exp()
+    found, memory = [], chunk_memories(rows.inputs, rows.changes, chunks.before, kept, states)
+    for at in chunks.steps:
+        keep_memories(kept, chunks, memory, len(at))
+        memory = memory[: len(at)]
+        found.append(((own[at] + c[at] @ memory).transpose(1, 2).flatten(0, 1), chunks.rows[at].flatten()))
+        memory = memory * decays[at] + added[at]
+    keep_memories(kept, chunks, memory, 0)
+    return found
+
+
+def _one_token(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States) -> Tensor:
+    """A decode step: one row of each state; rows of padding read D·x alone."""
+    at, numbers = runs.decodes
+    rows = _rows(inputs, sizes, runs, states)
+    c, b, changes, log_decays = (x[at] for x in rows[:4])
+    memory = states.memories[numbers] * log_decays.exp()[..., None, None] + b.unsqueeze(-1) * changes.unsqueeze(-2)
+    states.memories.index_copy_(0, numbers, memory)
+    return rows.skipped.index_add(0, at, (c.unsqueeze(-2) @ memory).squeeze(-2))

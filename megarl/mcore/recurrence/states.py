@@ -1,0 +1,85 @@
+"""States of recurrent layers, the convolution before their rules, and rules by chunks: what kinds of layers share.
+
+Shapes: T rows, C channels of the convolution, H heads with a memory [K, V] each.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megarl.mcore.recurrence.runs import NONE, Chunks, Runs
+
+
+class States(NamedTuple):
+    """States by number; fp32."""
+
+    inputs: Tensor  # [S, taps − 1, C] the last inputs of the convolution
+    memories: Tensor  # [S, H, K, V]
+
+    @staticmethod
+    def shapes(count: int, taps: int, sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the fields; `sizes`: `HeadSizes` or `SpaceSizes`."""
+        return (count, taps - 1, sizes.channels), (count, sizes.heads, sizes.keys, sizes.values)
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether compiled kernels compute the rules on the device of a tensor."""
+    return not x.is_cuda
+
+
+def own_states(x: Tensor, sizes, runs: Runs) -> States:
+    """Uninitialized states of the pass alone; arguments as of `States.shapes`."""
+    return States(*map(x.new_empty, States.shapes(runs.states, runs.taps, sizes)))
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs, states: States | None) -> Tensor:
+    """[T, C] after the causal convolution and its SiLU, of PyTorch's operations; `states` get its last inputs.
+
+    Args:
+        x: [T, C].
+        weight: [C, 1, taps].
+        bias: [C].
+    """
+    taps, plan = weight.squeeze(1).t(), runs.convolution
+    padded = functional.pad(x, (0, 0, 0, 1))
+    padded = padded if states is None else torch.cat([padded, states.inputs.flatten(0, 1)])
+    total = sum(padded[rows] * tap for rows, tap in zip(plan.read, taps, strict=True))
+    mixed = functional.silu(total if bias is None else total + bias)
+    if states is not None and len(plan.states):
+        states.inputs.index_copy_(0, plan.states, padded[plan.last])
+    return mixed
+
+
+def chunk_memories(
+    keys: Tensor, values: Tensor, numbers: list[int], kept: dict[int, Tensor], states: States | None
+) -> Tensor:
+    """[R, H, K, V] of the states with these numbers: those of `kept`, else of `states`.
+
+    `keys` [T, H, K], `values` [T, H, V]: of the rows, for the type.
+    """
+    zeros = values.new_zeros(*keys.shape[1:], values.shape[-1])
+    stored = None if states is None else states.memories
+    found = (zeros if i == NONE else kept[i] if i in kept or stored is None else stored[i] for i in numbers)
+    return torch.stack(list(found))
+
+
+def keep_memories(kept: dict[int, Tensor], chunks: Chunks, memory: Tensor, active: int):
+    """Keeps the memories of the runs that have ended: those after the first `active` ones."""
+    for i in range(active, len(memory)):
+        if (number := chunks.after[i]) != NONE:
+            kept[number] = memory[i]
+
+
+def store_memories(kept: dict[int, Tensor], states: States):
+    """Writes kept memories into the states with their numbers."""
+    if kept:
+        numbers = torch.tensor(list(kept), device=states.memories.device)
+        states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
+
+
+def in_order(found: list[Tensor], places: list[Tensor], rows: int) -> Tensor:
+    """Results of chunks, whose rows `places` names, in the order of the rows."""
+    # Padding rows of chunks have the number T; those that count come first in the sorted order.
+    return torch.cat(found)[torch.cat(places).argsort(stable=True)[:rows]]
