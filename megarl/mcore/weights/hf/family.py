@@ -108,8 +108,8 @@ class Prediction(NamedTuple):
     pattern: str
     copies: dict[str, str]  # pattern of tensors that are copies -> the model's tensor
     counts: tuple[str, ...]  # entries of config.json with the number of prediction layers; the class has the first
-    layer: str  # prefix of the tensors that a layer of the model has, too
-    others: dict[str, str]  # Megatron's key without `mtp.layers.0.` -> tensor
+    layer: str = ""  # prefix of the tensors that a layer of the model has, too; "": the policy cannot have this layer
+    others: dict[str, str] = {}  # Megatron's key without `mtp.layers.0.` -> tensor
 
 
 # Those of DeepSeek-V3 (2412.19437 §2.2) and of the families that follow it.
