@@ -109,7 +109,7 @@ class Prediction(NamedTuple):
     copies: dict[str, str]  # pattern of tensors that are copies -> the model's tensor
     counts: tuple[str, ...]  # entries of config.json with the number of prediction layers; the class has the first
     layer: str = ""  # prefix of the tensors that a layer of the model has, too; "": the policy cannot have this layer
-    others: dict[str, str] = {}  # Megatron's key without `mtp.layers.0.` -> tensor
+    others: dict[str, str] | None = None  # Megatron's key without `mtp.layers.0.` -> tensor
 
 
 # Those of DeepSeek-V3 (2412.19437 §2.2) and of the families that follow it.
