@@ -255,9 +255,6 @@ def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict
     exact_rules.check_lora(megatron, lora)
     recurrent_rules.check_run(settings, megatron, lora)
     prediction_rules.check_run(settings, megatron, lora, hf_models)
-    count, actor = settings.rollout_state_snapshots, megatron.get("actor")
-    if count is not None and actor is not None and actor.experimental_attention_variant is None:
-        raise UsageError(f"--rollout-state-snapshots {count}: needs --experimental-attention-variant")
     for role, is_offloaded in offloads.items():
         if is_offloaded and megatron[role].use_torch_fsdp2:
             raise UsageError(

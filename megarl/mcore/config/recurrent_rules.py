@@ -122,13 +122,13 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
 
 
 def check_run(settings, megatron: dict, lora: dict):
-    """Raises UsageError for settings of a run that its models with Mamba-2 cannot have.
+    """Raises UsageError for settings of a run that its models cannot have.
 
     `megatron`, `lora`: namespaces and factors of roles.
     """
     for role in (role for role in megatron if megatron[role].hybrid_layer_pattern is not None):
         if lora.get(role) is not None:
             raise UsageError(f"--lora-rank {lora[role].rank}: not yet with {flag_of(megatron[role])}")
-    actor = megatron.get("actor")
-    if actor is not None and actor.hybrid_layer_pattern is not None and settings.rollout_prefix_caching:
-        raise UsageError(f"--rollout-prefix-caching: not yet with {flag_of(actor)}")
+    count, actor = settings.rollout_state_snapshots, megatron.get("actor")
+    if count is not None and actor is not None and not has_states(actor):
+        raise UsageError(f"--rollout-state-snapshots {count}: needs {FLAG} or {PATTERN}")

@@ -98,10 +98,12 @@ STATES = {"shape": "recurrent"}
     long((2, {"flags": TP2})),
     long((2, {"flags": f"{EXPERTS} {TP2} {SP}", "routes": True})),
     long((2, {"flags": PP2})),
+    long((1, {"shape": "mamba", "episodes": {"late": True}})),
+    long((2, {"shape": "mamba", "flags": TP2, "speculative": True})),
 ], ids=str)  # fmt: skip
 def test_turns_continue_the_states_at_the_end_of_the_last_prompt(ranks, case):
     for (plain, without), (found, counts), *lost in run_world(
-        functools.partial(with_and_without, **STATES, **case), ranks
+        functools.partial(with_and_without, **{**STATES, **case}), ranks
     ):
         assert_same(found, plain)
         prompts = sum(len(request.prompt) for request in plain.sent.values())
@@ -116,9 +118,10 @@ def test_turns_continue_the_states_at_the_end_of_the_last_prompt(ranks, case):
     long((1, {**SMALL_STATES, **CHUNKS, "step_tokens": 64, "snapshots": 3, "episodes": {"late": True}})),
     long((1, {"episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}, "speculative": True, "snapshots": 4})),
     long((2, {"episodes": {"siblings": 5}, "flags": f"{TP2} {SP}", "max_requests": 8})),
+    long((1, {"shape": "mamba", "episodes": {"siblings": 5, "late": True}, "snapshots": 3})),
 ], ids=str)  # fmt: skip
 def test_states_of_few_slots_and_shared_prompts_change_no_bit(ranks, case):
-    for result in run_world(functools.partial(with_and_without, **STATES, **case), ranks):
+    for result in run_world(functools.partial(with_and_without, **{**STATES, **case}), ranks):
         (plain, without), (found, counts), emptied, _ = result
         assert_same(found, plain)
         assert without.reused == 0 < counts.reused and (emptied > 0 or "buffer_gb" not in case)
