@@ -22,10 +22,9 @@ from megarl.mcore.recurrence.states import (
     chunk_memories,
     convolved,
     has_kernels,
-    in_order,
     keep_memories,
     own_states,
-    store_memories,
+    scan_chunks,
 )
 
 EPSILON = 1e-6  # added to the squared length of queries and keys
@@ -150,16 +149,7 @@ class _Rows(NamedTuple):
 
 def by_chunks(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
     """The same as `gated_delta_rule` up to rounding, of PyTorch's operations, which have gradients without `states`."""
-    rows = _rows(inputs, sizes, runs, states)
-    kept: dict[int, Tensor] = {}  # memories by the number of the state
-    found, places = [], []
-    for chunks in runs.chunks:
-        for out, order in _scan(rows, chunks, kept, states):
-            found.append(out)
-            places.append(order)
-    if states is not None:
-        store_memories(kept, states)
-    return in_order(found, places, len(inputs.x))
+    return scan_chunks(_scan, _rows(inputs, sizes, runs, states), runs, states)
 
 
 def _rows(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> _Rows:

@@ -22,10 +22,9 @@ from megarl.mcore.recurrence.states import (
     chunk_memories,
     convolved,
     has_kernels,
-    in_order,
     keep_memories,
     own_states,
-    store_memories,
+    scan_chunks,
 )
 
 CONVOLVED = ("x", "B", "C")  # parts of a layer's first projection that the convolution reads
@@ -171,15 +170,7 @@ def _rows(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | N
 def by_chunks(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None = None) -> Tensor:
     """The same as `state_space` up to rounding, of PyTorch's operations, which have gradients without `states`."""
     rows = _rows(inputs, sizes, runs, states)
-    kept: dict[int, Tensor] = {}  # memories by the number of the state
-    found, places = [], []
-    for chunks in runs.chunks:
-        for out, order in _scan(rows, chunks, kept, states):
-            found.append(out)
-            places.append(order)
-    if states is not None:
-        store_memories(kept, states)
-    return in_order(found, places, len(inputs.x)) + rows.skipped
+    return scan_chunks(_scan, rows, runs, states) + rows.skipped
 
 
 def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States | None) -> list[tuple[Tensor, Tensor]]:

@@ -3,6 +3,7 @@
 Shapes: T rows, C channels of the convolution, H heads with a memory [K, V] each.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -72,14 +73,18 @@ def keep_memories(kept: dict[int, Tensor], chunks: Chunks, memory: Tensor, activ
             kept[number] = memory[i]
 
 
-def store_memories(kept: dict[int, Tensor], states: States):
-    """Writes kept memories into the states with their numbers."""
-    if kept:
+def scan_chunks(scan: Callable, rows: tuple[Tensor, ...], runs: Runs, states: States | None) -> Tensor:
+    """[T, H, V]: what the rows read; `states` get the memories after the runs.
+
+    Args:
+        scan: A rule's scan of chunks of equal depth: (rows, chunks, kept, states) -> [(results, their rows)].
+        rows: What the rule reads of each row: tensors [T, H, ...].
+    """
+    kept: dict[int, Tensor] = {}  # memories by the number of the state
+    scanned = [each for chunks in runs.chunks for each in scan(rows, chunks, kept, states)]
+    if states is not None and kept:
         numbers = torch.tensor(list(kept), device=states.memories.device)
         states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
-
-
-def in_order(found: list[Tensor], places: list[Tensor], rows: int) -> Tensor:
-    """Results of chunks, whose rows `places` names, in the order of the rows."""
+    found, places = zip(*scanned, strict=True)
     # Padding rows of chunks have the number T; those that count come first in the sorted order.
-    return torch.cat(found)[torch.cat(places).argsort(stable=True)[:rows]]
+    return torch.cat(found)[torch.cat(places).argsort(stable=True)[: len(rows[0])]]
