@@ -102,16 +102,18 @@ def test_episodes_are_those_of_a_cpu_and_in_bf16_the_same_with_graphs_and_withou
 
 # Prompts of later turns have whole blocks of a device, of 64 tokens.
 STATES = (
-    f"{combinations.RECURRENT} --advantage grpo --environment tests.helpers.sum_environments:Sums --max-turns 4"
+    "--advantage grpo --environment tests.helpers.sum_environments:Sums --max-turns 4"
     " --max-turn-length 70 --max-prompt-length 8 --max-response-length 300 --max-tokens-per-microbatch 320"
     " --environment-timeout 600 --rollout-buffer-gb 0.02 --rollout-max-requests 16 --rollout-prefix-caching"
     " --samples-per-prompt 4 --reward environment"
 )
 
 
-def test_turns_that_continue_recurrent_states_are_those_of_a_cpu(emulator, tmp_path):
-    emulator.run("rl", programs.argv_of(STATES, tmp_path / "device"))
-    train("rl", programs.argv_of(STATES, tmp_path / "cpu"))
+@pytest.mark.parametrize("layers", ["RECURRENT", "MAMBA"])
+def test_turns_that_continue_recurrent_states_are_those_of_a_cpu(emulator, layers, tmp_path):
+    flags = f"{getattr(combinations, layers)} {STATES}"
+    emulator.run("rl", programs.argv_of(flags, tmp_path / "device"))
+    train("rl", programs.argv_of(flags, tmp_path / "cpu"))
     rows = [row for step, row in metrics(tmp_path / "device").items() if step]
     assert sum(row["rollout/reused_tokens"] for row in rows) >= 64
     assert all(row["rollout/logprob_gap_max"] < 1e-5 for row in rows)
