@@ -12,18 +12,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
+from megarl.mcore.recurrence.rule import Rule, apply_rule
 from megarl.mcore.recurrence.runs import Chunks, Runs
 from megarl.mcore.recurrence.states import (
     States,
     chunk_memories,
     convolved,
-    has_kernels,
     keep_memories,
-    own_states,
     scan_chunks,
 )
 
@@ -77,17 +75,7 @@ class Inputs(NamedTuple):
 
 def gated_delta_rule(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
     """[T, H, V]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
-    if states is None and torch.is_grad_enabled():
-        return _TrainedRule.apply(sizes, runs, *inputs)
-    return _forward(inputs, sizes, runs, states)
-
-
-def _forward(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> Tensor:
-    if has_kernels(inputs.x):
-        return _by_token(inputs, sizes, runs, own_states(inputs.x, sizes, runs) if states is None else states)
-    if states is not None and runs.decodes is not None:
-        return _one_token(inputs, sizes, runs, states)
-    return by_chunks(inputs, sizes, runs, states)
+    return apply_rule(_RULE, inputs, sizes, runs, states)
 
 
 def _by_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:
@@ -97,39 +85,16 @@ def _by_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> T
     return native.ops.delta_rule(mixed, *gates, sizes.groups, sizes.keys, runs.table, states.memories)
 
 
-class _TrainedRule(torch.autograd.Function):
-    """Backward computes states again: on a CPU those of tokens, else of chunks."""
-
-    @staticmethod
-    def forward(ctx, sizes, runs, *inputs):
-        states = own_states(inputs[0], sizes, runs) if has_kernels(inputs[0]) else None
-        ctx.save_for_backward(*inputs, *([] if states is None else [states.memories]))
-        ctx.sizes, ctx.runs = sizes, runs
-        return _forward(Inputs(*inputs), sizes, runs, states)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        *saved, last = ctx.saved_tensors if len(ctx.saved_tensors) > len(Inputs._fields) else (*ctx.saved_tensors, None)
-        inputs = Inputs(*(x.detach().requires_grad_() for x in saved))
-        with torch.enable_grad():
-            if last is None:
-                results, grads = by_chunks(inputs, ctx.sizes, ctx.runs), grad
-            else:
-                results = convolved(inputs.x, inputs.weight, None, ctx.runs, None), *_gates(inputs)
-                grads = _token_gradients(grad, [each.detach() for each in results], ctx.sizes, ctx.runs, last)
-        return None, None, *torch.autograd.grad(results, inputs, grads)
-
-
-def _token_gradients(grad: Tensor, of_rule: list[Tensor], sizes: HeadSizes, runs: Runs, memories: Tensor):
-    """Gradients of convolved rows, decays and strengths, token by token. `memories`: of the states of the pass."""
-    mixed, log_decays, strengths = of_rule
+def _token_gradients(grad: Tensor, inputs: Inputs, sizes: HeadSizes, runs: Runs, memories: Tensor):
+    """Convolved rows, logarithms of decays, and strengths, and their gradients, token by token."""
+    results = convolved(inputs.x, inputs.weight, None, runs, None), *_gates(inputs)
+    mixed, log_decays, strengths = (each.detach() for each in results)
     decays = log_decays.exp()
     rule = native.ops.delta_rule_backward
     of_mixed, of_decays, of_strengths = rule(
         grad.contiguous(), mixed, decays, strengths, sizes.groups, sizes.keys, runs.table, memories
     )
-    return of_mixed, of_decays * decays, of_strengths
+    return results, (of_mixed, of_decays * decays, of_strengths)
 
 
 def _gates(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -202,3 +167,6 @@ def _one_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> 
     states.memories.index_copy_(0, numbers, memory)
     read = (q.unsqueeze(-2) @ memory).squeeze(-2)
     return read.new_zeros(len(inputs.x), *read.shape[1:]).index_copy(0, at, read)
+
+
+_RULE = Rule(_by_token, _one_token, by_chunks, _token_gradients)

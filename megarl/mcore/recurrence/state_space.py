@@ -12,18 +12,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
+from megarl.mcore.recurrence.rule import Rule, apply_rule
 from megarl.mcore.recurrence.runs import Chunks, Runs
 from megarl.mcore.recurrence.states import (
     States,
     chunk_memories,
     convolved,
-    has_kernels,
     keep_memories,
-    own_states,
     scan_chunks,
 )
 
@@ -73,17 +71,7 @@ class SpaceInputs(NamedTuple):
 
 def state_space(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None = None) -> Tensor:
     """[T, H, P]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
-    if states is None and torch.is_grad_enabled():
-        return _TrainedSpace.apply(sizes, runs, *inputs)
-    return _forward(inputs, sizes, runs, states)
-
-
-def _forward(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None) -> Tensor:
-    if has_kernels(inputs.x):
-        return _by_token(inputs, sizes, runs, own_states(inputs.x, sizes, runs) if states is None else states)
-    if states is not None and runs.decodes is not None:
-        return _one_token(inputs, sizes, runs, states)
-    return by_chunks(inputs, sizes, runs, states)
+    return apply_rule(_RULE, inputs, sizes, runs, states)
 
 
 def _by_token(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States) -> Tensor:
@@ -93,46 +81,16 @@ def _by_token(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States
     return native.ops.state_space(mixed, *gates, inputs.skips, sizes.groups, sizes.keys, runs.table, states.memories)
 
 
-class _TrainedSpace(torch.autograd.Function):
-    """Backward computes states again: on a CPU those of tokens, else of chunks."""
-
-    @staticmethod
-    def forward(ctx, sizes, runs, *inputs):
-        states = own_states(inputs[0], sizes, runs) if has_kernels(inputs[0]) else None
-        ctx.save_for_backward(*inputs, *([] if states is None else [states.memories]))
-        ctx.sizes, ctx.runs = sizes, runs
-        return _forward(SpaceInputs(*inputs), sizes, runs, states)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        """Gradients of the inputs from those of what was read [T, H, P]."""
-        count = len(SpaceInputs._fields)
-        saved, last = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        inputs = SpaceInputs(*(x.detach().requires_grad_() for x in saved))
-        with torch.enable_grad():
-            if not last:
-                results, grads = by_chunks(inputs, ctx.sizes, ctx.runs), grad
-            else:
-                mixed = convolved(inputs.x, inputs.weight, inputs.bias, ctx.runs, None)
-                skipped = _heads_of(mixed, ctx.sizes) * inputs.skips[:, None]
-                results = mixed, *_gates(inputs, ctx.sizes), skipped
-                gates = [x.detach() for x in results[:3]]
-                grads = (*_token_gradients(grad, gates, ctx.sizes, ctx.runs, *last), grad)
-        return None, None, *torch.autograd.grad(results, inputs, grads)
-
-
-def _token_gradients(grad: Tensor, gates: list[Tensor], sizes: SpaceSizes, runs: Runs, memories: Tensor):
-    """Gradients of convolved rows, steps and logarithms of decays, token by token, without those of the skips.
-
-    `memories`: of the states of the pass.
-    """
-    mixed, steps, log_decays = gates
+def _token_gradients(grad: Tensor, inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, memories: Tensor):
+    """Convolved rows, steps, logarithms of decays, and skips, and their gradients, token by token."""
+    whole = convolved(inputs.x, inputs.weight, inputs.bias, runs, None)
+    results = whole, *_gates(inputs, sizes), _heads_of(whole, sizes) * inputs.skips[:, None]
+    mixed, steps, log_decays = (each.detach() for each in results[:3])
     decays = log_decays.exp()
     of_mixed, of_steps, of_decays = native.ops.state_space_backward(
         grad.contiguous(), mixed.contiguous(), steps, decays, sizes.groups, sizes.keys, runs.table, memories
     )
-    return of_mixed, of_steps, of_decays * decays
+    return results, (of_mixed, of_steps, of_decays * decays, grad)
 
 
 def _gates(inputs: SpaceInputs, sizes: SpaceSizes) -> tuple[Tensor, Tensor]:
@@ -205,3 +163,6 @@ def _one_token(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: State
     memory = states.memories[numbers] * log_decays.exp()[..., None, None] + b.unsqueeze(-1) * changes.unsqueeze(-2)
     states.memories.index_copy_(0, numbers, memory)
     return rows.skipped.index_add(0, at, (c.unsqueeze(-2) @ memory).squeeze(-2))
+
+
+_RULE = Rule(_by_token, _one_token, by_chunks, _token_gradients)

@@ -217,9 +217,9 @@ def update_of_rank(rank: int, cases: list):
     """For each case: real and planned bytes of this rank, and real and planned peak of activations of an update."""
     from megarl.mcore.model import forward_pass
     from megarl.mcore.parallel import pipeline
-    from megarl.mcore.recurrence import delta_rule, state_space
+    from megarl.mcore.recurrence import rule
 
-    delta_rule.has_kernels = state_space.has_kernels = lambda x: False  # as on a device
+    rule.has_kernels = lambda x: False  # as on a device
     found = []
     for flags, shape, value_head, count in cases:
         args, pg_collection, stages, wrapped, optimizer = build(flags, shape, value_head)
