@@ -53,10 +53,12 @@ class BothEngines:
             del self.rows[before:]
         return batch
 
-    def __call__(self, rollout: Rollout, requests, sampling, records_routes, early_stop, banked):
+    def __call__(self, rollout: Rollout, requests, sampling, records_routes, early_stop, banked, sender):
         """The completions of the speculative engine, by sequence id."""
-        if early_stop is not None or banked is not None or not rollout.is_static:
-            raise Unusable("speculative.py: one replica, without --over-sampling and --rollout-bank, can be compared")
+        if early_stop is not None or banked is not None or sender is not None or not rollout.is_static:
+            raise Unusable(
+                "speculative.py: one replica, without --over-sampling, --rollout-bank and judges, can be compared"
+            )
         if self._plain is None:
             self._prepare(rollout)
         engines = {PLAIN: self._plain, DRAFTS: self._speculative}
@@ -65,7 +67,7 @@ class BothEngines:
             rollout.engine = engines[side]
             self._steps[side].clear()
             started = time.perf_counter()
-            found[side] = self._run_engine(rollout, requests, sampling, records_routes, None, None)
+            found[side] = self._run_engine(rollout, requests, sampling, records_routes, None, None, None)
             row[side] = {"s": time.perf_counter() - started, "steps": len(self._steps[side])}
             row[side]["requests"] = sum(self._steps[side])
         if found[PLAIN] != found[DRAFTS]:
@@ -80,7 +82,8 @@ class BothEngines:
         s, engine = rollout.settings, rollout.engine
         longest = s.max_prompt_length + s.max_response_length
         sizes = engine.sampling.vocab_size, longest, s.rollout_buffer_gb, s.rollout_max_requests
-        self._plain, self._speculative = RolloutEngine(engine.model, rollout.role_groups.pg_collection, *sizes), engine
+        self._plain = RolloutEngine(engine.model, rollout.role_groups.pg_collection, *sizes, stops=rollout.ends.matcher)
+        self._speculative = engine
         both = {PLAIN: self._plain, DRAFTS: engine}
         self._steps = {side: count_decode_steps(one.engine) for side, one in both.items()}
 
