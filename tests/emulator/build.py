@@ -1,5 +1,6 @@
 """Builds the emulator's two libraries, once for each version of its sources and of torch."""
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -32,19 +33,18 @@ def _cuda_headers() -> Path | None:
 
 
 def libraries() -> Path:
-    """Folder of libcudart.so, libcuda.so.1 and operators.so; builds them (20 s) if they are not there."""
+    """Folder of libcudart.so, libcuda.so.1 and operators.so; builds them (10 s) if they are not there."""
     digest = hashlib.sha256(torch.__version__.encode())
     for name in (*SOURCES, Path(__file__).name):
         digest.update((HERE / name).read_bytes())
     folder = ROOT / "build" / "emulator" / digest.hexdigest()[:16]
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=folder.parent))
-        _build(made)
-        try:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that begin together build them once
+        if not folder.exists():
+            made = Path(tempfile.mkdtemp(dir=folder.parent))
+            _build(made)
             made.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(made)
     return folder
 
 

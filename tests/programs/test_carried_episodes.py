@@ -106,7 +106,7 @@ def test_late_answers_and_the_layout_change_nothing(flags, environment, replicas
 
 
 @pytest.mark.parametrize(
-    "flags", [OVER, long(f"{OVER} --group-filter reward --dynamic-sampling")], ids=["plain", "with a filter"]
+    "flags", [long(OVER), long(f"{OVER} --group-filter reward --dynamic-sampling")], ids=["plain", "with a filter"]
 )
 def test_over_sampling_alone_drops_what_is_not_taken(flags, tmp_path):
     found = run(tmp_path / "run", flags, "LateSums", 2)

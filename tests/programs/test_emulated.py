@@ -38,7 +38,7 @@ RUNS = {  # name -> (flags, ranks)
     "pipeline": ("--pipeline-model-parallel-size 2", 2),
     "pipeline, experts": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2),
 }
-BY_DEFAULT = ["dense", "tensor and sequence parallel"]
+BY_DEFAULT = ["dense"]
 ROLLOUT_APART = "--role-map actor=0-1;critic=0-1;reward=0-1;reference=0-1;rollout=2 --verify-weights"
 LAYOUTS = {  # name -> (flags, ranks, a call of NCCL on the first rank, or a graph's launch)
     "pipeline": ("--pipeline-model-parallel-size 2", 2, "nccl recv"),

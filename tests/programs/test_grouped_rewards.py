@@ -79,7 +79,7 @@ def test_a_group_is_scored_or_fails_as_a_whole(alone):
     assert counted == failed * SAMPLES
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("two replicas", "apart, in workers")))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ["two replicas"]))
 def test_every_layout_scores_the_same(layout, alone, tmp_path):
     size, flags = LAYOUTS[layout]
     train("rl", rl_argv(tmp_path / "run", f"{WEIGHTED} {flags}"), size)

@@ -184,7 +184,8 @@ def killed(rank: int, parsed, save: Path):
     clocked(rank, parsed, 1, 0)
 
 
-@pytest.mark.parametrize("roles", [TWO, long(ONE)])
+@pytest.mark.long
+@pytest.mark.parametrize("roles", [TWO, ONE])
 def test_a_killed_run_follows_its_own_lines(roles, folder, tmp_path):
     save, flags = tmp_path / "run", f"{RUNS['two replicas'][0]} {RECORDED}"
     parsed, size = parsed_of(save, TWO, f"{flags} --train-iters {STEPS} --save-interval 2")

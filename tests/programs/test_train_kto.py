@@ -65,7 +65,7 @@ def test_the_policy_comes_to_make_desirable_responses_more_likely(folder):
 
 
 @pytest.mark.parametrize("size, layout", [
-    (1, "--max-tokens-per-microbatch 20"),
+    long((1, "--max-tokens-per-microbatch 20")),
     long((4, "--tensor-model-parallel-size 2 --max-tokens-per-microbatch 20")),
     long((4, "--pipeline-model-parallel-size 2")), long((2, "--context-parallel-size 2")),
 ])  # fmt: skip

@@ -14,6 +14,7 @@ from megarl.rewards.build import build_verifiers
 from megarl.stop_signals import STOP_SIGNALS
 from tests.helpers.odd_environments import Plays
 from tests.helpers.processes import signalled_descendants
+from tests.helpers.tiers import long
 
 SUM = {"source_dataset": "chain_sum"}  # only compared: a child serves many responses
 PUZZLE = {"source_dataset": "countdown", "target": 24, "numbers": [4, 6]}  # evaluated: a child for each response
@@ -26,7 +27,7 @@ def fresh_scorers(monkeypatch):
     monkeypatch.setattr(isolated, "_idle", {})
 
 
-@pytest.mark.parametrize("reward", ["reasoning-gym", "math-verify", pytest.param("code", marks=pytest.mark.sandbox)])
+@pytest.mark.parametrize("reward", ["reasoning-gym", long("math-verify"), pytest.param("code", marks=pytest.mark.sandbox)])
 def test_scores_are_those_of_a_run_without_signals(reward):
     if not all(map(importlib.util.find_spec, PACKAGES.get(reward, ()))):
         pytest.skip(f"needs {PACKAGES[reward][0]}")

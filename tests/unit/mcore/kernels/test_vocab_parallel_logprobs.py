@@ -20,6 +20,7 @@ from megarl.mcore.kernels.linear import matmul
 from megarl.mcore.kernels.vocab_parallel_logprobs import HeadScores, head_scores, row_chunks, softcap_
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, use_row_kernels, weighted
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
 
 ROOT = Path(__file__).parents[4]
@@ -76,7 +77,7 @@ def count_calls(name, calls):
             setattr(mappings, place, counted)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, long(4)])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("chunk, temperature", [(T, 1.0), (8, 0.5), (4, PER_TOKEN)])
 @pytest.mark.parametrize("by_rows", [False, True])
