@@ -27,7 +27,9 @@ def fresh_scorers(monkeypatch):
     monkeypatch.setattr(isolated, "_idle", {})
 
 
-@pytest.mark.parametrize("reward", ["reasoning-gym", long("math-verify"), pytest.param("code", marks=pytest.mark.sandbox)])
+@pytest.mark.parametrize(
+    "reward", ["reasoning-gym", long("math-verify"), pytest.param("code", marks=pytest.mark.sandbox)]
+)
 def test_scores_are_those_of_a_run_without_signals(reward):
     if not all(map(importlib.util.find_spec, PACKAGES.get(reward, ()))):
         pytest.skip(f"needs {PACKAGES[reward][0]}")
