@@ -3,6 +3,9 @@
 N sequences with T tokens in total are concatenated in ascending order of `sequence_ids`. A per-token field is aligned
 with the token it describes: `logprobs[t]` is log π(tokens[t] | earlier tokens of its sequence), `values[t]` the value
 of the state before tokens[t]. A sequence's first token has neither: both are 0, and `response_mask` is False.
+
+An episode of an agent whose program asks with several histories has a row of tokens for each. They are one sequence,
+one after another: it has one score, one place in its group and one weight. Models read each row by itself.
 """
 
 import dataclasses
@@ -52,6 +55,7 @@ class Batch:
     versions: Tensor = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
     staleness: Tensor = _token(torch.int32)  # [T] updates between that policy and the one that is trained on the token
     turn_rewards: Tensor = _token(torch.float32)  # [T] the environment's reward of a turn, at its last token; else 0
+    row_starts: Tensor = _token(torch.bool)  # [T] True where another row of an episode begins, not at its first token
     routes: Tensor = _token(torch.int16)  # [T], each [L, k]: experts in this rank's L MoE layers; −1: unknown
 
     # Set on micro-batches only; these are not fields and are never exchanged.
@@ -126,7 +130,10 @@ class SharedPrefix:
 
 @dataclass(frozen=True)
 class HostMetadata:
-    """Host copies that determine the tensor shapes of a pass, so that no pass synchronizes with the device."""
+    """Host copies that determine the tensor shapes of a pass, so that no pass synchronizes with the device.
+
+    Each row of a sequence that has several is one of its N sequences.
+    """
 
     lengths: Tensor  # [N] int64
     response_mask: Tensor | None  # [T] bool; None if the batch has none

@@ -129,18 +129,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             Metric("environment/malformed_calls", "calls", "texts that look like a tool call but are not valid"),
             Metric("environment/truncated_fraction", "fraction", "episodes that ended because a turn was truncated, the"
                    " turns were used up, or --max-response-length left no room"),
-            Metric("environment/failures", "episodes", "episodes whose environment failed; they are excluded from"
-                   " training"),
+            Metric("environment/failures", "episodes", "episodes whose environment failed, which are not trained on"),
             Metric("environment/failed_fraction", "fraction", "the same over all episodes of the step"),
-            Metric("environment/restarts", "restarts", "environments created again after a crash, a late answer, or"
-                   " the end of their process"),
+            Metric("environment/restarts", "restarts", "environments made again after a crash or a late answer"),
             Metric("environment/timeouts", "calls", "answers that took longer than --environment-timeout"),
             Metric("environment/journalled_steps", "steps", "answers taken from the journal of a run that was killed"),
             Metric("environment/step_s", "s", "mean time that an environment took for an answer"),
             Metric("environment/waiting_share", "fraction", "share of the rollout's time in which a replica only"
                    " waited for environments, mean over replicas"),
-            Metric("environment/reward/<component>", "reward", "mean sum of a named component of the rewards over an"
-                   " episode"),
+            Metric("environment/reward/<component>", "reward", "mean of a named component's sum over an episode"),
+            Metric("agent/rows_per_episode", "rows", "rows of tokens of an agent's episode"),
+            Metric("agent/rewritten_history", "requests", "requests of agents whose history the template or the agent"
+                   " has changed, so that they begin a row"),
         )
     ),
     "Group sampling": tuple(

@@ -10,6 +10,7 @@ cap still counts the prompt for every response, so memory stays below what it is
 """
 
 import bisect
+import dataclasses
 import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -197,6 +198,7 @@ def build_microbatches(
     lengths, mask = batch.lengths.cpu(), batch.response_mask
     mask = None if mask is None else mask.cpu()
     teachers = None if batch.teacher_ids is None else batch.teacher_ids.cpu()
+    row_starts = None if batch.row_starts is None else batch.row_starts.cpu()
     starts, microbatches = lengths.cumsum(0) - lengths, []
     for group in groups:
         rows = expand_ranges(starts[group], lengths[group])
@@ -207,9 +209,31 @@ def build_microbatches(
             lengths=lengths[group], response_mask=None if mask is None else mask[rows], shared=shared,
             teacher_ids=None if teachers is None else teachers[group],
         )  # fmt: skip
+        if row_starts is not None and bool((starts_here := row_starts[rows]).any()):
+            microbatch.host_metadata = _by_rows(microbatch.host_metadata, starts_here)
         microbatches.append((microbatch, positions))
     _check_shared_prefixes([microbatch for microbatch, _ in microbatches])
     return microbatches
+
+
+def _by_rows(host: HostMetadata, row_starts: Tensor) -> HostMetadata:
+    """The same with each row as a sequence of its own; the first row of a sequence has its prompt.
+
+    `row_starts`: [T] bool.
+    """
+    first = host.lengths.cumsum(0) - host.lengths
+    begins = row_starts.index_fill(0, first, True).nonzero().flatten()
+    sequence = torch.searchsorted(first, begins, right=True) - 1
+    shared = None
+    if host.shared is not None:
+        is_first, rows = begins == first[sequence], torch.arange(len(begins))
+        first_rows = is_first.nonzero().flatten()
+        holders = torch.where(is_first, first_rows[host.shared.holders[sequence]], rows)
+        shared = SharedPrefix(holders, host.shared.tokens[sequence].masked_fill(~is_first, 0))
+    return dataclasses.replace(
+        host, lengths=torch.diff(begins, append=begins.new_tensor([len(row_starts)])), shared=shared,
+        teacher_ids=None if host.teacher_ids is None else host.teacher_ids[sequence],
+    )  # fmt: skip
 
 
 def _check_shared_prefixes(microbatches: list[Batch]):

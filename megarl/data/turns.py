@@ -58,6 +58,48 @@ class TurnTokens:
             raise UsageError(f"{self._template.flag}: an assistant's turn does not end before what follows")
         return tokenizer.special[max(tokens, key=len)]
 
+    def following(
+        self, messages: Messages, count: int, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int] | None:
+        """Tokens between an assistant's turn and the next one: the last `count` messages, and the next opening.
+
+        Args:
+            messages: the conversation, in which an assistant's turn is before the last `count` messages.
+
+        Returns:
+            None if the template shows the turn otherwise once they follow it, or ends it without an end token.
+
+        Raises:
+            UsageError: the template fails on the messages.
+            ValueError: the messages become no token.
+        """
+        plain = [template_message(message) for message in messages[:-count]]
+        fresh = [self.shortened(message) for message in messages[-count:]]
+        if self._template is None:
+            tokens = self._tokenizer.encode("\n".join(message["content"] for message in fresh))
+        else:
+            whole = self._template.render([*plain, *fresh], add_generation_prompt=True, tools=tools)
+            end = self._end_in(whole, plain, tools)
+            if end is None:
+                return None
+            tokens = self._template.encode_following([(whole[:end], whole[end:])])[0]
+        if not tokens:
+            raise ValueError("the messages become no token")
+        return tokens
+
+    def _end_in(self, whole: str, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> int | None:
+        """Where the last of the messages, a turn, ends in a rendered text that goes on; None if it is shown otherwise."""
+        assert self._template is not None
+        alone, before = (self._template.render(part, tools=tools) for part in (messages, messages[:-1]))
+        end = end_of_turn(self._encoder, alone, len(before)) if alone.startswith(before) else None
+        if end is not None and not whole.startswith(alone[:end]):
+            # A last turn without thoughts may be shown with empty ones, which the policy did not write.
+            opened = self._template.render(messages[:-1], add_generation_prompt=True, tools=tools)
+            has_thoughts = "reasoning_content" in messages[-1] or "<think>" in messages[-1]["content"]
+            is_kept = not has_thoughts and whole.startswith(opened)
+            end = end_of_turn(self._encoder, whole, len(opened)) if is_kept else None
+        return end
+
     def bridge(self, messages: Messages) -> list[int]:
         """Tokens after a turn that ended with one of the end tokens: the messages, and the opening of the next turn.
 

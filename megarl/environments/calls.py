@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.protocol import Observation, Task, Turn
 
 
@@ -22,6 +23,22 @@ class Close(NamedTuple):
     slot: int
 
 
+class AgentAsk(NamedTuple):
+    """What the agent of a call asks the policy, from a worker."""
+
+    ticket: int  # of the call that runs the agent
+    number: int  # of the request among the agent's
+    ask: Ask
+
+
+class AgentReply(NamedTuple):
+    """The policy's answer to an `AgentAsk`, to the worker."""
+
+    ticket: int
+    number: int
+    reply: Reply
+
+
 class Answer(NamedTuple):
     """What a call gave: an observation, or the reason for a failure."""
 
@@ -32,4 +49,5 @@ class Answer(NamedTuple):
     seconds: float
     failure: str | None = None
     is_late: bool = False
+    is_agent: bool = False  # the observation is the end of an agent
     is_stuck: bool = False  # a thread still runs: this process must be replaced

@@ -4,12 +4,16 @@ import os
 from collections.abc import Sequence
 
 from megarl.child_process import Child, parent
+from megarl.environments.agents.agent import Agent, as_agent, check_packages
 from megarl.environments.loading import load_factory
 from megarl.errors import UsageError
 
+# Who answers the policy's turns: an environment as the user or as tools, or an agent, which owns the loop.
+USER, TOOLS, AGENT = KINDS = ("user", "tool", "agent")
 
-def check_factories(names: Sequence[str]) -> dict[str, bool]:
-    """For each environment, whether it has tools. UsageError for one that cannot be made."""
+
+def check_factories(names: Sequence[str]) -> dict[str, str]:
+    """The kind of each environment, of `KINDS`. UsageError for one that cannot be made."""
     child = Child("megarl.environments.check")
     try:
         child.send(list(names))
@@ -27,20 +31,23 @@ def main():
     """The child: answers a list of names with a dictionary, or with the text of an error."""
     connection = parent()
     try:
-        connection.send({name: _has_tools(name) for name in connection.recv()})
+        connection.send({name: _kind(name) for name in connection.recv()})
     except UsageError as error:
         connection.send(str(error))
     os._exit(0)
 
 
-def _has_tools(name: str) -> bool:
+def _kind(name: str) -> str:
     factory = load_factory(name)
     try:
-        environment = factory()
+        environment = as_agent(factory) or factory()
+        if isinstance(environment, Agent):
+            check_packages(environment)
+            return AGENT
         missing = [m for m in ("reset", "step", "restore", "close") if not callable(getattr(environment, m, None))]
         if missing or not isinstance(getattr(environment, "tools", None), list):
             raise TypeError(f"{type(environment).__name__} lacks {', '.join(missing) or 'tools'} of the protocol")
-        return bool(environment.tools)
+        return TOOLS if environment.tools else USER
     except UsageError as error:  # a package that is missing
         raise UsageError(f"--environment {name}: {error}") from None
     except (Exception, SystemExit) as error:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import NamedTuple
 
-from megarl.environments.calls import Answer, Call, Close
+from megarl.environments.agents.exchange import Ask, Reply
+from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
 from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.processes import EnvironmentProcess, Processes
 from megarl.environments.protocol import Observation, Task, Turn
@@ -43,6 +44,16 @@ class Event(NamedTuple):
     late: int  # how often of these the environment took too long
     from_journal: bool
     replayable: bool  # whether another environment can be brought to the same state
+    is_agent: bool = False  # it is the end of an agent
+
+
+class Asked(NamedTuple):
+    """What the agent of an episode asks; `EnvironmentPool.reply` answers."""
+
+    number: int  # of the episode
+    ticket: int  # of this run of the agent: another one if it is run again
+    request: int  # number of the request in the run
+    ask: Ask
 
 
 class _Episode:
@@ -59,6 +70,7 @@ class _Episode:
         self.deadline = 0.0
         self.restarts = self.late = 0  # for the pending call
         self.failures = 0
+        self.asked: set[int] = set()  # requests of its agent that wait for the policy
 
     @property
     def is_lost(self) -> bool:
@@ -72,11 +84,11 @@ class EnvironmentPool:
     def __init__(self, options: PoolOptions, journal: Journal | None = None):
         """`journal`: keeps answers, and gives those that it has; None: every answer comes from an environment."""
         self.options, self.journal = options, journal
-        self._parser = load_parser(options.parser)
+        self.parser = load_parser(options.parser)
         self._processes = Processes(options.workers, options.timeout)
         self._episodes: dict[int, _Episode] = {}
         self._tickets, self._pending = itertools.count(), {}  # ticket -> episode
-        self._events: list[Event] = []
+        self._events: list[Event | Asked] = []
         self._waiting: deque[_Episode] = deque()  # suspects, for a process of their own
 
     def start(self, number: int, task: Task, environment: str | None = None, key: str | None = None):
@@ -103,15 +115,24 @@ class EnvironmentPool:
             The turns.
         """
         self._episodes[number] = episode = _Episode(number, environment or self.options.default, task, key)
-        episode.turns = [parse_turn(text, turn, self._parser) for turn, text in enumerate(texts)]
+        episode.turns = [parse_turn(text, turn, self.parser) for turn, text in enumerate(texts)]
         episode.observations = list(observations)
         return list(episode.turns)
 
     def step(self, number: int, text: str):
         """Has the environment of an episode answer a turn."""
         episode = self._episodes[number]
-        episode.turns.append(parse_turn(text, len(episode.turns), self._parser))
+        episode.turns.append(parse_turn(text, len(episode.turns), self.parser))
         self._ask(episode)
+
+    def reply(self, number: int, ticket: int, request: int, reply: Reply):
+        """Answers a request of an agent, unless it has ended meanwhile."""
+        episode = self._episodes.get(number)
+        if episode is None or episode.ticket != ticket or request not in episode.asked:
+            return
+        episode.asked.remove(request)
+        self._set_deadline(episode)
+        episode.process.send(AgentReply(ticket, request, reply))
 
     def end(self, number: int):
         """Closes the environment of an episode, once it has answered; nothing more is reported of the episode."""
@@ -122,8 +143,8 @@ class EnvironmentPool:
         self._leave_process(episode)
         self._send_waiting()
 
-    def poll(self, seconds: float = 0.0) -> list[Event]:
-        """What has been answered since the last call; waits at most `seconds` for the first answer.
+    def poll(self, seconds: float = 0.0) -> list[Event | Asked]:
+        """What was answered, or asked by agents, since the last call; waits at most `seconds` for the first of it.
 
         Raises:
             RuntimeError: a process of environments cannot be started.
@@ -166,13 +187,18 @@ class EnvironmentPool:
             process.episodes.add(episode.number)
         episode.ticket = next(self._tickets)
         self._pending[episode.ticket] = episode
-        # The worker limits restore and step, each; this is for a worker that does not answer at all.
-        episode.deadline = time.monotonic() + 3 * self.options.timeout + 30.0
+        episode.asked = set()
+        self._set_deadline(episode)
         call = Call(
             ticket=episode.ticket, slot=episode.number, name=episode.name, task=episode.task,
             turns=tuple(episode.turns), observations=tuple(episode.observations),
         )  # fmt: skip
         episode.process.send(call)
+
+    def _set_deadline(self, episode: _Episode):
+        """The worker limits restore and step, each; this is for a worker that does not answer at all."""
+        seconds = float("inf") if episode.asked else 3 * self.options.timeout + 30.0
+        episode.deadline = time.monotonic() + seconds
 
     def _send_waiting(self):
         """Gives suspects that wait the processes that are free."""
@@ -196,7 +222,13 @@ class EnvironmentPool:
             except (EOFError, OSError):
                 self._lose(process, f"its process ended with status {process.status()}", is_late=False)
 
-    def _take(self, answer: Answer, process: EnvironmentProcess):
+    def _take(self, answer: Answer | AgentAsk, process: EnvironmentProcess):
+        if isinstance(answer, AgentAsk):
+            if (episode := self._pending.get(answer.ticket)) is not None:
+                episode.asked.add(answer.number)
+                self._set_deadline(episode)
+                self._events.append(Asked(episode.number, *answer))
+            return
         episode = self._pending.pop(answer.ticket, None)
         if episode is None:  # of an episode that has ended
             if answer.is_stuck and process in self._processes.shared:
@@ -205,9 +237,9 @@ class EnvironmentPool:
         episode.ticket, episode.replayable = None, answer.replayable
         if answer.failure is None:
             episode.is_suspect = False
-            if self.journal is not None and episode.key and episode.replayable:
+            if self.journal is not None and episode.key and episode.replayable and not answer.is_agent:
                 self.journal.add(episode.key, episode.turns, JournalEntry(answer.observation, answer.tools))
-            self._report(episode, answer.observation, answer.tools, answer.seconds)
+            self._report(episode, answer.observation, answer.tools, answer.seconds, is_agent=answer.is_agent)
         elif answer.is_stuck:
             episode.is_suspect = True
             self._retire(process)
@@ -270,7 +302,7 @@ class EnvironmentPool:
 
     def _report(
         self, episode: _Episode, observation: Observation | None, tools: Sequence[dict] = (), seconds: float = 0.0,
-        failure: str | None = None, from_journal: bool = False,
+        failure: str | None = None, from_journal: bool = False, is_agent: bool = False,
     ):  # fmt: skip
         turn = episode.turns[-1] if episode.turns else None
         if turn is not None and observation is not None:
@@ -278,6 +310,6 @@ class EnvironmentPool:
         event = Event(
             number=episode.number, observation=observation, failure=failure, tools=list(tools), turn=turn,
             seconds=seconds, replayed=episode.restarts, late=episode.late, from_journal=from_journal,
-            replayable=episode.replayable,
+            replayable=episode.replayable, is_agent=is_agent,
         )  # fmt: skip
         self._events.append(event)

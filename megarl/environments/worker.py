@@ -16,7 +16,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.child_process import parent
-from megarl.environments.calls import Answer, Call, Close
+from megarl.environments.agents.agent import Agent, AgentTask, as_agent
+from megarl.environments.agents.exchange import Ask
+from megarl.environments.agents.session import LateAgent, Session
+from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
 from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Observation, resolved
 from megarl.environments.validation import checked
@@ -34,11 +37,12 @@ class Worker:
     def __init__(self, connection: Connection, seconds: float):
         """`seconds`: limit of each call of an environment."""
         self._connection, self._seconds = connection, seconds
-        self._environments: dict[int, Environment] = {}
+        self._environments: dict[int, Environment | Agent] = {}
         self._tasks: set[asyncio.Task] = set()
         self._calls: dict[int, asyncio.Task] = {}  # the last call of each slot
         self._threads = ThreadPoolExecutor(THREADS)
-        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()  # to be written
+        self._sessions: dict[int, Session] = {}  # of agents, by ticket
+        self._answers: queue.SimpleQueue[Answer | AgentAsk] = queue.SimpleQueue()  # to be written
         self._ended = asyncio.Event()
 
     async def serve(self):
@@ -64,7 +68,11 @@ class Worker:
         except (EOFError, OSError):
             loop.call_soon_threadsafe(self._ended.set)
 
-    def _begin(self, message: Call | Close):
+    def _begin(self, message: Call | Close | AgentReply):
+        if isinstance(message, AgentReply):
+            if message.ticket in self._sessions:
+                self._sessions[message.ticket].receive(message.number, message.reply)
+            return
         if isinstance(message, Close):
             task = asyncio.create_task(self._close_idle(message.slot))
         else:
@@ -80,6 +88,9 @@ class Worker:
             environment, observation = await self._played(call)
             facts["observation"] = checked(observation)
             facts["tools"] = list(environment.tools) if not call.turns else []
+            facts["is_agent"] = isinstance(environment, Agent)
+        except LateAgent as late:
+            facts |= {"failure": str(late), "is_late": True}
         except Late as late:
             facts |= {"failure": f"no answer within {self._seconds:g} s", "is_late": True, "is_stuck": late.args[0]}
         except (Exception, SystemExit) as error:
@@ -90,16 +101,38 @@ class Worker:
             await self._close(call.slot)
         self._answers.put(Answer(call.ticket, seconds=loop.time() - start, **facts))
 
-    async def _played(self, call: Call) -> tuple[Environment, Observation]:
-        """(environment, its answer to the last turn or to the reset)."""
+    async def _played(self, call: Call) -> tuple[Environment | Agent, Observation]:
+        """(environment, its answer to the last turn or to the reset; of an agent its end)."""
         environment = self._environments.get(call.slot)
         if environment is None:
-            environment = self._environments[call.slot] = await self._limited(load_factory(call.name))
+            factory = load_factory(call.name)
+            environment = as_agent(factory) or await self._limited(factory)
+            self._environments[call.slot] = environment
+            if isinstance(environment, Agent):
+                return environment, await self._run_agent(environment, call)
             if not call.turns:
                 return environment, await self._limited(environment.reset, call.task)
             before = list(call.turns[:-1]), list(call.observations)
             await self._limited(environment.restore, call.task, *before)
+        assert not isinstance(environment, Agent)  # it has one call, which runs it to its end
         return environment, await self._limited(environment.step, call.turns[-1])
+
+    async def _run_agent(self, agent: Agent, call: Call) -> Observation:
+        """Runs an agent to its end, with an endpoint of its own."""
+        from megarl.environments.agents.endpoint import Endpoint  # needs packages that other environments do not
+
+        def send(number: int, ask: Ask):
+            self._answers.put(AgentAsk(call.ticket, number, ask))
+
+        session = self._sessions[call.ticket] = Session(send)
+        endpoint = await Endpoint.open(session)
+        try:
+            task = AgentTask(**vars(call.task))
+            return await session.watch(agent.run(task, session, endpoint.address), self._seconds)
+        finally:
+            del self._sessions[call.ticket]
+            session.close()
+            endpoint.close()
 
     async def _limited(self, function, *args):
         """The result of a method, a coroutine or not. Raises Late(whether a thread still runs) at the limit."""
@@ -118,6 +151,8 @@ class Worker:
     async def _close_idle(self, slot: int):
         """Closes an environment after its last call: no environment is closed while it works."""
         running = self._calls.pop(slot, None)
+        if isinstance(self._environments.get(slot), Agent) and running is not None:
+            running.cancel()  # an agent may work for long, and nobody needs its score any more
         if running is not None and not running.done():  # else at once, before the next call of the slot
             await asyncio.wait([running])
         await self._close(slot)

@@ -332,7 +332,7 @@ class Settings(
     @property
     def environment_fields(self) -> tuple[str, ...]:
         """Batch fields that environments add to those of generation."""
-        return ("turn_rewards", "solved") if self.environment else ()
+        return ("turn_rewards", "solved", "row_starts") if self.environment else ()
 
     @property
     def sampled_fields(self) -> tuple[str, ...]:

@@ -41,6 +41,10 @@ def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, Response
     total = int((new + rest).sum())
     tokens, mask = batch.tokens.new_zeros(total), batch.response_mask.new_zeros(total)
     tokens[read], mask[read] = batch.tokens[own], batch.response_mask[own]
+    row_starts = None
+    if batch.row_starts is not None:  # the first row alone has the prompt that changes
+        row_starts = torch.zeros_like(mask)
+        row_starts[read] = batch.row_starts[own]
     spans = zip(prompts.tokens, *(x.tolist() for x in (starts, old, read_starts)), strict=True)
     for prompt, start, length, at in spans:
         source = batch.tokens[start : start + length] if prompt is None else torch.tensor(prompt).to(tokens)
@@ -48,6 +52,6 @@ def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, Response
     others = {name: getattr(batch, name) for name in ("sequence_ids", "finished", "solved", "teacher_ids")}
     read_batch = Batch(
         **others, prompt_ids=prompts.ids.to(batch.prompt_ids), lengths=(new + rest).to(batch.lengths),
-        prompt_lengths=new.to(batch.lengths), tokens=tokens, response_mask=mask,
+        prompt_lengths=new.to(batch.lengths), tokens=tokens, response_mask=mask, row_starts=row_starts,
     )  # fmt: skip
     return read_batch, ResponsePlaces(own, read)

@@ -13,9 +13,9 @@ class ResponseEnds:
     def __init__(self, settings: Settings, tokenizer: Tokenizer):
         self.own_ids = () if settings.stop_token_ids is None else parse_ids(settings.stop_token_ids)
         self.ids = tuple(dict.fromkeys((*tokenizer.end_ids, *self.own_ids)))
-        stops = () if settings.stop is None else parse_stops(settings.stop)
-        self.matcher = StopMatcher(tokenizer, stops) if stops else None
-        self.identity = self.ids, stops  # of responses that a bank keeps
+        self.stops = () if settings.stop is None else parse_stops(settings.stop)
+        self.matcher = StopMatcher(tokenizer, self.stops) if self.stops else None
+        self.identity = self.ids, self.stops  # of responses that a bank keeps
 
 
 def check_ends(settings: Settings, tokenizer: Tokenizer):

@@ -79,8 +79,8 @@ class RouterState:
         """Sets the mini-batch's token and sequence counts, by which auxiliary losses are divided. Collective."""
         if not self.experts:
             return
-        lengths = torch.cat([microbatch.lengths for microbatch, _ in microbatches])
-        counts = torch.stack([(lengths - 1).sum(), (lengths > 1).sum()]).double()
+        lengths = torch.cat([microbatch.host_metadata.lengths for microbatch, _ in microbatches])
+        counts = torch.stack([(lengths - 1).sum(), (lengths > 1).sum()]).double().to(device.device())
         totals = MinibatchCounts(*self.role_groups.dp_all_reduce(counts).clamp(min=1))
         for microbatch, _ in microbatches:
             microbatch.routing.totals = totals

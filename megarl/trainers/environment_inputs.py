@@ -7,15 +7,16 @@ from megarl.data import node_files
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
-from megarl.environments.check import check_factories
+from megarl.environments.check import AGENT, KINDS, check_factories
 from megarl.environments.turn_parsing import load_parser
+from megarl.errors import UsageError
 
 
 def check_environment_flags(settings: Settings):
     """UsageError for an environment of the flags that cannot be made, or a parser of tool calls that does not exist."""
     if settings.environment:
         load_parser(settings.tool_call_parser)
-        _have_tools([settings.environment])
+        _kinds(settings, [settings.environment])
 
 
 def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[str, PromptSet]):
@@ -25,18 +26,32 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
         return
     named = {name for prompts in prompt_sets.values() for name in named_in(prompts, encoder)}
     others = sorted(named - {settings.environment})
-    have_tools = _have_tools([settings.environment]) + (_have_tools(others) if others else [])
-    check_template(encoder, tuple(sorted({"tool" if has_tools else "user" for has_tools in have_tools})))
+    kinds = {*_kinds(settings, [settings.environment]), *(_kinds(settings, others) if others else [])}
+    check_template(
+        encoder, tuple(sorted(kinds - {AGENT}))
+    )  # a history that the template rewrites is an agent's new row
 
 
-def _have_tools(names: list[str]) -> list[bool]:
-    """For each environment, whether it has tools; a process of the node makes each of them once."""
+def _kinds(settings: Settings, names: list[str]) -> list[str]:
+    """The kind of each environment; a process of the node makes each of them once.
+
+    UsageError for agents with a setting that needs turns in a line.
+    """
 
     def checked() -> dict[str, np.ndarray]:
         found = check_factories(names)
-        return {"have_tools": np.array([found[name] for name in names], dtype=bool)}
+        return {"kinds": np.array([KINDS.index(found[name]) for name in names])}
 
-    return node_files.arrays(lambda: ("environments", *names), checked)["have_tools"].tolist()
+    kinds = [KINDS[number] for number in node_files.arrays(lambda: ("environments", *names), checked)["kinds"].tolist()]
+    if AGENT in kinds:
+        refused = {
+            "--over-sampling": settings.over_sampling > 1, "--partial-rollouts": settings.partial_rollouts,
+            "--credit turns": settings.credit == "turns",
+        }  # fmt: skip
+        if flags := [flag for flag, is_set in refused.items() if is_set]:
+            name = names[kinds.index(AGENT)]
+            raise UsageError(f"{flags[0]}: not with an agent, which {name} is")
+    return kinds
 
 
 def named_in(prompts: PromptSet, encoder: Encoder) -> list[str]:

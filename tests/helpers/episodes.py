@@ -1,5 +1,6 @@
 """Episodes on tiny models: a client whose answers are tokens, which come in any order, and the rounds it answers."""
 
+import copy
 import hashlib
 import random
 
@@ -68,7 +69,7 @@ def make_requests(count=PROMPTS):
     from megarl.algorithms.counter_rng import stream_keys
     from megarl.mcore.inference.generation import GenerationRequest
 
-    keys = stream_keys(1, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()
+    keys = stream_keys(2, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()
     prompts = [[(7 * i + j) % VOCAB for j in range(2 + i % 7)] for i in range(count)]
     return [(i, GenerationRequest(prompts[i], keys[i], 1)) for i in range(count)]
 
@@ -185,4 +186,5 @@ def _gap(model, episodes) -> float:
 def content(episodes):
     """What must be the same in every layout: all but log-probs and routes."""
     names = ("tokens", "prompt_length", "turns", "rewards", "end", "solved")
-    return {number: tuple(getattr(e, name) for name in names) for number, e in sorted(episodes.items())}
+    # Copies: a later round goes on with the same lists.
+    return {number: tuple(copy.copy(getattr(e, name)) for name in names) for number, e in sorted(episodes.items())}

@@ -159,7 +159,8 @@ def test_a_killed_run_takes_answers_to_carried_episodes_from_the_journal(answers
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     save = tmp_path / "run"
-    flags = f"{PARTIAL} --rollout-max-requests 4 --rollout-dispatch static"
+    common = f"{PARTIAL} --seed 9"  # carried episodes have several answers in the second step
+    flags = f"{common} --rollout-max-requests 4 --rollout-dispatch static"
     parsed = program("rl", argv(save, flags, "CountedSums", replicas), 1 + replicas)
     with pytest.raises(RankFailed):
         run_world(killed, 1 + replicas, parsed, save, answers)
@@ -167,7 +168,7 @@ def test_a_killed_run_takes_answers_to_carried_episodes_from_the_journal(answers
     assert finished >= answers
     parsed = program("rl", argv(save, f"{flags} --load {save}", "CountedSums"), 2)
     run_world(killed, 2, parsed, save, None)
-    assert_same(save, undisturbed())
+    assert_same(save, undisturbed(common))
     assert metrics(save)[2]["environment/journalled_steps"] >= finished
     # A call whose answer was not in the journal yet may come again.
     assert sum(count > 1 for count in calls(tmp_path).values()) <= before.total() - finished

@@ -43,7 +43,7 @@ class EndTokens:
         else:
             pairs = zip(tokens.tolist(), request_ids.tolist(), strict=True)
             found = torch.tensor([token in self.of(request_id) for token, request_id in pairs], dtype=torch.bool)
-        if self.stops is None:
+        if not self.stops:
             return found
         return found | torch.tensor(self.stops.completes(tokens.tolist(), request_ids.tolist()), dtype=torch.bool)
 

@@ -1,11 +1,14 @@
 """Requests for generation and their results: what the engine, and a server in its place, takes and gives."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from megarl.algorithms.sampling_settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from megarl.mcore.inference.stop_states import Follows
 
 TopLogprobs = list[tuple[int, float]]  # (token, log-prob), most likely first
 
@@ -23,6 +26,7 @@ class GenerationRequest:
     # Where the response begins whose text stop strings end, in tokens of the prompt: its end, or before what earlier
     # rounds wrote. None: no stop string ends it.
     stops_from: int | None = None
+    stops: "Follows | None" = None  # its own stop strings; None: those of the engine
     counted_tokens: int = 0  # that a limit on responses counts besides those of this one: of earlier turns
 
 

@@ -39,8 +39,7 @@ class GenerationSession:
         self.engine, self.context = owner.engine, owner.context
         self.sampling, self.drafter = owner.sampling, owner.drafter
         self.end_tokens, self.settings = end_tokens, settings
-        if owner.stops is not None:
-            end_tokens.stops = StopStates(owner.stops, self._drawn_since)
+        self.stops = end_tokens.stops = StopStates(self._drawn_since)
         self.routes = routes
         self.clear()
 
@@ -79,8 +78,9 @@ class GenerationSession:
         self._counted[request_id] = request.counted_tokens
         self.sampling.begin(request_id, request)
         self.end_tokens.set_own(request_id, request.end_ids)
-        if self.end_tokens.stops is not None and request.stops_from is not None:
-            self.end_tokens.stops.begin(request_id, request.prompt[request.stops_from :])
+        stops = request.stops or self.owner.stops
+        if stops is not None and request.stops_from is not None:
+            self.stops.begin(request_id, stops, request.prompt[request.stops_from :])
         self.engine.add_request(request_id, request.prompt, _params(request))
         if self.drafter is not None:
             self.drafter.begin(request_id, request.prompt)
@@ -202,8 +202,7 @@ class GenerationSession:
     def _forget(self, request_id: int) -> int:
         """Frees the id of a request that ended; returns its number."""
         self.sampling.finish(request_id)
-        if self.end_tokens.stops is not None:
-            self.end_tokens.stops.finish(request_id)
+        self.stops.finish(request_id)
         self._aborted.discard(request_id)
         self._free_ids.append(request_id)
         return self._numbers.pop(request_id)

@@ -24,6 +24,7 @@ def episodes_to_batch(episodes: Iterable[Episode], empty_routes: Tensor | None =
         "rollout_logprobs": torch.zeros(sum(lengths), dtype=torch.float32),
         "response_mask": torch.zeros(sum(lengths), dtype=torch.bool),
         "turn_rewards": torch.zeros(sum(lengths), dtype=torch.float32),
+        "row_starts": torch.zeros(sum(lengths), dtype=torch.bool),
     }
     routes = None
     if empty_routes is not None:
@@ -53,6 +54,7 @@ def _fill(episode: Episode, fields: dict[str, Tensor]):
         fields["rollout_logprobs"][start:end] = torch.tensor(logprobs, dtype=torch.float32)
         fields["response_mask"][start:end] = True
         fields["turn_rewards"][end - 1] = reward
+    fields["row_starts"][episode.row_starts] = True
 
 
 def _routes(episode: Episode, empty_routes: Tensor) -> Tensor:

@@ -7,12 +7,18 @@ from pathlib import Path
 
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
+from megarl.environments.agents.exchange import Reply
 from megarl.environments.journal import Journal
-from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
+from megarl.environments.pool import Asked, EnvironmentPool, Event, PoolOptions
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.errors import UsageError
-from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits
+from megarl.mcore.inference.generation import Completion
+from megarl.rollout.episodes.agent_episode import AgentEnd
+from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits, TurnRequest
+from megarl.rollout.episodes.message_tree import MessageTree
 from megarl.rollout.episodes.statistics import EpisodeStatistics
+
+Result = EnvironmentResult | TurnRequest | AgentEnd
 
 
 @dataclasses.dataclass
@@ -25,6 +31,8 @@ class PlayedTurns:
     turns: list[Turn] = dataclasses.field(default_factory=list)  # that were answered; the last one perhaps by a failure
     observations: list[Observation] = dataclasses.field(default_factory=list)
     sent: int = 0  # turns
+    stream: int = 0  # the episode's random stream
+    tree: MessageTree | None = None  # of an agent that has asked
 
 
 class EnvironmentClient:
@@ -53,11 +61,17 @@ class EnvironmentClient:
         self._numbers: dict[int, int] = {}  # slot -> number of its episode in the round
         self._round: dict[int, PlayedTurns] = {}  # by number
         self._kept: dict[str, PlayedTurns] = {}  # by key
-        self._came: list[Event] = []  # while nothing could be generated
+        self._came: list[Event | Asked] = []  # while nothing could be generated
 
-    def begin(self, number: int, prompt: Prompt, tokens: list[int], task: Task, key: str | None):
-        """Starts the environment of an episode. `tokens`: of its prompt; `key`: names the episode in the journal."""
-        slot = self._join(number, PlayedTurns(prompt, tokens, next(self._slots)))
+    def begin(self, number: int, prompt: Prompt, tokens: list[int], task: Task, key: str | None, stream: int):
+        """Starts the environment of an episode.
+
+        Args:
+            tokens: of its prompt.
+            key: names the episode in the journal.
+            stream: names its random streams.
+        """
+        slot = self._join(number, PlayedTurns(prompt, tokens, next(self._slots), stream=stream))
         self.pool.start(slot, task, prompt.environment, key)
 
     def go_on(self, number: int, prompt: Prompt, task: Task, key: str, turns: Sequence[Sequence[int]]):
@@ -81,6 +95,14 @@ class EnvironmentClient:
         played = self._round[number]
         played.sent += 1
         self.pool.step(played.slot, self._turn_tokens.text(tokens))
+
+    def write(self, number: int, turn: int, completion: Completion):
+        """Sends an agent what the policy has written of a turn."""
+        played = self._round[number]
+        assert played.tree is not None  # it has asked for the turn
+        written = played.tree.write(turn, completion.tokens, completion.logprobs, completion.finished)
+        for (ticket, request), reply in written if played.slot is not None else ():
+            self.pool.reply(played.slot, ticket, request, reply)
 
     def end(self, number: int):
         """Closes the environment of an episode that has ended, or that went on for too long."""
@@ -126,10 +148,11 @@ class EnvironmentClient:
         if not self._came:
             self._came = self.pool.poll(seconds)
 
-    def results(self) -> list[EnvironmentResult]:
-        """What environments have answered since the last call."""
+    def results(self) -> list[Result]:
+        """What environments have answered, and agents have asked, since the last call."""
         events, self._came = self._came + self.pool.poll(), []
-        return [self._result_of(event) for event in events if event.number in self._numbers]
+        found = (self._result_of(event) for event in events if event.number in self._numbers)
+        return [result for result in found if result is not None]
 
     def take_statistics(self) -> EpisodeStatistics:
         """What has happened since the last call."""
@@ -140,9 +163,11 @@ class EnvironmentClient:
         """Ends the worker processes."""
         self.pool.close()
 
-    def _result_of(self, event: Event) -> EnvironmentResult:
+    def _result_of(self, event: Event | Asked) -> Result | None:
         number = self._numbers[event.number]
         played = self._round[number]
+        if isinstance(event, Asked):
+            return self._asked(number, played, event)
         self.statistics.add_event(event)
         if event.turn is not None:
             played.turns.append(event.turn)
@@ -150,6 +175,8 @@ class EnvironmentClient:
         try:
             if event.failure is not None:
                 raise UsageError(event.failure)
+            if event.is_agent:
+                return self._ended(number, played, event.observation)
             if event.turn is None:
                 first = self._first_prompt(event, played)
                 return EnvironmentResult(number=number, tokens=first, replayable=event.replayable)
@@ -157,6 +184,27 @@ class EnvironmentClient:
         except (UsageError, ValueError) as error:
             self.statistics.failures.append(f"environment on prompt {played.prompt.text[:80]!r}: {error}")
             return EnvironmentResult(number=number, tokens=[], failed=True, replayable=event.replayable)
+
+    def _asked(self, number: int, played: PlayedTurns, asked: Asked) -> TurnRequest | None:
+        """The turn that an agent asks for, unless it can be answered at once."""
+        if played.tree is None:
+            common = self._turn_tokens, self.pool.parser, self._limits, self._max_prompt_length
+            played.tree = MessageTree(number, played.stream, played.prompt, played.tokens, *common)
+        found = played.tree.request((asked.ticket, asked.request), asked.ask)
+        if isinstance(found, Reply):
+            self.pool.reply(asked.number, asked.ticket, asked.request, found)
+            return None
+        return found
+
+    def _ended(self, number: int, played: PlayedTurns, end: Observation) -> AgentEnd:
+        """The end of an agent. ValueError if it has not got a turn."""
+        tree = played.tree
+        if tree is None or not tree.written:
+            raise ValueError("the agent ended without a turn of the policy")
+        played.turns = [turn.turn for turn in tree.written if turn.turn is not None]
+        self.statistics.counts["rewritten"] += tree.rewritten
+        turns = tuple(turn.number for turn in tree.written)
+        return AgentEnd(number, turns, end.reward, end.correct, tree.is_truncated)
 
     def _first_prompt(self, event: Event, played: PlayedTurns) -> list[int]:
         tokens = played.tokens

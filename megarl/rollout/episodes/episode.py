@@ -1,7 +1,11 @@
 """One sample of a prompt in a multi-turn rollout: its tokens so far, and why it ended."""
 
 import dataclasses
+import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 
@@ -11,7 +15,8 @@ if TYPE_CHECKING:
 # Why an episode ended. The environment ended it; the policy's turn was cut; it used all turns; there was no room for
 # another turn; the environment failed.
 DONE, TURN_LENGTH, TURNS, LENGTH, FAILED = "done", "turn_length", "turns", "length", "failed"
-TRUNCATED = (TURN_LENGTH, TURNS, LENGTH)
+TRUNCATED_BY_BUDGET = "budget"  # of an agent: a request was refused, or the last turn cut
+TRUNCATED = (TURN_LENGTH, TURNS, LENGTH, TRUNCATED_BY_BUDGET)
 
 
 class EpisodeLimits(NamedTuple):
@@ -36,10 +41,31 @@ class EnvironmentResult(NamedTuple):
     replayable: bool = True  # whether another environment can be brought to this state
 
 
+class TurnRequest(NamedTuple):
+    """A turn that an agent has asked for. The replica's leader makes it, all of its ranks generate it."""
+
+    number: int  # of the episode
+    turn: int  # of the turn in it
+    parent: int | None  # the turn that it continues
+    tokens: list[int]  # of the prompt after that turn; of the whole prompt without one
+    limit: int  # tokens that it may have
+    key: int  # of its random stream
+    stops: tuple[str, ...] = ()  # texts that end it
+
+
 def key_of(step: int, line: int, sample: int) -> str:
     """The name of a training episode: the step that drew its prompt, the prompt's line, and the number of the sample
     among all that the step draws of the line."""
     return f"{step}/{line}/{sample}"
+
+
+def turn_key(key: int, prompt: Sequence[int], count: int = 0) -> int:
+    """The key of a turn's random stream: named by its episode's stream and the tokens of its prompt.
+
+    So it depends neither on the time of a request nor on what the agent asks besides. `count`: equal prompts before it.
+    """
+    named = np.array([key, count, *prompt], "<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little", signed=True)
 
 
 @dataclasses.dataclass
@@ -51,7 +77,7 @@ class Episode:
     """
 
     number: int  # sequence id in the round
-    request: GenerationRequest  # of the prompt alone; its key is the episode's random stream
+    request: GenerationRequest  # of the prompt alone; its key names the episode's random streams
     line: int  # of the prompt in its set
     limits: EpisodeLimits
     key: str | None = None  # of `key_of`; None: not of training
@@ -66,6 +92,7 @@ class Episode:
     routes: "Tensor | None" = None  # of the last completion, which has all tokens before it
     end: str | None = None
     replayable: bool = True
+    row_starts: list[int] = dataclasses.field(default_factory=list)  # where further rows begin in `tokens`
 
     @property
     def solved(self) -> bool:
@@ -129,9 +156,10 @@ class Episode:
 
     def next_request(self) -> GenerationRequest:
         """The request for the next turn, or for the rest of an open one."""
+        start = self.turns[-1][0] if self.is_open else len(self.tokens)
         return dataclasses.replace(
-            self.request, prompt=list(self.tokens), max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens,
-            stops_from=self.turns[-1][0] if self.is_open else len(self.tokens),
+            self.request, prompt=list(self.tokens), key=turn_key(self.request.key, self.tokens[:start]),
+            max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, stops_from=start,
         )  # fmt: skip
 
     def add_turn(self, completion: Completion):

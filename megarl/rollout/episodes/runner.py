@@ -18,6 +18,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
+from megarl.data.stop_strings import StopMatcher
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
@@ -85,7 +86,8 @@ class EpisodeRunner:
         self.client: EnvironmentClient | None = None
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
         self.ended: tuple[list[Episode], PromptSet] | None = None
-        self._end_ids = ResponseEnds(s, encoder.tokenizer).ids
+        self._tokenizer, self._ends = encoder.tokenizer, ResponseEnds(s, encoder.tokenizer)
+        self._matcher = functools.lru_cache(64)(self._stop_matcher)
         self._round: EpisodeRound  # the last one
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
@@ -123,9 +125,10 @@ class EpisodeRunner:
             self.client.journal.step = requests.step
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
-        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender)
+        common = source, begin, self.client, self.role_groups, max_open, early_stop, sender
+        episodes = EpisodeSource(*common, self._matcher)
         limit = episodes.response_limit if early_stop else None
-        for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, max_open, limit):
+        for number, completion in engine.stream(episodes, self._ends.ids, sampling, records_routes, max_open, limit):
             episodes.turn_ended(number, completion)
         running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
         idle = self._idle(requests) if is_training else []
@@ -213,13 +216,17 @@ class EpisodeRunner:
         if self.client is not None:
             prompt, task = prompts[asked.line], self._task(requests, number, prompts[asked.line])
             if before is None:
-                self.client.begin(number, prompt, list(request.prompt), task, key)
+                self.client.begin(number, prompt, list(request.prompt), task, key, request.key)
             else:
                 turns = [before.turn_tokens(turn) for turn in range(before.complete_turns)]
                 self.client.go_on(number, prompt, task, key, turns)
         if before is not None:
             return before.continued(number, request)
         return Episode(number=number, request=request, line=asked.line, limits=self.limits, key=key)
+
+    def _stop_matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
+        """Of an agent's own stop strings and those of the run; None without its own."""
+        return StopMatcher(self._tokenizer, tuple(dict.fromkeys((*self._ends.stops, *stops)))) if stops else None
 
     def _task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
         asked, step = requests.prompts[number // requests.samples], requests.step_of(number)

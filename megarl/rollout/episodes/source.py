@@ -1,5 +1,6 @@
 """The engine's source of requests in a multi-turn rollout: continuations that are ready first, then new episodes."""
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -9,14 +10,17 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
-from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode
+from megarl.rollout.episodes.agent_episode import AgentEnd, AgentEpisode
+from megarl.rollout.episodes.episode import FAILED, Episode, TurnRequest
 
 if TYPE_CHECKING:
     from megarl.comm.early_responses import ResponseSender
-    from megarl.rollout.episodes.client import EnvironmentClient
+    from megarl.mcore.inference.stop_states import Follows
+    from megarl.rollout.episodes.client import EnvironmentClient, Result
     from megarl.rollout.request_queue import GroupEarlyStop
 
 POLL_STEPS = 4  # between two polls of the environments, if a replica has several ranks and the engine has work
+_FIRST_TURN = 1 << 32  # number of the first request of an agent: larger than those of episodes
 WAIT_SECONDS = 0.05  # for an answer, before the engine looks again: replicas that share experts wait for each other
 
 
@@ -35,6 +39,7 @@ class EpisodeSource:
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
         client: "EnvironmentClient | None", role_groups: RoleGroups, max_open: int,
         early_stop: "GroupEarlyStop | None" = None, sender: "ResponseSender | None" = None,
+        matcher: "Callable[[tuple[str, ...]], Follows | None]" = lambda _: None,
     ):  # fmt: skip
         """
         Args:
@@ -46,16 +51,21 @@ class EpisodeSource:
             max_open: episodes that may be open at a time.
             early_stop: learns which episodes end, and gives the limit on new tokens; None: all run to their ends.
             sender: sends each episode that has ended; None on ranks that send nothing.
+            matcher: of the stop strings of an agent's request; None: it has none.
         """
         self.ended: list[Episode] = []
         self.stopped: list[Episode] = []  # they have not ended, or need more new tokens than the limit
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
         self._prompts, self._begin = prompts, begin
         self._client, self._role_groups = client, role_groups
+        self._matcher = matcher
         self._max_open, self._early_stop, self._sender = max_open, early_stop, sender
         self._limit: int | None = None  # on the new tokens of an episode
         self._open: dict[int, Episode] = {}
         self._ready: deque[Episode] = deque()
+        self._ready_turns: deque[tuple[int, GenerationRequest]] = deque()  # of agents, by the numbers of their requests
+        self._turn_of: dict[int, tuple[AgentEpisode, int]] = {}  # by these: episode and turn
+        self._turn_numbers = itertools.count(_FIRST_TURN)
         self._asked: set[int] = set()  # episodes whose environment has to answer
         self._in_engine = 0
         self._takes = 0
@@ -71,9 +81,10 @@ class EpisodeSource:
                     self._go_on(episode)
                 else:
                     self._asked.add(number)
-        ready = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
-        self._in_engine += len(ready)
-        return [(episode.number, episode.next_request()) for episode in ready]
+        turns = [self._ready_turns.popleft() for _ in range(min(room, len(self._ready_turns)))]
+        ready = [self._ready.popleft() for _ in range(min(room - len(turns), len(self._ready)))]
+        self._in_engine += len(turns) + len(ready)
+        return [*turns, *((episode.number, episode.next_request()) for episode in ready)]
 
     def is_empty(self) -> bool:
         """Whether all episodes have ended or are stopped."""
@@ -104,8 +115,10 @@ class EpisodeSource:
 
     def turn_ended(self, number: int, completion: Completion):
         """Takes in a turn that the engine has generated; sends it to the environment if it is complete."""
-        episode = self._open[number]
         self._in_engine -= 1
+        if number in self._turn_of:
+            return self._agent_turn_ended(*self._turn_of.pop(number), completion)
+        episode = self._open[number]
         episode.add_turn(completion)
         if episode.end is not None:
             self._end(episode)
@@ -115,6 +128,24 @@ class EpisodeSource:
             self._asked.add(number)
             if self._client is not None:
                 self._client.step(number, episode.turn_tokens(-1))
+        return None
+
+    def _agent_turn_ended(self, episode: AgentEpisode, turn: int, completion: Completion):
+        """Takes in a turn that an agent has asked for; unless it has ended without waiting for it."""
+        if self._open.get(episode.number) is not episode:
+            return
+        episode.write(turn, completion)
+        if self._client is not None:
+            self._client.write(episode.number, turn, completion)
+
+    def _ask(self, asked: TurnRequest):
+        """Has a turn of an agent generated."""
+        episode = self._open[asked.number]
+        if not isinstance(episode, AgentEpisode):
+            episode = self._open[asked.number] = AgentEpisode(episode)
+        number = next(self._turn_numbers)
+        self._turn_of[number] = episode, asked.turn
+        self._ready_turns.append((number, episode.ask(asked, self._matcher(asked.stops))))
 
     def _receive(self):
         """Applies what environments have answered. A collective of the replica, at most every few calls."""
@@ -122,13 +153,20 @@ class EpisodeSource:
         is_shared = len(self._role_groups.replica) > 1
         if not self._asked or (is_shared and self._in_engine and self._takes % POLL_STEPS):
             return
-        results: list[EnvironmentResult] = [] if self._client is None else self._client.results()
+        results: list[Result] = [] if self._client is None else self._client.results()
         for result in self._role_groups.broadcast_object(results):
             if result.number not in self._asked:
                 continue  # of an episode that was stopped
+            if isinstance(result, TurnRequest):
+                self._ask(result)
+                continue
             episode = self._open[result.number]
             self._asked.discard(result.number)
-            episode.apply(result)
+            if isinstance(result, AgentEnd):
+                assert isinstance(episode, AgentEpisode)  # an agent that has not asked has failed
+                episode.finish(result)
+            else:
+                episode.apply(result)
             if episode.end is None:
                 self._go_on(episode)
             else:
@@ -154,6 +192,7 @@ class EpisodeSource:
     def _end(self, episode: Episode):
         del self._open[episode.number]
         self.ended.append(episode)
+        self._ready_turns = deque(each for each in self._ready_turns if self._turn_of[each[0]][0] is not episode)
         if self._early_stop is not None:
             self._early_stop.add(episode.number, episode.new_tokens)
         if self._sender is not None:

@@ -10,11 +10,12 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.environments.pool import Event
 from megarl.environments.protocol import Observation, Turn
 from megarl.mcore import device
+from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.episode import FAILED, TRUNCATED, Episode
 
 _COUNTS = (
     "episodes", "turns", "truncated", "failed", "calls", "malformed", "steps", "seconds", "late", "restarts",
-    "journalled", "waiting", "running",
+    "journalled", "waiting", "running", "rows", "agents", "rewritten",
 )  # fmt: skip
 
 
@@ -54,6 +55,9 @@ class EpisodeStatistics:
         c["episodes"] += 1
         c["turns"] += len(episode.turns)
         c["truncated"] += episode.end in TRUNCATED
+        if isinstance(episode, AgentEpisode):
+            c["agents"] += 1
+            c["rows"] += 1 + len(episode.row_starts)
         c["failed"] += episode.end == FAILED
         for turn in turns:
             c["calls"] += len(turn.calls)
@@ -76,7 +80,13 @@ def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups) -> dict[str, flo
     episodes = counts["episodes"]
     if not episodes:
         return {}
-    return {
+    of_agents = {}
+    if counts["agents"]:
+        of_agents = {
+            "agent/rows_per_episode": counts["rows"] / counts["agents"],
+            "agent/rewritten_history": int(counts["rewritten"]),
+        }
+    return of_agents | {
         "environment/turns_mean": counts["turns"] / episodes,
         "environment/tool_calls": int(counts["calls"]),
         "environment/malformed_calls": int(counts["malformed"]),

@@ -9,8 +9,10 @@ from megarl.errors import UsageError
 ODD = "tests.helpers.odd_environments"
 
 
-def test_it_tells_which_have_tools():
-    assert check_factories(["guess-number", f"{ODD}:Child"]) == {"guess-number": False, f"{ODD}:Child": False}
+def test_it_tells_who_answers():
+    agent = "tests.helpers.agents:sums"
+    found = check_factories(["guess-number", "calculator", f"{ODD}:Child", agent])
+    assert found == {"guess-number": "user", "calculator": "tool", f"{ODD}:Child": "user", agent: "agent"}
 
 
 @pytest.mark.parametrize("name, said", [

@@ -46,7 +46,7 @@ def test_an_environment_goes_on_or_is_brought_to_where_the_episode_was_cut():
     options = PoolOptions(1, SAFETY_SECONDS, 0, "hermes", f"{HERE}:Echo")
     client = EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1)
     try:
-        client.begin(0, PROMPT, [1], TASK, "k")
+        client.begin(0, PROMPT, [1], TASK, "k", 0)
         only_result(client, 0)
         assert [answered(client, 0, text) for text in ("a", "b")] == ["0: a", "1: b"]
         slot = client._round[0].slot
@@ -70,7 +70,7 @@ def test_a_checkpoint_brings_answers_and_what_was_kept_can_be_forgotten():
     options = PoolOptions(1, SAFETY_SECONDS, 0, "hermes", f"{HERE}:Echo")
     client, other = (EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1) for _ in range(2))
     try:
-        client.begin(0, PROMPT, [1], TASK, "k")
+        client.begin(0, PROMPT, [1], TASK, "k", 0)
         only_result(client, 0)
         answered(client, 0, "a")
         client.keep(0, "k", turns=1)

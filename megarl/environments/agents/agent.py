@@ -1,0 +1,146 @@
+"""What an agent is: a coroutine of the user's, or a program (`program.py`); its episode ends with its score."""
+
+import asyncio
+import functools
+import importlib.util
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.environments.agents.session import Session
+from megarl.environments.protocol import Message, Observation, Task
+from megarl.errors import UsageError
+from megarl.rewards.base import Score
+
+
+class Address(NamedTuple):
+    """Where an agent finds the policy."""
+
+    url: str  # of OpenAI's API; Anthropic's clients want it without /v1
+    key: str
+
+    @property
+    def root(self) -> str:
+        """The URL without /v1."""
+        return self.url.removesuffix("/v1")
+
+
+@dataclass(frozen=True)
+class AgentTask(Task):
+    """A task as agents see it: `prompt` is the text of its last message."""
+
+    @property
+    def prompt(self) -> str:
+        """Text of the last message."""
+        return self.messages[-1]["content"]
+
+
+@dataclass(frozen=True)
+class AgentRun:
+    """What an agent did: input of a program's reward function.
+
+    Attributes:
+        task: of the episode.
+        conversations: the messages of each branch, with the policy's answer as the last one.
+        truncated: a budget of the run has refused a request, or cut the last turn.
+        status: exit status of a program, negative for a signal; None of a coroutine.
+        output: the last part of what a program printed.
+        workspace: folder of a program, which is removed after the reward.
+    """
+
+    task: AgentTask
+    conversations: list[list[Message]] = field(default_factory=list)
+    truncated: bool = False
+    status: int | None = None
+    output: str = ""
+    workspace: Path | None = None
+
+    @property
+    def answer(self) -> str:
+        """The content of the policy's last message in the last branch; "" without one."""
+        return (self.conversations[-1][-1].get("content") or "") if self.conversations else ""
+
+
+class Agent:
+    """One episode of an agent. `--environment` names a function that returns one, or a coroutine function."""
+
+    tools: list[dict[str, Any]] = []  # noqa: RUF012  # of the environment protocol; an agent's requests have their own
+    replayable = True  # an episode whose worker died is run again
+
+    async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
+        """Runs the agent to its end, or until `session.spent`. Cancelling it ends all that it has started.
+
+        Args:
+            session: its requests.
+            address: of its own endpoint.
+        """
+        raise NotImplementedError
+
+    async def close(self):
+        """Frees what the episode holds; it may have ended at any point."""
+
+
+class CoroutineAgent(Agent):
+    """`async def agent(task, client)`: returns a number, a `Score` or an `Observation`."""
+
+    def __init__(self, function: Callable[[AgentTask, Any], Awaitable]):
+        self._function = function
+
+    async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
+        """See Agent. An exception after a budget was used up ends the episode with 0: it is the client's error."""
+        from openai import AsyncOpenAI  # optional: only agents need it
+
+        common = {"timeout": None, "max_retries": 0, "http_client": _http_client()}
+        client = AsyncOpenAI(base_url=address.url, api_key=address.key, **common)
+        work = asyncio.ensure_future(self._function(task, client))
+        spent = asyncio.create_task(session.spent.wait())
+        try:
+            await asyncio.wait((work, spent), return_when=asyncio.FIRST_COMPLETED)
+            if work.done() and not (session.refused and work.exception()):
+                return observation_of(work.result())
+            return Observation(done=True, correct=False)
+        finally:
+            spent.cancel()
+            work.cancel()
+
+
+@functools.cache
+def _http_client() -> Any:
+    """The connections of all coroutine agents of this process: making a client of its own takes some 30 ms."""
+    from openai import DefaultAsyncHttpxClient
+
+    return DefaultAsyncHttpxClient(timeout=None)
+
+
+def check_packages(agent: Agent):
+    """UsageError if a package is missing that the agent's endpoint or client needs."""
+    needed = {"fastapi": "megarl[serve]", "uvicorn": "megarl[serve]"}
+    needed |= {"openai": "openai"} if isinstance(agent, CoroutineAgent) else {}
+    for name, package in needed.items():
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"agents need the package {name}: pip install '{package}'")
+
+
+def as_agent(factory: Callable) -> Agent | None:
+    """The agent of a coroutine function of (task, client); None if `factory` is none, but makes environments."""
+    if not inspect.iscoroutinefunction(factory):
+        return None
+    names = list(inspect.signature(factory).parameters)
+    if len(names) != 2:
+        raise TypeError(f"a coroutine agent has two parameters (task, client), not {len(names)}")
+    return CoroutineAgent(factory)
+
+
+def observation_of(score: Any) -> Observation:
+    """The end of an episode with this score. TypeError for a value that is none."""
+    if isinstance(score, Observation):
+        return Observation(score.messages, score.reward, True, score.correct, score.parts)
+    if isinstance(score, Score):
+        return Observation(reward=score.reward, done=True, correct=score.correct, parts=score.parts)
+    if isinstance(score, Real) and math.isfinite(score):
+        return Observation(reward=float(score), done=True)
+    raise TypeError(f"an agent's score is a number or a Score, not {score!r}"[:200])

@@ -1,0 +1,98 @@
+"""OpenAI's chat completions for agents: requests and answers of `/v1/chat/completions`."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.responses import Response
+
+from megarl.environments.agents.dialect import budget_error, function_tools, name_ignored, respond
+from megarl.environments.agents.exchange import Ask, Reply
+from megarl.environments.agents.session import Session
+from megarl.serving.errors import invalid
+from megarl.serving.schemas import ChatCompletionRequest
+from megarl.serving.tokenization import template_messages
+
+MAX_CHOICES = 64
+_IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed")
+
+
+async def complete_chat(session: Session, request: ChatCompletionRequest) -> Response:
+    """Answers a request with the policy's next turns."""
+    if request.logprobs or request.top_logprobs:
+        raise invalid("logprobs: an agent's endpoint has none", "logprobs")
+    if request.stop_token_ids or request.ignore_eos:
+        raise invalid("stop_token_ids and ignore_eos: not supported here", "stop_token_ids")
+    count = request.n or 1
+    if count > MAX_CHOICES:
+        raise invalid(f"n {count}: allowed are 1 to {MAX_CHOICES}", "n")
+    name_ignored(request, _IGNORED)
+    replies = await asyncio.gather(*(session.ask(_ask(request)) for _ in range(count)))
+    for reply in replies:
+        if reply.turn is None:
+            raise budget_error(reply)
+    common = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": request.model or "policy",
+    }
+    if request.stream:
+        with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        return await respond(list(_chunks(common, replies, with_usage)), streams=True)
+    choices = [
+        {"index": index, "message": {"refusal": None, **_message(reply)}, "logprobs": None,
+         "finish_reason": finish_reason(reply)}
+        for index, reply in enumerate(replies)
+    ]  # fmt: skip
+    return await respond([{**common, "object": "chat.completion", "choices": choices, "usage": usage(replies)}])
+
+
+def _ask(request: ChatCompletionRequest) -> Ask:
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    may_call = bool(request.tools) and request.tool_choice != "none"
+    return Ask(
+        template_messages(request.messages), function_tools(request.tools) if may_call else None,
+        request.max_completion_tokens or request.max_tokens, tuple(stops),
+    )  # fmt: skip
+
+
+def finish_reason(reply: Reply) -> str:
+    """Why the turn ended, in OpenAI's words."""
+    assert reply.turn is not None
+    return "tool_calls" if reply.turn.calls and reply.finish == "stop" else reply.finish
+
+
+def usage(replies: list[Reply]) -> dict[str, int]:
+    """Tokens of a request's prompt and of all its answers."""
+    prompt, written = len(replies[0].prompt), sum(len(reply.tokens) for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    message = reply.message
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
+    return message
+
+
+def _chunks(common: dict[str, Any], replies: list[Reply], with_usage: bool) -> Iterator[dict[str, Any]]:
+    """The events of a stream: of each choice its role, its text, its calls and its end."""
+    common = {**common, "object": "chat.completion.chunk"}
+
+    def chunk(index: int, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return {**common, "choices": [choice]} | ({"usage": None} if with_usage else {})
+
+    for index, reply in enumerate(replies):
+        message = reply.message
+        yield chunk(index, {"role": "assistant", "content": ""})
+        for name in ("reasoning_content", "content"):
+            if message.get(name):
+                yield chunk(index, {name: message[name]})
+        for number, call in enumerate(message.get("tool_calls", ())):
+            yield chunk(index, {"tool_calls": [{"index": number, **call}]})
+        yield chunk(index, {}, finish_reason(reply))
+    if with_usage:
+        yield {**common, "choices": [], "usage": usage(replies)}

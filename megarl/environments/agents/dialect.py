@@ -1,0 +1,48 @@
+"""What the dialects of an agent's endpoint share: answers, errors of budgets, and fields without effect."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+from megarl.environments.agents.exchange import Reply
+from megarl.serving.errors import RequestError, invalid
+from megarl.serving.schemas import ToolDefinition
+from megarl.serving.tokenization import template_tools
+
+_named: set[str] = set()  # fields without effect that this process has named
+
+
+def name_ignored(request: BaseModel, names: Iterable[str]):
+    """Says once of each of these fields that a client has set that it has no effect."""
+    for name in names:
+        if name in request.model_fields_set and getattr(request, name) is not None and name not in _named:
+            _named.add(name)
+            print(f"environment: an agent set {name}, which has no effect: the run samples", file=sys.stderr)
+
+
+def budget_error(reply: Reply) -> RequestError:
+    """The error of a request that the run's budgets, or the chat template, refuse."""
+    return invalid(reply.error, "messages", reply.code or None)
+
+
+def function_tools(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
+    """Tools as chat templates read them; None without any."""
+    return template_tools(tools) if tools else None
+
+
+async def respond(events: Sequence[Any], streams: bool = False, ends: bytes = b"data: [DONE]\n\n") -> Response:
+    """The only object as JSON; or all events as a stream: objects, or (name, object)."""
+    if not streams:
+        return JSONResponse(events[0])
+    lines = [_event(event) for event in events]
+    return Response(b"".join([*lines, ends]), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+
+def _event(event: Any) -> bytes:
+    name, content = event if isinstance(event, tuple) else (None, event)
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,226 @@
+"""OpenAI's responses for agents: requests and answers of `/v1/responses`. Nothing is stored between requests."""
+
+import itertools
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.responses import Response
+
+from megarl.environments.agents.dialect import budget_error, name_ignored, respond
+from megarl.environments.agents.exchange import Ask, Reply
+from megarl.environments.agents.session import Session
+from megarl.serving.errors import invalid
+from megarl.serving.schemas import FreeObject, Name, StrictModel, Text
+
+_IGNORED = ("temperature", "top_p")
+
+
+class InputText(StrictModel):
+    """A text in a message."""
+
+    type: Literal["input_text", "output_text"]
+    text: Text
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputMessage(StrictModel):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Text | Annotated[list[InputText], Field(max_length=1024)]
+    id: Name | None = None
+    status: Name | None = None
+    phase: Name | None = None
+
+
+class CallItem(StrictModel):
+    """A call that the assistant has made."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Text
+    id: Name | None = None
+    status: Name | None = None
+    namespace: None = None
+    caller: FreeObject | None = None
+
+
+class CallOutput(StrictModel):
+    """What a tool has returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Text | Annotated[list[InputText], Field(max_length=1024)]
+    id: Name | None = None
+    status: Name | None = None
+
+
+class ReasoningItem(StrictModel):
+    """Thoughts of an earlier answer; the policy's own tokens have them."""
+
+    type: Literal["reasoning"]
+    id: Name | None = None
+    summary: list[Any] = []  # noqa: RUF012  # pydantic copies it
+    content: list[Any] | None = None
+    encrypted_content: None = None
+    status: Name | None = None
+
+
+class FunctionTool(StrictModel):
+    """A tool that the assistant may use."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=512)]
+    description: Text | None = None
+    parameters: FreeObject | None = None
+    strict: bool | None = None
+
+
+class ResponsesRequest(StrictModel):
+    """A request for /v1/responses."""
+
+    model: Name | None = None
+    input: (
+        Text
+        | Annotated[list[InputMessage | CallItem | CallOutput | ReasoningItem], Field(min_length=1, max_length=4096)]
+    )
+    instructions: Text | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    store: bool | None = None
+    metadata: FreeObject | None = None
+    include: Annotated[list[Name], Field(max_length=16)] | None = None
+    reasoning: FreeObject | None = None
+    truncation: Literal["disabled"] | None = None
+    user: Name | None = None
+    prompt_cache_key: Name | None = None
+
+
+async def complete_response(session: Session, request: ResponsesRequest) -> Response:
+    """Answers a request with the policy's next turn."""
+    name_ignored(request, _IGNORED)
+    reply = await session.ask(_ask(request))
+    if reply.turn is None:
+        raise budget_error(reply)
+    answer = _answer(request, reply)
+    if request.stream:
+        return await respond(list(_events(answer)), streams=True, ends=b"")
+    return await respond([answer])
+
+
+def _ask(request: ResponsesRequest) -> Ask:
+    messages: list[dict[str, Any]] = []
+    if request.instructions:
+        messages.append({"role": "system", "content": request.instructions})
+    items = [InputMessage(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+    for item in items:
+        _add(messages, item)
+    if not messages:
+        raise invalid("input: it has no message", "input")
+    tools = [
+        {"type": "function", "function": {
+            "name": tool.name, "description": tool.description or "", "parameters": tool.parameters or {}}}
+        for tool in request.tools or ()
+    ]  # fmt: skip
+    may_call = tools and request.tool_choice != "none"
+    return Ask(messages, tools if may_call else None, request.max_output_tokens)
+
+
+def _text(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _add(messages: list[dict[str, Any]], item: Any):
+    """Adds an item: a call belongs to the message of the assistant before it."""
+    if isinstance(item, InputMessage):
+        role = "system" if item.role == "developer" else item.role
+        messages.append({"role": role, "content": _text(item.content)})
+    elif isinstance(item, CallOutput):
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    elif isinstance(item, CallItem):
+        try:
+            arguments = json.loads(item.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise invalid("input: the arguments of a function_call are no JSON object", "input")
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
+        messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _answer(request: ResponsesRequest, reply: Reply) -> dict[str, Any]:
+    prompt, written = len(reply.prompt), len(reply.tokens)
+    is_cut = reply.finish == "length"
+    return {
+        "id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time()),
+        "model": request.model or "policy", "status": "incomplete" if is_cut else "completed", "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": request.instructions, "output": _items(reply), "parallel_tool_calls": True,
+        "tool_choice": request.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in request.tools or ()], "temperature": None, "top_p": None,
+        "metadata": request.metadata or {}, "previous_response_id": None,
+        "usage": {
+            "input_tokens": prompt, "output_tokens": written, "total_tokens": prompt + written,
+            "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
+        },
+    }  # fmt: skip
+
+
+def _items(reply: Reply) -> list[dict[str, Any]]:
+    message, items = reply.message, []
+    if message.get("reasoning_content"):
+        thoughts = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        items.append({"type": "reasoning", "id": f"rs_{secrets.token_hex(12)}", "summary": [], "content": thoughts})
+    if message["content"] or not message.get("tool_calls"):
+        text = {"type": "output_text", "text": message["content"], "annotations": []}
+        items.append({
+            "type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "status": "completed",
+            "content": [text],
+        })  # fmt: skip
+    for call in message.get("tool_calls", ()):
+        items.append({
+            "type": "function_call", "id": f"fc_{secrets.token_hex(12)}", "call_id": call["id"], "status": "completed",
+            **call["function"],
+        })  # fmt: skip
+    return items
+
+
+def _events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of a stream, each with its name and number."""
+    numbers = itertools.count()
+
+    def event(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+        return name, {"type": name, "sequence_number": next(numbers), **fields}
+
+    begun = {**answer, "output": [], "status": "in_progress", "usage": None}
+    yield event("response.created", response=begun)
+    for index, item in enumerate(answer["output"]):
+        place = {"item_id": item["id"], "output_index": index}
+        empty = {**item, **({"arguments": ""} if item["type"] == "function_call" else {"content": []})}
+        yield event("response.output_item.added", output_index=index, item=empty)
+        if item["type"] == "message":
+            part, at = item["content"][0], {**place, "content_index": 0}
+            yield event("response.content_part.added", **at, part={**part, "text": ""})
+            yield event("response.output_text.delta", **at, delta=part["text"], logprobs=[])
+            yield event("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **at, part=part)
+        elif item["type"] == "function_call":
+            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield event("response.function_call_arguments.done", **place, **done)
+        yield event("response.output_item.done", output_index=index, item=item)
+    yield event("response.completed", response=answer)

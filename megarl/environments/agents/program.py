@@ -1,0 +1,111 @@
+"""An agent that is a program of its own: it finds the policy's address in its environment and runs unchanged."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.environments.agents import keeper
+from megarl.environments.agents.agent import Address, Agent, AgentRun, AgentTask, observation_of
+from megarl.environments.agents.session import Session
+from megarl.environments.protocol import Observation, resolved
+
+MAX_OUTPUT = 1 << 16  # bytes that are kept of what a program prints, the last ones
+_KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV")
+
+
+class ProgramEnvironment(Agent):
+    """One run of a command in a folder of its own, with the reward of what it has done."""
+
+    def __init__(
+        self, command: Sequence[str], reward: Callable[[AgentRun], Any], workspace: Callable[..., Any] | None = None,
+        variables: Mapping[str, str] | None = None, max_file_mb: int = 256,
+    ):  # fmt: skip
+        """
+        Args:
+            command: program and arguments. `{prompt}` in an argument stands for the text of the task's last message,
+                `{task}` for the path of a JSON file with `messages`, `metadata`, `task` and `seed`. MEGARL_TASK is that
+                path, too. The answer is not in it.
+            reward: a number or a `Score` of an `AgentRun`; plain or async.
+            workspace: prepares the folder: called with (task, path) before the program starts; plain or async.
+            variables: further environment variables. The program gets OPENAI_BASE_URL, OPENAI_API_KEY,
+                ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, HOME (its folder), and of the run's variables only PATH, language,
+                time zone and Python's.
+            max_file_mb: MiB that a file may have.
+        """
+        if isinstance(command, str) or not command:
+            raise TypeError("command is a list of the program and its arguments")
+        self._command, self._reward, self._prepare = list(command), reward, workspace
+        self._variables, self._max_file_bytes = dict(variables or {}), max_file_mb << 20
+        if shutil.which(self._command[0]) is None:
+            raise FileNotFoundError(f"there is no program {self._command[0]}")
+        self._folder: Path | None = None
+
+    async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
+        """See Agent."""
+        self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="megarl_agent_"))
+        workspace = self._folder / "workspace"
+        workspace.mkdir()
+        if self._prepare is not None:
+            await _called(self._prepare, task, workspace)
+        status, output = await self._run(task, session, address, workspace)
+        last = session.exchanges[-1].reply if session.exchanges else None
+        truncated = session.refused > 0 or bool(last and last.is_budget)
+        run = AgentRun(task, session.conversations(), truncated, status, output, workspace)
+        return observation_of(await _called(self._reward, run))
+
+    async def _run(self, task: AgentTask, session: Session, address: Address, workspace: Path) -> tuple[int, str]:
+        """(exit status, what it printed last)."""
+        path = workspace.parent / "task.json"
+        facts = {"messages": task.messages, "metadata": task.metadata, "task": task.task, "seed": task.seed}
+        path.write_text(json.dumps(facts, ensure_ascii=False))
+        command = [part.replace("{prompt}", task.prompt).replace("{task}", str(path)) for part in self._command]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", keeper.__file__, str(self._max_file_bytes), *command,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            cwd=workspace, env=self._environment(address, path, workspace), start_new_session=True,
+        )  # fmt: skip
+        assert process.stdin is not None  # it is a pipe
+        output = asyncio.create_task(_last_bytes(process.stdout))
+        ended, spent = asyncio.create_task(process.wait()), asyncio.create_task(session.spent.wait())
+        try:
+            await asyncio.wait((ended, spent), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            spent.cancel()
+            process.stdin.close()  # the keeper kills what is left
+            status = await asyncio.shield(ended)
+        printed = (await output).decode("utf-8", "replace")
+        return (128 - status if status > 128 else status), printed
+
+    def _environment(self, address: Address, task: Path, workspace: Path) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        return kept | {
+            "OPENAI_BASE_URL": address.url, "OPENAI_API_KEY": address.key, "ANTHROPIC_BASE_URL": address.root,
+            "ANTHROPIC_API_KEY": address.key, "MEGARL_TASK": str(task), "HOME": str(workspace), **self._variables,
+        }  # fmt: skip
+
+    async def close(self):
+        """Removes the folder."""
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+
+async def _called(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function of the user's; a plain one runs in a thread."""
+    result: Any | Awaitable = await asyncio.to_thread(function, *args)
+    return await resolved(result)
+
+
+async def _last_bytes(stream: asyncio.StreamReader | None) -> bytes:
+    assert stream is not None  # it is a pipe
+    kept = b""
+    with contextlib.suppress(ConnectionError):
+        while chunk := await stream.read(MAX_OUTPUT):
+            kept = (kept + chunk)[-MAX_OUTPUT:]
+    return kept

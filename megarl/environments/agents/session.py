@@ -1,0 +1,106 @@
+"""The requests of one episode's agent, between its HTTP endpoint and the rollout."""
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from megarl.environments.agents.exchange import Ask, Reply, canonical
+from megarl.environments.protocol import Message, Observation
+
+_TICK = 0.5  # seconds between two looks at an agent
+MAX_REFUSED = 16  # requests after a budget is used up; then the agent is ended
+
+
+class LateAgent(Exception):
+    """An agent worked for too long without asking."""
+
+
+class Exchange(NamedTuple):
+    """A request that was answered with a turn."""
+
+    ask: Ask
+    reply: Reply
+
+
+class Session:
+    """What an agent asks, in the order of its requests."""
+
+    def __init__(self, send: Callable[[int, Ask], None]):
+        """`send`: takes the number of a request and the request; `receive` gets the reply."""
+        self.key = f"sk-{secrets.token_hex(24)}"  # that the agent's requests must have
+        self.exchanges: list[Exchange] = []
+        self.refused = 0  # requests that a budget has refused
+        self.spent = asyncio.Event()  # a budget is used up, and the agent does not end by itself
+        self.warned: set[str] = set()  # fields without effect that were named
+        self._send, self._numbers = send, itertools.count()
+        self._pending: dict[int, asyncio.Future[Reply]] = {}
+        self._missed: dict[str, list[asyncio.Future[Reply]]] = defaultdict(list)  # replies that nobody waits for
+        self._idle_since = asyncio.get_running_loop().time()
+
+    async def watch(self, work: Awaitable[Observation], seconds: float) -> Observation:
+        """The result of an agent's work. LateAgent, and the work is cancelled, if it asks nothing for `seconds`."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                await asyncio.wait((task,), timeout=min(seconds, _TICK))
+                if self.idle_seconds > seconds and not task.done():
+                    raise LateAgent(f"the agent worked for more than {seconds:g} s without asking the policy")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long the agent has worked without asking; 0 while the policy writes."""
+        return 0.0 if self._pending else asyncio.get_running_loop().time() - self._idle_since
+
+    async def ask(self, ask: Ask) -> Reply:
+        """The policy's next turn. A client that went away and asks the same again gets what it has missed."""
+        missed = self._missed[ask.key]
+        if missed:
+            reply = missed.pop()
+        else:
+            number = next(self._numbers)
+            reply = self._pending[number] = asyncio.get_running_loop().create_future()
+            reply.add_done_callback(lambda done: None if done.cancelled() else self._note(ask, done.result()))
+            self._send(number, ask)
+        try:
+            return await asyncio.shield(reply)
+        except asyncio.CancelledError:
+            self._missed[ask.key].append(reply)
+            raise
+
+    def receive(self, number: int, reply: Reply):
+        """Takes the reply to a request."""
+        future = self._pending.pop(number, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+        self._idle_since = asyncio.get_running_loop().time()
+
+    def _note(self, ask: Ask, reply: Reply):
+        if reply.turn is not None:
+            self.exchanges.append(Exchange(ask, reply))
+            return
+        self.refused += 1
+        if self.refused >= MAX_REFUSED:
+            self.spent.set()
+
+    def conversations(self) -> list[list[Message]]:
+        """The messages of each branch: every request with its answer that no later one continues."""
+        whole = [[*exchange.ask.messages, exchange.reply.message] for exchange in self.exchanges]
+        paths = [tuple(map(canonical, messages)) for messages in whole]
+        inner = {path[:count] for path in paths for count in range(1, len(path))}
+        return [messages for messages, path in zip(whole, paths, strict=True) if path not in inner]
+
+    def close(self):
+        """Ends the requests that wait."""
+        for future in self._pending.values():
+            with contextlib.suppress(asyncio.InvalidStateError):
+                future.cancel()
+        self._pending.clear()

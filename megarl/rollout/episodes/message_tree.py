@@ -1,0 +1,217 @@
+"""What the requests of an agent have in common: which turn a request continues, and the tokens of its prompt.
+
+A request continues the deepest turn whose messages are the first of its own. Then the turn's tokens are kept as they
+were written, and only what follows is encoded. If the chat template would show the history otherwise, or if the agent
+has changed it, the request begins a row of its own: its messages are encoded anew, as a server would do.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.data.prompt import Prompt
+from megarl.data.turns import TurnTokens
+from megarl.environments.agents.exchange import CONTEXT_LENGTH, Ask, Reply, canonical
+from megarl.environments.protocol import Message, Turn
+from megarl.environments.turn_parsing import Parser, parse_turn
+from megarl.errors import UsageError
+from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key
+
+Place = tuple[int, int]  # (ticket, number) of an agent's request
+
+
+@dataclass
+class AgentTurn:
+    """A turn that an agent has asked for; `tokens` is None until it is written."""
+
+    number: int
+    parent: "AgentTurn | None"
+    ask: Ask
+    prompt: list[int]
+    limit: int  # tokens that it may have
+    is_run_limit: bool  # it is the run's, not the agent's
+    root_length: int  # tokens of the prompt with which its row begins
+    depth: int  # turns before it
+    tokens: list[int] | None = None
+    turn: Turn | None = None
+    reply: Reply | None = None
+    waiting: list[Place] = field(default_factory=list)
+    is_asked: bool = True  # by the present run of the agent
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of the row up to the turn's end, at most."""
+        return len(self.prompt) + (self.limit if self.tokens is None else len(self.tokens))
+
+
+class MessageTree:
+    """The turns of one episode of an agent, on the replica's leader."""
+
+    def __init__(
+        self, number: int, key: int, prompt: Prompt, prompt_tokens: Sequence[int], turn_tokens: TurnTokens,
+        parser: Parser, limits: EpisodeLimits, max_prompt_length: int,
+    ):  # fmt: skip
+        """
+        Args:
+            number, key: of the episode: its number, and its random stream.
+            prompt, prompt_tokens: of the episode's line; a first request with the same messages has these tokens.
+            max_prompt_length: tokens of a prompt that do not count as response.
+        """
+        self.number, self.rewritten = number, 0  # requests whose history rewrites turns of the policy
+        self._was_refused = False  # a budget has refused a request of the present run
+        self._key, self._turn_tokens, self._parser, self._limits = key, turn_tokens, parser, limits
+        self._conversation, self._prompt_tokens = (
+            [dict(message) for message in prompt.conversation],
+            list(prompt_tokens),
+        )
+        self._max_prompt_length, self._ends = max_prompt_length, frozenset(limits.ends)
+        self._turns: list[AgentTurn] = []
+        self._by_ask: dict[tuple[str, int], AgentTurn] = {}  # request and how many equal ones came before it
+        self._by_path: dict[bytes, AgentTurn] = {}  # digest of messages up to the turn's own
+        self._asks: Counter[str] = Counter()  # of the present run of the agent
+        self._ticket: int | None = None  # of it
+
+    @property
+    def asked(self) -> list[AgentTurn]:
+        """The turns of the present run of the agent."""
+        return [turn for turn in self._turns if turn.is_asked]
+
+    @property
+    def written(self) -> list[AgentTurn]:
+        """Those of them that the policy has written."""
+        return [turn for turn in self.asked if turn.tokens is not None]
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a budget has refused a request, or has cut a turn that no other one continues."""
+        inner = {id(turn.parent) for turn in self.written}
+        ends = [turn.reply for turn in self.written if id(turn) not in inner]
+        return self._was_refused or any(reply is not None and reply.is_budget for reply in ends)
+
+    def request(self, place: Place, ask: Ask) -> TurnRequest | Reply | None:
+        """What follows from a request: a turn to be generated, a reply, or None: the turn is being generated.
+
+        Another ticket is another run of the agent: what equals an earlier request gets the same turn.
+        """
+        if place[0] != self._ticket:
+            self._ticket, self._asks, self._was_refused, self.rewritten = place[0], Counter(), False, 0
+            for turn in self._turns:
+                turn.is_asked, turn.waiting = False, []
+        key = ask.key, self._asks[ask.key]
+        self._asks[ask.key] += 1
+        if key in self._by_ask:
+            turn = self._by_ask[key]
+            turn.is_asked = True
+            turn.waiting += [place] if turn.reply is None else []
+            return turn.reply
+        try:
+            turn = self._new_turn(ask)
+        except (UsageError, ValueError) as error:
+            return Reply(None, error=str(error), code="invalid_prompt")
+        if turn.limit < 1 or len(self.asked) >= self._limits.turns:
+            self._was_refused = True
+            limit = f"{self._limits.turns} turns" if turn.limit >= 1 else "the tokens of an episode"
+            error = f"This model's maximum context length is exceeded: {limit} are used up"
+            return Reply(None, error=error, code=CONTEXT_LENGTH, is_budget=True)
+        turn.waiting.append(place)
+        stream = turn_key(self._key, turn.prompt, sum(other.prompt == turn.prompt for other in self._turns))
+        self._turns.append(turn)
+        self._by_ask[key] = turn
+        return self._to_generate(turn, stream)
+
+    def _to_generate(self, turn: AgentTurn, stream: int) -> TurnRequest:
+        parent = turn.parent
+        known = 0 if parent is None else len(parent.prompt) + len(parent.tokens or ())
+        return TurnRequest(
+            number=self.number, turn=turn.number, parent=None if parent is None else parent.number,
+            tokens=turn.prompt[known:], limit=turn.limit, key=stream, stops=turn.ask.stops,
+        )  # fmt: skip
+
+    def write(self, number: int, tokens: list[int], logprobs: list[float], finished: bool) -> list[tuple[Place, Reply]]:
+        """Takes in what the policy has written of a turn; returns the replies to those that wait for it."""
+        turn = self._turns[number]
+        turn.tokens = tokens
+        turn.turn = parse_turn(self._turn_tokens.text(tokens), turn.depth, self._parser)
+        turn.reply = Reply(
+            turn.turn, "stop" if finished else "length", turn.prompt, tokens, logprobs,
+            is_budget=not finished and turn.is_run_limit,
+        )  # fmt: skip
+        path = _digests(turn.ask.tools, [*turn.ask.messages, turn.reply.message])[-1]
+        self._by_path.setdefault(path, turn)
+        waiting, turn.waiting = turn.waiting, []
+        return [(place, turn.reply) for place in waiting]
+
+    # -- prompts -------------------------------------------------------------------------------------------------
+
+    def _new_turn(self, ask: Ask) -> AgentTurn:
+        parent, known = self._continued(ask)
+        prompt = None if parent is None else self._following(parent, ask, ask.messages[known:])
+        if prompt is None:
+            self.rewritten += parent is not None or self._has_own_turns(ask.messages)
+            parent, prompt = None, self._anew(ask)
+        root_length = len(prompt) if parent is None else parent.root_length
+        own = self._room(parent, prompt, root_length)
+        run_limit = min(self._limits.turn, own)
+        limit = run_limit if ask.max_tokens is None else min(run_limit, ask.max_tokens)
+        depth = 0 if parent is None else parent.depth + 1
+        return AgentTurn(len(self._turns), parent, ask, prompt, limit, limit == run_limit, root_length, depth)
+
+    def _continued(self, ask: Ask) -> tuple[AgentTurn | None, int]:
+        """(the deepest turn that a request continues, how many of its messages that has)."""
+        digests = _digests(ask.tools, ask.messages)
+        for count in range(len(digests), 0, -1):
+            turn = self._by_path.get(digests[count - 1])
+            if turn is not None and turn.is_asked:
+                return turn, count
+        return None, 0
+
+    def _following(self, parent: AgentTurn, ask: Ask, fresh: list[Message]) -> list[int] | None:
+        """The tokens of a prompt that continues a turn; None if the template would show the turn otherwise."""
+        if not fresh or any(message["role"] == "assistant" for message in fresh):
+            return None
+        following = self._turn_tokens.following([*self._shown(parent), *fresh], len(fresh), ask.tools)
+        if following is None:
+            return None
+        assert parent.tokens is not None  # a turn that is continued has been written
+        between = [] if parent.tokens[-1] in self._ends else [self._turn_tokens.closing_token()]
+        return [*parent.prompt, *parent.tokens, *between, *following]
+
+    def _shown(self, turn: AgentTurn) -> list[Message]:
+        """The messages up to a turn's own, with the policy's thoughts."""
+        assert turn.reply is not None
+        before = turn.ask.messages
+        if turn.parent is not None:
+            shown = self._shown(turn.parent)
+            before = [*shown, *before[len(shown) :]]
+        return [*before, turn.reply.message]
+
+    def _anew(self, ask: Ask) -> list[int]:
+        """The tokens of a prompt whose messages are encoded from the first on."""
+        if not ask.tools and ask.messages == self._conversation:
+            return list(self._prompt_tokens)
+        return self._turn_tokens.first_prompt(ask.messages, ask.tools)
+
+    def _has_own_turns(self, messages: list[Message]) -> bool:
+        own = {canonical(turn.reply.message) for turn in self._turns if turn.reply is not None}
+        return any(message["role"] == "assistant" and canonical(message) in own for message in messages)
+
+    def _room(self, parent: AgentTurn | None, prompt: list[int], root_length: int) -> int:
+        """Tokens that a turn may have by the length of its row, and by that of all rows together."""
+        allowed = self._max_prompt_length + self._limits.response
+        inner = {id(turn.parent) for turn in self.asked}
+        others = sum(turn.row_length for turn in self.asked if id(turn) not in inner and turn is not parent)
+        of_row = min(root_length, self._max_prompt_length) + self._limits.response - len(prompt)
+        return min(of_row, allowed - others - len(prompt))
+
+
+def _digests(tools: list | None, messages: Sequence[Message]) -> list[bytes]:
+    """A digest of the tools and the messages up to each one."""
+    digest = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
+    found = []
+    for message in messages:
+        text = canonical(message).encode("utf-8", "replace")
+        digest.update(len(text).to_bytes(8, "little") + text)
+        found.append(digest.digest())
+    return found
