@@ -111,6 +111,19 @@ def template_message(message: Mapping[str, Any]) -> Message:
     return found
 
 
+def with_tool_names(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which each result of a tool has the name of its call: clients leave it out, templates show it."""
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages for call in message.get("tool_calls") or () if call.get("id")
+    }  # fmt: skip
+    return [
+        {**message, "name": names[message["tool_call_id"]]}
+        if message["role"] == "tool" and not message.get("name") and message.get("tool_call_id") in names else message
+        for message in messages
+    ]  # fmt: skip
+
+
 def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in call.items() if value is not None}
     found["function"] = {**call["function"], "arguments": arguments_of(call)}

@@ -74,7 +74,8 @@ class Worker:
                 self._sessions[message.ticket].receive(message.number, message.reply)
             return
         if isinstance(message, Close):
-            task = asyncio.create_task(self._close_idle(message.slot))
+            running = self._calls.pop(message.slot, None)
+            task = asyncio.create_task(self._close_idle(message.slot, running))
         else:
             task = self._calls[message.slot] = asyncio.create_task(self._answer(message))
         self._tasks.add(task)
@@ -148,9 +149,8 @@ class Worker:
             raise Late(True)
         return await asyncio.wait_for(resolved(running.result()), self._seconds)
 
-    async def _close_idle(self, slot: int):
+    async def _close_idle(self, slot: int, running: asyncio.Task | None):
         """Closes an environment after its last call: no environment is closed while it works."""
-        running = self._calls.pop(slot, None)
         if isinstance(self._environments.get(slot), Agent) and running is not None:
             running.cancel()  # an agent may work for long, and nobody needs its score any more
         if running is not None and not running.done():  # else at once, before the next call of the slot

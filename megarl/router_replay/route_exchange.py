@@ -199,13 +199,17 @@ class RouteExchange:
 
 
 def _routed_tokens(batch: Batch, dp_assignment: Tensor) -> dict[int, Tensor]:
-    """Replica of the other side -> positions in `batch`, on the host, of all tokens but the last of the sequences that
-    it holds, too. Without replicas that hold none: their number grows with the world.
+    """Replica of the other side -> positions in `batch`, on the host, of all tokens but the last of each row of the
+    sequences that it holds, too. Without replicas that hold none: their number grows with the world.
 
     `dp_assignment`: [N] of the other side."""
     host = Batch(sequence_ids=batch.sequence_ids.cpu(), lengths=batch.lengths.cpu())
     dp_ranks, starts = dp_assignment[host.sequence_ids], host.cu_seqlens[:-1]
-    return {
+    is_last = torch.zeros(int(host.lengths.sum()), dtype=torch.bool)
+    if batch.row_starts is not None:
+        is_last = batch.row_starts.cpu().roll(-1)
+    found = {
         dp_rank: expand_ranges(starts[dp_ranks == dp_rank], host.lengths[dp_ranks == dp_rank] - 1)
         for dp_rank in dp_ranks.unique().tolist()
     }
+    return {dp_rank: tokens[~is_last[tokens]] for dp_rank, tokens in found.items()}

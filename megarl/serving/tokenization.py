@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.data.messages import template_message
+from megarl.data.messages import template_message, with_tool_names
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import (
@@ -53,11 +53,12 @@ def tokenizer_info(context: ServingContext) -> dict[str, Any]:
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages of a validated request; contents become strings, arguments of tool calls become objects.
+    """Messages of a validated request; contents become strings, arguments of tool calls become objects,
+    and results of tools get their names.
 
     RequestError 400 for arguments that are no JSON object.
     """
-    return [_message(number, message) for number, message in enumerate(messages)]
+    return with_tool_names([_message(number, message) for number, message in enumerate(messages)])
 
 
 def template_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import asyncio
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from megarl.environments.agents.program import ProgramEnvironment
 from megarl.environments.protocol import Observation, Turn
@@ -41,7 +42,6 @@ async def sums(task, client) -> float:
     """`LastSums` as an agent."""
     draws, messages, texts = random.Random(task.seed), list(task.messages), []
     for _ in range(TURNS):
-        await pause()
         answer = await client.chat.completions.create(model="policy", messages=messages)
         choice = answer.choices[0]
         if choice.finish_reason == "length":
@@ -52,42 +52,27 @@ async def sums(task, client) -> float:
     return score_of(texts)
 
 
-async def pause():
-    """Nothing; `late_sums` waits."""
+class _Late:
+    """A client whose requests begin after random times, which no seed decides, and are streamed."""
+
+    def __init__(self, client):
+        self._create = client.chat.completions.create
+        self.chat = self.completions = self
+
+    async def create(self, **fields):
+        """The answer, joined from its stream."""
+        await asyncio.sleep(random.SystemRandom().random() * 0.05)
+        text, reason = "", None
+        async for chunk in await self._create(**fields, stream=True):
+            text += chunk.choices[0].delta.content or ""
+            reason = chunk.choices[0].finish_reason or reason
+        message = SimpleNamespace(role="assistant", content=text)
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
 
 
 async def late_sums(task, client) -> float:
-    """As `sums`, after random times, which no seed decides, and with streams."""
-
-    class Late:
-        class chat:  # noqa: N801  # as the client's attribute
-            class completions:  # noqa: N801
-                @staticmethod
-                async def create(**fields):
-                    await asyncio.sleep(random.SystemRandom().random() * 0.05)
-                    stream = await client.chat.completions.create(**fields, stream=True)
-                    text, reason = "", None
-                    async for chunk in stream:
-                        text += chunk.choices[0].delta.content or ""
-                        reason = chunk.choices[0].finish_reason or reason
-                    return _Answer([_Choice(_Message(text), reason)])
-
-    return await sums(task, Late)
-
-
-class _Answer:
-    def __init__(self, choices):
-        self.choices = choices
-
-
-class _Choice:
-    def __init__(self, message, finish_reason):
-        self.message, self.finish_reason = message, finish_reason
-
-
-class _Message:
-    def __init__(self, content):
-        self.content = content
+    """As `sums`, at other times."""
+    return await sums(task, _Late(client))
 
 
 PROGRAM = Path(__file__).with_name("sums_program.py")
@@ -123,21 +108,11 @@ async def _sub_agent(client, question: str) -> str:
 
 
 async def _turn(client, messages: list) -> str:
-    await pause()
     answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=3)
-    messages.append(answer.choices[0].message)
-    return answer.choices[0].message.content
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    return messages[-1]["content"]
 
 
 async def late_branching(task, client) -> float:
-    """As `branching`, after random times, which no seed decides."""
-
-    class Late:
-        class chat:  # noqa: N801
-            class completions:  # noqa: N801
-                @staticmethod
-                async def create(**fields):
-                    await asyncio.sleep(random.SystemRandom().random() * 0.05)
-                    return await client.chat.completions.create(**fields)
-
-    return await branching(task, Late)
+    """As `branching`, at other times."""
+    return await branching(task, _Late(client))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
+from megarl.data.messages import with_tool_names
 from megarl.environments.agents.dialect import budget_error, name_ignored, respond
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
@@ -147,7 +148,9 @@ def _ask(request: MessagesRequest) -> Ask:
             "name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}}
         for tool in request.tools or ()
     ]  # fmt: skip
-    return Ask(messages, tools if may_call else None, request.max_tokens, tuple(request.stop_sequences or ()))
+    return Ask(
+        with_tool_names(messages), tools if may_call else None, request.max_tokens, tuple(request.stop_sequences or ())
+    )
 
 
 def _text(content: str | list[TextBlock] | None) -> str:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
+from megarl.data.messages import with_tool_names
 from megarl.environments.agents.dialect import budget_error, name_ignored, respond
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
@@ -135,7 +136,7 @@ def _ask(request: ResponsesRequest) -> Ask:
         for tool in request.tools or ()
     ]  # fmt: skip
     may_call = tools and request.tool_choice != "none"
-    return Ask(messages, tools if may_call else None, request.max_output_tokens)
+    return Ask(with_tool_names(messages), tools if may_call else None, request.max_output_tokens)
 
 
 def _text(content: str | list[InputText]) -> str:

@@ -9,7 +9,10 @@ from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
-FLAGS = f"{PLAIN} --minibatch-size 12 --ppo-epochs 1 --clip-grad 0 --entropy-coefficient 0 --kl-coefficient 0 --advantage grpo --max-turns 2 --environment x:y"
+FLAGS = (
+    f"{PLAIN} --minibatch-size 12 --ppo-epochs 1 --clip-grad 0 --entropy-coefficient 0 --kl-coefficient 0"
+    " --advantage grpo --max-turns 2 --environment x:y"
+)
 EPISODES = [(0, 2), (1, 3), (4, 6), (5,), (7, 8, 10), (9, 11)]  # rows of each
 LAYOUTS = {
     "one rank": (1, ""),
