@@ -10,6 +10,7 @@ BUILT_IN: dict[str, str] = {
     "guess-number": "megarl.environments.games:GuessNumber",
     "guess-number-blind": "megarl.environments.games:guess_number_blind",
     "calculator": "megarl.environments.calculator:calculator",
+    "calculator-agent": "megarl.environments.agents.calculator:calculator_agent",
     "calculator-offset": "megarl.environments.calculator:calculator_offset",
     "python-tool": "megarl.environments.python_tool:python_tool",
     "frozen-lake": "megarl.environments.adapters.gymnasium_env:FrozenLake",

@@ -185,6 +185,7 @@ class AssistantMessage(StrictModel):
     reasoning: Text | None = None
     name: Name | None = None
     tool_calls: Annotated[list[AssistantToolCall], Field(max_length=128)] | None = None
+    tool_call_errors: Annotated[list[Text], Field(max_length=1024)] | None = None  # of an agent's endpoint
     refusal: _neutral(None) = None
     audio: _neutral(None) = None
     annotations: _neutral(None, []) = None

@@ -60,6 +60,27 @@ def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
     assert answers[0].messages[0]["content"] == "8" and (answers[1].reward, answers[1].done) == (1.0, True)
 
 
+ASKS = (
+    "import sys; from openai import OpenAI\n"
+    "answer = OpenAI().chat.completions.create(model='m', messages=[{'role': 'user', 'content': sys.argv[1]}])\n"
+    "open('sums.py', 'a').write('    # ' + repr(answer.choices[0].message.content))\n"
+)
+
+
+@pytest.mark.parametrize("name, environment", [("guess", "guess:agent"), ("fixer", "fixer:fixer")])
+def test_the_agents_of_the_page_run_unchanged(name, environment, tmp_path, plug_ins):
+    blocks = [b.text for b in documents.blocks(documents.text_of(DOCS / "agents.md")) if b.language == "python"]
+    for module, code in zip(("guess", "fixer"), blocks, strict=True):
+        (plug_ins / f"{module}.py").write_text(code)
+    (plug_ins / "agent.py").write_text(ASKS)
+    flags = f"--environment {environment} --max-turns 2 --max-prompt-length 60 --max-response-length 100"
+    few = "--prompts-per-step 2 --samples-per-prompt 2 --minibatch-size 4 --train-iters 1"
+    train("rl", rl_argv(tmp_path, f"{flags} --max-tokens-per-microbatch 500 {few}"))
+    row = metrics(tmp_path)[1]
+    assert row["environment/failures"] == 0 and row["agent/rows_per_episode"] == 1
+    assert row["environment/turns_mean"] <= 2 and row["reward/mean"] < 0.01 + (name == "guess")
+
+
 def shown_plans() -> list[tuple[list[str], str]]:
     """(flags of megarl.plan, output) of each plan on the page about layouts, the shell's variables filled in."""
     found = []

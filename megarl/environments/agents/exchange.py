@@ -43,6 +43,7 @@ class Reply(NamedTuple):
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.errors:  # what looks like a call is no call, so all that was written is content
             message["content"] = turn.text.rpartition("</think>")[2].strip() if turn.reasoning else turn.text
+            message["tool_call_errors"] = list(turn.errors)
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         if turn.calls:
