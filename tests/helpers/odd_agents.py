@@ -32,7 +32,7 @@ def play(pool: EnvironmentPool, name: str, texts=(), turns: int = 9) -> tuple:
     """(the last event of an agent's episode, its requests); the policy writes `texts`, then 42, for at most `turns`."""
     asks: list = []
     task = Task([{"role": "user", "content": "12+30="}], answer="42", metadata={"n": 1}, seed=7, sample_seed=8)
-    pool.start(0, task, f"{HERE}:{name}")
+    pool.start(0, task, name if ":" in name else f"{HERE}:{name}")
     while True:
         for event in pool.poll(1.0):
             if not isinstance(event, Asked):

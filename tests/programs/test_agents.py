@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from tests.helpers.engine_records import generated, recorded, turns_in_rows
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import RankFailed, run_world
@@ -20,7 +20,6 @@ FLAGS = (
     " --save-rollouts"
 )
 BRANCHES = "--max-turns 8 --max-response-length 80 --max-prompt-length 20 --max-tokens-per-microbatch 400"
-FIELDS = ("tokens", "rollout_logprobs", "response_mask", "turn_rewards", "row_starts")
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
 
 
@@ -34,19 +33,6 @@ def run(save: Path, agent: str, flags: str = "", size: int = 1) -> Path:
 def undisturbed(agent: str, flags: str = "") -> Path:
     """A run on one rank whose agent asks at once."""
     return run(inputs() / f"agent-{agent}-{abs(hash(flags))}", agent, flags)
-
-
-def generated(run: Path, step: int = 1) -> dict[int, list[list]]:
-    """Sequence id -> `FIELDS` of a step's rollout."""
-    rows = {}
-    for path in (run / f"rollouts/step_{step:08d}").glob("*.safetensors"):
-        batch = load_file(path)
-        columns = [batch[name].split(batch["lengths"].tolist()) for name in FIELDS]
-        rows |= {
-            number: [column.tolist() for column in of_sequence]
-            for number, *of_sequence in zip(batch["sequence_ids"].tolist(), *columns, strict=True)
-        }
-    return rows
 
 
 def assert_same_bytes(found: Path, expected: Path, size: int = 1):
@@ -75,46 +61,14 @@ def test_an_agent_has_the_bytes_of_the_environment(agent, size, flags, tmp_path)
     assert 1 < rows[1]["environment/turns_mean"] <= 3 and rows[1]["environment/failures"] == 0
 
 
-def spied(rank: int, parsed, file: Path):
-    """Runs train_rl; writes what its engine was asked and what it answered."""
-    from megarl.mcore.inference.session import GenerationSession
-
-    add, complete, asked, seen = GenerationSession.add, GenerationSession._completion, {}, []
-
-    def watched_add(self, number, request):
-        asked[number] = list(request.prompt)
-        add(self, number, request)
-
-    def watched_completion(self, record):
-        found = complete(self, record)
-        seen.append((asked.pop(found[0]), found[1].tokens, found[1].logprobs))
-        return found
-
-    GenerationSession.add, GenerationSession._completion = watched_add, watched_completion
-    in_world(rank, "rl", parsed)
-    file.write_text(json.dumps(seen))
-
-
-def turns_in_rows(tokens, logprobs, mask, _, starts) -> list[tuple[list, list, list]]:
-    """(tokens of the row before it, its own, their log-probs) of each turn that is trained on."""
-    found, row = [], 0
-    begins = [i for i, (here, before) in enumerate(zip(mask, [False, *mask], strict=False)) if here and not before]
-    for begin in begins:
-        row = max(i for i in range(begin + 1) if i == 0 or starts[i])
-        end = next((i for i in range(begin, len(mask)) if not mask[i]), len(mask))
-        found.append((tokens[row:begin], tokens[begin:end], logprobs[begin:end]))
-    return found
-
-
 def test_every_turn_of_a_branching_agent_is_trained_on_once_as_the_engine_has_written_it(tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     flags = f"{FLAGS} --environment {AGENTS}:late_branching {BRANCHES} --train-iters 1"
     parsed = program("rl", rl_argv(tmp_path / "run", flags), 1)
-    run_world(spied, 1, parsed, tmp_path / "seen.json")
-    seen = sorted((prompt, tokens) for prompt, tokens, _ in json.loads((tmp_path / "seen.json").read_text()))
-    trained = [turn for fields in generated(tmp_path / "run").values() for turn in turns_in_rows(*fields)]
-    assert sorted((prompt, tokens) for prompt, tokens, _ in trained) == seen
+    run_world(recorded, 1, parsed, tmp_path / "seen.json")
+    trained = [list(turn) for fields in generated(tmp_path / "run").values() for turn in turns_in_rows(*fields)]
+    assert sorted(trained) == sorted(json.loads((tmp_path / "seen.json").read_text()))
     row = metrics(tmp_path / "run")[1]
     assert row["agent/rows_per_episode"] == 4 and row["environment/turns_mean"] == 7
     assert row["rollout/logprob_gap_max"] == row["actor/ppo_kl_first"] == 0

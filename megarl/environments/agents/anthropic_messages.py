@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from megarl.data.messages import with_tool_names
-from megarl.environments.agents.dialect import budget_error, name_ignored, respond
+from megarl.environments.agents.dialect import budget_error, name_forced_call, name_ignored, respond
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
@@ -95,7 +95,8 @@ class Tool(StrictModel):
 class ToolChoice(StrictModel):
     """Whether the assistant may call tools."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: Name | None = None
     disable_parallel_tool_use: Literal[False] | None = None
 
 
@@ -121,6 +122,7 @@ class MessagesRequest(StrictModel):
 async def complete_messages(session: Session, request: MessagesRequest) -> Response:
     """Answers a request with the policy's next turn."""
     name_ignored(request, _IGNORED)
+    name_forced_call(request.tool_choice and request.tool_choice.type)
     reply = await session.ask(_ask(request))
     if reply.turn is None:
         raise budget_error(reply)
@@ -142,7 +144,7 @@ def _ask(request: MessagesRequest) -> Ask:
         messages += _of_user(message) if isinstance(message, UserMessage) else [_of_assistant(message)]
     if not messages:
         raise invalid("messages: they have no content", "messages")
-    may_call = bool(request.tools) and (request.tool_choice is None or request.tool_choice.type == "auto")
+    may_call = bool(request.tools) and (request.tool_choice is None or request.tool_choice.type != "none")
     tools = [
         {"type": "function", "function": {
             "name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}}

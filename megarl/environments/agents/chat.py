@@ -4,22 +4,28 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from starlette.responses import Response
 
-from megarl.environments.agents.dialect import budget_error, function_tools, name_ignored, respond
+from megarl.environments.agents.dialect import budget_error, function_tools, name_forced_call, name_ignored, respond
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
-from megarl.serving.schemas import ChatCompletionRequest
+from megarl.serving.schemas import ChatCompletionRequest, FreeObject
 from megarl.serving.tokenization import template_messages
 
 MAX_CHOICES = 64
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
-async def complete_chat(session: Session, request: ChatCompletionRequest) -> Response:
+class AgentChatRequest(ChatCompletionRequest):
+    """A request of an agent; that a call is required has no effect."""
+
+    tool_choice: Literal["none", "auto", "required"] | FreeObject | None = None  # type: ignore[assignment]  # of more
+
+
+async def complete_chat(session: Session, request: AgentChatRequest) -> Response:
     """Answers a request with the policy's next turns."""
     if request.logprobs or request.top_logprobs:
         raise invalid("logprobs: an agent's endpoint has none", "logprobs")
@@ -29,6 +35,7 @@ async def complete_chat(session: Session, request: ChatCompletionRequest) -> Res
     if count > MAX_CHOICES:
         raise invalid(f"n {count}: allowed are 1 to {MAX_CHOICES}", "n")
     name_ignored(request, _IGNORED)
+    name_forced_call(request.tool_choice)
     replies = await asyncio.gather(*(session.ask(_ask(request)) for _ in range(count)))
     for reply in replies:
         if reply.turn is None:
@@ -49,7 +56,7 @@ async def complete_chat(session: Session, request: ChatCompletionRequest) -> Res
     return await respond([{**common, "object": "chat.completion", "choices": choices, "usage": usage(replies)}])
 
 
-def _ask(request: ChatCompletionRequest) -> Ask:
+def _ask(request: AgentChatRequest) -> Ask:
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     may_call = bool(request.tools) and request.tool_choice != "none"
     return Ask(

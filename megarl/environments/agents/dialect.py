@@ -13,6 +13,7 @@ from megarl.serving.errors import RequestError, invalid
 from megarl.serving.schemas import ToolDefinition
 from megarl.serving.tokenization import template_tools
 
+_FORCED = "tool_choice"
 _named: set[str] = set()  # fields without effect that this process has named
 
 
@@ -22,6 +23,13 @@ def name_ignored(request: BaseModel, names: Iterable[str]):
         if name in request.model_fields_set and getattr(request, name) is not None and name not in _named:
             _named.add(name)
             print(f"environment: an agent set {name}, which has no effect: the run samples", file=sys.stderr)
+
+
+def name_forced_call(choice: Any):
+    """Says once that a choice which requires a call has no effect."""
+    if choice not in (None, "auto", "none") and _FORCED not in _named:
+        _named.add(_FORCED)
+        print("environment: an agent required a tool call; the policy decides whether it calls", file=sys.stderr)
 
 
 def budget_error(reply: Reply) -> RequestError:

@@ -18,13 +18,12 @@ from uvicorn.server import ServerState
 
 from megarl.environments.agents.agent import Address
 from megarl.environments.agents.anthropic_messages import MessagesRequest, complete_messages
-from megarl.environments.agents.chat import complete_chat
+from megarl.environments.agents.chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Session
 from megarl.serving.connections import LimitedProtocol
 from megarl.serving.errors import RequestError, internal, validation_error
 from megarl.serving.middleware import BodyAndDisconnect, OneLength
-from megarl.serving.schemas import ChatCompletionRequest
 
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 16 << 20
@@ -92,7 +91,7 @@ def _application():
     _add_error_handlers(api)
 
     @api.post("/v1/chat/completions")
-    async def chat(body: ChatCompletionRequest, request: Request):
+    async def chat(body: AgentChatRequest, request: Request):
         return await complete_chat(request.scope["session"], body)
 
     @api.post("/v1/responses")

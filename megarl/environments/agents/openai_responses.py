@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from megarl.data.messages import with_tool_names
-from megarl.environments.agents.dialect import budget_error, name_ignored, respond
+from megarl.environments.agents.dialect import budget_error, name_forced_call, name_ignored, respond
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
@@ -94,7 +94,7 @@ class ResponsesRequest(StrictModel):
     )
     instructions: Text | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FreeObject | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -112,6 +112,7 @@ class ResponsesRequest(StrictModel):
 async def complete_response(session: Session, request: ResponsesRequest) -> Response:
     """Answers a request with the policy's next turn."""
     name_ignored(request, _IGNORED)
+    name_forced_call(request.tool_choice)
     reply = await session.ask(_ask(request))
     if reply.turn is None:
         raise budget_error(reply)

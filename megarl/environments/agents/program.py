@@ -35,8 +35,8 @@ class ProgramEnvironment(Agent):
             reward: a number or a `Score` of an `AgentRun`; plain or async.
             workspace: prepares the folder: called with (task, path) before the program starts; plain or async.
             variables: further environment variables. The program gets OPENAI_BASE_URL, OPENAI_API_KEY,
-                ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, HOME (its folder), and of the run's variables only PATH, language,
-                time zone and Python's.
+                ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, HOME (its folder), and of the run's variables only PATH, those of
+                language and time zone, and Python's.
             max_file_mb: MiB that a file may have.
         """
         if isinstance(command, str) or not command:

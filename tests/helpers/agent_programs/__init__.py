@@ -1,0 +1,1 @@
+"""Programs of others that ask a model, unchanged; each runs with an interpreter that has its package."""

@@ -1,0 +1,54 @@
+"""What a run's engine was asked and has written, and the turns that are trained on, to compare both."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from tests.helpers.programs import in_world
+
+FIELDS = ("tokens", "rollout_logprobs", "response_mask", "turn_rewards", "row_starts")
+
+
+def recorded(rank: int, parsed, file: Path):
+    """Runs train_rl in a world; writes (prompt, tokens) of each request of its engine."""
+    from megarl.mcore.inference.session import GenerationSession
+
+    add, complete, asked, seen = GenerationSession.add, GenerationSession._completion, {}, []
+
+    def watched_add(self, number, request):
+        asked[number] = list(request.prompt)
+        add(self, number, request)
+
+    def watched_completion(self, record):
+        found = complete(self, record)
+        seen.append((asked.pop(found[0]), found[1].tokens))
+        return found
+
+    GenerationSession.add, GenerationSession._completion = watched_add, watched_completion
+    in_world(rank, "rl", parsed)
+    file.write_text(json.dumps(seen))
+
+
+def generated(run: Path, step: int = 1) -> dict[int, list[list]]:
+    """Sequence id -> `FIELDS` of a step's rollout, as `--save-rollouts` keeps it."""
+    rows = {}
+    for path in (run / f"rollouts/step_{step:08d}").glob("*.safetensors"):
+        batch = load_file(path)
+        columns = [batch[name].split(batch["lengths"].tolist()) for name in FIELDS]
+        rows |= {
+            number: [column.tolist() for column in of_sequence]
+            for number, *of_sequence in zip(batch["sequence_ids"].tolist(), *columns, strict=True)
+        }
+    return rows
+
+
+def turns_in_rows(tokens, logprobs, mask, _, starts) -> list[tuple[list, list]]:
+    """(tokens of the row before it, its own) of each turn of a sequence that is trained on."""
+    found = []
+    begins = [i for i, (here, before) in enumerate(zip(mask, [False, *mask], strict=False)) if here and not before]
+    for begin in begins:
+        row = max(i for i in range(begin + 1) if i == 0 or starts[i])
+        end = next((i for i in range(begin, len(mask)) if not mask[i]), len(mask))
+        found.append((tokens[row:begin], tokens[begin:end]))
+    return found
