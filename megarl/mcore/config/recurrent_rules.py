@@ -121,14 +121,8 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
     ]  # fmt: skip
 
 
-def check_run(settings, megatron: dict, lora: dict):
-    """Raises UsageError for settings of a run that its models cannot have.
-
-    `megatron`, `lora`: namespaces and factors of roles.
-    """
-    for role in (role for role in megatron if megatron[role].hybrid_layer_pattern is not None):
-        if lora.get(role) is not None:
-            raise UsageError(f"--lora-rank {lora[role].rank}: not yet with {flag_of(megatron[role])}")
+def check_run(settings, megatron: dict):
+    """Raises UsageError for settings of a run that its models cannot have; `megatron`: namespaces of roles."""
     count, actor = settings.rollout_state_snapshots, megatron.get("actor")
     if count is not None and actor is not None and not has_states(actor):
         raise UsageError(f"--rollout-state-snapshots {count}: needs {FLAG} or {PATTERN}")

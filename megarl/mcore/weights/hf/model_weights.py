@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.pipeline_layout import LayerKind, prediction_kind
 from megarl.mcore.model.projections import HeadLayout, attention_sizes, linear_sizes, mlp_sizes
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
@@ -131,9 +130,6 @@ def _experts(args) -> dict[str, tuple[int, ...]]:
 
 
 def _projections(args, module: str, ffn: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
-    sizes = mlp_sizes(args.hidden_size, ffn)
-    if not is_gated(args):
-        del sizes["gate_proj"]
-    linears = linear_sizes(args, sizes)
+    linears = linear_sizes(args, mlp_sizes(args, ffn))
     shapes = {f"{module}.{linear}.weight": size for linear, size in linears.items()}
     return shapes | ({f"{module}.{linear}.bias": size[:1] for linear, size in linears.items()} if has_bias else {})

@@ -87,4 +87,5 @@ FAMILY = Family(
         ("backbone.", "model."),
         {"model.embed_tokens.weight": "embeddings.weight", "model.norm.weight": "norm_f.weight"},
     ),
+    experts="mixer.experts",
 )  # fmt: skip
