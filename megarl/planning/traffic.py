@@ -28,7 +28,14 @@ from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
-from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
+from megarl.planning.memory import (
+    buffers,
+    gradient_bytes,
+    gradient_itemsize,
+    is_unsharded,
+    plain_bytes,
+    sharded_bytes,
+)
 from megarl.planning.parameters import (
     CACHED,
     LAYERS,
@@ -300,9 +307,10 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
     for chunks in stages:
         for weights in chunks:
             trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
-            factors = all_factors(weights, args, role.lora)
-            held, _ = sharded_bytes(weights + factors, args)
-            _, reduced = sharded_bytes(trained, args)
+            factors, unsharded = all_factors(weights, args, role.lora), [w for w in trained if is_unsharded(w, args)]
+            held, _ = sharded_bytes([w for w in weights + factors if not is_unsharded(w, args)], args)
+            _, reduced = sharded_bytes([w for w in trained if not is_unsharded(w, args)], args)
+            total += step.updates * 2 * (dense - 1) / dense * plain_bytes(unsharded)  # all-reduced once
             count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
             microbatches = count * step.updates / step.epochs  # of one pass over the batch
             total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)

@@ -116,8 +116,6 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
         ("--normalization", args.normalization, args.normalization == "RMSNorm", "RMSNorm"),
         ("--disable-bias-linear", False, not args.add_bias_linear, "given"),
         ("--recompute-modules", " ".join(modules), "gdn_norm_out" not in modules, "others than gdn_norm_out"),
-        ("--use-torch-fsdp2", args.use_torch_fsdp2, not args.use_torch_fsdp2 or not args.bf16,
-         "fp32: some parameters have another type,"),
     ]  # fmt: skip
 
 

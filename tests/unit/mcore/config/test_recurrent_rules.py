@@ -31,7 +31,6 @@ WRONG = {
     "LayerNorm": ("--normalization LayerNorm", "--normalization LayerNorm: allowed is RMSNorm with"),
     "recomputed norm": ("--recompute-granularity selective --recompute-modules gdn_norm_out",
                         "--recompute-modules gdn_norm_out: allowed is others than gdn_norm_out"),
-    "sharded 16 bits": ("--use-torch-fsdp2 --bf16", "--use-torch-fsdp2 True: allowed is fp32"),
     "norm of all heads": ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads True: allowed is none with"),
     "biases with gates": ("--add-qkv-bias", "--attention-output-gate True: allowed is none with biases"),
     "factors of attention": ("--lora-rank 2 --lora-targets q_proj --pipeline-model-parallel-size 2",
