@@ -69,7 +69,7 @@ class SpeculativeEngine(DecodeLoopEngine):
                 self.counts = self.counts.plus(DecodeCounts(steps=1, requests=decoding, tokens=decoding))
             return super().step_modern()
         self.counts = self.counts.plus(DecodeCounts(steps=1, requests=count, tokens=count))
-        if self.is_coupled:  # replicas that share experts have as many rows as they agreed on
+        if self.agreed_rows is not None:  # replicas that share experts have as many rows
             return super().step_modern()
         looks = self.prediction is not None or self.drafter.should_look(count)
         drafts = self._drafts(groups) if looks else None
@@ -183,10 +183,12 @@ class SpeculativeEngine(DecodeLoopEngine):
 
 
 def parameters_of_a_token(model) -> int:
-    """Returns how many of this rank's parameters a token is multiplied by: those of its experts only."""
+    """Returns how many of this rank's parameters a token is multiplied by: those of its experts only, of which other
+    replicas' tokens use as many."""
     config, count = model.config, 0
     for name, parameter in model.named_parameters():
-        share = config.moe_router_topk / config.num_moe_experts if ".experts." in name else 1
+        ranks = config.expert_model_parallel_size
+        share = config.moe_router_topk * ranks / config.num_moe_experts if ".experts." in name else 1
         count += int(parameter.numel() * share)
     return count
 

@@ -68,6 +68,8 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
 
     model, _, place = build(flags, shape)
     requests, sampling = make_requests(limit, count), settings_of(**(sampling or {}))
+    if "--expert-model" in flags:  # the other replica ends first, and then computes for this one alone
+        requests = requests[: count >> 2 * place.dp_rank]
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
     settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
     plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)
@@ -106,6 +108,9 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((1, {"flags": EXPERTS, "end": (3,), "routes": True})),
     long((2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)})),
     (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
+    (2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "end": (3,), "routes": True}),
+    long((2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "shape": "recurrent", "buffer_gb": 0.004,
+              "end": (3,)})),
 ], ids=str)  # fmt: skip
 def test_drafts_change_no_bit(ranks, case):
     for plain, found in run_world(functools.partial(with_and_without, **case), ranks):
