@@ -150,7 +150,11 @@ def test_sharded_recurrent_layers_of_16_bits_learn_as_whole_ones(layout, shape):
 
 
 MAMBA_LAYOUTS = {
-    name: (size, shape if shape != MOE else f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M", flags)
+    name: (
+        size,
+        shape if shape != MOE else f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40",
+        flags,
+    )
     for name, (size, shape, flags) in RECURRENT_LAYOUTS.items()
     if name != "tp2-one-group"
 }

@@ -67,7 +67,7 @@ RECURRENT_LAYOUTS = {
     "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
 }
-MAMBA_MOE = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M"
+MAMBA_MOE = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"
 MAMBA_LAYOUTS = {
     "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
     "tp2-one-group": (2, ONE_GROUP, TP2),

@@ -39,6 +39,7 @@ DENSE, MOE = (
         "qwen3_next",
         "qwen35_moe",
         "nemotron_h_moe",
+        "nemotron_h_latent",
     ),
 )
 LAYOUTS = {
@@ -47,7 +48,7 @@ LAYOUTS = {
     "tp2-sp-recurrent": (2, f"{TP2} {SP}", ("qwen3_next", "qwen35_dense", "nemotron_h", "nemotron_h_moe")),
     "tp4-sp": (4, f"{TP4} {SP}", ("llama3", "phi4", "qwen2", "gpt_oss")),  # two ranks share a query group
     "pp2": (2, PP2, ("llama3", "glm4_moe", "qwen35_dense", "nemotron_h")),
-    "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss", "nemotron_h_moe")),
+    "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss", "nemotron_h_latent")),
     "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe", "qwen35_moe", "nemotron_h")),
 }
 RSLORA = ("llama3", "qwen2", "qwen3_moe")
@@ -68,7 +69,8 @@ DENSE_TARGETS += RECURRENT
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 ATTENTION += RECURRENT
 MAMBA = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj"]  # without the out_proj of Mamba-2, which PEFT refuses
-MAMBA_CASES, MAMBA_TARGETS = ("nemotron_h", "nemotron_h_moe"), ",".join([*MAMBA, "up_proj", "down_proj"])
+MAMBA_CASES = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent")
+MAMBA_TARGETS = ",".join([*MAMBA, "up_proj", "down_proj"])
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +174,12 @@ def imported(rank: int, adapters: dict, flags: str, target: Path) -> dict:
 def targets_of(case: str) -> dict[str, list[str] | None]:
     """What PEFT adapts in a case's model."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    own = {
-        "nemotron_h": {"target_modules": [*MAMBA, "up_proj", "down_proj"]},
-        "nemotron_h_moe": {
-            "target_modules": MAMBA, "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"],
-        },
-    }  # fmt: skip
+    if case == "nemotron_h":
+        return {"target_modules": [*MAMBA, "up_proj", "down_proj"]}
+    if case in MAMBA_CASES:
+        return {"target_modules": MAMBA, "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"]}
     of_all = {"target_modules": ATTENTION, "target_parameters": experts} if case in MOE else None
-    return own.get(case) or of_all or {"target_modules": DENSE_TARGETS}
+    return of_all or {"target_modules": DENSE_TARGETS}
 
 
 def make_adapter(folder: Path, target: Path, case: str, rslora: bool, sequences) -> list[torch.Tensor]:

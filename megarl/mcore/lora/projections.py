@@ -16,6 +16,7 @@ from megarl.mcore.model.projections import (
     HeadLayout,
     Sizes,
     attention_sizes,
+    expert_sizes,
     linears_of,
     mlp_sizes,
     recurrent_sizes,
@@ -105,7 +106,7 @@ def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
         if kind.has_mlp and not kind.is_moe:
             add(f"{layer}.mlp", (), mlp_sizes(args, args.ffn_hidden_size))
         if kind.is_moe:
-            add(f"{layer}.mlp.experts.local_experts", (args.num_experts,), mlp_sizes(args, args.moe_ffn_hidden_size))
+            add(f"{layer}.mlp.experts.local_experts", (args.num_experts,), expert_sizes(args))
         if kind.is_moe and shared:
             add(f"{layer}.mlp.shared_experts", (), mlp_sizes(args, shared))
     return shapes

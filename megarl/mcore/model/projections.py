@@ -114,11 +114,25 @@ def recurrent_sizes(args) -> Sizes:
     return found | {name: (rows, hidden) for name, rows in zip(names, sizes.parts.values(), strict=True)}
 
 
-def mlp_sizes(args, ffn: int) -> Sizes:
-    """Sizes of the projections of an MLP or expert with `ffn` channels in a model with this Megatron namespace."""
-    hidden = args.hidden_size
-    gate = {"gate_proj": (ffn, hidden)} if is_gated(args) else {}
-    return gate | {"up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+def mlp_sizes(args, ffn: int, width: int | None = None) -> Sizes:
+    """Sizes of the projections of an MLP with `ffn` channels in a model with this Megatron namespace.
+
+    `width`: of what it reads and writes; default: of hidden states.
+    """
+    width = width or args.hidden_size
+    gate = {"gate_proj": (ffn, width)} if is_gated(args) else {}
+    return gate | {"up_proj": (ffn, width), "down_proj": (width, ffn)}
+
+
+def expert_sizes(args) -> Sizes:
+    """Sizes of the projections of a routed expert."""
+    return mlp_sizes(args, args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_latent_size)
+
+
+def latent_projections(args) -> Sizes:
+    """Sizes of the projections to and from experts' latents, by their names; none without."""
+    hidden, latent = args.hidden_size, args.moe_latent_size
+    return {"fc1_latent_proj": (latent, hidden), "fc2_latent_proj": (hidden, latent)} if latent else {}
 
 
 def linear_sizes(args, sizes: Sizes) -> Sizes:

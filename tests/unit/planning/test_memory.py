@@ -40,6 +40,7 @@ MODELS = [
     ("--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "llama", False, 2),
     ("--num-layers 4 --bf16", "recurrent", False, 2), (f"{TP2} {PP2}", "recurrent", True, 4),
     (f"{TP2} {PP2} --bf16", "mamba", True, 4), (f"{MOE} --hybrid-layer-pattern ME*M", "mamba", False, 1),
+    (f"{MOE} --hybrid-layer-pattern ME*M --moe-latent-size 40 {SP2} {EP2}", "mamba", False, 4),
     ("", "latent", True, 1), (f"{TP2} --bf16", "latent", False, 2),
     (f"{DENSE_FIRST} {SP2} {EP2} {PP2}", "latent", False, 8),
     (f"{TP2} --layernorm-position post --qk-layernorm-all-heads --num-query-groups 1", "llama", False, 2),
