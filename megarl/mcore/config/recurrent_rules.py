@@ -76,7 +76,7 @@ def _of_spaces(args, on: bool) -> list[LayoutRule]:
           for name in SPACE_SIZES),
         LayoutRule("--mamba-num-groups", groups, not on or groups % (tensor * context) == 0,
              f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
-        LayoutRule("--mamba-num-heads", heads, not on or heads % groups == 0,
+        LayoutRule("--mamba-num-heads", heads, not on or not heads or not groups or heads % groups == 0,
              f"a multiple of --mamba-num-groups {groups}"),
         LayoutRule("--mamba-head-dim", args.mamba_head_dim, not on or args.mamba_head_dim % VECTOR == 0,
              f"a multiple of {VECTOR}"),

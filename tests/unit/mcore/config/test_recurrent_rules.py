@@ -49,6 +49,7 @@ WRONG_MAMBA = {
     "groups": ("--mamba-num-groups 1 --tensor-model-parallel-size 2",
                "--mamba-num-groups 1: allowed is a multiple of --tensor-model-parallel-size 2"),
     "heads": ("--mamba-num-heads 7", "--mamba-num-heads 7: allowed is a multiple of --mamba-num-groups 2"),
+    "no groups": ("--mamba-num-groups 0", "--mamba-num-groups 0: allowed is 1 or more"),
     "channels": ("--mamba-head-dim 8", "--mamba-head-dim 8: allowed is a multiple of 16"),
     "state": ("--mamba-state-dim 0", "--mamba-state-dim 0: allowed is 1 or more"),
     "smallest step": ("--mamba-dt-min -1", "--mamba-dt-min -1.0: allowed is 0 or more"),
