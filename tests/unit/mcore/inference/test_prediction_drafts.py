@@ -51,8 +51,8 @@ def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     model, args, place = build(flags, shape)
     layer = PredictionLayer(args, place.pg_collection).requires_grad_(False)
     sampling, requests = settings_of(**(sampling or {})), make_requests(LIMIT, count)
-    if args.expert_model_parallel_size > 1:  # replicas of different length: one goes on without requests of its own
-        requests = requests[: count >> 2 * place.dp_rank]
+    if args.expert_model_parallel_size > 1:  # the other replica ends first, and then computes for this one alone
+        requests = [replace(request, max_new_tokens=LIMIT >> place.dp_rank) for request in requests]
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
     settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
     plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)

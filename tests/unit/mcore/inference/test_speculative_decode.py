@@ -70,7 +70,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     model, _, place = build(flags, shape)
     requests, sampling = make_requests(limit, count), settings_of(**(sampling or {}))
     if "--expert-model" in flags:  # the other replica ends first, and then computes for this one alone
-        requests = requests[: count >> 2 * place.dp_rank]
+        requests = [replace(request, max_new_tokens=limit >> place.dp_rank) for request in requests]
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
     settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
     plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)
