@@ -12,7 +12,8 @@ ALL_LINEAR = "all-linear"
 # Those of `megarl.mcore.lora.settings`, whose import takes seconds: it imports Megatron.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
            "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
-           "in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # fmt: skip
+           "in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj",
+           "out_proj")  # fmt: skip
 FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
 QUERY_LATENT = ("q_a_proj", "q_b_proj")
 OF_ADAPTER = ("lora_alpha", "lora_rslora", "lora_targets")  # an adapter's folder gives them
@@ -43,7 +44,7 @@ def lora_of_roles(
         flags = {name: own[role][name] for name in FLAGS}
         given |= {"--" + name.replace("_", "-"): value for name, value in flags.items() if value}
         found[role] = factors = _settings_of(role, types.SimpleNamespace(**flags), megatron[role], hf_models[role])
-        if factors is not None and megatron[role].experimental_attention_variant is not None:
+        if factors is not None:
             _check_stages(role, factors.targets, megatron[role])
     if given and not any(found.values()):
         flag, value = next(iter(given.items()))
@@ -100,11 +101,19 @@ def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
 def _missing(args) -> dict[str, str]:
     """The targets that a model does not have, and what they need."""
     from megarl.mcore.config.model_flags import is_gated  # imports Megatron
-    from megarl.mcore.lora.settings import LATENT_TARGETS, RECURRENT_TARGETS
+    from megarl.mcore.config.recurrent_rules import FLAG, PATTERN, has_states
+    from megarl.mcore.lora.settings import ATTENTION_TARGETS, IN_PROJ_TARGETS, LATENT_TARGETS, MLP_TARGETS
 
     found = {} if is_gated(args) else {"gate_proj": "a gated MLP, as of --swiglu"}
+    pattern = args.hybrid_layer_pattern
     if args.experimental_attention_variant is None:
-        found |= dict.fromkeys(RECURRENT_TARGETS, "--experimental-attention-variant")
+        found |= dict.fromkeys(IN_PROJ_TARGETS, FLAG)
+    found |= {"in_proj": PATTERN} if pattern is None else {}
+    found |= {} if has_states(args) else {"out_proj": f"{FLAG} or {PATTERN}"}
+    if pattern is not None and "*" not in pattern:
+        found |= dict.fromkeys(ATTENTION_TARGETS, f"a * in {PATTERN}")
+    if pattern is not None and not {*pattern} & {"-", "E"}:
+        found |= dict.fromkeys(MLP_TARGETS, f"a - or E in {PATTERN}")
     if not args.multi_latent_attention:
         return found | dict.fromkeys(LATENT_TARGETS, "--multi-latent-attention")
     found |= dict.fromkeys(("k_proj", "v_proj"), "no --multi-latent-attention")
@@ -113,16 +122,21 @@ def _missing(args) -> dict[str, str]:
 
 
 def _check_stages(role: str, targets: tuple[str, ...], args):
-    """UsageError for a pipeline stage whose layers, with recurrent states or without, have none of the targets."""
-    from megarl.mcore.lora.settings import MLP_TARGETS, RECURRENT_TARGETS  # imports Megatron
-    from megarl.mcore.model.pipeline_layout import recurrent_layer_pattern, stage_layers
+    """UsageError for a pipeline stage, or a virtual one, whose layers have none of the targets.
 
-    is_recurrent, pattern = {target in RECURRENT_TARGETS for target in targets}, recurrent_layer_pattern(args)
-    if len(is_recurrent) > 1 or {*targets} & {*MLP_TARGETS}:
+    Without recurrent states all layers have the same ones.
+    """
+    from megarl.mcore.config.recurrent_rules import has_states  # imports Megatron
+    from megarl.mcore.lora.settings import MLP_TARGETS, RECURRENT_TARGETS
+    from megarl.mcore.model.pipeline_layout import layer_kinds, stage_layers
+
+    if not has_states(args):
         return
-    for layers in (layers for chunks in stage_layers(args) for layers in chunks):
-        if not is_recurrent & {pattern[layer] for layer in layers}:
-            raise UsageError(
-                f"--lora-targets {','.join(targets)}: a pipeline stage of the {role} has only layers "
-                f"{'without' if True in is_recurrent else 'with'} a recurrent state, and none of these"
-            )
+    of_mlps, of_states = {*targets} & {*MLP_TARGETS}, {*targets} & {*RECURRENT_TARGETS}
+    of_attention = {*targets} - of_mlps - of_states
+    has_any = [
+        bool(kind.has_mlp and of_mlps or kind.has_mixer and (of_states if kind.is_recurrent else of_attention))
+        for kind in layer_kinds(args)
+    ]
+    if not all(any(has_any[layer] for layer in layers) for chunks in stage_layers(args) for layers in chunks):
+        raise UsageError(f"--lora-targets {','.join(targets)}: a pipeline stage of the {role} has none of these")

@@ -253,7 +253,7 @@ def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict
     from megarl.mcore.config import exact_rules, prediction_rules, recurrent_rules  # they import Megatron
 
     exact_rules.check_lora(megatron, lora)
-    recurrent_rules.check_run(settings, megatron, lora)
+    recurrent_rules.check_run(settings, megatron)
     prediction_rules.check_run(settings, megatron, lora, hf_models)
     for role, is_offloaded in offloads.items():
         if is_offloaded and megatron[role].use_torch_fsdp2:

@@ -60,10 +60,11 @@ def use(name: str):
 def product_sizes(args) -> set[tuple[int, int]]:
     """Sizes of the products with weights on one rank of a model with this Megatron namespace, at most `MAX_COLUMNS`
     columns each; one of them stands for its head."""
-    ffn = args.ffn_hidden_size if args.num_experts is None else args.moe_ffn_hidden_size or args.ffn_hidden_size
-    sizes = projections.attention_sizes(args) | projections.mlp_sizes(args.hidden_size, ffn)
+    mlp = projections.mlp_sizes(args, args.ffn_hidden_size) if not args.num_experts else projections.expert_sizes(args)
+    sizes = projections.attention_sizes(args) | mlp
     ranks = args.tensor_model_parallel_size
     products = {(-(-rows // ranks), inner) for rows, inner in projections.linear_sizes(args, sizes).values()}
+    products |= {*projections.latent_projections(args).values()}
     return {(min(columns, MAX_COLUMNS), inner) for columns, inner in (*products, (MAX_COLUMNS, args.hidden_size))}
 
 

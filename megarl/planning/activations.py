@@ -126,13 +126,15 @@ def _mlp(args, ffn: float) -> float:
 
 
 def _moe(args, s: int) -> float:
-    """Bytes of router outputs, k copies of each token, (6 or 3)·k·F/x channels; the shared expert for all n tokens.
+    """Bytes of router outputs, k copies of each token, (6 or 3)·k·F/x channels; the shared expert for all n tokens. Of
+    experts with latents the copies are theirs; they and the experts' sum are inputs, too.
 
     This is Megatron's path, which a GPU takes; the direct one of a CPU (`mcore.moe.layer`) keeps 2·k·F channels.
     """
     k, x, b = args.moe_router_topk, args.expert_tensor_parallel_size, args.params_dtype.itemsize
     inner = (6 if is_gated(args) else 3) * args.moe_ffn_hidden_size * b
-    total = s * (28 * k + k * x * args.hidden_size * b + k * inner)
+    latent = args.moe_latent_size or 0
+    total = s * (28 * k + k * x * (latent or args.hidden_size) * b + k * inner + 2 * latent * b)
     shared, t = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
     if shared:
         total += _mlp(args, shared / t) * s * (t if args.sequence_parallel else 1)

@@ -2,8 +2,8 @@
 
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.lora.settings import LoRASettings
-from megarl.mcore.model.projections import LINEARS, HeadLayout
-from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.planning.parameters import Weight, is_half
 
 HEAD = "output_layer."  # of critics and reward models: it is trained beside the factors
@@ -36,11 +36,11 @@ def factors_apart(weights: list[Weight], args, lora: LoRASettings | None) -> lis
 
 def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:
     """A [r, K] and B [n, r] of each targeted projection of a weight; [] for a weight without."""
-    names = next((names for suffix, names in LINEARS.items() if weight.name.endswith(f"{suffix}.weight")), ())
+    names = next((names for suffix, names in linears_of(args).items() if weight.name.endswith(f"{suffix}.weight")), ())
     if not names:
         return []
     columns, found = weight.elements // weight.rows, []
-    for name, rows in zip(names, _rows(weight.rows, len(names), args), strict=True):
+    for name, rows in zip(names, _rows(weight.rows, names, args), strict=True):
         if name in lora.targets:
             a, b = (lora.rank, lora.rank * columns), (rows, rows * lora.rank)
             kinds = {"lora_A": a, "lora_B": b}
@@ -51,15 +51,18 @@ def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:
     return found
 
 
-def _rows(rows: int, projections: int, args) -> list[int]:
-    """Rows of each projection of a layer."""
+def _rows(rows: int, names: tuple[str, ...], args) -> list[int]:
+    """Rows of B of each projection of a layer."""
+    projections, t = len(names), args.tensor_model_parallel_size
     if projections > 3:
-        return [*HeadSizes.of(args, args.tensor_model_parallel_size).parts.values()]
+        return [*layer_sizes(args, t).parts.values()]
+    if names in MAMBA_LINEARS.values():  # each rank has the whole B
+        return [rows * t]
     if projections < 3:
         gates = 2 if projections == 2 and is_gated(args) else 1
         return [rows // gates] * projections if gates == projections else [0] * (projections - 1) + [rows]
     heads = HeadLayout.of(args)
-    if heads.ranks_of_group(args.tensor_model_parallel_size) > 1:  # each rank has the whole B
+    if heads.ranks_of_group(t) > 1:  # each rank has the whole B
         rows = heads.groups * sum(heads.heights) * heads.channels
     each = rows // sum(heads.heights)
     return [rows - 2 * each, each, each]

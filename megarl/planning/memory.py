@@ -193,10 +193,16 @@ def plain_bytes(weights: list[Weight]) -> int:
 
 
 def sharded(weights: list[Weight], args) -> list[int]:
-    """Elements of each weight on the first FSDP rank, which has the most (weights are sharded by rows)."""
+    """Elements of each weight on the first FSDP rank, which has the most: weights are sharded by rows, those of fp32
+    beside 16 bits are whole."""
     sizes = parallel_sizes(args)
     ranks = sizes.data(args.world_size) * sizes.context
-    return [-(-w.rows // ranks) * (w.elements // w.rows) for w in weights]
+    return [w.elements if is_unsharded(w, args) else -(-w.rows // ranks) * (w.elements // w.rows) for w in weights]
+
+
+def is_unsharded(weight: Weight, args) -> bool:
+    """Whether each FSDP rank has the whole weight, because its layer has another type."""
+    return weight.itemsize != args.params_dtype.itemsize
 
 
 def sharded_bytes(weights: list[Weight], args) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, prediction_kind, stage_layers
-from megarl.mcore.model.projections import HeadLayout
+from megarl.mcore.model.projections import HeadLayout, latent_projections
 from megarl.mcore.parallel.process_groups import ParallelSizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
@@ -236,20 +236,24 @@ def _latent_attention(args, t: int) -> list[Weight]:
     return weights + _matrix(args, "self_attention.linear_kv_up_proj", up, latent, False)
 
 
-def _mlp(args, name: str, ffn: int) -> list[Weight]:
-    """H·F in (twice when gated), F·H out, for the `ffn` channels of this rank."""
-    gates, bias = 2 if is_gated(args) else 1, args.add_bias_linear
-    fc1 = _matrix(args, f"{name}.linear_fc1", gates * ffn, args.hidden_size, bias)
-    return fc1 + _matrix(args, f"{name}.linear_fc2", args.hidden_size, ffn, bias)
+def _mlp(args, name: str, ffn: int, width: int | None = None) -> list[Weight]:
+    """H·F in (twice when gated), F·H out, for the `ffn` channels of this rank; H is `width` if it is given."""
+    gates, bias, width = 2 if is_gated(args) else 1, args.add_bias_linear, width or args.hidden_size
+    fc1 = _matrix(args, f"{name}.linear_fc1", gates * ffn, width, bias)
+    return fc1 + _matrix(args, f"{name}.linear_fc2", width, ffn, bias)
 
 
 def _moe(args, sizes: ParallelSizes) -> list[Weight]:
-    """Router E·H; E/e experts with F/x channels; one shared expert, split like a dense MLP, and its gate."""
+    """Router E·H; projections to and from latents; E/e experts with F/x channels; one shared expert, split like a dense
+    MLP, and its gate."""
     experts, hidden = args.num_experts, args.hidden_size
     weights = _matrix(args, "mlp.router", experts, hidden, args.add_bias_linear)
+    for name, size in latent_projections(args).items():
+        weights += _matrix(args, f"mlp.{name}", *size, has_bias=False)
     is_expert = args.expert_model_parallel_size > 1  # without expert parallelism, reduced like all others
     for number in range(experts // sizes.expert):
-        expert = _mlp(args, f"mlp.experts.local_experts.{number}", args.moe_ffn_hidden_size // sizes.expert_tensor)
+        ffn = args.moe_ffn_hidden_size // sizes.expert_tensor
+        expert = _mlp(args, f"mlp.experts.local_experts.{number}", ffn, args.moe_latent_size)
         weights += [w._replace(is_expert=is_expert, is_routed=True) for w in expert]
     shared = args.moe_shared_expert_intermediate_size
     if shared:

@@ -28,7 +28,14 @@ from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
-from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
+from megarl.planning.memory import (
+    buffers,
+    gradient_bytes,
+    gradient_itemsize,
+    is_unsharded,
+    plain_bytes,
+    sharded_bytes,
+)
 from megarl.planning.parameters import (
     CACHED,
     LAYERS,
@@ -40,6 +47,8 @@ from megarl.planning.parameters import (
     prediction_weights,
     stage_weights,
 )
+
+WHOLE = ("_down_proj.", "_latent_proj.")  # matrices that every tensor-parallel rank has
 
 
 @dataclass(frozen=True)
@@ -234,7 +243,8 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
         channels -= layers * backwards * (wide - queries) if args.sequence_parallel else 0
     s = n / t if args.sequence_parallel else n
     channels = channels * (t - 1) / t + sum(attention_layer_pattern(args)) / stages * both * _exchanged_columns(args)
-    return channels * n * b + 2 * both * experts * (x - 1) * args.moe_router_topk * s * wide * b
+    copies = args.moe_router_topk * s * (args.moe_latent_size or wide)
+    return channels * n * b + 2 * both * experts * (x - 1) * copies * b
 
 
 def _exchanged_columns(args) -> float:
@@ -278,7 +288,8 @@ def expert(args, n: int, forwards: int, backwards: int) -> float:
     """Each MoE layer sends k copies of s tokens to their experts and back, (e − 1)/e of them to other ranks."""
     ranks, stages = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     s = n / args.tensor_model_parallel_size if args.sequence_parallel else n
-    copies = 2 * args.moe_router_topk * s * args.hidden_size * args.params_dtype.itemsize * (ranks - 1) / ranks
+    width = args.moe_latent_size or args.hidden_size
+    copies = 2 * args.moe_router_topk * s * width * args.params_dtype.itemsize * (ranks - 1) / ranks
     return (forwards + backwards) * sum(moe_layer_pattern(args)) / stages * copies
 
 
@@ -300,9 +311,10 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
     for chunks in stages:
         for weights in chunks:
             trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
-            factors = all_factors(weights, args, role.lora)
-            held, _ = sharded_bytes(weights + factors, args)
-            _, reduced = sharded_bytes(trained, args)
+            factors, unsharded = all_factors(weights, args, role.lora), [w for w in trained if is_unsharded(w, args)]
+            held, _ = sharded_bytes([w for w in weights + factors if not is_unsharded(w, args)], args)
+            _, reduced = sharded_bytes([w for w in trained if not is_unsharded(w, args)], args)
+            total += step.updates * 2 * (dense - 1) / dense * plain_bytes(unsharded)  # all-reduced once
             count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
             microbatches = count * step.updates / step.epochs  # of one pass over the batch
             total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
@@ -333,7 +345,8 @@ def _reduced(weights: list[Weight], args, tensor_ranks: int, first_stage: bool) 
         both = gradient + (buffer.elements * buffer.itemsize if args.use_distributed_optimizer else gradient)
         total += (buffer.ranks - 1) / buffer.ranks * both
     tied = sum(w.elements * gradient_itemsize(args, w.itemsize) for w in weights if w.is_shared)
-    whole = sum(w.elements * gradient_itemsize(args, w.itemsize) for w in weights if "_down_proj." in w.name)
+    of_all = [w for w in weights if any(name in w.name for name in WHOLE)]
+    whole = sum(w.elements * gradient_itemsize(args, w.itemsize) for w in of_all)
     return total + tied + (2 * (tensor_ranks - 1) / tensor_ranks * whole if args.sequence_parallel else 0)
 
 

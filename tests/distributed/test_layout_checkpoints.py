@@ -130,18 +130,18 @@ def test_a_moe_checkpoint_continues_in_other_layouts(tmp_path, flags, route):
     travel(tmp_path, f"{MOE} {flags}", route)
 
 
-def train_and_save(rank, flags: str, target):
+def train_and_save(rank, flags: str, target, shape: str = "llama"):
     """Saves a model after one update, so that its moments are not 0."""
-    continue_run(rank, flags, None, target, False)
+    continue_run(rank, flags, None, target, False, shape)
 
 
-def load_and_save(rank, flags: str, sources, targets):
+def load_and_save(rank, flags: str, sources, targets, shape: str = "llama"):
     """Loads checkpoints, after one update each, one after the other into the same model, and saves each again."""
     from megarl.mcore.weights import dist_checkpoint
     from megarl.roles.trainable_model import TrainableModel
 
-    _, place = join_actor(flags)
-    model = TrainableModel(parse_roles(flags, dist.get_world_size())["actor"], place, VOCAB, 1)
+    _, place = join_actor(flags, shape)
+    model = TrainableModel(parse_roles(flags, dist.get_world_size(), shape)["actor"], place, VOCAB, 1)
     for source, target in zip(sources, targets, strict=True):
         state = model.state({"count": 0}, loading=True)
         model.restore(dist_checkpoint.load_role(state, source, place.pg_collection))
@@ -180,18 +180,35 @@ EVERY_KIND = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape, kinds", [
-    (DENSE, [(1, f"--bf16 {SHARDED}"), (2, FSDP), (1, "--bf16"), (2, SHARDED), (1, "")]),
-    *(long((f"{shape} {more}", EVERY_KIND)) for shape in (DENSE, MOE) for more in ("", "--lora-rank 2")),
+@pytest.mark.parametrize("shape, model, kinds", [
+    (DENSE, "recurrent", [(1, f"--bf16 {SHARDED}"), (2, FSDP), (1, "--bf16"), (2, SHARDED), (1, "")]),
+    *(long((f"{shape} {more}", "llama", EVERY_KIND)) for shape in (DENSE, MOE) for more in ("", "--lora-rank 2")),
 ])  # fmt: skip
-def test_an_optimizer_of_another_kind_takes_weights_moments_and_steps_to_the_bit(shape, kinds, tmp_path):
+def test_an_optimizer_of_another_kind_takes_weights_moments_and_steps_to_the_bit(shape, model, kinds, tmp_path):
     """Through all kinds and back: fp32 weights, which those of 16 bits and the distributed one keep as copies."""
+    move_through(kinds, shape, model, tmp_path)
+
+
+OF_STATES = [
+    (2, f"--bf16 {FSDP}"), (2, f"--bf16 {SHARDED}"), (3, f"--bf16 {FSDP}"), (2, FSDP), (4, f"--bf16 {TP2} {FSDP}"),
+    (1, "--bf16"), (1, ""),
+]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", ["recurrent", "mamba"])
+def test_fp32_parameters_beside_sharded_ones_of_16_bits_move_to_the_bit(model, tmp_path):
+    """They are whole on each rank."""
+    move_through(OF_STATES, DENSE, model, tmp_path)
+
+
+def move_through(kinds, shape: str, model: str, tmp_path):
     folder, expected = tmp_path / "first", {}
-    run_world(train_and_save, 1, shape, folder)
+    run_world(train_and_save, 1, shape, folder, model)
     for number, (size, flags) in enumerate(kinds):
         expected = expected or stored_tensors(folder)
         source, folder = folder, tmp_path / str(number)
-        run_world(load_and_save, size, f"{shape} {flags}", [source], [folder])
+        run_world(load_and_save, size, f"{shape} {flags}", [source], [folder], model)
     found = stored_tensors(folder)
     assert found.keys() == expected.keys() and any("exp_avg_sq" in key for key in found)
     assert [key for key, value in expected.items() if not torch.equal(found[key], value)] == []

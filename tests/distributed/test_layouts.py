@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
-from tests.helpers.layouts import EP2, LATENT_LAYOUTS, LAYOUTS, MOE, PP2, RECURRENT_LAYOUTS, SP, TP2
+from tests.helpers.layouts import CP2, DENSE, EP2, LATENT_LAYOUTS, LAYOUTS, MOE, PP2, RECURRENT_LAYOUTS, SP, TP2
 from tests.helpers.tiers import by_default, long
 from tests.helpers.tiny_models import VOCAB, build, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
@@ -129,8 +129,32 @@ def test_recurrent_states_learn_the_same_in_every_layout(layout):
         assert own and all((after[key] != before[key]).any() for key in own), name
 
 
+OF_16_BITS = {"dp2": (2, ""), "tp2-sp": (4, f"{TP2} {SP}"), "cp2": (2, CP2), "dp3": (3, "--clip-grad 0.2")}
+
+
+@pytest.mark.parametrize("shape", by_default(["recurrent", "mamba"], ["mamba"]))
+@pytest.mark.parametrize("layout", by_default(OF_16_BITS, ["dp2"]))
+def test_sharded_recurrent_layers_of_16_bits_learn_as_whole_ones(layout, shape):
+    """To the bit: decays are fp32 and whole on each rank; only the norm's sum has another order."""
+    size, flags = OF_16_BITS[layout]
+    flags = f"{DENSE} --bf16 {flags}"
+    expected = run_world(update, size, flags, 2, False, shape)
+    for result, one in zip(
+        run_world(update, size, f"{flags} --use-torch-fsdp2", 2, False, shape), expected, strict=True
+    ):
+        assert result[0] == one[0] and result[2] == one[2] and result[1] == pytest.approx(one[1], rel=1e-6)
+        for found, weights in zip(result[3:], one[3:], strict=True):
+            assert found.keys() == weights.keys() and all(torch.equal(found[key], weights[key]) for key in weights)
+    before, after = expected[0][3:]
+    assert any((after[key] != before[key]).any() for key in before if key.endswith("dt_bias"))
+
+
 MAMBA_LAYOUTS = {
-    name: (size, shape if shape != MOE else f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M", flags)
+    name: (
+        size,
+        shape if shape != MOE else f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40",
+        flags,
+    )
     for name, (size, shape, flags) in RECURRENT_LAYOUTS.items()
     if name != "tp2-one-group"
 }

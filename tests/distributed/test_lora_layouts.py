@@ -67,6 +67,18 @@ RECURRENT_LAYOUTS = {
     "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
 }
+MAMBA_MOE = f"{MOE} --moe-layer-freq 1 --hybrid-layer-pattern ME*M --moe-latent-size 40"
+MAMBA_LAYOUTS = {
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
+    "tp2-one-group": (2, ONE_GROUP, TP2),
+    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
+    "dp2": (2, DENSE, ""),
+    "cp2-recompute": (2, DENSE, f"{CP2} {RECOMPUTE}"),
+    "fsdp2": (2, DENSE, FSDP),
+    "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
+    "tp2-ep2-sp": (4, MAMBA_MOE, f"{TP2} {SP} {EP2}"),
+}
+SPACE_PARTS = ("z", "x", "B", "C", "dt")  # of the gradient of Mamba-2's first projection
 PARTS = {"in_proj_q": "query", "in_proj_k": "key", "in_proj_v": "value", "in_proj_z": "z", "in_proj_b": "beta",
          "in_proj_a": "alpha"}  # fmt: skip  # of the gradient of a gated delta net's first projection
 
@@ -99,30 +111,37 @@ def of_one_rank(shape: str, model_shape: str = "llama"):
     return run_world(low_rank, 1, shape, model_shape)[0], run_world(dense, 1, shape, model_shape)[0]
 
 
-def rows_of(projection: str, count: int, has_gates: bool):
+def rows_of(projection: str, count: int, shape: str):
     """Rows of a projection among the `count` rows of the whole fused weight."""
+    has_gates = shape == "recurrent"
     if projection in ("q_proj", "k_proj", "v_proj"):
         heads = HEADS * (1 + has_gates)
         queries = heads // ((count // CHANNELS - heads) // 2)  # of each group
         grouped = torch.arange(count).view(-1, queries + 2, CHANNELS)
         return grouped[:, {"q_proj": slice(0, queries), "k_proj": queries, "v_proj": queries + 1}[projection]].flatten()
-    halves = {"gate_proj": slice(0, count // 2), "up_proj": slice(count // 2, count)}
+    halves = {"gate_proj": slice(0, count // 2), "up_proj": slice(count // 2, count)} if shape != "mamba" else {}
     return torch.arange(count)[halves.get(projection, slice(0, count))]
 
 
-def expected_gradients(factors: dict, gradients: dict, has_gates: bool = False) -> dict:
+def expected_gradients(factors: dict, gradients: dict, shape: str) -> dict:
     """dA = s·Bᵀ·dW and dB = s·dW·Aᵀ for every pair of factors, stacked over experts."""
     found = {}
     for key in (key for key in factors if key.endswith(".lora_A")):
         a, b = factors[key], factors[key.removesuffix("A") + "B"]
         _, layers, number, *middle, projection, _ = key.removeprefix("lora.").split(".")
         name = ".".join(middle).replace("local_experts", "experts") + ".weight"
-        name += f".{PARTS[projection]}" if projection in PARTS else ""
-        stacked = f"decoder.{layers}.{name}"
-        whole = (
-            gradients[stacked][int(number)] if stacked in gradients else gradients[f"decoder.layers.{number}.{name}"]
+        parts = SPACE_PARTS if projection == "in_proj" else [PARTS[projection]] if projection in PARTS else None
+        names = [name] if parts is None else [f"{name}.{part}" for part in parts]
+        whole = torch.cat(
+            [
+                gradients[f"decoder.{layers}.{each}"][int(number)]
+                if f"decoder.{layers}.{each}" in gradients
+                else gradients[f"decoder.layers.{number}.{each}"]
+                for each in names
+            ],
+            dim=-2,
         )
-        dw = whole[..., rows_of(projection, whole.shape[-2], has_gates), :]
+        dw = whole[..., rows_of(projection, whole.shape[-2], shape), :]
         found[key] = SCALE * b.mT @ dw
         found[key.removesuffix("A") + "B"] = SCALE * dw @ a.mT
     return found
@@ -143,10 +162,15 @@ def test_gradients_of_gated_delta_nets_equal_those_of_the_dense_computation(layo
     check_gradients(*RECURRENT_LAYOUTS[layout], "recurrent", 2 * (7 + 3) + 2 * (4 + 3))
 
 
+@pytest.mark.parametrize("layout", by_default(MAMBA_LAYOUTS, ("tp2-sp",)))
+def test_gradients_of_mamba_equal_those_of_the_dense_computation(layout):
+    check_gradients(*MAMBA_LAYOUTS[layout], "mamba", 2 * 2 + 4 + 2)
+
+
 def check_gradients(size: int, shape: str, flags: str, model_shape: str, projections: int):
     """`projections`: of all layers."""
     (one_weights, one_factors, _, _, one_norm), (dense_loss, gradients) = of_one_rank(shape, model_shape)
-    expected = expected_gradients(one_factors, gradients, model_shape == "recurrent")
+    expected = expected_gradients(one_factors, gradients, model_shape)
     for weights, factors, found, loss, norm in run_world(low_rank, size, f"{shape} {flags}", model_shape):
         assert weights.keys() == one_weights.keys() and factors.keys() == one_factors.keys()
         assert all(torch.equal(weights[key], weight) for key, weight in one_weights.items())
@@ -212,6 +236,12 @@ def test_updates_of_gated_delta_nets_do_not_depend_on_the_layout(layout):
     check_updates(*RECURRENT_LAYOUTS[layout], "recurrent")
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("layout", MAMBA_LAYOUTS)
+def test_updates_of_mamba_do_not_depend_on_the_layout(layout):
+    check_updates(*MAMBA_LAYOUTS[layout], "mamba")
+
+
 def check_updates(size: int, shape: str, flags: str, model_shape: str):
     options = "" if FSDP in flags else "--use-distributed-optimizer"
     ((_, _, one_merged, one_trained),) = run_world(several_updates, 1, f"{shape} {options}", False, model_shape)
@@ -273,7 +303,16 @@ def test_a_checkpoint_of_gated_delta_nets_moves_through_layouts_to_the_bit(tmp_p
     travel(folder, f"{MOE} --bf16", route, False, "recurrent")
 
 
-def travel(tmp_path, shape: str, route: list, value_head: bool, model_shape: str):
+@pytest.mark.long
+def test_a_checkpoint_of_mamba_moves_through_layouts_to_the_bit(tmp_path):
+    for number, shape in enumerate((DENSE, f"{DENSE} --bf16", f"{MAMBA_MOE} --bf16")):
+        route = [(1, ""), (2, f"{TP2} {SP}"), (2, CP2), (2, EP2 if "experts" in shape else FSDP), (1, "")]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        travel(folder, shape, [leg for leg in route if "bf16" not in shape or FSDP not in leg[1]], False, "mamba", 10)
+
+
+def travel(tmp_path, shape: str, route: list, value_head: bool, model_shape: str, projections: int = 4 * 7):
     source, expected, tensors = None, None, []
     for leg, (size, flags) in enumerate(route):
         target = tmp_path / str(leg)
@@ -285,6 +324,6 @@ def travel(tmp_path, shape: str, route: list, value_head: bool, model_shape: str
         tensors.append(stored_tensors(target))
     balancing = {key for key in tensors[0] if key.endswith((".expert_bias", ".expert_share"))}
     assert len(balancing) == (2 * 3 if BIASED in shape else 0) and all(tensors[0][key].any() for key in balancing)
-    assert len([key for key in tensors[0] if ".optimizer." in key]) >= 2 * 2 * 7 * 4  # moments of A and B
+    assert len([key for key in tensors[0] if ".optimizer." in key]) >= 2 * 2 * projections  # moments of A and B
     for key, tensor in tensors[0].items():
         assert torch.equal(tensors[-1][key], tensor), key

@@ -1,5 +1,6 @@
 """PEFT adapters of every family in and out, against PEFT: equal log-probs in any layout, equal factors back."""
 
+import functools
 import importlib.util
 import json
 import shutil
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl import probe
 from megarl.errors import UsageError
+from megarl.mcore.lora.peft_files import read_adapter
 from tests.helpers import hf_folders
 from tests.helpers.hf_layouts import logprobs, role_of
 from tests.helpers.lora_models import draw_factors, trained_state
@@ -25,7 +27,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="ne
 TP2, TP4, SP = (*(f"--tensor-model-parallel-size {size}" for size in (2, 4)), "--sequence-parallel")
 PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
 DENSE, MOE = (
-    ("llama3", "qwen2", "phi4", "gemma2", "olmo2", "qwen35_dense"),
+    ("llama3", "qwen2", "phi4", "gemma2", "olmo2", "qwen35_dense", "nemotron_h"),
     (
         "qwen3_moe",
         "qwen2_moe",
@@ -36,16 +38,18 @@ DENSE, MOE = (
         "deepseek_v2_lite",
         "qwen3_next",
         "qwen35_moe",
+        "nemotron_h_moe",
+        "nemotron_h_latent",
     ),
 )
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
     "tp2-sp": (2, f"{TP2} {SP}", ("phi4", "gemma2", "qwen2_moe", "gpt_oss", "deepseek_v3")),
-    "tp2-sp-recurrent": (2, f"{TP2} {SP}", ("qwen3_next", "qwen35_dense")),
+    "tp2-sp-recurrent": (2, f"{TP2} {SP}", ("qwen3_next", "qwen35_dense", "nemotron_h", "nemotron_h_moe")),
     "tp4-sp": (4, f"{TP4} {SP}", ("llama3", "phi4", "qwen2", "gpt_oss")),  # two ranks share a query group
-    "pp2": (2, PP2, ("llama3", "glm4_moe", "qwen35_dense")),
-    "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss")),
-    "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe", "qwen35_moe")),
+    "pp2": (2, PP2, ("llama3", "glm4_moe", "qwen35_dense", "nemotron_h")),
+    "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss", "nemotron_h_latent")),
+    "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe", "qwen35_moe", "nemotron_h")),
 }
 RSLORA = ("llama3", "qwen2", "qwen3_moe")
 DENSE_TARGETS = [
@@ -64,6 +68,9 @@ RECURRENT = ["in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_
 DENSE_TARGETS += RECURRENT
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 ATTENTION += RECURRENT
+MAMBA = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj"]  # without the out_proj of Mamba-2, which PEFT refuses
+MAMBA_CASES = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent")
+MAMBA_TARGETS = ",".join([*MAMBA, "up_proj", "down_proj"])
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +136,8 @@ def exported(rank: int, folders: dict, flags: str, target: Path) -> dict:
     """Log-probs of each case with drawn factors, which are written to `target`."""
     found = {}
     for case, folder in folders.items():
-        model, place = model_with_factors(folder, f"{flags} --lora-rank 4 --lora-alpha 6")
+        targets = f"--lora-targets {MAMBA_TARGETS}" if case in MAMBA_CASES else ""
+        model, place = model_with_factors(folder, f"{flags} --lora-rank 4 --lora-alpha 6 {targets}")
         draw_factors(model.model)
         model.export_peft(target / case)
         sequences = hf_folders.reference(case).tokens
@@ -163,15 +171,22 @@ def imported(rank: int, adapters: dict, flags: str, target: Path) -> dict:
     return found
 
 
-def make_adapter(folder: Path, target: Path, is_moe: bool, rslora: bool, sequences) -> list[torch.Tensor]:
+def targets_of(case: str) -> dict[str, list[str] | None]:
+    """What PEFT adapts in a case's model."""
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    if case == "nemotron_h":
+        return {"target_modules": [*MAMBA, "up_proj", "down_proj"]}
+    if case in MAMBA_CASES:
+        return {"target_modules": MAMBA, "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"]}
+    of_all = {"target_modules": ATTENTION, "target_parameters": experts} if case in MOE else None
+    return of_all or {"target_modules": DENSE_TARGETS}
+
+
+def make_adapter(folder: Path, target: Path, case: str, rslora: bool, sequences) -> list[torch.Tensor]:
     """Writes a PEFT adapter with random factors; returns the log-probs with it."""
     import peft
 
-    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if is_moe else None
-    config = peft.LoraConfig(
-        r=4, lora_alpha=6, use_rslora=rslora, target_modules=ATTENTION if is_moe else DENSE_TARGETS,
-        target_parameters=parameters, task_type="CAUSAL_LM",
-    )  # fmt: skip
+    config = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=rslora, task_type="CAUSAL_LM", **targets_of(case))
     model = peft.get_peft_model(load(folder), config)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -188,7 +203,7 @@ def made_by_peft(folder_of, tmp_path_factory) -> dict[tuple[str, bool], tuple[Pa
     pairs = [(case, False) for case in DENSE + MOE] + [(case, True) for case in RSLORA]
     target = tmp_path_factory.mktemp("adapters")
     calls = [
-        (folder_of(case), target / f"{case}-{rslora}", case in MOE, rslora, hf_folders.reference(case).tokens)
+        (folder_of(case), target / f"{case}-{rslora}", case, rslora, hf_folders.reference(case).tokens)
         for case, rslora in pairs
     ]
     logprobs = run_in_one_process(make_adapter, calls)
@@ -269,6 +284,27 @@ def test_modules_of_single_experts_are_read(made_by_peft, folder_of, tmp_path):
     ((rows, lora, _),) = (found["qwen3_moe"] for found in run_world(imported, 1, adapters, "", tmp_path / "y"))
     assert lora.rank == 4 and all(torch.equal(a, b) for a, b in zip(rows, fused, strict=True))
     assert len(rows) == len(sequences)
+
+
+def test_names_of_published_code_are_read(made_by_peft, folder_of, tmp_path):
+    """Nemotron-H's own code has its layers in `backbone`, transformers in `model`; patterns match these names."""
+    folder, (adapter, _) = folder_of("nemotron_h"), made_by_peft["nemotron_h", False]
+    shutil.copytree(adapter, tmp_path / "own")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace(".model.layers.", ".backbone.layers."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys().isdisjoint(tensors)
+    save_file(renamed, tmp_path / "own" / "adapter_model.safetensors")
+    role = role_of(folder, "", 1, False)
+    for prefix, path in (("model", adapter), ("backbone", tmp_path / "own")):
+        change_config(path, alpha_pattern={rf"{prefix}\.layers\.0\.mixer\.in_proj": 12})
+    read = functools.partial(read_adapter, args=role.megatron, family=role.hf_model.family)
+    found, expected = read(str(tmp_path / "own")), read(str(adapter))
+    change_config(adapter, alpha_pattern={})
+    assert found.lora == expected.lora and found.factors.keys() == expected.factors.keys()
+    assert all(torch.equal(factor, expected.factors[key]) for key, factor in found.factors.items())
+    plain = read(str(adapter)).factors
+    changed = {key for key, factor in plain.items() if not torch.equal(factor, found.factors[key])}
+    assert changed == {"lora.decoder.layers.0.self_attention.in_proj.in_proj.lora_B"}
 
 
 @pytest.fixture

@@ -56,8 +56,8 @@ AXES = {
               f"{TURNS} {APART} --generation-lag 1 --rollout-correction tis"],
     "experts": [f"{EXPERTS} {flags}" for flags in (
         "", "--moe-z-loss-coeff 0.1", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
-        "--moe-shared-expert-intermediate-size 16", "--moe-layer-freq 2", "--router-replay rollout",
-        "--router-replay old-logprob")],
+        "--moe-shared-expert-intermediate-size 16", "--moe-latent-size 16", "--moe-layer-freq 2",
+        "--router-replay rollout", "--router-replay old-logprob")],
     "attention": ["--qk-layernorm", "--window-size 3,0", "--softmax-type off-by-one", "--softmax-type learnable",
                   "--attn-logit-softcapping 5", "--position-embedding-type learned_absolute", "--kv-channels 16",
                   "--position-embedding-type yarn --rotary-scaling-factor 4", RECURRENT,

@@ -20,9 +20,9 @@ DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope",
 LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite")
 MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe", "qwen3_moe_window", "mixtral",
        "glm4_moe", "glm4_moe_bf16", "gpt_oss", "qwen3_vl_moe", "glm4v_moe", *LATENT)  # fmt: skip
-RECURRENT = ("nemotron_h", "nemotron_h_moe", "qwen3_next", "qwen35_dense", "qwen35_moe", "qwen35_vision",
-             "qwen35_moe_vision")  # fmt: skip
-MOE += ("nemotron_h_moe", "qwen3_next", "qwen35_moe", "qwen35_moe_vision")
+RECURRENT = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_dense", "qwen35_moe",
+             "qwen35_vision", "qwen35_moe_vision")  # fmt: skip
+MOE += ("nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_moe", "qwen35_moe_vision")
 DENSE += ("nemotron_h", "qwen35_dense", "qwen35_vision")
 REWARD = ("llama_reward", "qwen3_reward")
 SUPPORTED = DENSE + MOE + REWARD
@@ -30,7 +30,7 @@ SUPPORTED = DENSE + MOE + REWARD
 FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "gemma2", "gemma3", "olmo2", "olmo3",
             "qwen2_moe_window", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_yarn", "kimi_k2",
             "deepseek_v2", "deepseek_v2_lite", "gemma3_vision", "qwen3_vl", "mistral3", "qwen3_vl_moe", "glm4v_moe",
-            *RECURRENT, *REWARD)  # fmt: skip
+            *(case for case in RECURRENT if case != "nemotron_h_moe"), *REWARD)  # fmt: skip
 SHORT = 24  # tokens that several ranks generate; with the prompt more than any case's attention window
 
 

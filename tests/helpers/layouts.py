@@ -63,6 +63,7 @@ RECURRENT_LAYOUTS = {
     "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),
     "dp2-overlap": (2, DENSE, "--use-distributed-optimizer --overlap-grad-reduce"),
     "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
+    "sharded-cp2": (2, DENSE, f"{CP2} --use-torch-fsdp2"),
     "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
 }

@@ -162,7 +162,6 @@ FAMILIES = {
     },
     "qwen3": {"biases": (config(attention_bias=True), ["attention_bias True: allowed is False"])},
     "nemotron_h": {
-        "latent experts": (config(moe_latent_size=32), ["moe_latent_size 32: allowed is absent"]),
         "convolution without bias": (config(use_conv_bias=False), ["use_conv_bias False: allowed is True"]),
         "activation": (config(mlp_hidden_act="silu"), ["mlp_hidden_act 'silu': allowed is 'relu2'"]),
         "no states": (config(layers_block_type=["mlp"] * 5), ["layers_block_type", "linear_attention of one layer"]),

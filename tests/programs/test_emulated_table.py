@@ -27,7 +27,9 @@ OF_16_BITS = {  # flags -> ranks
     f"{EXPERTS} --expert-model-parallel-size 2": 2, f"{EXPERTS} {TP2} --sequence-parallel": 2,
     f"{EXPERTS} --use-distributed-optimizer --offload": 1, f"{EXPERTS} --expert-model-parallel-size 2 --lora-rank 2": 2,
     f"{EXPERTS} {LAGGING}": 3, OVER_SAMPLED: 1, f"{EXPERTS} --mtp-train --mtp-drafts": 1,
-    f"{TP2} --mtp-train --mtp-drafts": 2,
+    f"{TP2} --mtp-train --mtp-drafts": 2, f"{EXPERTS} --expert-model-parallel-size 2 --mtp-train --mtp-drafts": 2,
+    f"{EXPERTS} --moe-latent-size 16 --expert-model-parallel-size 2": 2,
+    f"{combinations.RECURRENT} --use-torch-fsdp2": 2, f"{combinations.MAMBA} {TP2} --lora-rank 2": 2,
 }  # fmt: skip
 
 

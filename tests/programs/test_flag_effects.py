@@ -25,6 +25,11 @@ COPYING = (
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 LATENT = ("--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8"
           " --v-head-dim 14 --qk-layernorm")  # fmt: skip
+DELTA_NET = ("--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-num-key-heads 2"
+             " --linear-num-value-heads 4 --linear-key-head-dim 24 --linear-value-head-dim 16 --normalization RMSNorm"
+             " --disable-bias-linear")  # fmt: skip
+MAMBA = ("--num-layers 4 --hybrid-layer-pattern M*M- --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2"
+         " --mamba-state-dim 16 --normalization RMSNorm --disable-bias-linear")  # fmt: skip
 YARN, LLAMA3 = "--position-embedding-type yarn", "--use-rope-scaling"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
@@ -41,6 +46,8 @@ RUNS = [  # ranks, flags
     (1, f"--fp16 {SELECTIVE} core_attn mlp --position-embedding-type learned_absolute"),
     (1, f"{EXPERTS} {BALANCE} {SHARED} {GROUPS} {LLAMA3} --router-replay rollout {SELECTIVE} moe"),
     (1, f"{LATENT} {YARN}"),
+    (1, DELTA_NET),
+    (1, f"{MAMBA} {EXPERTS} --hybrid-layer-pattern M*ME --moe-latent-size 16"),
     (2, f"{TP2} --sequence-parallel"),
     (2, f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
 ]
@@ -48,6 +55,7 @@ RUNS = [  # ranks, flags
 # Flags without which another one has no effect or is refused: company -> attributes.
 COMPANY = {
     EXPERTS: "expert_model_parallel_size moe_ffn_hidden_size moe_router_topk",
+    f"{EXPERTS} --disable-bias-linear": "moe_latent_size",
     f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss": "moe_aux_loss_coeff",
     f"{EXPERTS} --moe-router-score-function sigmoid": "moe_router_enable_expert_bias",
     f"{EXPERTS} {GROUPS}": "moe_router_num_groups moe_router_group_score",
@@ -55,6 +63,11 @@ COMPANY = {
     LATENT: "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim latent_norm_epsilon",
     f"{LATENT} {YARN}": "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale mscale_all_dim "
                         "yarn_correction_range_round_to_int rotary_scaling_factor use_rotary_position_embeddings",
+    DELTA_NET: "linear_attention_freq linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+               "linear_value_head_dim linear_conv_kernel_dim attention_output_gate",
+    MAMBA: "mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim mamba_dt_min",
+    MAMBA.replace("M*M-", "MMMM"): "hybrid_layer_pattern",
+    "--normalization RMSNorm --disable-bias-linear": "experimental_attention_variant",
     LLAMA3: "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings",
     "--window-size 3,0": "window_attn_skip_freq window_rotary_base",
     "--swiglu": "glu_linear_offset activation_func_clamp_value",
@@ -84,6 +97,9 @@ VALUES = {
     "moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none", "moe_router_num_groups": "2",
     "moe_router_group_topk": "2", "moe_router_topk": "1 --moe-router-pre-softmax", "position_embedding_type": "none",
     "weight_decay_incr_style": "cosine", "start_weight_decay": "0.15", "end_weight_decay": "0.3",
+    "hybrid_layer_pattern": "M*M-", "experimental_attention_variant": "gated_delta_net --linear-attention-freq 2",
+    "linear_attention_freq": "4", "linear_num_key_heads": "4", "linear_num_value_heads": "8",
+    "linear_conv_kernel_dim": "3", "mamba_num_groups": "4",
     "moe_token_dispatcher_type": "allgather", "pretrained_checkpoint": "x", "no_rope_freq": "2",
 }  # fmt: skip
 

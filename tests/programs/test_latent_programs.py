@@ -21,7 +21,7 @@ FLAGS = (
 MODELS = {
     "latent": ("deepseek_v3_yarn", "--rollout-prefix-caching"),
     "recurrent": ("qwen3_next", ""),
-    "mamba": ("nemotron_h_moe", ""),
+    "mamba": ("nemotron_h_latent", ""),
 }
 TP2_EP2 = "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
 APART = "--role-map actor=0-1;reference=0-1;reward=0-1;rollout=2 --expert-model-parallel-size 2"

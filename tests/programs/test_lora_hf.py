@@ -11,6 +11,7 @@ from megarl.checkpoint import folders
 from tests.helpers import hf_folders
 from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.forked_programs import refusal
 from tests.helpers.lora_models import stored_tensors
 from tests.helpers.programs import metrics, timeless_rows, train, write_lines
 from tests.helpers.tiers import by_default
@@ -22,17 +23,23 @@ RL = (
     " --reward length --kl-coefficient 0.1 --kl-in loss --lr 1e-2 --save-interval 1 --export-hf --export-peft"
 )
 LORA = "--lora-rank 4 --lora-alpha 8"
-CASES = ("llama3", "qwen3_moe", "qwen3_next")
+CASES = ("llama3", "qwen3_moe", "qwen3_next", "nemotron_h_moe")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Folders of a dense model, of one with experts and of one with recurrent states, and a file of prompts."""
+    """Folders of a dense model, of one with experts and of two with recurrent states, and a file of prompts."""
     folder = tmp_path_factory.mktemp("hf")
     for case in CASES:
         hf_folders.write_folder(case, folder / case)
     write_lines(folder / "train.jsonl", [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(16)])
     return folder
+
+
+def lora_of(case: str) -> str:
+    """Factors that can be exported to PEFT, which refuses the out_proj of Mamba-2."""
+    targets = "q_proj,k_proj,v_proj,o_proj,up_proj,down_proj,in_proj"
+    return f"{LORA} --lora-targets {targets}" if case == "nemotron_h_moe" else LORA
 
 
 def argv(data, case: str, save, flags: str = "") -> list[str]:
@@ -44,7 +51,7 @@ def argv(data, case: str, save, flags: str = "") -> list[str]:
 def run(request, data, tmp_path_factory):
     """(case, run folder of two steps)."""
     save = tmp_path_factory.mktemp("runs") / request.param
-    train("rl", argv(data, request.param, save, f"{LORA} --train-iters 2"))
+    train("rl", argv(data, request.param, save, f"{lora_of(request.param)} --train-iters 2"))
     return request.param, save
 
 
@@ -109,7 +116,7 @@ def difference_in_peft(rank: int, source, export, adapter, case: str) -> float:
 
 def test_a_run_resumes_exactly_and_its_base_is_the_reference(run, data, tmp_path):
     case, save = run
-    flags = f"{LORA} --train-iters 2 --load {folders.step_folder(save, 1)}"
+    flags = f"{lora_of(case)} --train-iters 2 --load {folders.step_folder(save, 1)}"
     train("rl", argv(data, case, tmp_path, flags))
     assert timeless_rows(tmp_path, [2]) == timeless_rows(save, [2])
     one, other = (stored_tensors(folders.step_folder(folder, 2)) for folder in (tmp_path, save))
@@ -125,18 +132,28 @@ APART = (
     " --rollout-expert-model-parallel-size 1 --verify-weights"
 )
 OF_STATES = [(2, TP2_EP2), (2, f"{TP2_EP2} --bf16"), (3, f"{APART} --bf16")]
+RECURRENT = {"qwen3_next": {"in_proj_q", "in_proj_z", "in_proj_a"}, "nemotron_h_moe": {"in_proj"}}
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("case", RECURRENT)
 @pytest.mark.parametrize("size, flags", OF_STATES)
-def test_factors_of_gated_delta_nets_roll_out_exactly(size, flags, data, tmp_path):
-    train("rl", argv(data, "qwen3_next", tmp_path, f"{LORA} {flags} --train-iters 3"), size)
+def test_factors_of_recurrent_layers_roll_out_exactly(size, flags, case, data, tmp_path):
+    words = [word for word in argv(data, case, tmp_path, f"{LORA} {flags} --train-iters 3") if word != "--export-peft"]
+    train("rl", words, size)
     rows = metrics(tmp_path)
     assert max(row["rollout/logprob_gap_max"] for row in rows.values()) <= largest_gap_allowed()
     assert rows[3]["kl/reference"] > 0 and rows[1]["actor/ppo_kl_first"] == 0
-    factors = load_file(tmp_path / "peft" / "step_00000003" / "adapter_model.safetensors")
-    changed = {name.rpartition(".lora_B")[0].rpartition(".")[2] for name in factors if factors[name].any()}
-    assert {"in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"} <= changed
+    stored = stored_tensors(folders.step_folder(tmp_path, 3))
+    changed = {key.split(".")[-2] for key in stored if key.endswith(".lora_B") and stored[key].any()}
+    assert RECURRENT[case] | {"out_proj", "q_proj", "o_proj"} <= changed
+
+
+@pytest.mark.long
+def test_an_export_that_peft_refuses_is_refused(data, tmp_path):
+    says = refusal(argv(data, "nemotron_h_moe", tmp_path, f"{LORA} --train-iters 1"))
+    assert "--export-peft: PEFT refuses the out_proj of Mamba-2; give --lora-targets q_proj,k_proj," in says
+    assert says.rstrip().endswith("down_proj,in_proj")
 
 
 def test_an_adapter_starts_another_run(run, data, tmp_path):

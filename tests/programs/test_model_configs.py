@@ -63,6 +63,13 @@ PUBLISHED = {
     "qwen3_235b_a22b": (
         qwen("qwen3_moe", 94, 4096, 12288, 64, 4, **EXPERTS, moe_intermediate_size=1536), 235_093_634_560,
     ),
+    "qwen3_next_80b_a3b": (
+        qwen("qwen3_next", 48, 2048, 5120, 16, 2, head_dim=256, partial_rotary_factor=0.25, rope_theta=10000000,
+             linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+             linear_value_head_dim=128, full_attention_interval=4, num_experts=512, num_experts_per_tok=10,
+             moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True,
+             decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=262144), 79_674_391_296,
+    ),
     "llama3.2_1b": (llama3(16, 2048, 8192, 32, 32.0, 64, True), 1_235_814_400),
     "llama3.2_3b": (llama3(28, 3072, 8192, 24, 32.0, tied=True), 3_212_749_824),
     "llama3.1_8b": (llama3(32, 4096, 14336, 32, 8.0), 8_030_261_248),

@@ -27,7 +27,7 @@ RUNS = {  # ranks, flags
     "context": (2, "--context-parallel-size 2"),
     "experts": (2, f"{EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid"
                    " --moe-router-load-balancing-type none --overlap-grad-reduce --use-distributed-optimizer"),
-    "expert ranks": (2, f"{EXPERTS} --expert-model-parallel-size 2"),  # whose replicas draft nothing
+    "expert ranks": (2, f"{EXPERTS} --expert-model-parallel-size 2"),
     "offload": (2, "--actor-offload"),
     "other ranks": (2, "--role-map actor=0;reward=0;rollout=1 --verify-weights"),
     "generation ahead": (2, "--role-map actor=0;reward=1;rollout=1 --generation-lag 1 --rollout-correction tis"),
@@ -41,8 +41,7 @@ def folder(tmp_path_factory) -> Path:
 
 def argv(save: Path, flags: str) -> list[str]:
     own_shape = any(flag in flags for flag in ("--num-experts", "--linear-attention-freq"))
-    drafts = "" if "--expert-model-parallel-size" in flags else "--mtp-drafts"
-    return rl_argv(save, f"{RUN} {drafts} {flags}", warm_start=not own_shape)
+    return rl_argv(save, f"{RUN} --mtp-drafts {flags}", warm_start=not own_shape)
 
 
 @functools.cache

@@ -54,6 +54,16 @@ NEMOTRON_H: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "nemotron_h_latent": (
+        "ME*E",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 40,
+        },
+    ),
 }
 
 

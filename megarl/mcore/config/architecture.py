@@ -10,6 +10,7 @@ ARCHITECTURE = frozenset({
     "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
     "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "no_rope_freq",
     "untie_embeddings_and_output_weights", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
+    "moe_latent_size",
     "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
     "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",

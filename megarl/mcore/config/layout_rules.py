@@ -222,7 +222,7 @@ def _virtual(args) -> list[LayoutRule]:
 
 def _experts(args) -> list[LayoutRule]:
     experts, size, tensor = args.num_experts or 0, args.expert_model_parallel_size, args.expert_tensor_parallel_size
-    ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    ffn, latent = args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_latent_size
     shared, dense = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
     topk, groups, chosen = args.moe_router_topk, args.moe_router_num_groups, args.moe_router_group_topk
     pattern, layers, dispatcher = args.moe_layer_freq, args.num_layers, args.moe_token_dispatcher_type
@@ -247,6 +247,10 @@ def _experts(args) -> list[LayoutRule]:
         LayoutRule("--hidden-size", args.hidden_size, not is_grouped or args.hidden_size % GROUPED_ALIGNED == 0,
              f"a multiple of {GROUPED_ALIGNED} with --moe-grouped-gemm"),
         LayoutRule("--moe-grouped-gemm", args.moe_grouped_gemm, not is_grouped or args.bf16, "none without --bf16"),
+        LayoutRule("--moe-latent-size", latent, latent is None or experts > 0 and latent > 0,
+             "a number above 0, with --num-experts"),
+        LayoutRule("--moe-latent-size", latent, latent is None or not args.add_bias_linear,
+             "none without --disable-bias-linear"),
         LayoutRule("--moe-shared-expert-intermediate-size", shared,
              shared is None or shared > 0 and _divides(dense, shared),
              f"a multiple, above 0, of --tensor-model-parallel-size {dense}"),

@@ -20,7 +20,7 @@ def check_run(settings, megatron: dict, lora: dict, hf_models: dict):
         return
     flag = flag_of(settings)
     for role in (role for role in ("actor", "rollout") if role in megatron):
-        require(role, _rules(settings, megatron[role]), f"with {flag} ")
+        require(role, _rules(megatron[role]), f"with {flag} ")
     if settings.debug_rollout_only:
         raise UsageError(f"{flag}: not with --debug-rollout-only")
     if lora.get("actor") is not None:
@@ -31,8 +31,8 @@ def check_run(settings, megatron: dict, lora: dict, hf_models: dict):
         raise UsageError("--mtp-drafts: nothing has trained the layer; give --mtp-train, or a model that has it")
 
 
-def _rules(settings, args) -> list[LayoutRule]:
-    stages, experts = args.pipeline_model_parallel_size, args.expert_model_parallel_size
+def _rules(args) -> list[LayoutRule]:
+    stages = args.pipeline_model_parallel_size
     position, impl = args.layernorm_position, args.transformer_impl
     return [
         LayoutRule("--pipeline-model-parallel-size", stages, stages == 1,
@@ -43,8 +43,6 @@ def _rules(settings, args) -> list[LayoutRule]:
         LayoutRule("--window-size", args.window_size, args.window_size is None, "none"),
         LayoutRule("--hybrid-layer-pattern", args.hybrid_layer_pattern, args.hybrid_layer_pattern is None, "none"),
         LayoutRule("--no-rope-freq", args.no_rope_freq, not args.no_rope_freq, "none"),
-        LayoutRule("--expert-model-parallel-size", experts, experts == 1 or not settings.mtp_drafts,
-             "1: replicas that share experts step together"),
     ]  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def _of_spaces(args, on: bool) -> list[LayoutRule]:
           for name in SPACE_SIZES),
         LayoutRule("--mamba-num-groups", groups, not on or groups % (tensor * context) == 0,
              f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
-        LayoutRule("--mamba-num-heads", heads, not on or heads % groups == 0,
+        LayoutRule("--mamba-num-heads", heads, not on or not heads or not groups or heads % groups == 0,
              f"a multiple of --mamba-num-groups {groups}"),
         LayoutRule("--mamba-head-dim", args.mamba_head_dim, not on or args.mamba_head_dim % VECTOR == 0,
              f"a multiple of {VECTOR}"),
@@ -116,19 +116,11 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
         ("--normalization", args.normalization, args.normalization == "RMSNorm", "RMSNorm"),
         ("--disable-bias-linear", False, not args.add_bias_linear, "given"),
         ("--recompute-modules", " ".join(modules), "gdn_norm_out" not in modules, "others than gdn_norm_out"),
-        ("--use-torch-fsdp2", args.use_torch_fsdp2, not args.use_torch_fsdp2 or not args.bf16,
-         "fp32: some parameters have another type,"),
     ]  # fmt: skip
 
 
-def check_run(settings, megatron: dict, lora: dict):
-    """Raises UsageError for settings of a run that its models cannot have.
-
-    `megatron`, `lora`: namespaces and factors of roles.
-    """
-    for role in (role for role in megatron if megatron[role].hybrid_layer_pattern is not None):
-        if lora.get(role) is not None:
-            raise UsageError(f"--lora-rank {lora[role].rank}: not yet with {flag_of(megatron[role])}")
+def check_run(settings, megatron: dict):
+    """Raises UsageError for settings of a run that its models cannot have; `megatron`: namespaces of roles."""
     count, actor = settings.rollout_state_snapshots, megatron.get("actor")
     if count is not None and actor is not None and not has_states(actor):
         raise UsageError(f"--rollout-state-snapshots {count}: needs {FLAG} or {PATTERN}")

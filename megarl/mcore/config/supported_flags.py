@@ -68,7 +68,6 @@ ONLY = {
     "moe_router_padding_for_quantization": (False, "it is for fp8"),
     "moe_single_grouped_weight": (False, "checkpoints and weight transfer have a weight of each expert"),
     "moe_single_grouped_bias": (False, "checkpoints and weight transfer have a bias of each expert"),
-    "moe_latent_size": (None, "latent experts are not supported yet"),
     "experimental_attention_variant": ((None, "gated_delta_net"), "other kinds of attention are not supported yet"),
     "hybrid_context_parallel": (False, "the packed stream is cut evenly over context-parallel ranks"),
     "hierarchical_context_parallel_sizes": (None, "the packed stream is cut evenly over context-parallel ranks"),

@@ -37,4 +37,5 @@ def rules(args) -> list[LayoutRule]:
              f"none without --moe-grouped-gemm {with_it}: experts are grouped"),
         LayoutRule("--num-experts", experts, not experts or not biases,
              f"none without --disable-bias-linear {with_it}"),
+        LayoutRule("--moe-latent-size", args.moe_latent_size, args.moe_latent_size is None, f"none {with_it}"),
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.end_tokens import EndTokensController
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.latent_context import context_of
+from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.recorded_routes import attach_routes
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
@@ -53,7 +54,8 @@ class BuiltEngine:
             prefix_caching: requests with a common prefix share blocks of the cache, within one call; a prefix may be
                 the prompt of an earlier request and what it wrote.
             chunked_prefill: split the prefill of a prompt that does not fit into a step over several steps.
-            step_tokens: maximum tokens of a step; raised if `max_requests` or an unchunked `max_length` needs more.
+            step_tokens: maximum tokens of a step, rounded up; raised if `max_requests` or an unchunked `max_length`
+                needs more.
             cache_in_grad_buffer: the gradient buffer that holds the KV cache; None: the cache has its own memory.
             speculative: decode steps also read drafted tokens, which changes no result.
             decode_graphs: on CUDA, decode steps are graphs where they can be.
@@ -69,7 +71,7 @@ class BuiltEngine:
             block_size_tokens=BLOCK_TOKENS,
             buffer_size_gb=buffer_gb,
             max_requests=-(-max_requests // tp_size) * tp_size,
-            max_tokens=max(step_tokens, min_tokens),
+            max_tokens=PagedContext.round_up_tokens(max(step_tokens, min_tokens), tp_size),  # as steps are padded
             max_sequence_length=max_length,
             pg_collection=pg_collection,
             enable_prefix_caching=prefix_caching,
@@ -112,7 +114,8 @@ class BuiltEngine:
             self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(self.controller, self.context)
         self.drafter = self.engine.drafter if speculative else None
         if prediction is not None:
-            self.engine.prediction = PredictionDrafts(model, prediction, self.context, self.sampling)
+            self.engine.prediction = drafts = PredictionDrafts(model, prediction, self.context, self.sampling)
+            self.controller.predict_for_others = drafts.predict_for_others
         self.context.kv_block_allocator.tokens_of = self._tokens_of
         self.context.request_of = self.engine.get_request
         self._prefill_counts = PrefillCounts()  # when they were taken last

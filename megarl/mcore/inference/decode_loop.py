@@ -88,8 +88,8 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         return wrapper.forward_pass_without_pipeline_parallel(inputs)
 
     def _forward(self, inputs: dict) -> Tensor:
-        """As `forward`; copies recorded routes to the host."""
-        logits, c = self.forward(inputs), self.context
+        """Returns logits [1, N, V] on all pipeline stages; copies recorded routes to the host."""
+        logits, c = self.controller.across_stages(inputs, self.forward), self.context
         routes = c.recorded_routes()
         if routes is not None:
             c.kv_block_allocator.store_routing_per_block(routes[: c.active_token_count].cpu().short().numpy())
@@ -117,10 +117,8 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     @property
     def _only_decodes(self) -> bool:
-        """Whether the next step decodes one more token of each request of the last one. Steps of pipeline stages are
-        Megatron's unless the device plans them."""
-        is_ours = self.controller.stages.count == 1 or self.device_decode.rows() is not None
-        return self.context.only_decodes and is_ours and not admission.may_add(self)
+        """Whether the next step decodes one more token of each request of the last one."""
+        return self.context.only_decodes and not admission.may_add(self)
 
     def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
         """Adds the last new token [n] of each request, and its log-prob; advances to the next step."""

@@ -1,5 +1,7 @@
 """Several end tokens: Megatron's engine compares each sampled token with a single one per request."""
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
@@ -58,6 +60,8 @@ class EndTokensController(TextGenerationController):
     """Megarl's controller: ends a request at any of `end_tokens`, and makes no text of tokens."""
 
     end_tokens = EndTokens()
+    # The part of the layer of multi-token prediction in `dummy_forward`; None: no layer.
+    predict_for_others: Callable[[], None] | None = None
 
     def __init__(self, wrapper, sampling: Sampling):
         """`wrapper`: Megatron's, of the model; `sampling`: takes the place of Megatron's own."""
@@ -72,15 +76,24 @@ class EndTokensController(TextGenerationController):
 
     def _dynamic_step_forward_logits(self, input_ids: Tensor, position_ids: Tensor):
         """Same as Megatron's, by `PipelineStages`."""
-        wrapper, stages = self.inference_wrapped_model, self.stages
-        if stages.count == 1:
+        if self.stages.count == 1:
             return super()._dynamic_step_forward_logits(input_ids, position_ids)
-        stages.receive(stages.input_memory(input_ids.shape[1]))
         inputs = {"tokens": input_ids, "position_ids": position_ids, "attention_mask": None}
-        computed = wrapper.forward_pass_without_pipeline_parallel(inputs)
-        shape = 1, wrapper.inference_context.num_last_token_logits, self.vocab_size
-        self._all_logits_cuda = stages.of_last(computed, shape, logits_dtype(self.model_config))
+        forward = self.inference_wrapped_model.forward_pass_without_pipeline_parallel
+        self._all_logits_cuda = self.across_stages(inputs, forward)
         return None
+
+    def across_stages(self, inputs: dict, forward: Callable[[dict], Tensor]) -> Tensor:
+        """Logits [1, N, V] of a step on all pipeline stages; `forward` computes this stage's part of it."""
+        stages = self.stages
+        stages.receive(stages.input_memory(inputs["tokens"].shape[1]))
+        shape = 1, self.inference_wrapped_model.inference_context.num_last_token_logits, self.vocab_size
+        return stages.of_last(forward(inputs), shape, logits_dtype(self.model_config))
+
+    def _run_dummy_serial_mtp_forward(self):
+        """Same as Megatron's, for megarl's layer."""
+        if self.predict_for_others is not None:
+            self.predict_for_others()
 
     def _transfer_samples_to_cpu(self, active_request_count: int):
         """Same as Megatron's; then sets each request's own end token, which is compared next."""

@@ -229,7 +229,8 @@ class PagedContext(DynamicInferenceContext):
     @property
     def num_last_token_logits(self) -> int:
         """Number of rows of `last_token_logits`; pipeline stages need it before they exchange logits."""
-        return max(super().num_last_token_logits, MIN_ROWS)
+        rows = super().num_last_token_logits if self.draft_rows is None else len(self.draft_rows.requests)
+        return max(rows, MIN_ROWS)
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
         """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], padded to the rows of training."""

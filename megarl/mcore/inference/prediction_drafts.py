@@ -1,6 +1,7 @@
 """Drafts by the layer of multi-token prediction, one token a request and step.
 
-After a step has drawn its tokens, the layer reads the step's hidden states and these tokens. It has keys and values of
+After a step has drawn its tokens, the layer reads the step's hidden states and these tokens: once after each step, as
+replicas that share its experts compute together. It has keys and values of
 its own, in one more layer of the cache: they take part in guesses alone, so that no text depends on them. That of a
 token was computed with the token that followed it in the sequence which was read first; sequences that share blocks or
 rows of a step may go on differently.
@@ -60,6 +61,10 @@ class PredictionDrafts:
         if read.any():
             self._guess(hidden, rows.computed[last][read], ids[read], positions[read])
 
+    def predict_for_others(self):
+        """In a step without requests here: this replica has experts that other replicas' tokens use."""
+        self._predicted(torch.zeros(self._context.padded_active_token_count, dtype=torch.int64))
+
     def _after_prefill(self, drawn: Tensor):
         """After a step that also read prompts, which drew tokens [n]; nothing is guessed after it."""
         c = self._context
@@ -69,8 +74,13 @@ class PredictionDrafts:
         ends, size = c.request_query_lengths[active].long().cumsum(0), c.padded_active_token_count
         following = c.token_to_input_ids[:size].long().cpu().roll(-1)
         following[ends - 1] = drawn[: len(ends)].long().cpu()
+        ids = c.request_ids[active]
+        is_partial = ids == c.chunked_prefill_request_id
+        if is_partial.any():  # the token that was drawn after a part of its prompt is dropped
+            request = c.request_of(c.chunked_prefill_request_id)
+            following[ends[is_partial] - 1] = request.remaining_prompt_tokens[0]
         self._predicted(following)
-        self._guesses[c.request_ids[active].numpy()] = NO_TOKEN
+        self._guesses[ids.numpy()] = NO_TOKEN
 
     def _drawn_at(self) -> tuple[Tensor, Tensor]:
         """([n] ids, [n] positions) of the tokens that the step drew."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.mcore import device
@@ -49,7 +50,7 @@ class SpeculativeEngine(DecodeLoopEngine):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         c, self.device_decode.may_go_ahead = self.context, False
-        costs = costs_of(self.controller.inference_wrapped_model.model)
+        costs = costs_of(self.controller.inference_wrapped_model.model, self.pg_collection.pp)
         self.drafter, self.counts = Drafter(costs, c.max_requests, c.max_sequence_length), DecodeCounts()
         self.max_rows = min(2 * c.max_requests, c.max_tokens)  # bounds the memory of a step's logits
         self.prediction: PredictionDrafts | None = None
@@ -63,13 +64,13 @@ class SpeculativeEngine(DecodeLoopEngine):
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
         c, groups = self.context, self._update_groups()
         count = c.total_request_count
-        if not self._only_decodes or self.controller.stages.count > 1:
+        if not self._only_decodes:
             decoding = count - c.paused_request_count
             if decoding and not c.num_prefill_requests and not admission.may_add(self):
                 self.counts = self.counts.plus(DecodeCounts(steps=1, requests=decoding, tokens=decoding))
             return super().step_modern()
         self.counts = self.counts.plus(DecodeCounts(steps=1, requests=count, tokens=count))
-        if self.is_coupled:  # replicas that share experts have as many rows as they agreed on
+        if self.agreed_rows is not None:  # replicas that share experts have as many rows
             return super().step_modern()
         looks = self.prediction is not None or self.drafter.should_look(count)
         drafts = self._drafts(groups) if looks else None
@@ -183,19 +184,25 @@ class SpeculativeEngine(DecodeLoopEngine):
 
 
 def parameters_of_a_token(model) -> int:
-    """Returns how many of this rank's parameters a token is multiplied by: those of its experts only."""
+    """Returns how many of this rank's parameters a token is multiplied by: those of its experts only, of which other
+    replicas' tokens use as many."""
     config, count = model.config, 0
     for name, parameter in model.named_parameters():
-        share = config.moe_router_topk / config.num_moe_experts if ".experts." in name else 1
+        ranks = config.expert_model_parallel_size
+        share = config.moe_router_topk * ranks / config.num_moe_experts if ".experts." in name else 1
         count += int(parameter.numel() * share)
     return count
 
 
-def costs_of(model) -> StepCosts:
-    """The costs of a decode step on this rank: the same on all tensor-parallel ranks, which must draft the same tokens
-    and may have different numbers of threads."""
-    parameters, config = parameters_of_a_token(model), model.config
+def costs_of(model, stages) -> StepCosts:
+    """The costs of a decode step: the same on all ranks of a replica, which must draft the same tokens and may have
+    different numbers of threads. A collective of its pipeline stages, the group `stages`, which compute in turn."""
+    parameters, config, ranks = parameters_of_a_token(model), model.config, dist.get_world_size(stages)
+    if ranks > 1:
+        total = torch.tensor([parameters], dtype=torch.int64, device=device.device())
+        dist.all_reduce(total, group=stages)
+        parameters = int(total)
     if device.has_cuda():
         return StepCosts.on_gpu(parameters, config.num_layers)
-    threads = torch.get_num_threads() if config.tensor_model_parallel_size == 1 else 1
+    threads = torch.get_num_threads() if config.tensor_model_parallel_size * ranks == 1 else 1
     return StepCosts.on_cpu(parameters, config.num_layers, threads)

@@ -71,7 +71,9 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
     config = _read_config(folder, error)
     tensors = _read_tensors(folder, error)
     head, factors = tensors.pop(HEAD, None), {}
-    modules = peft_modules(args, family)
+    prefixes = family.names.prefixes if family.names else ()  # of published folders, whose code may be their own
+    prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), "model.")
+    modules = peft_modules(args, family, prefix)
     _check_patterns(config, modules, error)
     for module in modules:
         found = _take(module, tensors, config)
@@ -181,7 +183,7 @@ def _pop(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
 def _wrapper(experts: str, parameter: str, tensors: dict[str, Tensor], config: dict) -> str:
     """Name of the wrapper of a parameter: PEFT wraps the down projections around those of gate and up."""
     named = [name.rpartition(".")[2] for name in config.get("target_parameters") or ()]
-    is_inner = parameter == "gate_up_proj" and (f"{experts}.base_layer.lora_A.weight" in tensors)
+    is_inner = parameter != "down_proj" and (f"{experts}.base_layer.lora_A.weight" in tensors)
     if is_inner:
         return f"{experts}.base_layer"
     return experts if parameter == "down_proj" or "down_proj" not in named else f"{experts}.none"
@@ -237,7 +239,7 @@ def write_adapter(
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
             parameters.append(name)
             experts, _, parameter = name.rpartition(".")
-            name = f"{experts}.base_layer" if parameter == "gate_up_proj" and "down_proj" in lora.targets else experts
+            name = f"{experts}.base_layer" if parameter != "down_proj" and "down_proj" in lora.targets else experts
         elif args.num_experts and name.endswith(MLP_TARGETS):
             # Among modules, PEFT would take these names for those of experts, as older transformers had them.
             parameters.append(f"{name}.weight")

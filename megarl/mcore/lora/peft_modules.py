@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.lora.projections import factor_shapes
 from megarl.mcore.lora.settings import IN_PROJ_TARGETS, TARGETS, LoRASettings
-from megarl.mcore.model.projections import LINEARS, HeadLayout
+from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, RecurrentPart, StackedExperts
 
 KEY = re.compile(r"lora\.decoder\.layers\.(\d+)\.(.+)\.(\w+)\.lora_A")
-EXPERT_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}  # of transformers' `mlp.experts`
 
 
 class Member(NamedTuple):
@@ -42,31 +42,32 @@ class PeftModule(NamedTuple):
         return sum(member.rows for member in self.members)
 
 
-def peft_modules(args, family: Family) -> list[PeftModule]:
+def peft_modules(args, family: Family, prefix: str = "model.") -> list[PeftModule]:
     """All modules of a model that may have factors, with their members.
 
     Args:
         args: the role's Megatron namespace.
         family: names the modules.
+        prefix: of the names of all layers.
     """
     shapes, modules = factor_shapes(args, LoRASettings(rank=1, alpha=1.0, rslora=False, targets=TARGETS)), {}
-    heads = HeadLayout.of(args)
+    heads, linears = HeadLayout.of(args), linears_of(args)
+    expert_parameters = {"linear_fc1": "gate_up_proj" if is_gated(args) else "up_proj", "linear_fc2": "down_proj"}
     for key in (key for key in shapes if key.endswith(".lora_A")):
         layer, linear, projection = KEY.fullmatch(key).groups()
         rows = shapes[key[:-1] + "B"][-2]
-        projections = next(names for suffix, names in LINEARS.items() if linear.endswith(suffix))
+        projections = next(names for suffix, names in linears.items() if linear.endswith(suffix))
+        parts = _parts(projection, projections, heads, rows)
         weight = linear.replace("local_experts", "experts") + ".weight"
-        if projections == IN_PROJ_TARGETS:
-            weight += f".{[*heads.recurrent.parts][projections.index(projection)]}"
-        mapping = family.layers[weight]
-        is_expert = "local_experts" in linear
+        mappings = {family.layers[f"{weight}.{part}" if part else weight]: size for part, size in parts.items()}
+        mapping, is_expert = next(iter(mappings)), "local_experts" in linear
         if is_expert:
-            name = f"mlp.experts.{EXPERT_PARAMETERS[linear.rpartition('.')[2]]}"
+            name = f"{family.experts}.{expert_parameters[linear.rpartition('.')[2]]}"
         else:
             number = projections.index(projection) if len(mapping.names) > 1 else 0
             name = mapping.names[number].removesuffix(".weight")
-        members = modules.setdefault((f"model.layers.{layer}.{name}", shapes[key][-1], is_expert), [])
-        outputs = _outputs(mapping, name, rows, heads, members)
+        members = modules.setdefault((f"{prefix}layers.{layer}.{name}", shapes[key][-1], is_expert), [])
+        outputs = _outputs(mappings, name, heads, members)
         members.append(Member(key.removesuffix(".lora_A"), outputs, rows))
     experts = args.num_experts
     return [
@@ -75,10 +76,24 @@ def peft_modules(args, family: Family) -> list[PeftModule]:
     ]
 
 
-def _outputs(mapping: Mapping, name: str, rows: int, heads: HeadLayout, before: list[Member]) -> slice | Tensor:
-    """The rows of a module's output that are those of B; `before`: members of the module in front of this one."""
+def _parts(projection: str, projections: tuple[str, ...], heads: HeadLayout, rows: int) -> dict[str, int]:
+    """Rows of a projection's parts that have keys of their own in checkpoints, by name; "": it has none."""
+    if projections in MAMBA_LINEARS.values():
+        return heads.recurrent.parts
+    return {[*heads.recurrent.parts][projections.index(projection)] if projections == IN_PROJ_TARGETS else "": rows}
+
+
+def _outputs(mappings: dict[Mapping, int], name: str, heads: HeadLayout, before: list[Member]) -> slice | Tensor:
+    """The rows of a module's output that are those of B.
+
+    Args:
+        mappings: of the parts of B, with their rows.
+        before: members of the module in front of this one.
+    """
+    mapping, rows = next(iter(mappings.items()))
     if isinstance(mapping, GatedHeads | RecurrentPart):  # heads take turns
-        ranges = [each for each in mapping.ranges(rows, heads, None) if each.name == f"{name}.weight"]
+        ranges = [each for part, size in mappings.items() for each in part.ranges(size, heads, None)]
+        ranges = [each for each in ranges if each.name == f"{name}.weight"]
         return torch.cat([torch.arange(each.source_row, each.source_row + each.rows) for each in ranges])
     first, step = sum(member.rows for member in before), 1
     if isinstance(mapping, StackedExperts) and mapping.projections > 1:  # their rows take turns

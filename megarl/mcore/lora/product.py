@@ -14,7 +14,8 @@ class LowRankProduct(NamedTuple):
     """How a layer multiplies; factors are passed as [(A [r, K], B [n, r])], one pair per projection.
 
     Under tensor parallelism a column-parallel layer holds its rows of B and the whole A; a row-parallel one its columns
-    of A and the whole B; one whose ranks share query groups the whole A and the whole B, of which it uses rows.
+    of A and the whole B; one whose ranks share query groups, and the first of Mamba-2, the whole A and the whole B, of
+    which it uses rows.
     What is whole gets a part of its gradient on each rank; `group` adds them up.
     """
 
@@ -24,7 +25,7 @@ class LowRankProduct(NamedTuple):
     is_row_parallel: bool
     group: Any  # tensor-parallel ranks of the layer; None: each has the whole layer
     multiply: Product = matmul  # in forward passes
-    held: tuple[Tensor, ...] | None = None  # which rows of each B it uses, if ranks share query groups; None: all
+    held: tuple[Tensor, ...] | None = None  # which rows of each B it uses, if each rank has the whole; None: all
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
         """[…, K] -> […, N]. Rollout and training call it, so their results are equal."""

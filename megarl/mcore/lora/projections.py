@@ -12,14 +12,16 @@ from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.pipeline_layout import layer_kinds
 from megarl.mcore.model.projections import (
     LINEARS,
+    MAMBA_LINEARS,
     HeadLayout,
     Sizes,
     attention_sizes,
+    expert_sizes,
     linears_of,
     mlp_sizes,
     recurrent_sizes,
 )
-from megarl.mcore.recurrence.delta_rule import HeadSizes
+from megarl.mcore.recurrence.layer_sizes import layer_sizes
 
 ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")  # tensor-parallel ranks share their inputs, not their outputs
 
@@ -29,7 +31,7 @@ class Projection(NamedTuple):
 
     name: str
     rows: slice | Tensor  # of the layer's output on this rank
-    whole: int | None = None  # rows of the whole B, if each rank has it because ranks share a query group
+    whole: int | None = None  # rows of the whole B, if each rank has it: its own are no share of equal size, or several
     held: Tensor | None = None  # those of them that this rank uses
 
     @property
@@ -47,14 +49,17 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
         layer: Megatron's column- or row-parallel linear layer.
         args: the role's Megatron namespace.
     """
-    names = next((names for suffix, names in LINEARS.items() if linear.endswith(suffix)), ())
-    count = len(layer.weight)
+    names = next((names for suffix, names in linears_of(args).items() if linear.endswith(suffix)), ())
+    count, device = len(layer.weight), layer.weight.device
+    rank, ranks = dist.get_rank(layer.tp_group), dist.get_world_size(layer.tp_group)
     if names == LINEARS["self_attention.linear_qkv"]:
-        heads, rank, ranks = HeadLayout.of(args), dist.get_rank(layer.tp_group), dist.get_world_size(layer.tp_group)
-        found = _projections_of_heads(heads, torch.arange(count, device=layer.weight.device), rank, ranks)
+        found = _projections_of_heads(HeadLayout.of(args), torch.arange(count, device=device), rank, ranks)
     elif names == LINEARS["self_attention.in_proj"]:
-        starts = [0, *itertools.accumulate(HeadSizes.of(args, dist.get_world_size(layer.tp_group)).parts.values())]
+        starts = [0, *itertools.accumulate(layer_sizes(args, ranks).parts.values())]
         found = [Projection(name, slice(*ends)) for name, ends in zip(names, itertools.pairwise(starts), strict=True)]
+    elif names == MAMBA_LINEARS["self_attention.in_proj"] and ranks > 1:
+        held = _share_of_parts([*layer_sizes(args, ranks).parts.values()], rank, ranks)
+        found = [Projection(names[0], slice(0, count), count * ranks, held.to(device))]
     elif len(names) == 2 and is_gated(args):
         found = [Projection(names[0], slice(0, count // 2)), Projection(names[1], slice(count // 2, count))]
     else:
@@ -77,10 +82,15 @@ def _projections_of_heads(heads: HeadLayout, rows: Tensor, rank: int, ranks: int
     return found
 
 
+def _share_of_parts(sizes: list[int], rank: int, ranks: int) -> Tensor:
+    """Which rows of a whole projection a rank has: its share of each part, of these sizes, one after another."""
+    starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
+    return torch.cat([torch.arange(size) + start + rank * size for start, size in zip(starts[:-1], sizes, strict=True)])
+
+
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
     """Global shapes of all factors of a model by their keys in a checkpoint, which stack the experts."""
-    hidden, linears = args.hidden_size, linears_of(args)
-    shapes = {}
+    linears, shapes = linears_of(args), {}
 
     def add(prefix: str, stacked: tuple[int, ...], sizes: Sizes):
         for suffix, names in linears.items():
@@ -91,11 +101,12 @@ def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
 
     for number, kind in enumerate(layer_kinds(args)):
         layer, shared = f"decoder.layers.{number}", args.moe_shared_expert_intermediate_size
-        add(layer, (), recurrent_sizes(args) if kind.is_recurrent else attention_sizes(args))
-        if not kind.is_moe:
-            add(f"{layer}.mlp", (), mlp_sizes(hidden, args.ffn_hidden_size))
-            continue
-        add(f"{layer}.mlp.experts.local_experts", (args.num_experts,), mlp_sizes(hidden, args.moe_ffn_hidden_size))
-        if shared:
-            add(f"{layer}.mlp.shared_experts", (), mlp_sizes(hidden, shared))
+        if kind.has_mixer:
+            add(layer, (), recurrent_sizes(args) if kind.is_recurrent else attention_sizes(args))
+        if kind.has_mlp and not kind.is_moe:
+            add(f"{layer}.mlp", (), mlp_sizes(args, args.ffn_hidden_size))
+        if kind.is_moe:
+            add(f"{layer}.mlp.experts.local_experts", (args.num_experts,), expert_sizes(args))
+        if kind.is_moe and shared:
+            add(f"{layer}.mlp.shared_experts", (), mlp_sizes(args, shared))
     return shapes

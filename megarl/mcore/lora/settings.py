@@ -9,7 +9,7 @@ ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
 LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of multi-latent attention
 IN_PROJ_TARGETS = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a")
-RECURRENT_TARGETS = (*IN_PROJ_TARGETS, "out_proj")  # of gated delta nets
+RECURRENT_TARGETS = (*IN_PROJ_TARGETS, "in_proj", "out_proj")  # of gated delta nets, of Mamba-2, of both
 TARGETS = ATTENTION_TARGETS + MLP_TARGETS + LATENT_TARGETS + RECURRENT_TARGETS
 
 

@@ -70,7 +70,7 @@ class GatedDeltaNet(RecurrentMixer, _GDNBase):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         # Which rows of the whole matrix a rank holds: its share of each part.
         self.in_proj.weight.parts = self.in_proj_split_sections
-        self.conv1d.weight.parts = (keys, keys, values)
+        self.conv1d.weight.parts = self._convolved = (keys, keys, values)
         self.out_norm = _SplitHeadsNorm(self.sizes.values, config, self.tp_group)
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> Inputs:
@@ -79,7 +79,7 @@ class GatedDeltaNet(RecurrentMixer, _GDNBase):
         x, _, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
         weight, logs, biases = self.conv1d.weight.float(), self.A_log, self.dt_bias
         if shares > 1:
-            weight = torch.cat([part.chunk(shares)[share] for part in weight.split(self.conv1d.weight.parts)])
+            weight = torch.cat([part.chunk(shares)[share] for part in weight.split(self._convolved)])
             logs, biases = logs.chunk(shares)[share], biases.chunk(shares)[share]
         return Inputs(x, a, b, weight, logs, biases)
 

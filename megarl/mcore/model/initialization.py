@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # The standard deviation of these falls with depth (1909.08053 §3, GPT-2).
-SCALED = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
+SCALED = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight", "fc2_latent_proj.weight")
 
 
 def initialize(chunk, seed: int, pg_collection):

@@ -74,7 +74,7 @@ class Mamba2(RecurrentMixer, MegatronModule):
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
         # Which rows of the whole matrix a rank holds: its share of each part.
         self.in_proj.weight.parts = self.in_proj_split_sections
-        self.conv1d.weight.parts = self.conv1d.bias.parts = tuple(parts[name] for name in CONVOLVED)
+        self.conv1d.weight.parts = self.conv1d.bias.parts = self._convolved = tuple(parts[name] for name in CONVOLVED)
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> SpaceInputs:
         """What the state space reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
@@ -84,7 +84,7 @@ class Mamba2(RecurrentMixer, MegatronModule):
         of_heads = self.A_log, self.dt_bias, self.D
         if shares > 1:
             weight, bias = (
-                torch.cat([part.chunk(shares)[share] for part in whole.split(self.conv1d.weight.parts)])
+                torch.cat([part.chunk(shares)[share] for part in whole.split(self._convolved)])
                 for whole in (weight, bias)
             )
             of_heads = tuple(each.chunk(shares)[share] for each in of_heads)

@@ -3,11 +3,13 @@
 Megatron fuses some: `linear_qkv` keeps, for each key and value group, R·D rows of q, D of k and D of v; `linear_fc1`
 all gate rows, then all up rows. With gates of the output a group has its R·D rows of gates after those of q, and
 both are rows of `q_proj`. `in_proj` of a gated delta net has the rows of `HeadSizes.parts`, of which families fuse
-different ones; the names here say the parts. Projections of multi-latent attention are layers of their own.
+different ones; the names here say the parts. That of Mamba-2 is one projection, with the rows of `SpaceSizes.parts`.
+Projections of multi-latent attention are layers of their own.
 """
 
 from typing import NamedTuple
 
+from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
@@ -27,6 +29,7 @@ LINEARS = {
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
+MAMBA_LINEARS = {"self_attention.in_proj": ("in_proj",)}  # instead of those of a gated delta net
 
 Sizes = dict[str, tuple[int, int]]  # rows and columns of projections by name
 
@@ -72,7 +75,8 @@ class HeadLayout(NamedTuple):
 def linears_of(args) -> dict[str, tuple[str, ...]]:
     """Those of `LINEARS` that a model has; of multi-latent attention perhaps more. `args`: its Megatron namespace."""
     absent = "self_attention.linear_qkv" if args.multi_latent_attention else "self_attention.linear_q_proj"
-    return {suffix: names for suffix, names in LINEARS.items() if suffix != absent}  # both have a q_proj
+    found = {suffix: names for suffix, names in LINEARS.items() if suffix != absent}  # both have a q_proj
+    return found if args.hybrid_layer_pattern is None else found | MAMBA_LINEARS
 
 
 def attention_sizes(args) -> Sizes:
@@ -102,14 +106,33 @@ def _latent_attention_sizes(args) -> Sizes:
 
 def recurrent_sizes(args) -> Sizes:
     """Sizes of the projections of a layer with a recurrent state in a model with this Megatron namespace."""
-    parts, names = HeadSizes.of(args, 1).parts, LINEARS["self_attention.in_proj"]
-    sizes = {name: (rows, args.hidden_size) for name, rows in zip(names, parts.values(), strict=True)}
-    return sizes | {"out_proj": (args.hidden_size, parts["value"])}
+    sizes, hidden = layer_sizes(args, 1), args.hidden_size
+    found = {"out_proj": (hidden, sizes.heads * sizes.values)}
+    if isinstance(sizes, SpaceSizes):
+        return found | {"in_proj": (sum(sizes.parts.values()), hidden)}
+    names = LINEARS["self_attention.in_proj"]
+    return found | {name: (rows, hidden) for name, rows in zip(names, sizes.parts.values(), strict=True)}
 
 
-def mlp_sizes(hidden: int, ffn: int) -> Sizes:
-    """Sizes of the projections of a gated MLP or expert."""
-    return {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+def mlp_sizes(args, ffn: int, width: int | None = None) -> Sizes:
+    """Sizes of the projections of an MLP with `ffn` channels in a model with this Megatron namespace.
+
+    `width`: of what it reads and writes; default: of hidden states.
+    """
+    width = width or args.hidden_size
+    gate = {"gate_proj": (ffn, width)} if is_gated(args) else {}
+    return gate | {"up_proj": (ffn, width), "down_proj": (width, ffn)}
+
+
+def expert_sizes(args) -> Sizes:
+    """Sizes of the projections of a routed expert."""
+    return mlp_sizes(args, args.moe_ffn_hidden_size or args.ffn_hidden_size, args.moe_latent_size)
+
+
+def latent_projections(args) -> Sizes:
+    """Sizes of the projections to and from experts' latents, by their names; none without."""
+    hidden, latent = args.hidden_size, args.moe_latent_size
+    return {"fc1_latent_proj": (latent, hidden), "fc2_latent_proj": (hidden, latent)} if latent else {}
 
 
 def linear_sizes(args, sizes: Sizes) -> Sizes:

@@ -27,13 +27,15 @@ from megarl.mcore.kernels.linear import forward_product
 from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
 from megarl.mcore.kernels.swiglu_mlp import is_plain_swiglu
 from megarl.mcore.moe import equal_rows
+from megarl.mcore.moe.latent import own_projections
 
 
 class MixtureLayer(MoELayer):
     """Megatron's MoE layer; `forward` takes the direct path where it can."""
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
+    def __init__(self, config, *args, pg_collection=None, **kwargs):
+        with own_projections(pg_collection.tp):
+            super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         c, self._ep_size = self.experts.config, dist.get_world_size(self.ep_group)
         is_plain = is_plain_swiglu(c) and not c.moe_apply_probs_on_input
         is_supported = self.experts.tp_group.size() == 1 and not c.moe_latent_size and not self.shared_expert_overlap

@@ -2,7 +2,8 @@
 
 PyTorch's `fully_shard` gathers a transformer layer during its forward or backward; embeddings and head stay gathered
 during those of the whole model. Megatron's wrapper hard-codes "cuda", averages gradients and cannot tie embeddings.
-This one replaces Megatron's DistributedDataParallel, sums gradients, and runs on every device.
+This one replaces Megatron's DistributedDataParallel, sums gradients, and runs on every device. `fully_shard` cannot
+mix types in a layer: fp32 vectors of a layer of 16 bits (decays of recurrent states) stay whole on every rank.
 """
 
 import contextlib
@@ -11,9 +12,11 @@ from typing import NamedTuple
 
 import megatron.core.dist_checkpointing.optimizer as checkpoint_optimizer
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.optimizer import clip_grads
 from packaging.version import Version
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -25,6 +28,9 @@ from megarl.mcore import device
 # Megatron looks up a parameter's optimizer state by the identity of its local tensor, but torch creates a new one at
 # every call. Without the conversion, entries describe whole parameters and moments; `local_rows` slices them.
 checkpoint_optimizer.to_local_if_dtensor = lambda tensor: tensor
+# For the norm of all gradients Megatron looks up the ranks of sharded ones, and forgets them at one that is whole.
+_group_of = clip_grads.get_data_parallel_group_if_dtensor
+clip_grads.get_data_parallel_group_if_dtensor = lambda tensor, found=None: _group_of(tensor, found) or found
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
@@ -37,8 +43,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def __init__(self, config, ddp_config, module, pg_collection):
         """Takes the arguments of DistributedDataParallel; `module` has equal weights on every rank of the group."""
         super().__init__(config=config, module=module)
-        self.ddp_config = ddp_config
+        self.ddp_config, self._group = ddp_config, pg_collection.dp_cp
         shard(module, pg_collection, ddp_config.grad_reduce_in_fp32)
+        for parameter in self._whole_parameters():
+            parameter.shared = dist.get_rank(self._group) > 0  # counted once in gradient norms
 
     def zero_grad_buffer(self):
         """Drops the references to the last update's gradients; `zero_grad` of the optimizer frees them."""
@@ -46,23 +54,36 @@ class FullyShardedDataParallel(_BaseDataParallel):
             parameter.main_grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool = False):
-        """Sets `main_grad`, which Megatron's optimizers read, to the gradients; backward has already reduced them."""
+        """Sets `main_grad`, which Megatron's optimizers read, to the gradients; backward has already reduced those of
+        sharded parameters."""
+        grads = [parameter.grad for parameter in self._whole_parameters()]
+        if grads:
+            flat = torch.cat(grads)
+            dist.all_reduce(flat, group=self._group)
+            for grad, total in zip(grads, flat.split([len(grad) for grad in grads]), strict=True):
+                grad.copy_(total)
         for parameter in self.module.parameters():
             parameter.main_grad = parameter.grad
+
+    def _whole_parameters(self) -> list[torch.nn.Parameter]:
+        """The trained vectors that each rank has whole."""
+        return [p for p in self.module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
 
 
 def shard(chunk, pg_collection, reduce_in_fp32: bool = False):
     """Shards a chunk's parameters by rows over `pg_collection.dp_cp`, in place, for training or scoring.
 
-    Forward passes gather the parameters they need and free them again, with and without gradients.
+    Forward passes gather the parameters they need and free them again, with and without gradients. Parameters of
+    another type than the chunk's stay whole.
     """
     mesh = DeviceMesh.from_group(pg_collection.dp_cp, device.device().type)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if reduce_in_fp32 else None, cast_forward_inputs=False)
     attributes = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
+    whole_ones = {parameter for parameter in chunk.parameters() if parameter.dtype != chunk.config.params_dtype}
     for parameter in chunk.parameters() if reduce_in_fp32 else ():
         parameter.grad_dtype = torch.float32  # else micro-batches would accumulate in the parameter's precision
     for module in (*chunk.decoder.layers, chunk):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=whole_ones or None)
         if reduce_in_fp32:
             _keep_fp32_gradients(module)
         module.set_gradient_divide_factor(1.0)  # losses are local sums over global counts, so gradients are summed

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator
 from itertools import chain
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 SCALER = "grad_scaler"
@@ -86,12 +86,14 @@ def read_main_weights(state: dict, held: Container[str]):
     def redirect(entry):
         if not isinstance(entry, ShardedTensor | ShardedTensorFactory) or entry.data.dtype != torch.float32:
             return entry
-        role, name = entry.key.split(".", 1)
+        # A weight of several parts has a key of each, and all or none are there.
+        part = next(iter(nested_values(entry.build()))).key if isinstance(entry, ShardedTensorFactory) else entry.key
+        (role, name), suffix = entry.key.split(".", 1), part.removeprefix(entry.key)
         for kind in _MAIN:
             name = name.removeprefix(f"{_STATES}{kind}.")
         if not name.startswith(_STATES):  # no moment
             copies = [f"{role}.{_STATES}{kind}.{name}" for kind in _MAIN]
-            entry.key = next((key for key in copies if key in held), f"{role}.{name}")
+            entry.key = next((key for key in copies if key + suffix in held), f"{role}.{name}")
         return entry
 
     dict_list_map_inplace(redirect, {"model": state["model"], "optimizer": state["optimizer"]})

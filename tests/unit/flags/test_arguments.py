@@ -180,7 +180,7 @@ def test_flags_that_megarls_own_layers_would_ignore_are_rejected(argv):
     ["--fp8-format", "hybrid"], ["--multi-latent-attention"], ["--optimizer", "sgd"],
     ["--position-embedding-type", "mrope"], ["--moe-router-fusion"], ["--moe-enable-routing-replay"],
     ["--moe-input-jitter-eps", "0.1"], ["--moe-expert-capacity-factor", "1"], ["--moe-router-force-biased", "1"],
-    ["--moe-expert-rank-capacity-factor", "1"], ["--moe-router-force-load-balancing"], ["--moe-latent-size", "32"],
+    ["--moe-expert-rank-capacity-factor", "1"], ["--moe-router-force-load-balancing"],
 ])  # fmt: skip
 def test_unsupported_features_are_rejected(argv):
     assert argv[0].removesuffix("-format") in refusal(argv)

@@ -4,7 +4,14 @@ import pytest
 
 from megarl.errors import UsageError
 from megarl.flags import lora
-from megarl.mcore.lora.settings import ALL_LINEAR, LATENT_TARGETS, RECURRENT_TARGETS, TARGETS, LoRASettings
+from megarl.mcore.lora.settings import (
+    ALL_LINEAR,
+    IN_PROJ_TARGETS,
+    LATENT_TARGETS,
+    RECURRENT_TARGETS,
+    TARGETS,
+    LoRASettings,
+)
 from tests.helpers.tiny_models import parse_roles
 
 
@@ -28,7 +35,11 @@ def test_defaults():
     assert lora_of("--lora-rank 8", shape="gpt2").targets == tuple(name for name in targets if name != "gate_proj")
     of_latents = tuple(name for name in TARGETS if name not in ("q_proj", "k_proj", "v_proj", *RECURRENT_TARGETS))
     assert lora_of("--lora-rank 8 --lora-targets all-linear", shape="latent").targets == of_latents
-    assert lora_of("--lora-rank 8", shape="recurrent").targets == targets + RECURRENT_TARGETS
+    assert lora_of("--lora-rank 8", shape="recurrent").targets == (*targets, *IN_PROJ_TARGETS, "out_proj")
+    of_spaces = tuple(name for name in targets if name != "gate_proj")
+    assert lora_of("--lora-rank 8", shape="mamba").targets == (*of_spaces, "in_proj", "out_proj")
+    few = "--hybrid-layer-pattern MM --num-layers 2"
+    assert lora_of(f"--lora-rank 8 {few}", shape="mamba").targets == ("in_proj", "out_proj")
 
 
 def test_values():
@@ -60,12 +71,20 @@ def test_what_is_refused(flags, size, says):
 
 @pytest.mark.parametrize("shape, name, needs", [
     ("llama", "q_a_proj", "--multi-latent-attention"), ("llama", "kv_b_proj", "--multi-latent-attention"),
-    ("llama", "in_proj_z", "--experimental-attention-variant"),
+    ("llama", "in_proj_z", "--experimental-attention-variant"), ("llama", "in_proj", "--hybrid-layer-pattern"),
+    ("llama", "out_proj", "--experimental-attention-variant or --hybrid-layer-pattern"),
+    ("recurrent", "in_proj", "--hybrid-layer-pattern"), ("mamba", "in_proj_z", "--experimental-attention-variant"),
     ("latent", "q_proj", "no --q-lora-rank"), ("latent", "v_proj", "no --multi-latent-attention"),
 ])  # fmt: skip
 def test_targets_are_those_of_the_models_attention(shape, name, needs):
     with pytest.raises(UsageError, match=f"the actor has no {name}, which needs {needs}"):
         lora_of(f"--lora-rank 4 --lora-targets o_proj,{name}", shape=shape)
+
+
+@pytest.mark.parametrize("pattern, name, needs", [("M-M-", "q_proj", r"a \* in"), ("M*M*", "up_proj", "a - or E in")])
+def test_targets_are_those_of_the_models_layers(pattern, name, needs):
+    with pytest.raises(UsageError, match=f"has no {name}, which needs {needs} --hybrid-layer-pattern"):
+        lora_of(f"--lora-rank 4 --lora-targets in_proj,{name} --hybrid-layer-pattern {pattern}", shape="mamba")
 
 
 def test_a_model_without_gates_has_no_gate_proj():

@@ -20,6 +20,8 @@ MODELS = [
     (f"{TP2} --sequence-parallel {PP2} {MOE} {SHARED} {EP2}", "llama", False, 4),
     (f"{TP2} --num-query-groups 1", "llama", False, 2),
     ("", "recurrent", False, 1), (f"{TP2} --num-query-groups 1 --bf16", "recurrent", False, 2),
+    ("", "mamba", False, 1), (f"{TP2} --sequence-parallel --bf16", "mamba", False, 2),
+    (f"--moe-latent-size 24 {MOE} {SHARED} {EP2}", "llama", False, 2),
     ("", "latent", False, 1), (f"{TP2} --sequence-parallel {MOE} {SHARED} {EP2}", "latent", False, 4),
 ]  # fmt: skip
 

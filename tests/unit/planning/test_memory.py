@@ -40,6 +40,7 @@ MODELS = [
     ("--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "llama", False, 2),
     ("--num-layers 4 --bf16", "recurrent", False, 2), (f"{TP2} {PP2}", "recurrent", True, 4),
     (f"{TP2} {PP2} --bf16", "mamba", True, 4), (f"{MOE} --hybrid-layer-pattern ME*M", "mamba", False, 1),
+    (f"{MOE} --hybrid-layer-pattern ME*M --moe-latent-size 40 {SP2} {EP2}", "mamba", False, 4),
     ("", "latent", True, 1), (f"{TP2} --bf16", "latent", False, 2),
     (f"{DENSE_FIRST} {SP2} {EP2} {PP2}", "latent", False, 8),
     (f"{TP2} --layernorm-position post --qk-layernorm-all-heads --num-query-groups 1", "llama", False, 2),
@@ -189,14 +190,14 @@ def local(tensor):
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def sharded_step(rank: int, flags: list[str]) -> list:
+def sharded_step(rank: int, cases: list[tuple[str, str]]) -> list:
     """(real, planned) bytes of weights, gradients and states of a sharded role; of the first rank, which has most."""
     from megarl.mcore.model import forward_pass
     from megarl.mcore.parallel import pipeline
 
     found = []
-    for text in flags:
-        args, pg_collection, stages, wrapped, optimizer = build(f"{SHARDED} {text}", "llama", False)
+    for text, shape in cases:
+        args, pg_collection, stages, wrapped, optimizer = build(f"{SHARDED} {text}", shape, False)
         pipeline.run_microbatches(
             wrapped, [ragged_tokens(LENGTHS)], lambda chunk, part: forward_pass.token_scores(chunk, *part, 1.0, VOCAB),
             lambda out, part: (out.logprobs.sum(), torch.zeros(1)), pg_collection, train=True,
@@ -331,7 +332,9 @@ def test_a_moving_average_has_the_planned_bytes(flags, ranks):
 
 
 def test_sharded_roles_hold_their_rows():
-    first, second = run_world(sharded_step, 2, ["", "--bf16", "--ffn-hidden-size 33 --make-vocab-size-divisible-by 21"])
+    odd = "--ffn-hidden-size 33 --make-vocab-size-divisible-by 21"
+    cases = [("", "llama"), ("--bf16", "llama"), (odd, "llama"), ("--bf16", "recurrent"), ("--bf16", "mamba")]
+    first, second = run_world(sharded_step, 2, cases)
     for (real, planned), (other, _) in zip(first, second, strict=True):
         assert real == planned
         assert all(other[i] <= real[i] for i in range(3))

@@ -45,11 +45,18 @@ NEMOTRON_3 = NEMOTRON_H | {
     "mamba_num_heads": 64, "num_key_value_heads": 2, "n_routed_experts": 128, "num_experts_per_tok": 6,
     "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+NEMOTRON_3_SUPER = NEMOTRON_3 | {
+    "hidden_size": 4096, "mamba_num_heads": 128, "num_attention_heads": 32, "n_routed_experts": 512,
+    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*" + 4 * "EMEMEMEMEM*" + "EMEMEMEM*EMEMEMEME",
+    "num_experts_per_tok": 22, "moe_intermediate_size": 2688, "moe_shared_expert_intermediate_size": 5376,
+    "moe_latent_size": 1024, "routed_scaling_factor": 5.0,
+}  # fmt: skip
 
 # config.json, parameters in all and of one token in billions: 2412.19437, 2507.20534, 2405.04434 and its appendix B.
 MODELS = {"V3": (V3, 671, 37), "K2": (K2, 1026, 32), "V2": (V2, 236, 21), "V2-Lite": (V2_LITE, 15.7, 2.4),
           "Qwen3-Next": (QWEN3_NEXT, 79.7, 3.3),  # of its card, which says 80 and 3
-          "Nemotron-H-8B": (NEMOTRON_H, 8.1, 8.1), "Nemotron-3-Nano": (NEMOTRON_3, 31.6, 3.2)}  # fmt: skip
+          "Nemotron-H-8B": (NEMOTRON_H, 8.1, 8.1), "Nemotron-3-Nano": (NEMOTRON_3, 31.6, 3.2),
+          "Nemotron-3-Super": (NEMOTRON_3_SUPER, 121, 12.7)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

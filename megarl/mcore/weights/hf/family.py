@@ -169,6 +169,7 @@ class Family(NamedTuple):
     # The language model is described by `text_config`, of the type `config_type`.
     multimodal: Multimodal | None = None
     names: OwnNames | None = None
+    experts: str = "mlp.experts"  # module of all experts in transformers
 
 
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")

@@ -3,9 +3,16 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.pipeline_layout import LayerKind, prediction_kind
-from megarl.mcore.model.projections import HeadLayout, attention_sizes, linear_sizes, mlp_sizes
+from megarl.mcore.model.projections import (
+    HeadLayout,
+    Sizes,
+    attention_sizes,
+    expert_sizes,
+    latent_projections,
+    linear_sizes,
+    mlp_sizes,
+)
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceSizes
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, PREDICTED, PREDICTED_LAYER
@@ -111,7 +118,7 @@ def _query_and_key_norms(args) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp(args) -> dict[str, tuple[int, ...]]:
-    return _projections(args, "mlp", args.ffn_hidden_size, args.add_bias_linear)
+    return _projections(args, "mlp", mlp_sizes(args, args.ffn_hidden_size), args.add_bias_linear)
 
 
 def _experts(args) -> dict[str, tuple[int, ...]]:
@@ -121,19 +128,17 @@ def _experts(args) -> dict[str, tuple[int, ...]]:
         shapes["mlp.router.bias"] = (experts,)
     if args.moe_router_enable_expert_bias:
         shapes["mlp.router.expert_bias"] = (experts,)
-    ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    shapes |= _projections(args, "mlp.experts.experts", ffn, args.add_bias_linear)
+    shapes |= {f"mlp.{name}.weight": size for name, size in latent_projections(args).items()}
+    shapes |= _projections(args, "mlp.experts.experts", expert_sizes(args), args.add_bias_linear)
     if args.moe_shared_expert_intermediate_size:
-        shapes |= _projections(args, "mlp.shared_experts", args.moe_shared_expert_intermediate_size, False)
+        sizes = mlp_sizes(args, args.moe_shared_expert_intermediate_size)
+        shapes |= _projections(args, "mlp.shared_experts", sizes, False)
     if args.moe_shared_expert_gate:
         shapes["mlp.shared_experts.gate_weight"] = (1, hidden)
     return shapes
 
 
-def _projections(args, module: str, ffn: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
-    sizes = mlp_sizes(args.hidden_size, ffn)
-    if not is_gated(args):
-        del sizes["gate_proj"]
+def _projections(args, module: str, sizes: Sizes, has_bias: bool) -> dict[str, tuple[int, ...]]:
     linears = linear_sizes(args, sizes)
     shapes = {f"{module}.{linear}.weight": size for linear, size in linears.items()}
     return shapes | ({f"{module}.{linear}.bias": size[:1] for linear, size in linears.items()} if has_bias else {})

@@ -31,13 +31,12 @@ WRONG = {
     "LayerNorm": ("--normalization LayerNorm", "--normalization LayerNorm: allowed is RMSNorm with"),
     "recomputed norm": ("--recompute-granularity selective --recompute-modules gdn_norm_out",
                         "--recompute-modules gdn_norm_out: allowed is others than gdn_norm_out"),
-    "sharded 16 bits": ("--use-torch-fsdp2 --bf16", "--use-torch-fsdp2 True: allowed is fp32"),
     "norm of all heads": ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads True: allowed is none with"),
     "biases with gates": ("--add-qkv-bias", "--attention-output-gate True: allowed is none with biases"),
     "factors of attention": ("--lora-rank 2 --lora-targets q_proj --pipeline-model-parallel-size 2",
-                             "--lora-targets q_proj: a pipeline stage of the actor has only layers with a recurrent"),
+                             "--lora-targets q_proj: a pipeline stage of the actor has none of these"),
     "factors of states": ("--lora-rank 2 --lora-targets in_proj_z,out_proj --pipeline-model-parallel-size 2",
-                          "--lora-targets in_proj_z,out_proj: a pipeline stage of the actor has only layers without a"),
+                          "--lora-targets in_proj_z,out_proj: a pipeline stage of the actor has none of these"),
 }  # fmt: skip
 ALONE = [("linear-num-key-heads", 4), ("linear-num-value-heads", 4), ("linear-key-head-dim", 8),
          ("linear-value-head-dim", 16), ("linear-conv-kernel-dim", 3), ("linear-attention-freq", 2)]  # fmt: skip
@@ -50,6 +49,7 @@ WRONG_MAMBA = {
     "groups": ("--mamba-num-groups 1 --tensor-model-parallel-size 2",
                "--mamba-num-groups 1: allowed is a multiple of --tensor-model-parallel-size 2"),
     "heads": ("--mamba-num-heads 7", "--mamba-num-heads 7: allowed is a multiple of --mamba-num-groups 2"),
+    "no groups": ("--mamba-num-groups 0", "--mamba-num-groups 0: allowed is 1 or more"),
     "channels": ("--mamba-head-dim 8", "--mamba-head-dim 8: allowed is a multiple of 16"),
     "state": ("--mamba-state-dim 0", "--mamba-state-dim 0: allowed is 1 or more"),
     "smallest step": ("--mamba-dt-min -1", "--mamba-dt-min -1.0: allowed is 0 or more"),
@@ -58,7 +58,11 @@ WRONG_MAMBA = {
     "both kinds": (f"{FLAG} gated_delta_net --linear-attention-freq 2", "M-*M: allowed is none with"),
     "frequency of experts": ("--moe-layer-freq 2", "--moe-layer-freq 2: allowed is none with --hybrid-layer-pattern"),
     "fp16": ("--fp16", "--fp16 True: allowed is --bf16 or fp32"),
-    "factors": ("--lora-rank 2", "--lora-rank 2: not yet with --hybrid-layer-pattern M-*M"),
+    "factors of a stage": ("--lora-rank 2 --lora-targets up_proj --pipeline-model-parallel-size 2",
+                           "--lora-targets up_proj: a pipeline stage of the actor has none of these"),
+    "factors of a virtual stage": ("--lora-rank 2 --lora-targets in_proj,down_proj --pipeline-model-parallel-size 2"
+                                   " --num-layers-per-virtual-pipeline-stage 1",
+                                   "--lora-targets down_proj,in_proj: a pipeline stage of the actor has none of these"),
 }  # fmt: skip
 
 

@@ -19,6 +19,8 @@ REFUSED = {  # what is asked besides -> what is said
     "experts apart": ("llama", EXPERTS, "--num-experts 4: allowed is none without --moe-grouped-gemm"),
     "biases of experts": ("gpt2", f"{EXPERTS} --moe-grouped-gemm",
                           "--num-experts 4: allowed is none without --disable-bias-linear"),
+    "latents of experts": ("llama", f"{EXPERTS} --moe-grouped-gemm --moe-latent-size 16",
+                           "--moe-latent-size 16: allowed is none with"),
 }  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def test_what_its_layers_do_not_compute_is_refused(case, installed):
 def test_every_rule_is_tested(installed):
     args = parse_roles("", 1)["actor"].megatron
     wrong = Namespace(**vars(args) | {"multi_latent_attention": True, "use_torch_fsdp2": True, "num_experts": 2,
-                                      "fp32_residual_connection": True, "add_bias_linear": True})  # fmt: skip
+                                      "moe_latent_size": 16, "add_bias_linear": True})  # fmt: skip
     assert not any(rule.holds for rule in transformer_engine.rules(wrong))
     assert len(transformer_engine.rules(wrong)) == len(REFUSED)
 

@@ -14,7 +14,7 @@ from tests.helpers.worlds import run_world
 
 LIMIT = 23
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
-TP2 = "--tensor-model-parallel-size 2"
+TP2, EP2 = "--tensor-model-parallel-size 2", "--expert-model-parallel-size 2"
 
 
 def expected_guesses(model, layer, rows, draw) -> list[list[int]]:
@@ -51,6 +51,8 @@ def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     model, args, place = build(flags, shape)
     layer = PredictionLayer(args, place.pg_collection).requires_grad_(False)
     sampling, requests = settings_of(**(sampling or {})), make_requests(LIMIT, count)
+    if args.expert_model_parallel_size > 1:  # the other replica ends first, and then computes for this one alone
+        requests = [replace(request, max_new_tokens=LIMIT >> place.dp_rank) for request in requests]
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
     settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
     plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)
@@ -100,6 +102,12 @@ def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((1, {"shape": "gpt2", "sampling": {"greedy": True}}, True)),
     (2, {"flags": f"{TP2} --sequence-parallel", "count": 5}, True),
     long((2, {"shape": "recurrent", "flags": TP2, "end": (3,)}, True)),
+    long((1, {"chunked_prefill": True, "step_tokens": 34, "sampling": {"greedy": True}}, True)),
+    long((1, {"shape": "latent", "flags": EXPERTS, "chunked_prefill": True, "step_tokens": 40}, True)),
+    (2, {"flags": f"{EXPERTS} {EP2}", "end": (3, 5), "routes": True}, True),
+    long((2, {"shape": "recurrent", "flags": f"{EXPERTS} {EP2}", "max_requests": 8, "buffer_gb": 0.002}, True)),
+    long((2, {"shape": "latent", "flags": f"{EXPERTS} {EP2}", "chunked_prefill": True, "step_tokens": 40}, True)),
+    long((4, {"flags": f"{EXPERTS} {EP2} {TP2} --sequence-parallel", "end": (3,)}, True)),
 ], ids=str)  # fmt: skip
 def test_predictions_change_no_bit_and_are_those_of_a_forward_over_the_text(ranks, case, is_exact):
     """Not `is_exact`: requests share rows, whose keys are those of the one that was read."""

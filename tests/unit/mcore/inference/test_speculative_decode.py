@@ -14,6 +14,7 @@ from tests.helpers.worlds import run_world
 
 LONG = 23  # new tokens: two to four blocks of 16 with the prompt
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+PP2 = "--pipeline-model-parallel-size 2"
 WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
 
 
@@ -68,6 +69,8 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
 
     model, _, place = build(flags, shape)
     requests, sampling = make_requests(limit, count), settings_of(**(sampling or {}))
+    if "--expert-model" in flags:  # the other replica ends first, and then computes for this one alone
+        requests = [replace(request, max_new_tokens=limit >> place.dp_rank) for request in requests]
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
     settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
     plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)
@@ -103,9 +106,18 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((1, {"shape": "mamba", "end": (3,), "siblings": 4, "sampling": {"greedy": True}, "buffer_gb": 0.004})),
     long((2, {"shape": "recurrent", "flags": "--tensor-model-parallel-size 2", "end": (3,)})),
     (1, {"flags": "--final-logit-softcapping 3"}),
+    (2, {"flags": PP2, "end": (3,), "count": 5}),
+    long((2, {"flags": PP2, "end": (3,), "siblings": 4, "sampling": {"greedy": True}, "buffer_gb": 0.0001,
+              "max_requests": 6})),
+    long((2, {"flags": f"--num-layers 4 {PP2}", "shape": "recurrent", "end": (3,), "buffer_gb": 0.002})),
+    long((4, {"flags": f"{PP2} --tensor-model-parallel-size 2", "max_requests": 4, "sampling": {"temperature": 0.7}})),
+    long((4, {"flags": f"{EXPERTS} --expert-model-parallel-size 2 {PP2}", "end": (3,)})),
     long((1, {"flags": EXPERTS, "end": (3,), "routes": True})),
     long((2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)})),
     (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
+    (2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "end": (3,), "routes": True}),
+    long((2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "shape": "recurrent", "buffer_gb": 0.004,
+              "end": (3,)})),
 ], ids=str)  # fmt: skip
 def test_drafts_change_no_bit(ranks, case):
     for plain, found in run_world(functools.partial(with_and_without, **case), ranks):
@@ -155,11 +167,11 @@ def test_the_same_text_is_computed_once():
 def costs(rank, flags):
     from megarl.mcore.inference.speculative_decode import costs_of, parameters_of_a_token
 
-    model, _, _ = build(flags, "llama")
+    model, _, place = build(flags, "llama")
     torch.set_num_threads(1 + rank)
     whole = sum(parameter.numel() for parameter in model.parameters())
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    return parameters_of_a_token(model), whole, experts, costs_of(model)
+    return parameters_of_a_token(model), whole, experts, costs_of(model, place.pg_collection.pp)
 
 
 def test_costs_count_the_experts_of_a_token_and_are_those_of_all_tensor_parallel_ranks():
@@ -167,3 +179,5 @@ def test_costs_count_the_experts_of_a_token_and_are_those_of_all_tensor_parallel
     assert used == whole - experts * 6 // 8 and experts > 0
     first, second = run_world(costs, 2, "--tensor-model-parallel-size 2")
     assert first == second and first[0] == first[1]
+    first, second = run_world(costs, 2, f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 1")
+    assert first[0] < second[0] and first[-1] == second[-1]

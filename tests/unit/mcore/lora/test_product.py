@@ -177,7 +177,7 @@ def test_the_merged_weight_does_not_depend_on_the_split(rank, shape):
 @pytest.mark.parametrize("text, targets", [
     ("all-linear", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "q_a_proj",
                     "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", *(f"in_proj_{part}" for part in "qkvzba"),
-                    "out_proj")),
+                    "in_proj", "out_proj")),
     ("v_proj, q_proj", ("q_proj", "v_proj")),
 ])  # fmt: skip
 def test_targets_are_read_in_one_order(text, targets):

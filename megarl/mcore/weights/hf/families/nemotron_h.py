@@ -16,8 +16,7 @@ def flags(config: ModelConfig) -> dict[str, object]:
     config.require("residual_in_fp32", False)
     for key in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"):
         config.require(key, False, None)
-    for key in ("sliding_window", "moe_latent_size"):
-        config.require(key, None)
+    config.require("sliding_window", None)
     kinds = config.items("layers_block_type", str, "names")
     if other := set(kinds) - LETTERS.keys():
         raise config.error("layers_block_type", f"{', '.join(LETTERS)} of each layer, not {min(other)}")
@@ -49,8 +48,10 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 
 def _experts(config: ModelConfig) -> dict[str, object]:
-    """Sigmoid gates with a correction bias, and a shared expert."""
+    """Sigmoid gates with a correction bias, a shared expert, and latents of the others."""
     found = expert_flags(config, config.whole("moe_intermediate_size")) | sigmoid_gates(config)
+    if config.get("moe_latent_size") is not None:
+        found["moe-latent-size"] = config.whole("moe_latent_size")
     config.require("n_shared_experts", 1)
     found["moe-shared-expert-intermediate-size"] = config.whole("moe_shared_expert_intermediate_size")
     return found
@@ -76,6 +77,7 @@ FAMILY = Family(
         "mlp.linear_fc2.weight": rows("mixer.down_proj.weight"),
         "mlp.router.weight": rows("mixer.gate.weight"),
         "mlp.router.expert_bias": rows("mixer.gate.e_score_correction_bias"),
+        **{f"mlp.{name}.weight": rows(f"mixer.{name}.weight") for name in ("fc1_latent_proj", "fc2_latent_proj")},
         "mlp.experts.experts.linear_fc1.weight": rows("mixer.experts.{expert}.up_proj.weight"),
         "mlp.experts.experts.linear_fc2.weight": rows("mixer.experts.{expert}.down_proj.weight"),
         "mlp.shared_experts.linear_fc1.weight": rows("mixer.shared_experts.up_proj.weight"),
@@ -87,4 +89,5 @@ FAMILY = Family(
         ("backbone.", "model."),
         {"model.embed_tokens.weight": "embeddings.weight", "model.norm.weight": "norm_f.weight"},
     ),
+    experts="mixer.experts",
 )  # fmt: skip
