@@ -8,13 +8,14 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
 from megarl.environments.check import check_factories
-from megarl.environments.turn_parsing import load_parser
+from megarl.tool_formats.by_template import name_of
+from megarl.tool_formats.table import load_format
 
 
 def check_environment_flags(settings: Settings):
     """UsageError for an environment of the flags that cannot be made, or a parser of tool calls that does not exist."""
     if settings.environment:
-        load_parser(settings.tool_call_parser)
+        load_format(name_of(settings.tool_call_parser, None))
         _have_tools([settings.environment])
 
 
@@ -26,7 +27,9 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
     named = {name for prompts in prompt_sets.values() for name in named_in(prompts, encoder)}
     others = sorted(named - {settings.environment})
     have_tools = _have_tools([settings.environment]) + (_have_tools(others) if others else [])
-    check_template(encoder, tuple(sorted({"tool" if has_tools else "user" for has_tools in have_tools})))
+    form = load_format(name_of(settings.tool_call_parser, encoder.template))
+    roles = tuple(sorted({"tool" if has_tools else "user" for has_tools in have_tools}))
+    check_template(encoder, roles, form.call_id)
 
 
 def _have_tools(names: list[str]) -> list[bool]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.journal import Journal
-from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
+from megarl.environments.pool import EnvironmentPool, Event, PoolOptions, TurnText
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.errors import UsageError
 from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits
@@ -24,6 +24,7 @@ class PlayedTurns:
     slot: int | None  # number of the environment in the pool; None: another one must be made for the next turn
     turns: list[Turn] = dataclasses.field(default_factory=list)  # that were answered; the last one perhaps by a failure
     observations: list[Observation] = dataclasses.field(default_factory=list)
+    tools: list[dict] = dataclasses.field(default_factory=list)  # since the reset
     sent: int = 0  # turns
 
 
@@ -66,8 +67,8 @@ class EnvironmentClient:
         if played.slot is None:
             played.slot = next(self._slots)
             played.turns = self.pool.take_up(
-                played.slot, task, prompt.environment, key, list(map(self._turn_tokens.text, turns)),
-                played.observations,
+                played.slot, task, prompt.environment, key, list(map(self._text, turns)), played.observations,
+                played.tools,
             )  # fmt: skip
         played.prompt = prompt
         self._join(number, played)
@@ -80,7 +81,11 @@ class EnvironmentClient:
         """Sends the tokens of a turn."""
         played = self._round[number]
         played.sent += 1
-        self.pool.step(played.slot, self._turn_tokens.text(tokens))
+        self.pool.step(played.slot, *self._text(tokens))
+
+    def _text(self, tokens: Sequence[int]) -> TurnText:
+        marked = self._turn_tokens.marked_text(tokens, self.pool.form.all_marks)
+        return TurnText(self._turn_tokens.text(tokens), marked)
 
     def end(self, number: int):
         """Closes the environment of an episode that has ended, or that went on for too long."""
@@ -117,9 +122,14 @@ class EnvironmentClient:
         """What the environment of an episode that is kept has answered to its turns."""
         return self._kept[key].observations if key in self._kept else []
 
-    def restore(self, key: str, observations: list[Observation]):
+    def tools(self, key: str) -> list[dict]:
+        """The tools that the environment of an episode that is kept has given when it was reset."""
+        return self._kept[key].tools if key in self._kept else []
+
+    def restore(self, key: str, observations: list[Observation], tools: Sequence[dict] = ()):
         """Keeps an episode of a checkpoint."""
-        self._kept[key] = PlayedTurns(None, [], None, observations=observations, sent=len(observations))
+        made = PlayedTurns(None, [], None, observations=observations, tools=list(tools), sent=len(observations))
+        self._kept[key] = made
 
     def wait(self, seconds: float):
         """Waits until an environment answers, at most that long; `results` reports it."""
@@ -151,6 +161,7 @@ class EnvironmentClient:
             if event.failure is not None:
                 raise UsageError(event.failure)
             if event.turn is None:
+                played.tools = event.tools
                 first = self._first_prompt(event, played)
                 return EnvironmentResult(number=number, tokens=first, replayable=event.replayable)
             return self._observed(number, event)
