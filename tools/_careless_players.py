@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Task, resolved
-from megarl.environments.turn_parsing import parse_hermes, parse_turn
+from megarl.environments.turn_parsing import parse_turn
 
 LONGEST = 12  # turns
 WRONG = 0.3  # share of the calls of `call_calculator` with other factors than those of the question
@@ -67,7 +67,7 @@ async def _episode(
     for number in range(LONGEST):
         text = player(line, messages, generator)
         messages.append({"role": "assistant", "content": text})
-        answer = await resolved(environment.step(parse_turn(text, number, parse_hermes)))
+        answer = await resolved(environment.step(parse_turn(text, number)))
         if answer.done:
             break
         messages += answer.messages

@@ -1,6 +1,7 @@
 """Chat templates: render messages with Jinja as `transformers` does, then tokenize them safely."""
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,6 +70,11 @@ class TemplateOptions(NamedTuple):
 
 
 NO_OPTIONS = TemplateOptions()
+_PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]},
+]  # fmt: skip
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -135,6 +141,29 @@ class ChatTemplate:
         `add_generation_prompt`: append the opening of the assistant's turn. `tools`: JSON Schema descriptions of the
         functions that the assistant may call. `values`: variables that go before those of the options.
         """
+        if self._needs_text and any("tool_calls" in message for message in messages):
+            messages = [_with_text_arguments(message) for message in messages]
+        return self._rendered(messages, add_generation_prompt, tools, values)
+
+    @functools.cached_property
+    def _needs_text(self) -> bool:
+        """Whether the template needs the arguments of calls as JSON texts: it fails on objects (DeepSeek V3.1)."""
+        return self._fails_on(_PROBE) and not self._fails_on([_with_text_arguments(message) for message in _PROBE])
+
+    def _fails_on(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            self._rendered(messages, False, None, None)
+        except UsageError:
+            return True
+        return False
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        values: Mapping[str, Any] | None,
+    ) -> str:
         marked = [
             {name: value if name == "role" else self._marked(value) for name, value in message.items()}
             for message in messages
@@ -230,6 +259,17 @@ def probed(source: str, tokenizer: Tokenizer, flag: str, options: TemplateOption
     if not probe.ends(render):
         raise UsageError(f"{flag}: the template takes more than {probe.limits()}, for one message")
     return ChatTemplate(source, tokenizer, flag, options)
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the arguments of its calls as JSON texts."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _to_json(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _to_json(value: Any, indent=None, separators=None, sort_keys: bool = False) -> str:

@@ -3,6 +3,7 @@
 import codecs
 import functools
 import re
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from megarl.data.special_tokens import REPLACEMENT
@@ -43,9 +44,15 @@ class Vocabulary:
         self.token = functools.lru_cache(2**17)(self._token)
         self.piece_bytes = functools.lru_cache(2**17)(self._piece_bytes)
 
-    def detokenizer(self) -> Detokenizer:
-        """A new detokenizer for one stream of tokens."""
-        return ByteLevelText(self) if self.tokenizer.byte_level else SegmentText(self)
+    def detokenizer(self, kept: Collection[str] = ()) -> Detokenizer:
+        """A new detokenizer for one stream of tokens. `kept`: special tokens whose strings are text, too."""
+        made = ByteLevelText(self) if self.tokenizer.byte_level else SegmentText(self)
+        ids = self.special_ids(kept)
+        return MarkedText(made, {number: self.special[number] for number in ids}) if ids else made
+
+    def special_ids(self, strings: Collection[str]) -> frozenset[int]:
+        """Ids of those strings that are special tokens."""
+        return frozenset(self.tokenizer.special[each] for each in strings if each in self.tokenizer.special)
 
     def _piece_bytes(self, number: int) -> bytes | None:
         """The bytes that a token stands for whatever surrounds it, or None: byte-level BPE, and byte fallback."""
@@ -99,6 +106,22 @@ class ByteLevelText:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
+
+
+class MarkedText:
+    """Detokenizer that gives the strings of some special tokens, each where it is; the text around it is whole."""
+
+    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]):
+        self._inner, self._marks = inner, marks
+
+    def feed(self, token: int) -> str:
+        """See Detokenizer."""
+        mark = self._marks.get(token)
+        return self._inner.feed(token) if mark is None else self._inner.finish() + mark
+
+    def finish(self) -> str:
+        """See Detokenizer."""
+        return self._inner.finish()
 
 
 class SegmentText:

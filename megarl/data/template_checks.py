@@ -4,7 +4,7 @@ A template that renders an earlier turn in another way once more messages follow
 never sees when it is used. Probes render conversations with thoughts, tool calls and several turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.data.conversations import Encoder
@@ -12,6 +12,7 @@ from megarl.data.turns import TurnTokens, end_of_turn
 from megarl.errors import UsageError
 
 Message = dict[str, Any]
+CallId = Callable[[int, int], str]
 _THOUGHT, _ANSWER = "thought", "reply"
 _TOOLS = [{"type": "function", "function": {
     "name": "probe", "description": "A tool.",
@@ -24,11 +25,18 @@ _ADVICE = (
 )
 
 
-def check_template(encoder: Encoder, roles: Sequence[str]):
+def _call_id(turn: int, index: int) -> str:
+    return f"call_{turn}_{index}"
+
+
+def check_template(encoder: Encoder, roles: Sequence[str], call_id: CallId = _call_id):
     """Refuses a chat template with which a conversation cannot continue after messages of these roles (user, tool).
 
     A turn must stay as it was when messages follow. How a turn with calls is worded is the template's choice: some
-    write the calls alone.
+    write the calls alone, some only one call in a turn.
+
+    Args:
+        call_id: the id of a call of an environment, of its turn and its number in the turn.
 
     Raises:
         UsageError: the template rewrites earlier turns, drops thoughts, fails on such messages, does not end a turn
@@ -38,34 +46,46 @@ def check_template(encoder: Encoder, roles: Sequence[str]):
         return
     for role in roles:
         for thoughts in _kinds_of_thoughts(encoder):
-            _check(encoder, role, thoughts)
+            _check(encoder, role, thoughts, call_id)
 
 
-def _check(encoder: Encoder, role: str, thoughts: str | None):
+def _check(encoder: Encoder, role: str, thoughts: str | None, call_id: CallId):
     """Probes a conversation of two turns, each answered by messages of the role."""
     tools = _TOOLS if role == "tool" else None
     before: list[Message] = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     if _fails(encoder, before, tools):  # some templates have no system message
         before = before[1:]
+    ids = [[call_id(turn, index) for index in range(2)] for turn in range(3)]
+    if role == "tool" and _fails(encoder, [*before, _turn(role, thoughts, 0, ids[0])], tools):
+        ids = [each[:1] for each in ids]
     for number in range(2):
-        before = _check_turn(encoder, role, before, _turn(role, thoughts, number), tools, number)
-    last = _turn("user", thoughts, 2)
-    if not _rendered(encoder, [*before, last], tools).startswith(_rendered(encoder, before, tools, opens=True)):
+        turn = _turn(role, thoughts, number, ids[number])
+        before = _check_turn(encoder, before, turn, _answers(role, number, ids[number]), tools)
+    # Once the answer that ends the work follows, a template may drop the thoughts before it: no prompt has that answer.
+    lasts = [_turn("user", thoughts, 2, []), _turn(role, thoughts, 2, ids[2])]
+    opened = _rendered(encoder, before, tools, opens=True)
+    if not any(_rendered(encoder, [*before, last], tools).startswith(opened) for last in lasts):
         raise _refusal(encoder, f"opens a turn after a {role} message with text that the turn does not keep")
 
 
 def _check_turn(
-    encoder: Encoder, role: str, before: list[Message], turn: Message, tools: list | None, number: int
+    encoder: Encoder, before: list[Message], turn: Message, answers: list[Message], tools: list | None
 ) -> list[Message]:
     """Probes one turn after the messages `before`. Returns them with the turn and its answers."""
-    answers = _answers(role, number)
+    role = answers[0]["role"]
     opened, shorter = _rendered(encoder, before, tools, opens=True), _rendered(encoder, [*before, turn], tools)
     longer = _rendered(encoder, [*before, turn, *answers], tools, opens=True)
-    end = end_of_turn(encoder, shorter, len(_rendered(encoder, before, tools)))
+    start = len(_rendered(encoder, before, tools))
+    end = end_of_turn(encoder, shorter, start)
+    kept = shorter[:end]
+    if end is None:  # the token with which the next message begins may end the turn (GLM)
+        end = end_of_turn(encoder, longer, start)
+        is_next = longer[len(shorter) : end].lstrip() in encoder.tokenizer.end_tokens
+        end = end if is_next or not longer.startswith(shorter) else None
     if end is None:
         raise _refusal(encoder, "ends an assistant's turn without a special token that ends a response")
     has_thoughts = _THOUGHT in turn["content"] or "reasoning_content" in turn
-    if not longer.startswith(shorter[:end]):
+    if not longer.startswith(kept):
         # A last turn without thoughts may be shown with empty ones, which the policy did not write.
         end = None if has_thoughts or not longer.startswith(opened) else end_of_turn(encoder, longer, len(opened))
     if end is None:
@@ -97,8 +117,9 @@ def _rendered(encoder: Encoder, messages: Sequence[Message], tools: list | None,
     try:
         return encoder.template.render(messages, add_generation_prompt=opens, tools=tools)
     except UsageError as error:
-        two = ", of two tool calls in one turn" if tools else ""
-        raise UsageError(f"{error} (of a probe{two}); {_ADVICE}") from None
+        calls = sum(len(message.get("tool_calls", ())) for message in messages[-3:])
+        what = f", of {calls} tool calls" if calls else ""
+        raise UsageError(f"{error} (of a probe{what}); {_ADVICE}") from None
 
 
 def _fails(encoder: Encoder, messages: Sequence[Message], tools: list | None) -> bool:
@@ -109,8 +130,8 @@ def _fails(encoder: Encoder, messages: Sequence[Message], tools: list | None) ->
     return False
 
 
-def _turn(role: str, thoughts: str | None, number: int) -> Message:
-    """A turn of the assistant; before messages of tools, with two calls at once."""
+def _turn(role: str, thoughts: str | None, number: int, ids: Sequence[str]) -> Message:
+    """A turn of the assistant; before messages of tools, with calls of these ids."""
     turn: Message = {"role": "assistant", "content": f"{_ANSWER} {number}"}
     if thoughts == "content":
         turn["content"] = f"<think>\n{_THOUGHT}\n</think>\n\n{turn['content']}"
@@ -118,15 +139,13 @@ def _turn(role: str, thoughts: str | None, number: int) -> Message:
         turn[thoughts] = _THOUGHT
     if role == "tool":
         turn["tool_calls"] = [
-            {"id": f"call_{number}_{k}", "type": "function", "function": {"name": "probe", "arguments": {"x": k}}}
-            for k in range(2)
+            {"id": each, "type": "function", "function": {"name": "probe", "arguments": {"x": k}}}
+            for k, each in enumerate(ids)
         ]
     return turn
 
 
-def _answers(role: str, number: int) -> list[Message]:
+def _answers(role: str, number: int, ids: Sequence[str]) -> list[Message]:
     if role != "tool":
         return [{"role": role, "content": f"b {number}"}]
-    return [
-        {"role": "tool", "tool_call_id": f"call_{number}_{k}", "name": "probe", "content": f"b {k}"} for k in range(2)
-    ]
+    return [{"role": "tool", "tool_call_id": each, "name": "probe", "content": f"b {k}"} for k, each in enumerate(ids)]

@@ -71,8 +71,7 @@ class HuggingFaceTokenizer:
         self.special = {name: vocabulary[name] for name in self._special if name in vocabulary}
         self._special_ids = frozenset(self.special.values())
         self._pattern = pattern_of(self.special)
-        template = read.chat_template
-        self.template = template.get("default") if isinstance(template, dict) else template
+        self.template = _one_template(read.chat_template)
 
     def _hash(self, path: Path) -> str:
         """Hash of the files, which does not change with the version that reads them, and of the rules for both ends."""
@@ -213,6 +212,15 @@ def _mark_special(stored: dict[str, Any], names: set[str], named: dict[str, str]
             token.update(special=True, normalized=False)
     special = [token["content"] for token in added if token.get("special")]
     return special + sorted(names - set(special) - ordinary)
+
+
+def _one_template(found: str | dict[str, str] | None) -> str | None:
+    """The chat template; of a tokenizer that has another one for conversations with tools, both in one."""
+    if not isinstance(found, dict) or not {"default", "tool_use"} <= found.keys():
+        return found.get("default") if isinstance(found, dict) else found
+    # Jinja drops the new line after a block; the empty text keeps it from trimming the white space before one.
+    with_tools, without = (found[name].removesuffix("\n") + "{{ '' }}" for name in ("tool_use", "default"))
+    return f"{{% if tools %}}\n{with_tools}{{% else %}}\n{without}{{% endif %}}"
 
 
 def _is_folder(path: Path) -> bool:

@@ -6,16 +6,19 @@ which no token spans, so the bridge can be encoded by itself. `template_checks.p
 bridge would depend on more than the new messages.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.data.conversations import Encoder
+from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import content_of, message_error, template_message
 from megarl.errors import UsageError
 
 Messages = Sequence[Mapping[str, Any]]
 _USER = {"role": "user", "content": "a"}
+_RESULT = {"role": "tool", "content": "a", "tool_call_id": "call00000", "name": "f"}
 _SAMPLE = 1 << 16  # characters, at least, by which a text that is far too long is known
 _SAMPLE_PER_TOKEN = 64
 
@@ -27,11 +30,23 @@ class TurnTokens:
         """`max_observation_length`: tokens of a message that follows a turn; a longer one is cut in the middle."""
         self._encoder, self._max_length = encoder, max_observation_length
         self._tokenizer, self._template = encoder.tokenizer, encoder.template
+        self._vocabulary = Vocabulary(encoder.tokenizer)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Text of a turn, without the token that ended it and without special tokens."""
+        return self._tokenizer.decode(self._without_end(tokens))
+
+    def marked_text(self, tokens: Sequence[int], marks: Collection[str]) -> str | None:
+        """`text` with the strings of those special tokens that are among `marks`; None: the turn has none of them."""
+        ids = self._without_end(tokens)
+        if self._vocabulary.special_ids(marks).isdisjoint(ids):
+            return None
+        detokenizer = self._vocabulary.detokenizer(marks)
+        return "".join([*map(detokenizer.feed, map(int, ids)), detokenizer.finish()])
+
+    def _without_end(self, tokens: Sequence[int]) -> Sequence[int]:
         has_end = len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.end_ids
-        return self._tokenizer.decode(tokens[:-1] if has_end else tokens)
+        return tokens[:-1] if has_end else tokens
 
     def first_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Tokens of the prompt with the opening of the assistant's turn; without a template, of the contents by line.
@@ -46,17 +61,20 @@ class TurnTokens:
         return self._encoder.text("\n".join(map(content_of, messages)))
 
     def closing_token(self) -> int:
-        """The token that ends an assistant's turn in a conversation that goes on. UsageError: no end token does."""
+        """The token that ends an assistant's turn in a conversation that continues.
+
+        Raises:
+            UsageError: no end token does, or it depends on what follows.
+        """
         tokenizer = self._tokenizer
         if self._template is None:
             return tokenizer.eos_id
-        rendered = self._template.render([_USER, {"role": "assistant", "content": "a"}, _USER])
-        opened = self._template.render([_USER])
-        end = end_of_turn(self._encoder, rendered, len(opened)) if rendered.startswith(opened) else None
-        tokens = [token for token in tokenizer.end_tokens if end is not None and rendered[:end].endswith(token)]
-        if not tokens:
-            raise UsageError(f"{self._template.flag}: an assistant's turn does not end before what follows")
-        return tokenizer.special[max(tokens, key=len)]
+        found = {self._end_before([_USER])}
+        with contextlib.suppress(UsageError):  # of a template without tools
+            found.add(self._end_before([_RESULT]))
+        if len(found) > 1:
+            raise UsageError(f"{self._template.flag}: which token ends an assistant's turn depends on what follows")
+        return tokenizer.special[found.pop()]
 
     def following(
         self, messages: Messages, count: int, tools: Sequence[Mapping[str, Any]] | None = None
@@ -131,14 +149,30 @@ class TurnTokens:
         return whole | {"content": self._cut(whole["content"])}
 
     def _rendered_bridge(self, messages: list[dict[str, Any]]) -> list[int]:
-        rendered = self._template.render([_USER, _dummy_turn(messages), *messages], add_generation_prompt=True)
-        opened = self._template.render([_USER], add_generation_prompt=True)
-        if not rendered.startswith(opened):  # the opening of a last turn may hold more, such as <think>
-            opened = self._template.render([_USER])
-        end = end_of_turn(self._encoder, rendered, len(opened)) if rendered.startswith(opened) else None
-        if end is None:
-            raise UsageError(f"{self._template.flag}: an assistant's turn does not end before what follows")
+        rendered, end = self._rendered_after_turn(messages)
         return self._template.encode_following([(rendered[:end], rendered[end:])])[0]
+
+    def _end_before(self, messages: Messages) -> str:
+        """The token that ends a turn which these messages follow."""
+        rendered, end = self._rendered_after_turn(messages)
+        return max((token for token in self._tokenizer.end_tokens if rendered[:end].endswith(token)), key=len)
+
+    def _rendered_after_turn(self, messages: Messages) -> tuple[str, int]:
+        """(a conversation with a turn and these messages after it, as text, where the turn ends)."""
+        problem = UsageError(f"{self._template.flag}: an assistant's turn does not end before what follows")
+        opened = self._template.render([_USER], add_generation_prompt=True)
+        for turn in _dummy_turns(messages):
+            try:
+                rendered = self._template.render([_USER, turn, *messages], add_generation_prompt=True)
+            except UsageError as error:
+                problem = error
+                continue
+            if not rendered.startswith(opened):  # the opening of a last turn may hold more, such as <think>
+                opened = self._template.render([_USER])
+            end = end_of_turn(self._encoder, rendered, len(opened)) if rendered.startswith(opened) else None
+            if end is not None:
+                return rendered, end
+        raise problem
 
     def _cut(self, content: str) -> str:
         sample = content[: max(_SAMPLE, _SAMPLE_PER_TOKEN * self._max_length)]
@@ -187,18 +221,32 @@ def end_of_turn(encoder: Encoder, rendered: str, start: int) -> int | None:
     return None if found is None else found.end()
 
 
-def _dummy_turn(messages: Messages) -> dict[str, Any]:
-    """A turn of the assistant that the messages may follow: with the calls that tools answer."""
+def _dummy_turns(messages: Messages) -> Iterator[dict[str, Any]]:
+    """Turns of the assistant that the messages may follow: with the calls that tools answer.
+
+    For templates that have no such turn, others: Llama 3 has one call in a turn, and gpt-oss ends a turn without a call
+    in another way than the policy.
+    """
+    results = [(number, message) for number, message in enumerate(messages) if message["role"] == "tool"]
+    if not results:
+        yield {"role": "assistant", "content": "a"}
+        yield _dummy_calls([(0, {"name": "f"})])
+        return
+    yield _dummy_calls(results)
+    if len(results) > 1:
+        yield _dummy_calls(results[-1:])
+
+
+def _dummy_calls(results: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
     calls = [
         {
-            "id": message.get("tool_call_id", f"call_{number}"),
+            "id": message.get("tool_call_id", f"call{number:05}"),
             "type": "function",
             "function": {"name": message.get("name", ""), "arguments": {}},
         }
-        for number, message in enumerate(messages)
-        if message["role"] == "tool"
+        for number, message in results
     ]
-    return {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "a"}
+    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _mark(count: int) -> str:

@@ -18,7 +18,8 @@ from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
 from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.processes import EnvironmentProcess, Processes
 from megarl.environments.protocol import Observation, Task, Turn
-from megarl.environments.turn_parsing import load_parser, parse_turn
+from megarl.environments.turn_parsing import parse_turn
+from megarl.tool_formats.table import load_format
 
 
 class PoolOptions(NamedTuple):
@@ -29,6 +30,13 @@ class PoolOptions(NamedTuple):
     retries: int  # of an episode whose environment failed
     parser: str  # of tool calls
     default: str  # name of the environment of tasks that name none
+
+
+class TurnText(NamedTuple):
+    """A turn as text, and with the special tokens that are marks of tool calls; None: it has none."""
+
+    plain: str
+    marked: str | None = None
 
 
 class Event(NamedTuple):
@@ -61,6 +69,7 @@ class _Episode:
 
     def __init__(self, number: int, name: str, task: Task, key: str | None):
         self.number, self.name, self.task, self.key = number, name, task, key
+        self.tools: list[dict] = []  # since its reset
         self.turns: list[Turn] = []
         self.observations: list[Observation] = []
         self.process: EnvironmentProcess | None = None  # that has its environment; None: it must be created again
@@ -84,7 +93,7 @@ class EnvironmentPool:
     def __init__(self, options: PoolOptions, journal: Journal | None = None):
         """`journal`: keeps answers, and gives those that it has; None: every answer comes from an environment."""
         self.options, self.journal = options, journal
-        self.parser = load_parser(options.parser)
+        self.form = load_format(options.parser)
         self._processes = Processes(options.workers, options.timeout)
         self._episodes: dict[int, _Episode] = {}
         self._tickets, self._pending = itertools.count(), {}  # ticket -> episode
@@ -102,27 +111,30 @@ class EnvironmentPool:
         self._ask(episode)
 
     def take_up(
-        self, number: int, task: Task, environment: str | None, key: str | None, texts: Sequence[str],
-        observations: Sequence[Observation],
+        self, number: int, task: Task, environment: str | None, key: str | None, texts: Sequence[TurnText],
+        observations: Sequence[Observation], tools: Sequence[dict] = (),
     ) -> list[Turn]:  # fmt: skip
         """Goes on with a replayable episode whose turns have all been answered; its next turn gets an environment.
 
         Args:
             environment, key: as of `start`.
             texts, observations: of its turns.
+            tools: that its reset has given.
 
         Returns:
             The turns.
         """
         self._episodes[number] = episode = _Episode(number, environment or self.options.default, task, key)
-        episode.turns = [parse_turn(text, turn, self.parser) for turn, text in enumerate(texts)]
+        episode.tools = list(tools)
+        for text in texts:
+            self._add_turn(episode, text)
         episode.observations = list(observations)
         return list(episode.turns)
 
-    def step(self, number: int, text: str):
-        """Has the environment of an episode answer a turn."""
+    def step(self, number: int, text: str, marked: str | None = None):
+        """Has the environment of an episode answer a turn. `marked`: its text with marks that are special tokens."""
         episode = self._episodes[number]
-        episode.turns.append(parse_turn(text, len(episode.turns), self.parser))
+        self._add_turn(episode, TurnText(text, marked))
         self._ask(episode)
 
     def reply(self, number: int, ticket: int, request: int, reply: Reply):
@@ -164,6 +176,10 @@ class EnvironmentPool:
         """Ends the processes, with all that they have started."""
         self._processes.close()
         self._episodes, self._pending, self._waiting = {}, {}, deque()
+
+    def _add_turn(self, episode: _Episode, text: TurnText):
+        turn = parse_turn(text.plain, len(episode.turns), self.form, episode.tools, text.marked)
+        episode.turns.append(turn)
 
     def _ask(self, episode: _Episode):
         """Has an episode's last turn, or its reset, answered."""
@@ -305,6 +321,8 @@ class EnvironmentPool:
         failure: str | None = None, from_journal: bool = False, is_agent: bool = False,
     ):  # fmt: skip
         turn = episode.turns[-1] if episode.turns else None
+        if turn is None:
+            episode.tools = list(tools)
         if turn is not None and observation is not None:
             episode.observations.append(observation)
         event = Event(

@@ -56,7 +56,8 @@ class ToolEnvironment(BaseEnvironment):
         messages = [_message(call, result) for call, result in zip(turn.calls, results, strict=True)]
         if turn.errors:
             wrong = "\n".join(f"Error: a tool call could not be read: {error}" for error in turn.errors)
-            messages.append({"role": "tool" if messages else "user", "content": wrong})
+            last = messages[-1] if messages else {"role": "user"}  # templates need the id of a call, and its name
+            messages.append({**last, "content": wrong})
         return Observation(messages)
 
     async def _result(self, index: int, call: ToolCall) -> str:

@@ -117,6 +117,10 @@ CONDITIONS: dict[str, Condition] = {
     "partial": _when(lambda s: s.partial_rollouts, "needs --partial-rollouts"),
     "overlong": _when(lambda s: s.overlong_buffer > 0, "--overlong-buffer is 0"),
     "environment": _when(lambda s: s.environment is not None, "needs --environment"),
+    "tool_calls": Condition(
+        lambda context: context.program == "serve" or context.settings.serve_policy
+        or context.settings.environment is not None,
+        "needs --environment or --serve-policy"),
     "engine": _when(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine"),
     "prefixes": _when(lambda s: s.rollout_prefix_caching and not s.debug_train_only, "needs --rollout-prefix-caching"),
     "trained": _when(lambda s: not s.debug_rollout_only, "--debug-rollout-only trains nothing"),

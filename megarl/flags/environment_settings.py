@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from megarl.flags.fields import GENERATING, flag, fraction, not_negative, one_of, positive
+from megarl.flags.fields import GENERATING, ROLLOUT, flag, fraction, not_negative, one_of, positive
+from megarl.tool_formats.table import FORMATS
 
 CREDITS = ("episode", "turns")
 
@@ -21,8 +22,9 @@ class EnvironmentSettings:
     max_observation_length: int = positive(1024, "tokens of a message that the environment adds; of a longer one the"
                                             " middle is cut out and marked", programs=GENERATING,
                                             when="environment")  # fmt: skip
-    tool_call_parser: str = flag("hermes", "form of tool calls in the policy's text: hermes (Hermes, Qwen), json, or"
-                                  " package.module:function", programs=GENERATING, when="environment")  # fmt: skip
+    tool_call_parser: str = flag("auto", "format of tool calls and thoughts in the policy's text: " + ", ".join(FORMATS)
+                                  + "; auto (the one in which the chat template writes calls), or"
+                                  " package.module:function", programs=ROLLOUT, when="tool_calls")  # fmt: skip
     environment_workers: int = positive(1, "worker processes with environments beside each replica of the rollout",
                                          programs=GENERATING, when="environment")  # fmt: skip
     environment_timeout: float = positive(120.0, "seconds that reset and each step of an environment may take",

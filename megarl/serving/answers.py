@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,9 +46,10 @@ class AnswerProgress:
 class AnswerText:
     """Turns the tokens of one answer into text, and cuts it at stop strings."""
 
-    def __init__(self, vocabulary: Vocabulary, rules: StopRules):
+    def __init__(self, vocabulary: Vocabulary, rules: StopRules, marks: Collection[str] = ()):
+        """`marks`: special tokens whose strings are part of the text."""
         self._rules = rules
-        self._detokenizer = vocabulary.detokenizer()
+        self._detokenizer = vocabulary.detokenizer(marks)
         self._stops = StopStrings(rules.strings, rules.include)
         self._length = 0
 

@@ -12,7 +12,7 @@ from megarl.serving.errors import invalid
 from megarl.serving.schemas import ChatCompletionRequest
 from megarl.serving.streams import Parts
 from megarl.serving.tokenization import template_messages, template_tools
-from megarl.serving.tool_calls import ToolCallParser
+from megarl.serving.tool_calls import AnswerDelta, ToolCallParser, has_opened_thoughts
 
 
 async def chat(context: ServingContext, request: ChatCompletionRequest) -> Response:
@@ -24,17 +24,20 @@ async def chat(context: ServingContext, request: ChatCompletionRequest) -> Respo
     tools = template_tools(request.tools or []) if may_call else None
     prompt = await context.encode_chat(template_messages(request.messages), tools, request.chat_template_kwargs)
     context.check_prompt(prompt, "messages")
-    return await ChatAnswer(context, request, prompt, may_call).response()
+    return await ChatAnswer(context, request, prompt, tools).response()
 
 
 class ChatAnswer(OpenAIAnswer):
-    """The answer to one request, after its prompt's tokens; with tool calls if it `may_call`."""
+    """The answer to one request, after its prompt's tokens; `tools`: that it may call; None: none."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, context: ServingContext, request: ChatCompletionRequest, prompt: list[int], may_call: bool):
+    def __init__(
+        self, context: ServingContext, request: ChatCompletionRequest, prompt: list[int], tools: list[dict] | None
+    ):
         super().__init__(context, request, len(prompt))
-        self._may_call, self._wants_logprobs = may_call, bool(request.logprobs)
+        self._tools, self._wants_logprobs = tools, bool(request.logprobs)
+        self._opened = has_opened_thoughts(context.form, context.vocabulary, prompt)
         top = request.top_logprobs or 0
         sampling.check_top_logprobs(context, top, "top_logprobs")
         if request.max_completion_tokens is not None:
@@ -61,6 +64,8 @@ class ChatAnswer(OpenAIAnswer):
         """See OpenAIAnswer."""
         message, delta = choice["message"], part["delta"]
         message["content"] += delta.get("content", "")
+        if "reasoning_content" in delta:
+            message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
         for call in delta.get("tool_calls", ()):
             message.setdefault("tool_calls", []).append({name: call[name] for name in ("id", "type", "function")})
         if part["logprobs"] is not None:
@@ -71,8 +76,9 @@ class ChatAnswer(OpenAIAnswer):
 
     async def parts(self) -> Parts:
         """See OpenAIAnswer; each part has a `delta`, the first of a choice its role."""
-        texts = [AnswerText(self._context.vocabulary, self._rules) for _ in range(self._count)]
-        parsers = [ToolCallParser() if self._may_call else None for _ in range(self._count)]
+        parsers = [self._parser() for _ in range(self._count)]
+        marks = self._context.form.answer_marks if parsers[0] is not None else ()
+        texts = [AnswerText(self._context.vocabulary, self._rules, marks) for _ in range(self._count)]
         begun: set[int] = set()
         with self._context.submission(self._messages, self._session) as running:
             async for index, update in running.updates():
@@ -88,19 +94,24 @@ class ChatAnswer(OpenAIAnswer):
                 if part["delta"] or part["finish_reason"] or part["logprobs"]:
                     yield part
 
+    def _parser(self) -> ToolCallParser | None:
+        """What separates an answer; None: all of it is content."""
+        form, may_call = self._context.form, self._tools is not None
+        if not may_call and not form.has_apart:
+            return None
+        return ToolCallParser(form, self._tools or (), self._opened, may_call)
+
     def _part(self, index: int, progress: AnswerProgress, parser: ToolCallParser | None) -> dict[str, Any]:
-        text, calls, first = progress.text, [], 0
-        finish = progress.finish
+        found, first, finish = [AnswerDelta(progress.text, "", [])], 0, progress.finish
         if parser is not None:
             first = parser.count
-            text, calls = parser.feed(text)
-            if finish is not None:
-                rest, more = parser.finish()
-                text, calls = text + rest, calls + more
+            found = [parser.feed(progress.text)] + ([parser.finish()] if finish is not None else [])
             if finish == "stop" and parser.count:
                 finish = "tool_calls"
-        delta: dict[str, Any] = {"content": text} if text else {}
-        if calls:
+        texts = {"content": "".join(each.content for each in found)}
+        texts["reasoning_content"] = "".join(each.reasoning for each in found)
+        delta: dict[str, Any] = {name: text for name, text in texts.items() if text}
+        if calls := [call for each in found for call in each.calls]:
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls, start=first)]
         return {
             "index": index,

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from megarl.data.conversations import Encoder
 from megarl.errors import UsageError
 from megarl.flags.server_settings import ServerSettings
+from megarl.tool_formats.by_template import FALLBACK, name_of
+from megarl.tool_formats.table import AUTO, FORMATS
 
 if TYPE_CHECKING:  # it imports torch
     from megarl.arguments import RunConfig
@@ -29,6 +31,7 @@ class FrontendConfig:
         settings: values of the server's flags.
         api_keys, admin_keys: allowed keys; no API key: no key is needed; no admin key: there is no /admin.
         model_name: of the served policy.
+        tool_format: name of the format of tool calls and thoughts.
         vocab_size: ids of prompts are smaller.
         replicas: how many leaders will connect.
         ranks_address: where they do: the path of a Unix socket, or host and port (0: any).
@@ -41,6 +44,7 @@ class FrontendConfig:
     api_keys: list[str] = field(default_factory=list)
     admin_keys: list[str] = field(default_factory=list)
     model_name: str = ""
+    tool_format: str = FALLBACK
     vocab_size: int = 0
     replicas: int = 1
     ranks_address: str | tuple[str, int] = ""
@@ -71,6 +75,9 @@ def check_server_flags(config: "RunConfig") -> Keys:
         raise UsageError(f"--weights-folder {s.weights_folder}: no such folder")
     if s.weights_folder is not None and not admin_keys:
         raise UsageError(f"--weights-folder {s.weights_folder}: needs --admin-key-file, whose keys /admin asks for")
+    if s.environment is None and not _is_built_in(s.tool_call_parser):
+        allowed = ", ".join([AUTO, *FORMATS])
+        raise UsageError(f"--tool-call-parser {s.tool_call_parser}: a server has {allowed}, and no plug-ins")
     if s.serve_routes and (not rollout.num_experts or rollout.pipeline_model_parallel_size > 1):
         raise UsageError("--serve-routes: needs a model with experts (--num-experts) on one pipeline stage")
     return Keys(api_keys, admin_keys)
@@ -79,6 +86,7 @@ def check_server_flags(config: "RunConfig") -> Keys:
 def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> FrontendConfig:
     """The configuration of a server with these flags. `encoder`: of the policy."""
     s = config.settings
+    name = s.tool_call_parser if _is_built_in(s.tool_call_parser) else AUTO  # the HTTP process has no code of users
     return FrontendConfig(
         encoder=encoder,
         max_model_length=s.max_prompt_length + s.max_response_length,
@@ -86,7 +94,12 @@ def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> Fronte
         settings=ServerSettings(**{each.name: getattr(s, each.name) for each in fields(ServerSettings)}),
         api_keys=keys.api,
         admin_keys=keys.admin,
+        tool_format=name_of(name, encoder.template),
     )
+
+
+def _is_built_in(parser: str) -> bool:
+    return parser in (AUTO, *FORMATS)
 
 
 def _read_keys(flag: str, path: str | None) -> list[str]:

@@ -13,6 +13,7 @@ from megarl.serving.links import Message
 from megarl.serving.metrics import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
 from megarl.serving.submission import Submission
+from megarl.tool_formats.table import FORMATS
 
 _LONG_TEXT = 20_000  # characters or ids; from here on work is done in a thread, so that streams do not wait
 
@@ -23,6 +24,7 @@ class ServingContext:
     def __init__(self, config: FrontendConfig):
         self.config, self.encoder = config, config.encoder
         self.vocabulary = Vocabulary(self.encoder.tokenizer)
+        self.form = FORMATS[config.tool_format]
         self.metrics = ServerMetrics()
         self.pool = ReplicaPool(
             config.replicas, config.settings.max_queue, config.settings.request_timeout, self.metrics

@@ -1,92 +1,109 @@
-"""Finds tool calls in generated text: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` of Hermes and Qwen."""
+"""Separates an answer that is generated into thoughts, content and tool calls, in the format of the policy."""
 
 import json
 import secrets
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from megarl.environments.turn_parsing import BEGIN, END, is_unicode, read_call
-from megarl.serving.stop_strings import StopStrings
+from megarl.data.detokenizer import Vocabulary
+from megarl.tool_formats.calls import WrittenCall
+from megarl.tool_formats.reader import CONTENT, Calls, Part
+from megarl.tool_formats.table import ToolFormat
+from megarl.tool_formats.typed_arguments import Tools
+
+_LAST_TOKENS = 16  # of a prompt: enough for a mark, one character each
+
+
+class AnswerDelta(NamedTuple):
+    """What a text adds to an answer; `calls`: complete ones, as OpenAI's API has them."""
+
+    content: str
+    reasoning: str
+    calls: list[dict[str, Any]]
 
 
 class ToolCallParser:
-    """Separates streamed text into content and tool calls; what is not a valid call stays content.
+    """Separates streamed text; what is not a valid call stays content.
 
-    White space next to a call is dropped. `count` is the number of calls so far.
+    White space next to a call, and around thoughts, is dropped. `count` is the number of calls so far.
     """
 
-    def __init__(self):
+    def __init__(self, form: ToolFormat, tools: Tools = (), opened: bool = False, may_call: bool = True):
+        """
+        Args:
+            tools: of the request.
+            opened: whether the prompt has begun the answer's thoughts.
+            may_call: whether calls are read; otherwise they are content.
+        """
         self.count = 0
-        self._begin = StopStrings([BEGIN])
-        self._end: StopStrings | None = None  # inside a call
-        self._call = ""
-        self._space = ""  # white space that is content if content follows
-        self._follows_call = False
+        self._form, self._may_call = form, may_call
+        self._reader = form.answer_reader(tools, opened)
+        self._content, self._reasoning = _TrimmedText(), _TrimmedText()
+        self._reasoning.drop_space()
+        self._ids: set[str] = set()
 
-    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """(content, complete calls) that the text adds."""
-        content, calls = "", []
-        while text:
-            text, found, call = self._inside(text) if self._end is not None else self._outside(text)
-            content += found
-            calls += call
-        return content, calls
+    def feed(self, text: str) -> AnswerDelta:
+        """What the text adds."""
+        return self._delta(self._reader.feed(text))
 
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """(content, calls) that were held back, at the end of the text; a last call needs no end mark."""
-        if self._end is None:
-            return self._content(self._begin.finish()) + self._space, []
-        self._call += self._end.finish()
-        call = self._parse(self._call)
-        return ("", [call]) if call else (self._content(BEGIN + self._call) + self._space, [])
+    def finish(self) -> AnswerDelta:
+        """What was held back, at the end of the text; a last call needs no end mark in most formats."""
+        found = self._delta(self._reader.finish())
+        return found._replace(content=found.content + self._content.held)
 
-    def _outside(self, text: str) -> tuple[str, str, list[dict[str, Any]]]:
-        """(text left to read, content, no call)."""
-        before, rest = _split(self._begin, text)
-        if rest is None:
-            return "", self._content(before), []
-        self._begin, self._end, self._call = StopStrings([BEGIN]), StopStrings([END]), ""
-        return rest, self._content(before), []
+    def _delta(self, parts: Sequence[Part]) -> AnswerDelta:
+        content, reasoning = "", ""
+        calls: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, Calls):
+                found = [call for call in part.found if isinstance(call, WrittenCall)] if self._may_call else []
+                calls += map(self._call, found)
+                if found:
+                    self._content.drop_space()
+                else:
+                    content += self._content.add(part.written)
+            elif part.kind == CONTENT:
+                content += self._content.add(part.text)
+            else:
+                reasoning += self._reasoning.add(part.text)
+                self._content.drop_space()
+        return AnswerDelta(content, reasoning, calls)
 
-    def _inside(self, text: str) -> tuple[str, str, list[dict[str, Any]]]:
-        """(text left to read, content, calls)."""
-        assert self._end is not None  # set where the call begins
-        before, rest = _split(self._end, text)
-        self._call += before
-        if rest is None:
-            return "", "", []
-        self._end = None
-        call = self._parse(self._call)
-        if call is None:
-            return rest, self._content(BEGIN + self._call + END), []
-        self._space, self._follows_call = "", True
-        return rest, "", [call]
+    def _call(self, call: WrittenCall) -> dict[str, Any]:
+        self.count += 1
+        own = call.id if self._form.accepts_id(call.id) and call.id not in self._ids else None
+        length = self._form.id_length
+        made = f"call_{secrets.token_hex(12)}" if length is None else secrets.token_hex(length)[:length]
+        self._ids.add(own or made)
+        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+        return {"id": own or made, "type": "function", "function": function}
 
-    def _content(self, text: str) -> str:
-        """Content without the white space at its end, and at its start after a call."""
-        whole = self._space + text
-        if self._follows_call:
+
+class _TrimmedText:
+    """A text that grows; white space at its end is held back until more follows."""
+
+    def __init__(self):
+        self.held = ""
+        self._drops = False  # white space until something else comes
+
+    def add(self, text: str) -> str:
+        """The text that is certain now."""
+        whole = self.held + text
+        if self._drops:
             whole = whole.lstrip()
-            self._follows_call = not whole
+            self._drops = not whole
         shown = whole.rstrip()
-        self._space = whole[len(shown) :]
+        self.held = whole[len(shown) :]
         return shown
 
-    def _parse(self, text: str) -> dict[str, Any] | None:
-        try:
-            name, arguments = read_call(text)
-            written = json.dumps(arguments, ensure_ascii=False)
-            if not is_unicode(written):
-                written = json.dumps(arguments)
-        except (ValueError, RecursionError):
-            return None
-        self.count += 1
-        function = {"name": name, "arguments": written}
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    def drop_space(self):
+        """Drops white space here."""
+        self.held, self._drops = "", True
 
 
-def _split(marks: StopStrings, text: str) -> tuple[str, str | None]:
-    """(what is certainly before the mark, what follows it, or None if it has not come)."""
-    before = marks.feed(text)
-    if marks.matched is None:
-        return before, None
-    return before, text[marks.consumed :]
+def has_opened_thoughts(form: ToolFormat, vocabulary: Vocabulary, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends with the mark that begins thoughts."""
+    if form.thoughts is None:
+        return False
+    last = "".join(vocabulary.token(token)[0] for token in prompt[-_LAST_TOKENS:])
+    return last.rstrip().endswith(form.thoughts[0])

@@ -8,14 +8,15 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
 from megarl.environments.check import AGENT, KINDS, check_factories
-from megarl.environments.turn_parsing import load_parser
 from megarl.errors import UsageError
+from megarl.tool_formats.by_template import name_of
+from megarl.tool_formats.table import load_format
 
 
 def check_environment_flags(settings: Settings):
     """UsageError for an environment of the flags that cannot be made, or a parser of tool calls that does not exist."""
     if settings.environment:
-        load_parser(settings.tool_call_parser)
+        load_format(name_of(settings.tool_call_parser, None))
         _kinds(settings, [settings.environment])
 
 
@@ -27,9 +28,9 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
     named = {name for prompts in prompt_sets.values() for name in named_in(prompts, encoder)}
     others = sorted(named - {settings.environment})
     kinds = {*_kinds(settings, [settings.environment]), *(_kinds(settings, others) if others else [])}
-    check_template(
-        encoder, tuple(sorted(kinds - {AGENT}))
-    )  # a history that the template rewrites is an agent's new row
+    form = load_format(name_of(settings.tool_call_parser, encoder.template))
+    # A history that the template rewrites is a new row of an agent.
+    check_template(encoder, tuple(sorted(kinds - {AGENT})), form.call_id)
 
 
 def _kinds(settings: Settings, names: list[str]) -> list[str]:

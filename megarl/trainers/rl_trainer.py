@@ -26,12 +26,12 @@ from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
-from megarl.serving.policy_service import PolicyService
 from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
+from megarl.trainers.policy_service import PolicyService
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
 from megarl.trainers.setup import read_inputs
 from megarl.trainers.step_records import StepRecord, StepRecords

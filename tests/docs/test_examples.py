@@ -11,7 +11,7 @@ import pytest
 
 from megarl import arguments, plan
 from megarl.environments.protocol import Task
-from megarl.environments.turn_parsing import parse_hermes, parse_turn
+from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
 from tests.helpers import documents
 from tests.helpers.played_environments import play
@@ -56,7 +56,7 @@ def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
     environment = found["shop"]()
     call = '<tool_call>{"name": "price", "arguments": {"article": "pear", "count": 2}}</tool_call>'
     task = Task([], answer="8")
-    _, answers = play(environment, task, [parse_turn(text, i, parse_hermes) for i, text in enumerate((call, " 8"))])
+    _, answers = play(environment, task, [parse_turn(text, i) for i, text in enumerate((call, " 8"))])
     assert answers[0].messages[0]["content"] == "8" and (answers[1].reward, answers[1].done) == (1.0, True)
 
 

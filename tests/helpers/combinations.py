@@ -53,7 +53,7 @@ AXES = {
                 f"{APART} --generation-lag 1 --rollout-correction tis --generation-schedule recorded",
                 "--partial-rollouts --over-sampling 2 --rollout-correction tis"],
     "turns": [TURNS, f"{TURNS} --partial-rollouts --over-sampling 2 --rollout-correction tis",
-              f"{TURNS} {APART} --generation-lag 1 --rollout-correction tis"],
+              f"{TURNS} {APART} --generation-lag 1 --rollout-correction tis --tool-call-parser mistral"],
     "experts": [f"{EXPERTS} {flags}" for flags in (
         "", "--moe-z-loss-coeff 0.1", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
         "--moe-shared-expert-intermediate-size 16", "--moe-latent-size 16", "--moe-layer-freq 2",

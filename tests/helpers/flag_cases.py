@@ -30,7 +30,7 @@ STATES = (  # a model with recurrent states, whose prefixes are kept
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
-    "environment": "--environment x:y",
+    "environment": "--environment x:y", "tool_calls": "--environment x:y",
     "critic": "", "reference": "", "kl": "", "refreshes": "--reference-update-interval 2",
     "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
     "jsd": "--distill loss --distill-divergence jsd", "context": CONTEXT,
@@ -72,7 +72,7 @@ FAILS = {
     "partial": "--over-sampling 2", "ahead": "--debug-rollout-only",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
     "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "exported": "--save y",
-    "rollout_server": "", "serve_policy": "",
+    "rollout_server": "", "serve_policy": "", "tool_calls": "",
     "engine": "--debug-train-only --load-rollouts x", "prefixes": "", "evaluates": "--debug-rollout-only",
     "trained": "--debug-rollout-only", "profile": "",
     "model": "", "judge": "", "scoring_model": "", "fallible": "--reward model --reward-model x",
@@ -97,7 +97,7 @@ VALUES = {
     "preference_loss": "rpo", "preference_label_smoothing": 0.25,
     "generation_schedule": "recorded", "distill": "loss", "teacher": "self", "distill_divergence": "forward",
     "distill_beta": 0.25, "teacher_context": "sibling", "hf_mtp": "drop",
-    "stop": "</a>", "stop_token_ids": "5,7",
+    "stop": "</a>", "stop_token_ids": "5,7", "tool_call_parser": "glm",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",

@@ -13,7 +13,7 @@ from megarl.environments.agents.exchange import CONTEXT_LENGTH, Reply
 from megarl.environments.agents.program import ProgramEnvironment
 from megarl.environments.pool import Asked, EnvironmentPool, PoolOptions
 from megarl.environments.protocol import Task
-from megarl.environments.turn_parsing import parse_hermes, parse_turn
+from megarl.environments.turn_parsing import parse_turn
 from tests.helpers.waiting import SAFETY_SECONDS
 
 HERE = "tests.helpers.odd_agents"
@@ -46,7 +46,7 @@ def _reply(number: int, texts, turns: int) -> Reply:
     if number >= turns:
         return Reply(None, error="This model's maximum context length is exceeded", code=CONTEXT_LENGTH, is_budget=True)
     text = texts[number] if number < len(texts) else "42"
-    return Reply(parse_turn(text, number, parse_hermes), "stop", [1, 2, 3], [4, 5], [-0.1, -0.2])
+    return Reply(parse_turn(text, number), "stop", [1, 2, 3], [4, 5], [-0.1, -0.2])
 
 
 # -- agents that do what they should ------------------------------------------------------------------------------

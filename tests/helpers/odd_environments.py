@@ -1,6 +1,7 @@
 """Environments that meet, block, break or answer nonsense, for tests of the pool; and a pool's answers by number."""
 
 import asyncio
+import json
 import os
 import subprocess
 import threading
@@ -21,6 +22,18 @@ class Echo(BaseEnvironment):
     def step(self, turn):
         """The text again."""
         return Observation([{"role": "user", "content": f"{turn.number}: {turn.text}"}], reward=float(turn.number))
+
+
+class Typed(Echo):
+    """Has a tool, and answers with the calls of the turn as JSON."""
+
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {  # never changed in place
+        "type": "object", "properties": {"s": {"type": "string"}, "x": {"type": "integer"}}}}}]  # fmt: skip
+
+    def step(self, turn):
+        """The calls again."""
+        calls = [[call.id, call.name, call.arguments] for call in turn.calls]
+        return Observation([{"role": "user", "content": json.dumps([turn.text, *calls])}])
 
 
 class AsyncMeeting(Echo):

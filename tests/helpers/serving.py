@@ -128,7 +128,7 @@ class Served:
     """A running HTTP process: `url`, `client` (httpx), `leaders`, `process`, `tokenizer`."""
 
     def __init__(self, folder, script=None, leaders: int = 1, ready: dict | None = None, family="unix", **settings):
-        path = small_tokenizers.chatml(folder / "tokenizer")
+        path = settings.pop("make_tokenizer", small_tokenizers.chatml)(folder / "tokenizer")
         self.tokenizer = build_tokenizer("HuggingFaceTokenizer", path)
         encoder = build_encoder(self.tokenizer, settings.pop("chat_template", "tokenizer"))
         defaults = dict(

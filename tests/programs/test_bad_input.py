@@ -127,7 +127,7 @@ TOGETHER = [  # flags that contradict each other
     "--eval-k 0 --eval-prompts x", "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1",
     "--environment no.such:thing", "--environment guess-number --tool-call-parser no.such:parser",
     "--lora-rank 4 --lora-adapter x --hf-model x --debug-rollout-only",
-    "--serve-policy --host 0.0.0.0", "--serve-policy --api-key-file x",
+    "--serve-policy --host 0.0.0.0", "--serve-policy --tool-call-parser xml", "--serve-policy --api-key-file x",
     "--reward remote --reward-url ftp://x", "--policy-loss cispo --cispo-clip-high -1",
     "--group-filter reward --group-filter", "--rollout-correction icepop", "--debug-train-only", "--load-rollouts x",
     "--debug-train-only --debug-rollout-only", "--debug-train-only --load-rollouts x --serve-policy",

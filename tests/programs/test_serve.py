@@ -163,6 +163,7 @@ def test_experts_and_their_routes():
     ("--weights-folder nowhere", "--weights-folder nowhere: no such folder"),
     ("--weights-folder .", "--weights-folder .: needs --admin-key-file"),
     ("--serve-routes", "--serve-routes: needs a model with experts"),
+    ("--tool-call-parser a.b:c", "--tool-call-parser a.b:c: a server has auto, hermes, qwen3-coder"),
     ("--port 70000", "--port 70000: allowed is 0 to 65535"),
     ("--served-model-name a&b", "--served-model-name a&b: allowed is letters"),
     ("--max-choices 0", "--max-choices 0"),

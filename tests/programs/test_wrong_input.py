@@ -225,7 +225,7 @@ FLAGS_FIRST = {
                  ["--max-position-embeddings 9", "--reward os:no_such", "--environment no.such:thing", "--eval-k 0",
                   "--rollout-server nowhere"]),
     "serve": (MISSING_POLICY, ["--max-position-embeddings 9", "--host 0.0.0.0", "--serve-routes",
-                               "--weights-folder no/where"]),
+                               "--weights-folder no/where", "--tool-call-parser xml"]),
 }  # fmt: skip
 
 

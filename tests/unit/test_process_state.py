@@ -10,11 +10,11 @@ import torch
 
 from megarl import process_state
 from megarl.arguments import parse
-from megarl.environments.turn_parsing import load_parser
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
 from megarl.rewards.build import build_verifiers
+from megarl.tool_formats.table import load_format
 from tests.helpers.tiny_models import SHAPES
 
 FLAG = "--reward their:reward"
@@ -151,10 +151,10 @@ def test_losses_and_parsers_of_the_user_are_kept_too(plug_ins, capsys):
     (plug_ins / "rude_losses.py").write_text(PLUG_IN)
     parsed = parse([*SHAPES["llama"].split(), "--policy-loss", "rude_losses:loss"], 1)
     assert parsed.policy_loss.function("tokens", "clip") == ("tokens", "clip")
-    assert load_parser("rude_losses:calls")("text") == ("text", [])
+    assert load_format("rude_losses:calls").parser("text") == ("text", [])
     assert torch.get_default_dtype() is torch.float32 and torch.get_num_threads() == 1
     said = capsys.readouterr().err
     assert said.count("--policy-loss rude_losses:loss changed torch's default dtype;") == 1
     assert said.count("--tool-call-parser rude_losses:calls changed torch's default dtype;") == 1
     with pytest.raises(UsageError, match="^--tool-call-parser rude_losses:no: rude_losses has no no"):
-        load_parser("rude_losses:no")
+        load_format("rude_losses:no")

@@ -42,7 +42,7 @@ class Reply(NamedTuple):
         assert turn is not None  # an error is no message
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.errors:  # what looks like a call is no call, so all that was written is content
-            message["content"] = turn.text.rpartition("</think>")[2].strip() if turn.reasoning else turn.text
+            message["content"] = turn.text.rpartition("</think>")[2].removeprefix(turn.reasoning).strip()
             message["tool_call_errors"] = list(turn.errors)
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning

@@ -68,7 +68,8 @@ class CarriedEpisodes:
         for key in keys:
             episode, seen = self._episodes[key], self._client.observations(key)
             answers = [] if episode.end is not None else [dataclasses.asdict(observation) for observation in seen]
-            facts.append({name: getattr(episode, name) for name in _FACTS} | {"observations": answers})
+            tools = [] if episode.end is not None else self._client.tools(key)
+            facts.append({name: getattr(episode, name) for name in _FACTS} | {"observations": answers, "tools": tools})
         return json.dumps(facts)
 
     def load(self, text: str, batch: Batch, keys: Sequence[str], is_own: Tensor, where: str) -> list[bool]:
@@ -94,7 +95,8 @@ class CarriedEpisodes:
                 if own:
                     self.add([episode])
                     if self._client is not None and episode.end is None:
-                        self._client.restore(key, [Observation(**record) for record in fact["observations"]])
+                        seen = [Observation(**record) for record in fact["observations"]]
+                        self._client.restore(key, seen, fact.get("tools", []))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{where}: is damaged ({type(error).__name__}: {error})") from None
         return ended

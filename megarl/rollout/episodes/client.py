@@ -9,7 +9,7 @@ from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.agents.exchange import Reply
 from megarl.environments.journal import Journal
-from megarl.environments.pool import Asked, EnvironmentPool, Event, PoolOptions
+from megarl.environments.pool import Asked, EnvironmentPool, Event, PoolOptions, TurnText
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion
@@ -30,6 +30,7 @@ class PlayedTurns:
     slot: int | None  # number of the environment in the pool; None: another one must be made for the next turn
     turns: list[Turn] = dataclasses.field(default_factory=list)  # that were answered; the last one perhaps by a failure
     observations: list[Observation] = dataclasses.field(default_factory=list)
+    tools: list[dict] = dataclasses.field(default_factory=list)  # since the reset
     sent: int = 0  # turns
     stream: int = 0  # the episode's random stream
     tree: MessageTree | None = None  # of an agent that has asked
@@ -80,8 +81,8 @@ class EnvironmentClient:
         if played.slot is None:
             played.slot = next(self._slots)
             played.turns = self.pool.take_up(
-                played.slot, task, prompt.environment, key, list(map(self._turn_tokens.text, turns)),
-                played.observations,
+                played.slot, task, prompt.environment, key, list(map(self._text, turns)), played.observations,
+                played.tools,
             )  # fmt: skip
         played.prompt = prompt
         self._join(number, played)
@@ -94,7 +95,11 @@ class EnvironmentClient:
         """Sends the tokens of a turn."""
         played = self._round[number]
         played.sent += 1
-        self.pool.step(played.slot, self._turn_tokens.text(tokens))
+        self.pool.step(played.slot, *self._text(tokens))
+
+    def _text(self, tokens: Sequence[int]) -> TurnText:
+        marked = self._turn_tokens.marked_text(tokens, self.pool.form.all_marks)
+        return TurnText(self._turn_tokens.text(tokens), marked)
 
     def write(self, number: int, turn: int, completion: Completion):
         """Sends an agent what the policy has written of a turn."""
@@ -139,9 +144,14 @@ class EnvironmentClient:
         """What the environment of an episode that is kept has answered to its turns."""
         return self._kept[key].observations if key in self._kept else []
 
-    def restore(self, key: str, observations: list[Observation]):
+    def tools(self, key: str) -> list[dict]:
+        """The tools that the environment of an episode that is kept has given when it was reset."""
+        return self._kept[key].tools if key in self._kept else []
+
+    def restore(self, key: str, observations: list[Observation], tools: Sequence[dict] = ()):
         """Keeps an episode of a checkpoint."""
-        self._kept[key] = PlayedTurns(None, [], None, observations=observations, sent=len(observations))
+        made = PlayedTurns(None, [], None, observations=observations, tools=list(tools), sent=len(observations))
+        self._kept[key] = made
 
     def wait(self, seconds: float):
         """Waits until an environment answers, at most that long; `results` reports it."""
@@ -178,6 +188,7 @@ class EnvironmentClient:
             if event.is_agent:
                 return self._ended(number, played, event.observation)
             if event.turn is None:
+                played.tools = event.tools
                 first = self._first_prompt(event, played)
                 return EnvironmentResult(number=number, tokens=first, replayable=event.replayable)
             return self._observed(number, event)
@@ -188,7 +199,7 @@ class EnvironmentClient:
     def _asked(self, number: int, played: PlayedTurns, asked: Asked) -> TurnRequest | None:
         """The turn that an agent asks for, unless it can be answered at once."""
         if played.tree is None:
-            common = self._turn_tokens, self.pool.parser, self._limits, self._max_prompt_length
+            common = self._turn_tokens, self.pool.form, self._limits, self._max_prompt_length
             played.tree = MessageTree(number, played.stream, played.prompt, played.tokens, *common)
         found = played.tree.request((asked.ticket, asked.request), asked.ask)
         if isinstance(found, Reply):

@@ -15,9 +15,10 @@ from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.agents.exchange import CONTEXT_LENGTH, Ask, Reply, canonical
 from megarl.environments.protocol import Message, Turn
-from megarl.environments.turn_parsing import Parser, parse_turn
+from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
 from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key
+from megarl.tool_formats.table import ToolFormat
 
 Place = tuple[int, int]  # (ticket, number) of an agent's request
 
@@ -51,17 +52,18 @@ class MessageTree:
 
     def __init__(
         self, number: int, key: int, prompt: Prompt, prompt_tokens: Sequence[int], turn_tokens: TurnTokens,
-        parser: Parser, limits: EpisodeLimits, max_prompt_length: int,
+        form: ToolFormat, limits: EpisodeLimits, max_prompt_length: int,
     ):  # fmt: skip
         """
         Args:
             number, key: of the episode: its number, and its random stream.
+            form: of tool calls.
             prompt, prompt_tokens: of the episode's line; a first request with the same messages has these tokens.
             max_prompt_length: tokens of a prompt that do not count as response.
         """
         self.number, self.rewritten = number, 0  # requests whose history rewrites turns of the policy
         self._was_refused = False  # a budget has refused a request of the present run
-        self._key, self._turn_tokens, self._parser, self._limits = key, turn_tokens, parser, limits
+        self._key, self._turn_tokens, self._form, self._limits = key, turn_tokens, form, limits
         self._conversation, self._prompt_tokens = (
             [dict(message) for message in prompt.conversation],
             list(prompt_tokens),
@@ -133,7 +135,8 @@ class MessageTree:
         """Takes in what the policy has written of a turn; returns the replies to those that wait for it."""
         turn = self._turns[number]
         turn.tokens = tokens
-        turn.turn = parse_turn(self._turn_tokens.text(tokens), turn.depth, self._parser)
+        text, marked = self._turn_tokens.text(tokens), self._turn_tokens.marked_text(tokens, self._form.all_marks)
+        turn.turn = parse_turn(text, turn.depth, self._form, turn.ask.tools or (), marked)
         turn.reply = Reply(
             turn.turn, "stop" if finished else "length", turn.prompt, tokens, logprobs,
             is_budget=not finished and turn.is_run_limit,

@@ -36,6 +36,7 @@ from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_ends import ResponseEnds
+from megarl.tool_formats.by_template import name_of
 
 JOURNAL = "journal"  # folder in that of the run
 _NAME = "environment"  # of what fails, in the window of failures
@@ -94,7 +95,7 @@ class EpisodeRunner:
         if role_groups.is_leader:
             options = PoolOptions(
                 workers=s.environment_workers, timeout=s.environment_timeout, retries=s.environment_retries,
-                parser=s.tool_call_parser, default=s.environment,
+                parser=name_of(s.tool_call_parser, encoder.template), default=s.environment,
             )  # fmt: skip
             self.client = EnvironmentClient(
                 options, turns, self.limits, s.max_prompt_length,

@@ -175,6 +175,29 @@ def test_templates_write_what_transformers_writes(tmp_path):
             assert encoder.chat_prompt(MESSAGES, tools, values) == ids, name
 
 
+def test_a_folder_may_have_another_template_for_tools(tmp_path):
+    """As Hermes and Command R have it."""
+    from transformers import AutoTokenizer
+
+    with_tools = (
+        "\n  {%- macro f(t) %}{{ t | tojson }}{% endmacro %}\n{% set x = 1 %}\n {% for t in tools %}{{ f(t) }}\n"
+    )
+    named = {
+        "default": "  {% if true %}\n  a {% endif %}\n" + LOOP + OPEN,
+        "tool_use": with_tools + "{% endfor %}{{ x }}" + LOOP + " \n\n",
+    }
+    folder = small_tokenizers.chatml(tmp_path / "t")
+    edit(folder, chat_template=[{"name": name, "template": template} for name, template in named.items()])
+    theirs, ours = AutoTokenizer.from_pretrained(folder), build_tokenizer("HuggingFaceTokenizer", folder)
+    template = ChatTemplate(ours.template, ours)
+    for tools in (None, TOOLS):
+        for opens in (False, True):
+            text = theirs.apply_chat_template(MESSAGES, tools=tools, add_generation_prompt=opens, tokenize=False)
+            assert template.render(MESSAGES, opens, tools) == text
+    edit(folder, chat_template=[{"name": "tool_use", "template": "x"}])
+    assert build_tokenizer("HuggingFaceTokenizer", folder).template is None
+
+
 def test_options_of_flags():
     options = TemplateOptions.of_flags('{"enable_thinking": false}', "2026-02-03")
     assert options == TemplateOptions({"enable_thinking": False}, DATE)

@@ -6,8 +6,10 @@ from megarl.data.conversations import Encoder
 from megarl.data.template_checks import check_template
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
+from megarl.tool_formats.table import FORMATS
 from tests.helpers.chat_encoders import encoder_of
 from tests.helpers.chat_templates import FORGETS, QWEN3, QWEN25, TEMPLATES
+from tests.helpers.family_templates import FAMILY_TEMPLATES
 from tests.helpers.small_tokenizers import chatml, sentence_piece
 
 ROLES = ("user", "tool")
@@ -18,12 +20,29 @@ def test_templates_that_append(tmp_path, name, role):
     check_template(encoder_of(tmp_path / "t", *TEMPLATES[name][:2]), (role,))
 
 
+def family(name):
+    return FAMILY_TEMPLATES[name].tokenizer, FAMILY_TEMPLATES[name].template
+
+
+@pytest.mark.parametrize("name, role", [(n, role) for n, each in FAMILY_TEMPLATES.items() for role in each.roles])
+def test_templates_of_families(tmp_path, name, role):
+    """Among them are some with one call in a turn, ids of nine characters, arguments as texts, turns that the next
+    message ends, and some that drop thoughts once the last answer follows."""
+    each = FAMILY_TEMPLATES[name]
+    check_template(encoder_of(tmp_path / "t", each.tokenizer, each.template), (role,), FORMATS[each.form].call_id)
+
+
 THOUGHTS = r"rewrites earlier turns \(it drops the thoughts of an assistant's turn once a user message follows\); give"
 REFUSED = {
     "qwen3": ("user", *TEMPLATES["qwen3"][:2], THOUGHTS),
     "qwen3 thinking": ("user", *TEMPLATES["qwen3 thinking"][:2], THOUGHTS),
     "system at the last question": ("user", *TEMPLATES["mistral"][:2], "rewrites earlier turns before a user message"),
-    "one call": ("tool", *TEMPLATES["llama3"][:2], "only single tool-calls at once! .of a probe, of two tool calls"),
+    "glm": ("user", *family("glm"), THOUGHTS),
+    "gpt-oss": ("user", *family("gpt-oss"), "rewrites earlier turns before a user message"),
+    "short ids": ("tool", *family("mistral"), "ids of calls have 9 characters .of a probe, of 1 tool calls"),
+    "the user's message ends with the turn's token": (
+        "user", chatml, "{% for m in messages %}{{ m.content + '<|im_end|>' * (m.role == 'user') }}{% endfor %}",
+        "ends an assistant's turn without a special token"),
     "results within the turn": ("tool", *TEMPLATES["gemma"][:2], "ends an assistant's turn without a special token"),
     "forgets at once": ("user", chatml, FORGETS, "drops the thoughts of an assistant's turn at once"),
     "forgets beside calls": ("tool", chatml, FORGETS, "drops the thoughts of an assistant's turn at once"),

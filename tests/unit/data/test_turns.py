@@ -12,6 +12,7 @@ from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
 from tests.helpers.chat_encoders import encoder_of, spelled, template_encoders
 from tests.helpers.chat_templates import GEMMA_TOOLS, LLAMA3, TEMPLATES
+from tests.helpers.family_templates import FAMILY_TEMPLATES
 from tests.helpers.small_tokenizers import HUGGING_FACE, chatml, gemma, llama, sentence_piece
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None,
@@ -170,6 +171,53 @@ def test_the_text_of_a_turn_ends_before_its_end_token(encoders):
     assert tokens.text([]) == ""
 
 
+def test_a_template_with_one_call_in_a_turn_shows_several_results(encoders):
+    encoder = encoders["llama3"]
+    _, results = tool_turn(0, ["1", "2"], "")
+    text = spelled(encoder.tokenizer, TurnTokens(encoder, 10).bridge(results))
+    header = "<|start_header_id|>%s<|end_header_id|>\n\n"
+    shown = "".join(header % "ipython" + f'"{number}"<|eot_id|>' for number in (1, 2))
+    assert text == shown + header % "assistant"
+
+
+def test_ends_of_turns_of_families(tmp_path):
+    """gpt-oss ends a turn without a call in another way than the policy; GLM's ends say who speaks next."""
+    tokens = {}
+    for name in ("gpt-oss", "glm", "kimi"):
+        each = FAMILY_TEMPLATES[name]
+        encoder = encoder_of(tmp_path / name, each.tokenizer, each.template)
+        tokens[name], special = TurnTokens(encoder, 10), encoder.tokenizer.special
+        if name != "glm":
+            assert tokens[name].closing_token() == special[{"gpt-oss": "<|call|>", "kimi": "<|im_end|>"}[name]]
+        if name == "gpt-oss":  # what a tool environment says of a call that cannot be read
+            text = spelled(encoder.tokenizer, tokens[name].bridge([{"role": "user", "content": "Error"}]))
+            assert text == "<|start|>user<|message|>Error<|end|><|start|>assistant"
+    with pytest.raises(UsageError, match="which token ends an assistant's turn depends on what follows"):
+        tokens["glm"].closing_token()
+
+
+def test_marks_that_are_special_tokens_are_where_they_were(tmp_path):
+    """Also between bytes of one character, in every kind of tokenizer; without marks the text is what it was."""
+    for name in HUGGING_FACE:
+        encoder = Encoder(build_tokenizer("HuggingFaceTokenizer", HUGGING_FACE[name](tmp_path / name)))
+        tokens, end = TurnTokens(encoder, 10), encoder.tokenizer.eos_id
+        mark, number = next(
+            item for item in encoder.tokenizer.special.items() if item[1] not in encoder.tokenizer.end_ids
+        )
+        ids = encoder.tokenizer.encode("Hello the user 42")
+        plain = tokens.text(ids)
+        for at in range(1, len(ids)):
+            marked = tokens.marked_text([*ids[:at], number, *ids[at:], end], [mark])
+            assert marked.count(mark) == 1 and marked.replace(mark, "") == plain, (name, at)
+            assert marked.startswith(tokens.text(ids[:at]).rstrip() if name != "wordpiece" else "")
+        assert tokens.marked_text([*ids, number], ["other"]) is tokens.marked_text(ids, [mark]) is None
+    letters = encoder_of(tmp_path / "bytes", chatml, TEMPLATES["qwen2.5"][1])
+    tokens, ids = TurnTokens(letters, 10), letters.tokenizer.encode("\u4f60")
+    special = letters.tokenizer.special["<|im_start|>"]
+    split = tokens.marked_text([*ids[:1], special, *ids[1:]], ["<|im_start|>"])
+    assert split.startswith("\ufffd<|im_start|>\ufffd") and tokens.text([*ids[:1], special, *ids[1:]]) == "\u4f60"
+
+
 def test_without_a_template_messages_are_lines(tmp_path):
     tokenizer = build_tokenizer("SentencePieceTokenizer", sentence_piece(tmp_path / "t.model"))
     tokens = TurnTokens(Encoder(tokenizer), 8)
@@ -195,7 +243,8 @@ def test_messages_that_cannot_follow(encoders, messages, reason):
 
 def test_templates_that_fail_or_go_on_within_a_turn(tmp_path):
     _, results = tool_turn(0, ["1", "2"], "")
-    with pytest.raises(UsageError, match="only single tool-calls at once"):
-        TurnTokens(encoder_of(tmp_path / "llama", llama, LLAMA3), 10).bridge(results)
+    with pytest.raises(UsageError, match="no tools"):
+        template = LLAMA3.replace("message.content | tojson", "raise_exception('no tools')")
+        TurnTokens(encoder_of(tmp_path / "llama", llama, template), 10).bridge(results)
     with pytest.raises(UsageError, match="an assistant's turn does not end before what follows"):
         TurnTokens(encoder_of(tmp_path / "gemma", gemma, GEMMA_TOOLS), 10).bridge(results)

@@ -11,18 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.environments.protocol import ToolCall
-from megarl.environments.turn_parsing import (
-    MAX_CALLS,
-    MAX_DEPTH,
-    TOOL_CALL_PARSERS,
-    load_parser,
-    parse_hermes,
-    parse_json,
-    parse_turn,
-)
+from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
 from megarl.serving.tool_calls import ToolCallParser
+from megarl.tool_formats.calls import MAX_CALLS, MAX_DEPTH
+from megarl.tool_formats.table import FORMATS, load_format, user_format
 
+HERMES, JSON_TEXT = FORMATS["hermes"], FORMATS["json"]
 FUZZ = settings(max_examples=400, deadline=None, derandomize=True, database=None)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": {"x": 1}}',
@@ -39,7 +34,7 @@ def nested(levels):
 
 
 def hermes(text):
-    return parse_turn(text, 2, parse_hermes)
+    return parse_turn(text, 2, HERMES)
 
 
 def test_thoughts_content_and_calls():
@@ -94,9 +89,9 @@ def test_what_is_a_call():
 def test_calls_as_plain_json():
     one = '{"name": "f", "arguments": {"x": [1]}}'
     for text in (one, f" {one}\n", f"[{one}]", f"```json\n{one}\n```", f"```\n[{one}]\n```", f"hm</think>{one}"):
-        turn = parse_turn(text, 0, parse_json)
+        turn = parse_turn(text, 0, JSON_TEXT)
         assert turn.calls == (ToolCall("call_0_0", "f", {"x": [1]}),) and turn.content == "" and not turn.errors
-    assert len(parse_turn(f"[{one}, {one}]", 0, parse_json).calls) == 2
+    assert len(parse_turn(f"[{one}, {one}]", 0, JSON_TEXT).calls) == 2
     for text in (
         "[1, 2]",
         '{"name": "Bob"}',
@@ -107,7 +102,7 @@ def test_calls_as_plain_json():
         "```python\n1\n```",
         "7",
     ):
-        turn = parse_turn(text, 0, parse_json)
+        turn = parse_turn(text, 0, JSON_TEXT)
         assert turn.content == text and not turn.calls and not turn.errors
 
 
@@ -118,12 +113,12 @@ def test_calls_as_plain_json():
     ('[3, {"name": "f", "arguments": {}}]', "a call must be a JSON object"),
 ])  # fmt: skip
 def test_plain_json_that_looks_like_a_call(text, error):
-    turn = parse_turn(text, 0, parse_json)
+    turn = parse_turn(text, 0, JSON_TEXT)
     assert len(turn.errors) == 1 and turn.errors[0].startswith(error) and turn.content == ""
 
 
 def test_a_turn_has_a_limited_number_of_calls():
-    for turn in (hermes(CALL * 500), parse_turn(f"[{','.join([CALL[12:-13]] * 500)}]", 0, parse_json)):
+    for turn in (hermes(CALL * 500), parse_turn(f"[{','.join([CALL[12:-13]] * 500)}]", 0, JSON_TEXT)):
         assert len(turn.calls) == MAX_CALLS and turn.errors == ("more than 128 calls in a turn",)
     assert hermes(CALL * MAX_CALLS).errors == ()
 
@@ -133,17 +128,17 @@ def test_a_turn_has_a_limited_number_of_calls():
     "</think>" * 120_000, "```json\n" + "\n" * 10**6, '{"name": ' * 100_000, '[{"name":' + " " * 10**6, "\\" * 10**6,
     '<tool_call>{"name": "f", "arguments": ' + '[{"x":' * 150_000, "\ud800" * 10**6,
 ])  # fmt: skip
-@pytest.mark.parametrize("parser", TOOL_CALL_PARSERS.values(), ids=list(TOOL_CALL_PARSERS))
-def test_a_megabyte_of_marks(text, parser):
-    turn = parse_turn(text, 0, parser)
+@pytest.mark.parametrize("form", [HERMES, JSON_TEXT], ids=["hermes", "json"])
+def test_a_megabyte_of_marks(text, form):
+    turn = parse_turn(text, 0, form)
     assert turn.calls == () and len(turn.errors) <= MAX_CALLS + 1 and all(len(error) < 300 for error in turn.errors)
 
 
 @FUZZ
 @given(HOSTILE)
 def test_any_text_is_a_turn_that_programs_can_handle(text):
-    for parser in TOOL_CALL_PARSERS.values():
-        turn = parse_turn(text, 0, parser)
+    for form in (HERMES, JSON_TEXT):
+        turn = parse_turn(text, 0, form)
         assert pickle.loads(pickle.dumps(turn)) == turn
         for each in (turn.text, turn.content, turn.reasoning, *turn.errors):
             each.encode()
@@ -154,13 +149,12 @@ def test_any_text_is_a_turn_that_programs_can_handle(text):
 @FUZZ
 @given(HOSTILE)
 def test_the_servers_parser_finds_the_same_calls(text):
-    """It reads the text in pieces. It has no limits for names, depth and numbers."""
-    parser = ToolCallParser()
-    _, calls = parser.feed(text)
-    calls += parser.finish()[1]
-    _, found, _ = parse_hermes(text)
+    """It reads the text in pieces, and leaves thoughts of Hermes in the content."""
+    parser = ToolCallParser(HERMES)
+    calls = parser.feed(text).calls + parser.finish().calls
     streamed = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
-    assert [(name, json.loads(json.dumps(arguments))) for name, arguments in found] == streamed
+    turn = parse_turn(f"</think>{text}", 0, HERMES)
+    assert [(call.name, call.arguments) for call in turn.calls] == streamed
 
 
 @FUZZ
@@ -175,7 +169,7 @@ def test_json_values_are_read_as_json_reads_them(value):
         assert turn.errors == ()
     else:
         assert turn.calls == () and len(turn.errors) == 1
-    plain = parse_turn(written, 0, parse_json)
+    plain = parse_turn(written, 0, JSON_TEXT)
     if is_call and "arguments" in value:
         assert plain.calls == (ToolCall("call_0_0", value["name"], value["arguments"]),) and plain.content == ""
     elif not isinstance(value, list):
@@ -197,17 +191,20 @@ def shouts(text):
 
 
 def test_a_parser_of_a_user():
-    parser = load_parser(f"{__name__}:shouts")
-    turn = parse_turn("b</think>GO\nSTOP", 1, parser)
+    form = load_format(f"{__name__}:shouts")
+    turn = parse_turn("b</think>GO\nSTOP", 1, form)
     assert [(call.id, call.name) for call in turn.calls] == [("call_1_0", "go"), ("call_1_1", "stop")]
     assert turn.errors == ("half a call",) and turn.reasoning == "b"
-    broken = parse_turn("GO!", 1, parser)
+    broken = parse_turn("GO!", 1, form)
     assert broken.content == "GO!" and broken.calls == () and broken.errors == ("KeyError: 'no exclamations'",)
-    wrong = parse_turn("a", 1, lambda text: ("", [(3, {}), ("f", []), ("g", {})], []))
+    assert parse_turn(" <think>b", 1, form).content == "" and parse_turn(" a\n", 1, form).calls[0].name == " a"
+    wrong = parse_turn("a", 1, user_format(lambda text: ("", [(3, {}), ("f", []), ("g", {})], [])))
     assert [call.name for call in wrong.calls] == ["g"] and len(wrong.errors) == 2
-    assert parse_turn("a", 1, lambda text: None).errors[0].startswith("TypeError")
-    with pytest.raises(UsageError, match="^--tool-call-parser xml: unknown; allowed: hermes, json, or a plug-in"):
-        load_parser("xml")
+    assert parse_turn("a", 1, user_format(lambda text: None)).errors[0].startswith("TypeError")
+    with pytest.raises(
+        UsageError, match="^--tool-call-parser xml: unknown; allowed: auto, hermes, qwen3-coder, .*json, "
+    ):
+        load_format("xml")
 
 
 def test_it_imports_no_torch():

@@ -1,6 +1,7 @@
 """The client between rounds: environments that go on, and those that are made again because they have seen more."""
 
 import itertools
+import json
 
 from megarl.data.prompt import Prompt
 from megarl.environments.pool import PoolOptions
@@ -18,6 +19,14 @@ class Letters:
 
     def text(self, tokens) -> str:
         return "".join(map(chr, tokens))
+
+    def marked_text(self, tokens, marks) -> str | None:
+        """Letters in capitals are marks that are special tokens: the first of the marks."""
+        found = "".join(next(iter(marks)) if chr(token) == "A" else chr(token) for token in tokens)
+        return found if ord("A") in tokens else None
+
+    def first_prompt(self, messages, tools) -> list[int]:
+        return [len(tools)]
 
     def bridge(self, messages) -> list[int]:
         return list(map(ord, messages[0]["content"]))
@@ -81,6 +90,27 @@ def test_a_checkpoint_brings_answers_and_what_was_kept_can_be_forgotten():
         assert answered(other, 3, "b") == "1: b"
         played = other.take_played(3)
         assert len(played.turns) == len(played.observations) == 2 and not other.pool._episodes
+    finally:
+        client.close()
+        other.close()
+
+
+def test_turns_are_read_with_the_tools_of_the_reset_also_after_a_checkpoint():
+    options = PoolOptions(1, SAFETY_SECONDS, 0, "qwen3-coder", f"{HERE}:Typed")
+    client, other = (EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1) for _ in range(2))
+    text = "A<function=f><parameter=s>5</parameter><parameter=x>5</parameter>"  # <tool_call> is a special token
+    wanted = json.dumps([text, ["call_%d_0", "f", {"s": "5", "x": 5}]])
+    try:
+        client.begin(0, PROMPT, [1], TASK, "k", 0)
+        assert only_result(client, 0).tokens == [1]
+        assert answered(client, 0, text) == wanted % 0
+        client.keep(0, "k", turns=1)
+        other.restore("k", client.observations("k"), client.tools("k"))
+        client.forget("k")
+        assert client.tools("k") == []
+        other.go_on(3, PROMPT, TASK, "k", turns(text))
+        assert answered(other, 3, text) == wanted % 1  # the environment has checked its first answer, too
+        assert [turn.calls[0].arguments for turn in other.take_played(3).turns] == [{"s": "5", "x": 5}] * 2
     finally:
         client.close()
         other.close()

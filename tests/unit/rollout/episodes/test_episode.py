@@ -89,3 +89,6 @@ class NoAnswers:
 
     def observations(self, key: str) -> list:
         return []
+
+    def tools(self, key: str) -> list:
+        return []

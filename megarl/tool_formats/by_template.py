@@ -1,0 +1,54 @@
+"""The format in which a chat template writes calls: the one that reads what it writes of a probe."""
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.errors import UsageError
+from megarl.tool_formats.calls import WrittenCall
+from megarl.tool_formats.table import AUTO, FORMATS
+from megarl.tool_formats.turns import joined
+
+if TYPE_CHECKING:  # it imports Jinja
+    from megarl.data.chat import ChatTemplate
+
+FALLBACK = "hermes"
+_TOOL = {"type": "function", "function": {
+    "name": "probe", "description": "A tool.",
+    "parameters": {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string"}}, "required": []},
+}}  # fmt: skip
+_CALL = WrittenCall("probe", {"x": 12, "y": 'a "b"'})
+# Ids of the call: one that every template accepts, and one with the name, which the template may leave out (Kimi).
+_IDS = "call00001", "functions.probe:0"
+
+
+def name_of(value: str, template: "ChatTemplate | None") -> str:
+    """The name of a format for `--tool-call-parser`: of "auto", the one in which the chat template writes calls."""
+    return format_of(template) if value == AUTO else value
+
+
+def format_of(template: "ChatTemplate | None") -> str:
+    """The name of the format that reads a call which the template has written; `FALLBACK` if none does."""
+    texts = [] if template is None else [_written_call(template, call_id) for call_id in _IDS]
+    for (name, each), written in itertools.product(FORMATS.items(), filter(None, texts)):
+        reader = each.reader([_TOOL])
+        found = joined([*reader.feed(written), *reader.finish()])
+        if [call._replace(id=None) for call in found.calls] == [_CALL] and not found.errors:
+            return name
+    return FALLBACK
+
+
+def _written_call(template: "ChatTemplate", call_id: str) -> str | None:
+    """A turn with a call as the template writes it, up to the token that ends it; None if the template fails."""
+    call = {"id": call_id, "type": "function", "function": {"name": _CALL.name, "arguments": _CALL.arguments}}
+    before: Sequence[dict] = [{"role": "user", "content": "q"}]
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        opened = template.render(before, add_generation_prompt=True, tools=[_TOOL])
+        whole = template.render([*before, turn], tools=[_TOOL])
+    except UsageError:
+        return None
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(opened, whole, strict=False))
+    written = whole[sum(1 for _ in same) :]
+    ends = [written.find(token) for token in template.tokenizer.end_tokens]
+    return template.plain(written[: min([end for end in ends if end >= 0], default=None)])

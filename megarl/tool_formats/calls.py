@@ -1,0 +1,138 @@
+"""Tool calls as JSON values, and what a call may be in every format. The text is hostile: only ValueError is raised.
+
+A call has a name, and arguments of valid Unicode, numbers that JSON can write and at most `MAX_DEPTH` levels.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+MAX_CALLS = 128  # that are read of a turn; more are an error
+MAX_DEPTH = 64  # levels of arguments: what passes them on to an environment may be recursive
+TOO_MANY = f"more than {MAX_CALLS} calls in a turn"
+_MAX_NAME_LENGTH = 256
+_HALF = re.compile("[\ud800-\udfff]")
+_SPACE = re.compile(r"\s*")
+
+
+class WrittenCall(NamedTuple):
+    """A call as the policy wrote it; `id`: the one that it gave the call, in formats that have one."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair."""
+    return text.isascii() or _HALF.search(text) is None
+
+
+def whole_unicode(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair."""
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
+
+
+def read_json(text: str) -> Any:
+    """The JSON value of a text. ValueError: why it has none, in a line for the policy."""
+    return _decoded(lambda: json.loads(text, parse_constant=_no_constant))
+
+
+def read_json_values(text: str, separator: str, most: int) -> tuple[list[Any], str | None]:
+    """At most that many JSON values, with white space or separators between them, and why what follows is none."""
+    values, at = [], 0
+    while (at := _after_space(text, at)) < len(text) and len(values) < most:
+        try:
+            value, at = _decoded(functools.partial(_DECODER.raw_decode, text, at))
+        except ValueError as error:
+            return values, str(error)
+        values.append(value)
+        while text.startswith(separator, at := _after_space(text, at)):
+            at += len(separator)
+    return values, None
+
+
+def call_of(value: Any, arguments: tuple[str, ...] = ("arguments",)) -> WrittenCall:
+    """A call written as a JSON object with a name and `arguments`, in the first of these fields that it has.
+
+    Raises:
+        ValueError: why it is none, in a line for the policy.
+    """
+    if not isinstance(value, dict):
+        raise ValueError(f"a call must be a JSON object with name and {arguments[0]}")
+    field = next((each for each in arguments if each in value), arguments[0])
+    written = value.get("id")
+    return checked(WrittenCall(value.get("name"), value.get(field, {}), written if isinstance(written, str) else None))
+
+
+def read_call(text: str) -> WrittenCall:
+    """`call_of` the JSON object of a text."""
+    return call_of(read_json(text))
+
+
+def read_arguments(name: str, text: str, written_id: str | None = None) -> WrittenCall:
+    """A call whose arguments are the JSON object of a text; an empty text: none. ValueError as of `call_of`."""
+    return checked(WrittenCall(name, read_json(text) if text.strip() else {}, written_id))
+
+
+def checked(call: WrittenCall) -> WrittenCall:
+    """The call as a program can use it. ValueError: why it is none, in a line for the policy."""
+    name, arguments = call.name, call.arguments
+    if not isinstance(name, str) or not is_unicode(name):
+        raise ValueError("the call has no name")
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of {name[:80]!r} must be a JSON object")
+    if not name.strip() or len(name) > _MAX_NAME_LENGTH:
+        raise ValueError(f"a name has 1 to {_MAX_NAME_LENGTH} characters")
+    if _is_deeper(arguments, MAX_DEPTH):
+        raise ValueError(f"the arguments of {name[:80]!r} are nested more than {MAX_DEPTH} levels deep")
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise ValueError(f"the arguments of {name[:80]!r} hold a number that is too large") from None
+    return call if is_unicode(written) else call._replace(arguments=json.loads(whole_unicode(written)))
+
+
+def attempt(read: Callable[..., WrittenCall], *written: Any) -> WrittenCall | str:
+    """The call that `read` finds in what was written, or why it is none."""
+    try:
+        return read(*written)
+    except ValueError as error:
+        return str(error)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value has more levels of lists and objects."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [inner for each in level for inner in _inside(each)]
+    return bool(level)
+
+
+def _inside(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _decoded(decode: Callable[[], Any]) -> Any:
+    try:
+        return decode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("malformed JSON: nested too deeply") from None
+    except ValueError:  # of a number with thousands of digits
+        raise ValueError("malformed JSON: a number has too many digits") from None
+
+
+def _no_constant(name: str):
+    raise json.JSONDecodeError(f"{name} is not allowed", name, 0)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)

@@ -1,0 +1,33 @@
+"""Calls between marks of their own, within a section that has marks, too (DeepSeek, Kimi)."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megarl.tool_formats.calls import WrittenCall, attempt
+from megarl.tool_formats.reader import CONTENT, Calls, Grammar, Until
+
+
+class SectionMarks(NamedTuple):
+    """Marks of the section, and of each call in it."""
+
+    section: str
+    section_end: str
+    call: str
+    call_end: str
+
+
+def sectioned(marks: SectionMarks, read: Callable[[str], WrittenCall]) -> Grammar:
+    """Reads calls, whether or not the policy has begun or ended their section. A call that has no end of its own ends
+    with the section, or with the next call.
+
+    Args:
+        read: the call of the text between its marks.
+    """
+    _, mark = yield Until((marks.section, marks.section_end, marks.call), CONTENT)
+    while mark is not None:
+        if mark != marks.call:
+            _, mark = yield Until((marks.section, marks.section_end, marks.call), CONTENT)
+            continue
+        written, mark = yield Until((marks.call_end, marks.section_end, marks.call))
+        end = marks.call_end if mark == marks.call_end else ""
+        yield Calls(marks.call + written + end, [attempt(read, written)])
