@@ -106,7 +106,7 @@ class TurnTokens:
         return tokens
 
     def _end_in(self, whole: str, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> int | None:
-        """Where a turn, the last of the messages, ends in a text that goes on; None if it is shown otherwise."""
+        """Where the last message, a turn, ends in the rendered text `whole`; None if that shows it in another way."""
         assert self._template is not None
         alone, before = (self._template.render(part, tools=tools) for part in (messages, messages[:-1]))
         end = end_of_turn(self._encoder, alone, len(before)) if alone.startswith(before) else None

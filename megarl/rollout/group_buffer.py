@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megarl.batch import FIELDS, Batch, concatenate
+from megarl.batch import FIELDS, Batch, concatenate, with_row_starts
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.mcore import device
@@ -96,7 +96,7 @@ class GroupBuffer:
 
     def _read(self, data: bytes, where: str, version: int) -> tuple[int, Batch | None]:
         """(sequences in a file, this replica's share of them)."""
-        fields = load_plain(data, where)
+        fields = with_row_starts(load_plain(data, where))
         samples, layers = fields.pop("samples"), fields.pop("layers", None)
         versions = fields.get(VERSIONS) if VERSIONS in self.extra_fields else fields.pop(VERSIONS, None)
         wanted = waiting_groups.batch_fields(self.extra_fields, self.layers is not None)

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from megarl.arguments import Settings
-from megarl.batch import GENERATED_FIELDS, Batch, concatenate, empty_batch, expand_ranges, round_robin
+from megarl.batch import (
+    GENERATED_FIELDS,
+    Batch,
+    concatenate,
+    empty_batch,
+    expand_ranges,
+    round_robin,
+    with_row_starts,
+)  # fmt: skip
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
@@ -219,7 +227,7 @@ class PartialRolloutBuffer:
         own: list[Batch] = []
         prompt = response = 0
         for data, where in files:
-            fields = load_plain(data, where)
+            fields = with_row_starts(load_plain(data, where))
             version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
             facts = fields.pop("episodes", None)
             waiting_groups.check_unfinished(len(groups), samples, facts is not None, s)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate
+from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate, with_row_starts
 from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.comm.role_mesh import RoleGroups
@@ -198,7 +198,7 @@ class SavedRollouts:
         round_, samples = record.rounds[number], 1 if kind == GREEDY else self._facts["samples_per_prompt"]
         names, batches = [*GENERATED_FIELDS, *fields, *(["routes"] if layers is not None else [])], []
         for name in round_["files"][kind]:
-            loaded = load_file(record.folder / name)
+            loaded = with_row_starts(load_file(record.folder / name))
             names += [field for field in optional if field in loaded and field not in names]
             if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n].dtype for n in names):
                 raise RuntimeError(f"--load-rollouts {record.folder / name}: lacks some of {', '.join(names)}")

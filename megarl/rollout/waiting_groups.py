@@ -78,7 +78,8 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
             "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
         )
     if complete or queue["files"]:
-        check_complete((samples, set(found["fields"])), (s.samples_per_prompt, _fields_of(s)))
+        fields = {*found["fields"], *(["row_starts"] if "turn_rewards" in found["fields"] else [])}  # of older versions
+        check_complete((samples, fields), (s.samples_per_prompt, _fields_of(s)))
     if complete >= s.prompts_per_step and not is_batch:
         raise UsageError(
             f"--prompts-per-step {s.prompts_per_step}: the checkpoint of --load {s.load} holds {complete} groups that "

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.engine_records import generated
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import launch
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
@@ -25,7 +26,6 @@ FLAGS = (
     " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
     " --save-rollouts"
 )
-FIELDS = ("tokens", "rollout_logprobs", "turn_rewards", "response_mask")
 
 
 def run(save: Path, environment: str, flags: str = "", size: int = 1) -> Path:
@@ -50,20 +50,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 def rows_of(run: Path) -> list[dict]:
     """The samples of the first step."""
     return list(map(json.loads, samples(run, 1).splitlines()))
-
-
-def generated(run: Path) -> dict[int, list[list]]:
-    """Sequence id -> tokens, their log-probs, rewards of turns and mask, of the first step's rollout."""
-    rows = {}
-    for path in (run / "rollouts/step_00000001").glob("*.safetensors"):
-        batch = load_file(path)
-        lengths = batch["lengths"].tolist()
-        columns = [batch[name].split(lengths) for name in FIELDS]
-        rows |= {
-            number: [column.tolist() for column in of_sequence]
-            for number, *of_sequence in zip(batch["sequence_ids"].tolist(), *columns, strict=True)
-        }
-    return rows
 
 
 def assert_same_text(found: Path, expected: Path):
