@@ -88,12 +88,18 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     }
 
 
-def _arguments(number: int, text: str) -> dict[str, Any]:
+def call_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call from their text; None if they are no JSON object that the schemas allow."""
     try:
         arguments = check_json(json.loads(text or "{}"))
-        arguments = {} if arguments is None else arguments  # what clients send of a call without arguments
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+        return None
+    arguments = {} if arguments is None else arguments  # what clients send of a call without arguments
+    return arguments if isinstance(arguments, dict) else None
+
+
+def _arguments(number: int, text: str) -> dict[str, Any]:
+    arguments = call_arguments(text)
+    if arguments is None:
         raise invalid(f"messages: the arguments of a tool call in message {number} are no JSON object", "messages")
     return arguments

@@ -4,7 +4,7 @@
 
 from megarl.tool_formats.calls import WrittenCall, read_arguments
 from megarl.tool_formats.reader import Grammar
-from megarl.tool_formats.sections import SectionMarks, sectioned
+from megarl.tool_formats.sections import SectionMarks, name_and_arguments, sectioned
 
 _SECTION = SectionMarks(
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -20,11 +20,9 @@ def deepseek(tools) -> Grammar:
 
 
 def _call(written: str) -> WrittenCall:
-    head, mark, body = written.partition(_SEPARATOR)
-    if not mark:
-        raise ValueError(f"a call must have a name and {_SEPARATOR} before its arguments")
-    if head.strip() != "function" or body.lstrip().startswith("{"):
-        return read_arguments(head.strip(), body)
+    head, body = name_and_arguments(written, _SEPARATOR)
+    if head != "function" or body.lstrip().startswith("{"):
+        return read_arguments(head, body)
     name, _, arguments = body.strip().partition("\n")
     arguments = arguments.strip()
     if arguments.startswith(_FENCE):

@@ -7,7 +7,7 @@ import re
 
 from megarl.tool_formats.calls import WrittenCall, read_arguments
 from megarl.tool_formats.reader import Grammar
-from megarl.tool_formats.sections import SectionMarks, sectioned
+from megarl.tool_formats.sections import SectionMarks, name_and_arguments, sectioned
 
 _SECTION = SectionMarks(
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -23,8 +23,5 @@ def kimi(tools) -> Grammar:
 
 
 def _call(written: str) -> WrittenCall:
-    head, mark, arguments = written.partition(_SEPARATOR)
-    if not mark:
-        raise ValueError(f"a call must have a name and {_SEPARATOR} before its arguments")
-    written_id = head.strip()
+    written_id, arguments = name_and_arguments(written, _SEPARATOR)
     return read_arguments(_NUMBER.sub("", written_id.removeprefix("functions.")), arguments, written_id)

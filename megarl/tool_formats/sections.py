@@ -16,6 +16,14 @@ class SectionMarks(NamedTuple):
     call_end: str
 
 
+def name_and_arguments(written: str, separator: str) -> tuple[str, str]:
+    """What stands before and after the separator of a call. ValueError for a call without it."""
+    name, mark, arguments = written.partition(separator)
+    if not mark:
+        raise ValueError(f"a call must have a name and {separator} before its arguments")
+    return name.strip(), arguments
+
+
 def sectioned(marks: SectionMarks, read: Callable[[str], WrittenCall]) -> Grammar:
     """Reads calls, whether or not the policy has begun or ended their section. A call that has no end of its own ends
     with the section, or with the next call.

@@ -11,7 +11,7 @@ FIELDS = ("tokens", "rollout_logprobs", "response_mask", "turn_rewards", "row_st
 
 
 def recorded(rank: int, parsed, file: Path):
-    """Runs train_rl in a world; writes (prompt, tokens) of each request of its engine."""
+    """Runs train_rl in a world; writes (number, prompt, tokens, log-probs) of its engine's requests, as they end."""
     from megarl.mcore.inference.session import GenerationSession
 
     add, complete, asked, seen = GenerationSession.add, GenerationSession._completion, {}, []
@@ -22,12 +22,17 @@ def recorded(rank: int, parsed, file: Path):
 
     def watched_completion(self, record):
         found = complete(self, record)
-        seen.append((asked.pop(found[0]), found[1].tokens))
+        seen.append((found[0], asked.pop(found[0]), found[1].tokens, found[1].logprobs))
         return found
 
     GenerationSession.add, GenerationSession._completion = watched_add, watched_completion
     in_world(rank, "rl", parsed)
     file.write_text(json.dumps(seen))
+
+
+def asked_and_written(file: Path) -> list[list]:
+    """[prompt, tokens] of each request that `recorded` has written, sorted."""
+    return sorted([prompt, tokens] for _, prompt, tokens, _ in json.loads(file.read_text()))
 
 
 def generated(run: Path, step: int = 1) -> dict[int, list[list]]:

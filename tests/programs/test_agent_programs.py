@@ -1,6 +1,5 @@
 """Programs of others, unchanged, as agents of a run: Anthropic's SDK, smolagents and mini-swe-agent."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from megarl.environments.agents.program import ProgramEnvironment
 from tests.helpers import agent_programs, odd_agents
-from tests.helpers.engine_records import generated, recorded, turns_in_rows
+from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.programs import metrics, program, rl_argv
 from tests.helpers.worlds import run_world
 
@@ -111,7 +110,7 @@ def test_what_is_trained_on_is_what_the_engine_has_written(name, module, tmp_pat
     run_world(recorded, 1, parsed, tmp_path / "seen.json")
     rows = metrics(tmp_path / "run")
     assert set(rows) == {1, 2}
-    seen = sorted(json.loads((tmp_path / "seen.json").read_text()))
+    seen = asked_and_written(tmp_path / "seen.json")
     trained = [list(turn) for step in (1, 2) for fields in generated(tmp_path / "run", step).values()
                for turn in turns_in_rows(*fields)]  # fmt: skip
     assert sorted(trained) == seen and len(seen) >= 8

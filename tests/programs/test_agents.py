@@ -1,14 +1,13 @@
 """Runs whose agents own the loop: the bytes of the same environment built in, at any speed and in every layout."""
 
 import functools
-import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.engine_records import generated, recorded, turns_in_rows
+from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import RankFailed, run_world
@@ -68,7 +67,7 @@ def test_every_turn_of_a_branching_agent_is_trained_on_once_as_the_engine_has_wr
     parsed = program("rl", rl_argv(tmp_path / "run", flags), 1)
     run_world(recorded, 1, parsed, tmp_path / "seen.json")
     trained = [list(turn) for fields in generated(tmp_path / "run").values() for turn in turns_in_rows(*fields)]
-    assert sorted(trained) == sorted(json.loads((tmp_path / "seen.json").read_text()))
+    assert sorted(trained) == asked_and_written(tmp_path / "seen.json")
     row = metrics(tmp_path / "run")[1]
     assert row["agent/rows_per_episode"] == 4 and row["environment/turns_mean"] == 7
     assert row["rollout/logprob_gap_max"] == row["actor/ppo_kl_first"] == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers.engine_records import generated
+from tests.helpers.engine_records import generated, recorded
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import launch
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
@@ -64,32 +64,12 @@ def test_a_run_has_turns_with_rewards_and_no_gap():
     assert len({row["reward"] for row in rows}) > 1
 
 
-def spied(rank: int, parsed, file: Path):
-    """Runs train_rl; writes what its engine was asked and what it answered, in the order of answers."""
-    from megarl.mcore.inference.session import GenerationSession
-
-    add, complete, asked, seen = GenerationSession.add, GenerationSession._completion, {}, []
-
-    def watched_add(self, number, request):
-        asked[number] = list(request.prompt)
-        add(self, number, request)
-
-    def watched_completion(self, record):
-        found = complete(self, record)
-        seen.append((found[0], asked.pop(found[0]), found[1].tokens, found[1].logprobs))
-        return found
-
-    GenerationSession.add, GenerationSession._completion = watched_add, watched_completion
-    in_world(rank, "rl", parsed)
-    file.write_text(json.dumps(seen))
-
-
 def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     flags = f"{FLAGS} --environment {SUMS}:LateSums --train-iters 1"
     parsed = program("rl", rl_argv(tmp_path / "run", flags), 1)
-    run_world(spied, 1, parsed, tmp_path / "seen.json")
+    run_world(recorded, 1, parsed, tmp_path / "seen.json")
     turns: dict[int, list] = {}
     for number, *turn in json.loads((tmp_path / "seen.json").read_text()):
         turns.setdefault(number, []).append(turn)

@@ -9,7 +9,14 @@ from pydantic import Field
 from starlette.responses import Response
 
 from megarl.data.messages import with_tool_names
-from megarl.environments.agents.dialect import budget_error, name_forced_call, name_ignored, respond
+from megarl.environments.agents.dialect import (
+    function_tool,
+    name_forced_call,
+    name_ignored,
+    respond,
+    tool_call,
+    written,
+)  # fmt: skip
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
@@ -123,17 +130,15 @@ async def complete_messages(session: Session, request: MessagesRequest) -> Respo
     """Answers a request with the policy's next turn."""
     name_ignored(request, _IGNORED)
     name_forced_call(request.tool_choice and request.tool_choice.type)
-    reply = await session.ask(_ask(request))
-    if reply.turn is None:
-        raise budget_error(reply)
+    reply = await written(session, _ask(request))
     answer = {
         "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": request.model,
         "content": _blocks(reply), "stop_reason": _stop_reason(reply), "stop_sequence": None,
         "usage": {"input_tokens": len(reply.prompt), "output_tokens": len(reply.tokens)},
     }  # fmt: skip
     if request.stream:
-        return await respond(list(_events(answer)), streams=True, ends=b"")
-    return await respond([answer])
+        return respond(list(_events(answer)), streams=True, ends=b"")
+    return respond([answer])
 
 
 def _ask(request: MessagesRequest) -> Ask:
@@ -145,11 +150,7 @@ def _ask(request: MessagesRequest) -> Ask:
     if not messages:
         raise invalid("messages: they have no content", "messages")
     may_call = bool(request.tools) and (request.tool_choice is None or request.tool_choice.type != "none")
-    tools = [
-        {"type": "function", "function": {
-            "name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}}
-        for tool in request.tools or ()
-    ]  # fmt: skip
+    tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in request.tools or ()]
     return Ask(
         with_tool_names(messages), tools if may_call else None, request.max_tokens, tuple(request.stop_sequences or ())
     )
@@ -179,10 +180,7 @@ def _of_assistant(message: AssistantTurn) -> dict[str, Any]:
     if by_type["thinking"]:
         found["reasoning_content"] = "\n".join(block.thinking for block in by_type["thinking"])
     if by_type["tool_use"]:
-        found["tool_calls"] = [
-            {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-            for block in by_type["tool_use"]
-        ]
+        found["tool_calls"] = [tool_call(block.id, block.name, block.input) for block in by_type["tool_use"]]
     return found
 
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
-from megarl.environments.agents.dialect import budget_error, function_tools, name_forced_call, name_ignored, respond
+from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, written
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import ChatCompletionRequest, FreeObject
-from megarl.serving.tokenization import template_messages
+from megarl.serving.tokenization import template_messages, template_tools
 
 MAX_CHOICES = 64
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed")
@@ -36,10 +36,7 @@ async def complete_chat(session: Session, request: AgentChatRequest) -> Response
         raise invalid(f"n {count}: allowed are 1 to {MAX_CHOICES}", "n")
     name_ignored(request, _IGNORED)
     name_forced_call(request.tool_choice)
-    replies = await asyncio.gather(*(session.ask(_ask(request)) for _ in range(count)))
-    for reply in replies:
-        if reply.turn is None:
-            raise budget_error(reply)
+    replies = await asyncio.gather(*(written(session, _ask(request)) for _ in range(count)))
     common = {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "created": int(time.time()),
@@ -47,20 +44,20 @@ async def complete_chat(session: Session, request: AgentChatRequest) -> Response
     }
     if request.stream:
         with_usage = bool(request.stream_options and request.stream_options.include_usage)
-        return await respond(list(_chunks(common, replies, with_usage)), streams=True)
+        return respond(list(_chunks(common, replies, with_usage)), streams=True)
     choices = [
         {"index": index, "message": {"refusal": None, **_message(reply)}, "logprobs": None,
          "finish_reason": finish_reason(reply)}
         for index, reply in enumerate(replies)
     ]  # fmt: skip
-    return await respond([{**common, "object": "chat.completion", "choices": choices, "usage": usage(replies)}])
+    return respond([{**common, "object": "chat.completion", "choices": choices, "usage": usage(replies)}])
 
 
 def _ask(request: AgentChatRequest) -> Ask:
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     may_call = bool(request.tools) and request.tool_choice != "none"
     return Ask(
-        template_messages(request.messages), function_tools(request.tools) if may_call else None,
+        template_messages(request.messages), template_tools(request.tools or ()) if may_call else None,
         request.max_completion_tokens or request.max_tokens, tuple(stops),
     )  # fmt: skip
 

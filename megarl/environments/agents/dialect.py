@@ -8,10 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from megarl.environments.agents.exchange import Reply
-from megarl.serving.errors import RequestError, invalid
-from megarl.serving.schemas import ToolDefinition
-from megarl.serving.tokenization import template_tools
+from megarl.environments.agents.exchange import Ask, Reply
+from megarl.environments.agents.session import Session
+from megarl.serving.errors import invalid
 
 _FORCED = "tool_choice"
 _named: set[str] = set()  # fields without effect that this process has named
@@ -32,17 +31,26 @@ def name_forced_call(choice: Any):
         print("environment: an agent required a tool call; the policy decides whether it calls", file=sys.stderr)
 
 
-def budget_error(reply: Reply) -> RequestError:
-    """The error of a request that the run's budgets, or the chat template, refuse."""
-    return invalid(reply.error, "messages", reply.code or None)
+async def written(session: Session, ask: Ask) -> Reply:
+    """The policy's next turn. RequestError 400 for a request that the run's budgets, or the chat template, refuse."""
+    reply = await session.ask(ask)
+    if reply.turn is None:
+        raise invalid(reply.error, "messages", reply.code or None)
+    return reply
 
 
-def function_tools(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
-    """Tools as chat templates read them; None without any."""
-    return template_tools(tools) if tools else None
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool as chat templates read it."""
+    function = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": function}
 
 
-async def respond(events: Sequence[Any], streams: bool = False, ends: bytes = b"data: [DONE]\n\n") -> Response:
+def tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call of the assistant as chat templates read it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def respond(events: Sequence[Any], streams: bool = False, ends: bytes = b"data: [DONE]\n\n") -> Response:
     """The only object as JSON; or all events as a stream: objects, or (name, object)."""
     if not streams:
         return JSONResponse(events[0])

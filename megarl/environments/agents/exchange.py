@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megarl.data.messages import arguments_of
 from megarl.environments.protocol import Message, Turn
 
 CONTEXT_LENGTH = "context_length_exceeded"  # the code of an error that clients know: a budget is used up
@@ -64,12 +65,5 @@ def canonical(message: Mapping[str, Any]) -> str:
     role, content = message["role"], message.get("content") or ""
     if role != "assistant":
         return json.dumps([role, content, message.get("name"), message.get("tool_call_id")], ensure_ascii=False)
-    calls = [
-        [call["function"]["name"], _arguments(call["function"]["arguments"])]
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = [[call["function"]["name"], arguments_of(call)] for call in message.get("tool_calls") or ()]
     return json.dumps([role, content.strip(), calls], ensure_ascii=False, sort_keys=True)
-
-
-def _arguments(given: Any) -> Any:
-    return json.loads(given) if isinstance(given, str) else given

@@ -1,7 +1,6 @@
 """OpenAI's responses for agents: requests and answers of `/v1/responses`. Nothing is stored between requests."""
 
 import itertools
-import json
 import secrets
 import time
 from collections.abc import Iterator
@@ -11,11 +10,19 @@ from pydantic import Field
 from starlette.responses import Response
 
 from megarl.data.messages import with_tool_names
-from megarl.environments.agents.dialect import budget_error, name_forced_call, name_ignored, respond
+from megarl.environments.agents.dialect import (
+    function_tool,
+    name_forced_call,
+    name_ignored,
+    respond,
+    tool_call,
+    written,
+)  # fmt: skip
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import FreeObject, Name, StrictModel, Text
+from megarl.serving.tokenization import call_arguments
 
 _IGNORED = ("temperature", "top_p")
 
@@ -113,13 +120,11 @@ async def complete_response(session: Session, request: ResponsesRequest) -> Resp
     """Answers a request with the policy's next turn."""
     name_ignored(request, _IGNORED)
     name_forced_call(request.tool_choice)
-    reply = await session.ask(_ask(request))
-    if reply.turn is None:
-        raise budget_error(reply)
+    reply = await written(session, _ask(request))
     answer = _answer(request, reply)
     if request.stream:
-        return await respond(list(_events(answer)), streams=True, ends=b"")
-    return await respond([answer])
+        return respond(list(_events(answer)), streams=True, ends=b"")
+    return respond([answer])
 
 
 def _ask(request: ResponsesRequest) -> Ask:
@@ -131,11 +136,7 @@ def _ask(request: ResponsesRequest) -> Ask:
         _add(messages, item)
     if not messages:
         raise invalid("input: it has no message", "input")
-    tools = [
-        {"type": "function", "function": {
-            "name": tool.name, "description": tool.description or "", "parameters": tool.parameters or {}}}
-        for tool in request.tools or ()
-    ]  # fmt: skip
+    tools = [function_tool(tool.name, tool.description, tool.parameters) for tool in request.tools or ()]
     may_call = tools and request.tool_choice != "none"
     return Ask(with_tool_names(messages), tools if may_call else None, request.max_output_tokens)
 
@@ -152,16 +153,12 @@ def _add(messages: list[dict[str, Any]], item: Any):
     elif isinstance(item, CallOutput):
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     elif isinstance(item, CallItem):
-        try:
-            arguments = json.loads(item.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
+        arguments = call_arguments(item.arguments)
+        if arguments is None:
             raise invalid("input: the arguments of a function_call are no JSON object", "input")
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
-        messages[-1].setdefault("tool_calls", []).append(call)
+        messages[-1].setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, arguments))
 
 
 def _answer(request: ResponsesRequest, reply: Reply) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The requests of one episode's agent, between its HTTP endpoint and the rollout."""
 
 import asyncio
-import contextlib
 import itertools
 import secrets
 from collections import defaultdict
@@ -35,7 +34,6 @@ class Session:
         self.exchanges: list[Exchange] = []
         self.refused = 0  # requests that a budget has refused
         self.spent = asyncio.Event()  # a budget is used up, and the agent does not end by itself
-        self.warned: set[str] = set()  # fields without effect that were named
         self._send, self._numbers = send, itertools.count()
         self._pending: dict[int, asyncio.Future[Reply]] = {}
         self._missed: dict[str, list[asyncio.Future[Reply]]] = defaultdict(list)  # replies that nobody waits for
@@ -101,6 +99,5 @@ class Session:
     def close(self):
         """Ends the requests that wait."""
         for future in self._pending.values():
-            with contextlib.suppress(asyncio.InvalidStateError):
-                future.cancel()
+            future.cancel()
         self._pending.clear()

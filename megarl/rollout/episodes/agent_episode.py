@@ -86,24 +86,29 @@ class AgentEpisode(Episode):
         trained: set[int] = set()
         routes: list[Tensor] = []
         for row, last in rows:
-            self.row_starts += [len(self.tokens)] if self.tokens else []
-            self._add_row(row, last, trained)
+            path = self._path(last)
+            if self.tokens:
+                self.row_starts.append(len(self.tokens))
+            else:
+                self.prompt_length = len(self._turns[path[0]].prompt)
+            self._add_row(row, path, trained)
             if (of_row := self._turns[last].completion.routes) is not None:
                 routes.append(of_row)
         self.routes = torch.cat(routes) if routes else None
-        first = self._turns[rows[0][1]]
-        while first.parent is not None:
-            first = self._turns[first.parent]
-        self.prompt_length = len(first.prompt)
 
-    def _add_row(self, row: list[int], last: int, trained: set[int]):
-        """Appends a row; its turns that no earlier row has count."""
-        start, path, number = len(self.tokens), [], last
+    def _path(self, last: int) -> list[int]:
+        """The turns of the row that a turn ends, the first one first."""
+        path, number = [], last
         while number is not None:
             path.append(number)
             number = self._turns[number].parent
+        return path[::-1]
+
+    def _add_row(self, row: list[int], path: list[int], trained: set[int]):
+        """Appends a row with the turns of `path`; those that no earlier row has count."""
+        start = len(self.tokens)
         self.tokens = [*self.tokens, *row]
-        for number in reversed(path):
+        for number in path:
             turn = self._turns[number]
             if number in trained:
                 continue
