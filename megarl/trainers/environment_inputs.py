@@ -46,8 +46,7 @@ def _kinds(settings: Settings, names: list[str]) -> list[str]:
     kinds = [KINDS[number] for number in node_files.arrays(lambda: ("environments", *names), checked)["kinds"].tolist()]
     if AGENT in kinds:
         refused = {
-            "--over-sampling": settings.over_sampling > 1, "--partial-rollouts": settings.partial_rollouts,
-            "--credit turns": settings.credit == "turns",
+            "--partial-rollouts": settings.partial_rollouts, "--credit turns": settings.credit == "turns",
         }  # fmt: skip
         if flags := [flag for flag, is_set in refused.items() if is_set]:
             name = names[kinds.index(AGENT)]

@@ -122,6 +122,29 @@ def test_a_killed_run_goes_on_with_the_same_bytes(agent, flags, tmp_path):
     assert_same_bytes(save, expected)
 
 
-def test_a_line_may_name_an_agent_beside_an_environment_and_some_settings_are_refused(tmp_path):
-    with pytest.raises(RankFailed, match=r"--over-sampling: not with an agent, which tests.helpers.agents:sums is"):
+def groups_of(run: Path) -> list[list[tuple]]:
+    """(tokens of the policy, tokens, log-probs) of each response of the first step, by group."""
+    rows = [(sum(mask), tokens, logprobs) for _, (tokens, logprobs, mask, *_) in sorted(generated(run).items())]
+    return [rows[i : i + 2] for i in range(0, len(rows), 2)]
+
+
+@pytest.mark.parametrize("agent, late, flags", [
+    ("branching", "late_branching", BRANCHES), long(("sums", "late_sums", "--max-turn-length 6")),
+])  # fmt: skip
+def test_groups_whose_agents_need_the_fewest_tokens_are_taken_at_any_speed(agent, late, flags, tmp_path):
+    flags = f"{flags} --train-iters 1 --max-tokens-per-microbatch 800"
+    twice = f"{flags} --prompts-per-step 4 --minibatch-size 4 --over-sampling 2"
+    everything = groups_of(run(tmp_path / "all", agent, f"{flags} --prompts-per-step 8 --minibatch-size 8"))
+    longest = [max(length for length, *_ in group) for group in everything]
+    order = sorted(range(8), key=lambda i: (longest[i], i))
+    assert longest[order[3]] < longest[order[-1]], "some agents are stopped"
+    expected = [everything[i] for i in sorted(order[:4])]
+    assert groups_of(run(tmp_path / "taken", agent, twice)) == expected
+    assert groups_of(run(tmp_path / "late", late, f"{twice} --rollout-max-requests 4", 2)) == expected
+    counted = sum(length for group in expected for length, *_ in group)
+    assert metrics(tmp_path / "taken")[1]["rollout/tokens"] == counted
+
+
+def test_some_settings_are_refused_with_agents(tmp_path):
+    with pytest.raises(RankFailed, match=r"--partial-rollouts: not with an agent, which tests.helpers.agents:sums is"):
         run(tmp_path / "run", "sums", "--over-sampling 2 --partial-rollouts --rollout-correction tis")

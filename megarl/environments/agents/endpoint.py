@@ -81,7 +81,9 @@ class _KeyCheck:
         if not hmac.compare_digest(given, self._session.key.encode()):
             error = RequestError(401, "the key is not that of this episode", code="invalid_api_key")
             return await _response(error, scope["path"])(scope, receive, send)
-        return await self._app({**scope, "session": self._session}, receive, send)
+        with contextlib.suppress(asyncio.CancelledError):  # the endpoint was closed: nobody waits for the answer
+            await self._app({**scope, "session": self._session}, receive, send)
+        return None
 
 
 @cache

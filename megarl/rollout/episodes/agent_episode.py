@@ -33,6 +33,7 @@ class AgentEnd(NamedTuple):
 class _Turn:
     parent: int | None
     prompt: list[int]
+    limit: int  # tokens that it may have
     completion: Completion | None = None
 
     @property
@@ -54,31 +55,44 @@ class AgentEpisode(Episode):
         """The engine's request for a turn; `stops`: its own stop strings."""
         parent = None if asked.parent is None else self._turns[asked.parent]
         prompt = [*(parent.row if parent is not None else ()), *asked.tokens]
-        self._turns[asked.turn] = _Turn(asked.parent, prompt)
+        self._turns[asked.turn] = _Turn(asked.parent, prompt, asked.limit)
         return dataclasses.replace(
             self.request,
             prompt=prompt,
             key=asked.key,
             max_new_tokens=asked.limit,
+            counted_tokens=self.new_tokens,
             stops_from=len(prompt),
             stops=stops,
         )
 
-    def write(self, turn: int, completion: Completion):
-        """Takes in what the policy has written of a turn."""
-        self._turns[turn].completion = completion
+    def write(self, turn: int, completion: Completion) -> bool:
+        """Takes in what the policy has written of a turn; returns whether the round's limit has cut it."""
+        written = self._turns[turn]
+        written.completion = completion
         self.new_tokens += len(completion.tokens)
+        return not completion.finished and len(completion.tokens) < written.limit
 
     def finish(self, end: AgentEnd):
         """Ends the episode, and makes its rows."""
         if end.failed:
             return self.fail()
         self._make_rows([(number, self._turns[number]) for number in end.turns])
+        self.new_tokens = sum(len(tokens) for tokens in self.logprobs)  # without turns that do not count
         self.rewards[-1] = end.reward
         self.verdicts = [end.reward >= 1 if end.correct is None else end.correct]
         self.end = TRUNCATED_BY_BUDGET if end.truncated else DONE
         self._turns = {}
         return None
+
+    def settle(self, limit: int | None):
+        """Ends the round. What has not ended within `limit` new tokens is left with no turn: no round continues it."""
+        if limit is not None and (self.end is None or self.new_tokens > limit):
+            self.fail()
+            super().settle(None)
+            self.end, self.row_starts, self._turns = None, [], {}
+        else:
+            super().settle(None)
 
     def _make_rows(self, turns: list[tuple[int, _Turn]]):
         continued = {turn.parent for _, turn in turns}

@@ -134,8 +134,10 @@ class EpisodeSource:
         """Takes in a turn that an agent has asked for; unless it has ended without waiting for it."""
         if self._open.get(episode.number) is not episode:
             return
-        episode.write(turn, completion)
-        if self._client is not None:
+        is_cut = episode.write(turn, completion)
+        if is_cut or self._is_beyond(episode):
+            self._stop(episode)
+        elif self._client is not None:
             self._client.write(episode.number, turn, completion)
 
     def _ask(self, asked: TurnRequest):
@@ -143,9 +145,12 @@ class EpisodeSource:
         episode = self._open[asked.number]
         if not isinstance(episode, AgentEpisode):
             episode = self._open[asked.number] = AgentEpisode(episode)
+        if self._is_at_limit(episode):  # the turn would need more
+            return self._stop(episode)
         number = next(self._turn_numbers)
         self._turn_of[number] = episode, asked.turn
         self._ready_turns.append((number, episode.ask(asked, self._matcher(asked.stops))))
+        return None
 
     def _receive(self):
         """Applies what environments have answered. A collective of the replica, at most every few calls."""
@@ -175,24 +180,30 @@ class EpisodeSource:
     def _is_beyond(self, episode: Episode) -> bool:
         return self._limit is not None and episode.new_tokens > self._limit
 
+    def _is_at_limit(self, episode: Episode) -> bool:
+        return self._limit is not None and episode.new_tokens >= self._limit
+
     def _go_on(self, episode: Episode):
         """Has the next turn generated, unless it would need more tokens than the limit."""
-        if self._limit is not None and episode.new_tokens >= self._limit:
+        if self._is_at_limit(episode):
             self._stop(episode)
         else:
             self._ready.append(episode)
 
     def _stop(self, episode: Episode):
-        self.stopped.append(self._open.pop(episode.number))
+        self.stopped.append(self._close(episode))
         if episode.number in self._asked:  # its environment is ahead of what the next round continues
             self._asked.discard(episode.number)
             if self._client is not None:
                 self._client.end(episode.number)
 
-    def _end(self, episode: Episode):
-        del self._open[episode.number]
-        self.ended.append(episode)
+    def _close(self, episode: Episode) -> Episode:
+        """Takes an episode from the open ones, with the turns that its agent still waits for."""
         self._ready_turns = deque(each for each in self._ready_turns if self._turn_of[each[0]][0] is not episode)
+        return self._open.pop(episode.number)
+
+    def _end(self, episode: Episode):
+        self.ended.append(self._close(episode))
         if self._early_stop is not None:
             self._early_stop.add(episode.number, episode.new_tokens)
         if self._sender is not None:
