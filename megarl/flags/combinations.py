@@ -351,10 +351,8 @@ def _debug(s: Settings) -> list[FlagRule]:
 
 def _environments(s: Settings) -> list[FlagRule]:
     name = s.environment
-    unsupported = {"--rollout-bank": s.rollout_bank is not None, "--rollout-server": s.rollout_server is not None}
-    given = [flag for flag, is_set in unsupported.items() if is_set]
     return [
-        FlagRule("--environment", name, name is None or not given, f"not allowed with {', '.join(given)}"),
+        FlagRule("--environment", name, name is None or s.rollout_server is None, "not allowed with --rollout-server"),
         FlagRule("--environment", name, name is None or not s.is_scheduled or s.over_sampling == 1,
              "not allowed with --over-sampling where the clock decides (--generation-schedule recorded,"
              " --replay-schedule)"),

@@ -62,8 +62,8 @@ class RolloutBank:
             routes: empty routes [0, L, k]; None if responses have none.
             whole_groups: the rest of a group is then generated where its banked responses are.
         """
-        self._requests, self._routes = requests, routes
-        self._common = bank_file.hash_of(repr((common, numerics())).encode())
+        self._requests = requests
+        self._set_common(common, routes)
         if step != self._step:
             self._begin(step)
         bodies = self._matching() if self.role_groups.is_leader else []
@@ -90,10 +90,13 @@ class RolloutBank:
 
     def add(self, number: int, completion: Completion):
         """Appends a response of the round of the last `take`, unless it was stopped early. Not a collective."""
-        is_finished = completion.finished or len(completion.tokens) == self._requests.limits[number]
+        (request,) = self._requests.build([number])
+        self._append(request, number, completion)
+
+    def _append(self, request: GenerationRequest, number: int, completion: Completion):
+        is_finished = completion.finished or len(completion.tokens) == request.max_new_tokens
         if not is_finished or not self.role_groups.is_leader or self._is_full:
             return
-        (request,) = self._requests.build([number])
         try:
             if self._file is None:
                 self._file = self._create()
@@ -117,6 +120,10 @@ class RolloutBank:
                 with contextlib.suppress(OSError):  # other replicas still have files in it
                     folder.rmdir()
 
+    def _set_common(self, common: tuple, routes: torch.Tensor | None):
+        """`common`, `routes`: as of `take`."""
+        self._common, self._routes = bank_file.hash_of(repr((common, numerics())).encode()), routes
+
     def _begin(self, step: int):
         """Closes the file of the last step and looks for records of earlier attempts."""
         self.close()
@@ -124,7 +131,7 @@ class RolloutBank:
         self._is_full = False
         if not self.role_groups.is_leader:
             return
-        for path in self._own_files(self._folder_of(step)):
+        for path in self._files_to_read(self._folder_of(step)):
             try:
                 self._found += bank_file.entries(path)
             except OSError as error:
@@ -139,10 +146,16 @@ class RolloutBank:
     def _folder_of(self, step: int) -> Path:
         return self.folder / step_name(step)
 
+    def _files_to_read(self, folder: Path) -> list[Path]:
+        return self._own_files(folder)
+
+    def _all_files(self, folder: Path) -> list[Path]:
+        files = sorted(folder.glob(f"*-*{SUFFIX}"))
+        return [path for path in files if path.name.partition("-")[0].isdecimal()]
+
     def _own_files(self, folder: Path) -> list[Path]:
-        replicas, files = len(self.role_groups.replicas), sorted(folder.glob(f"*-*{SUFFIX}"))
-        numbered = [path for path in files if path.name.partition("-")[0].isdecimal()]
-        return [path for path in numbered if int(path.name.partition("-")[0]) % replicas == self.role_groups.dp_rank]
+        replicas, own = len(self.role_groups.replicas), self.role_groups.dp_rank
+        return [path for path in self._all_files(folder) if int(path.name.partition("-")[0]) % replicas == own]
 
     def _create(self) -> int:
         folder = self._folder_of(self._step)
@@ -156,7 +169,10 @@ class RolloutBank:
         raise AssertionError("counting never ends")
 
     def _identity(self, request: GenerationRequest) -> bytes:
-        return bank_file.hash_of(self._common + repr((request.key, request.max_new_tokens, request.prompt)).encode())
+        named: tuple = request.key, request.max_new_tokens, request.prompt
+        if request.stops is not None:  # of an agent
+            named = *named, request.stops.stops
+        return bank_file.hash_of(self._common + repr(named).encode())
 
     def _matching(self) -> list[bytes]:
         """Bodies of the records that answer requests of this round; keeps the other records for later rounds."""

@@ -15,13 +15,10 @@ from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
-from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.inference.cache_size import check_capacity
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.reusable_blocks import PrefillCounts
-from megarl.mcore.inference.speculative_decode import DecodeCounts
 from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
@@ -31,7 +28,9 @@ from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank
+from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
+from megarl.rollout.episodes.turn_bank import TurnBank
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
 from megarl.rollout.response_ends import ResponseEnds
@@ -63,8 +62,7 @@ class Rollout:
         self.timers, self.tokenizer = timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
-        # Of training responses since the last `generation_metrics`.
-        self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
+        self._counts = EngineCounts(settings, self.role_groups)
         self.engine = self._weight_sync = self.model = self.bank = None
         self.scheduled: ScheduledRounds | None = None
         self._fingerprint: tuple | None = None
@@ -98,7 +96,8 @@ class Rollout:
                 weights = HeldWeights(self._weight_sync)
                 self.scheduled = ScheduledRounds(settings, self.role_groups, self.engine, weights, schedule)
             if settings.rollout_bank:
-                self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)
+                kind = RolloutBank if episodes is None else TurnBank
+                self.bank = kind(Path(settings.rollout_bank), self.role_groups, vocab_size)
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
@@ -208,7 +207,7 @@ class Rollout:
             else:
                 early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
                 done = self._run_engine(requests, sampling, records_routes, early_stop, banked, sender)
-            self._count_steps(is_training)
+            self._counts.add(self.engine, is_training)
             done |= self._without_new_tokens(requests, records_routes)
             routes = self.engine.empty_routes if records_routes else None
             return completions_to_batch(done, requests, routes, None if weights is None else weights.first)
@@ -218,42 +217,23 @@ class Rollout:
         prompts read. A collective of the role."""
         if not self.role_groups.is_member:
             return {}
-        s, role_groups = self.settings, self.role_groups
-        found = {} if self.episodes is None else self.episodes.take_metrics()
-        if not (self._drafts or s.rollout_prefix_caching):
-            return found
-        counts = [*self._decode_counts, *self._prefill_counts]
-        self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
-        table = torch.zeros(len(role_groups.replicas), len(counts), dtype=torch.int64, device=device.device())
-        table[role_groups.dp_rank] = torch.tensor(counts)
-        table = role_groups.dp_all_reduce(table)
-        *decoded, read, reused = table.sum(0).tolist()
-        total = DecodeCounts(*decoded)
-        if self._drafts:
-            found |= {
-                "rollout/decode_steps": int(table[:, 0].max()),
-                "rollout/accepted_tokens_per_step": total.tokens / max(total.requests, 1),
-                "rollout/draft_acceptance": total.accepted / max(total.drafted, 1),
-            }
-        if s.mtp_drafts:
-            found["rollout/mtp_acceptance"] = total.right / max(total.predicted, 1)
-        if s.rollout_prefix_caching:
-            found |= {"rollout/prefill_tokens": read, "rollout/reused_tokens": reused}
-        return found
+        return ({} if self.episodes is None else self.episodes.take_metrics()) | self._counts.take_metrics()
 
     def _from_bank(
         self, step: int, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool, whole_groups: bool
     ) -> dict[int, Completion]:
         """This replica's banked responses by sequence id. A collective of the role."""
+        routes = self.engine.empty_routes if records_routes else None
+        return self.bank.take(step, requests, self._bank_key(sampling), routes, whole_groups)
+
+    def _bank_key(self, sampling: SamplingSettings) -> tuple:
+        """What all requests depend on that a bank answers. A collective of the role."""
         if self._fingerprint is None:
             checksums = policy_checksums(self.model, self.role_groups.pg_collection, self._has_factors)
             self._fingerprint = tuple(sorted(checksums.items()))
         args = self.role.megatron
         layout = parallel_sizes(args), args.params_dtype, args.attention_kernel, args.transformer_impl
-        common = self._fingerprint, layout, sampling, self.ends.identity
-        return self.bank.take(
-            step, requests, common, self.engine.empty_routes if records_routes else None, whole_groups
-        )
+        return self._fingerprint, layout, sampling, self.ends.identity
 
     def _run_engine(
         self, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool,
@@ -318,11 +298,14 @@ class Rollout:
             weights.begin(step)
         source, queue = self._source(requests, whole_groups=wanted is not None)
         early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
+        bank = self.bank if is_training and isinstance(self.bank, TurnBank) else None
+        if bank is not None:
+            bank.begin_round(step, self._bank_key(sampling), self.engine.empty_routes if records_routes else None)
         self.episodes.run(
             self.engine, source, requests, prompt_set, sampling, records_routes, queue.share if queue else None,
-            is_training, early_stop, sender,
+            is_training, early_stop, sender, bank,
         )  # fmt: skip
-        self._count_steps(is_training)
+        self._counts.add(self.engine, is_training)
         if queue:
             queue.close()
         longest = None
@@ -334,13 +317,6 @@ class Rollout:
             weights.end()
             batch.versions = torch.full_like(batch.tokens, weights.first, dtype=torch.int32)
         return batch
-
-    def _count_steps(self, is_training: bool):
-        """Counts what the engine did since the last call, if it was for training."""
-        decoded, prefilled = self.engine.take_decode_counts(), self.engine.take_prefill_counts()
-        if is_training:
-            self._decode_counts = self._decode_counts.plus(decoded)
-            self._prefill_counts = self._prefill_counts.plus(prefilled)
 
     def _without_new_tokens(self, requests: RoundRequests, records_routes: bool) -> dict[int, Completion]:
         """Completions of this replica's requests without new tokens; routes are unknown."""

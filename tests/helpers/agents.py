@@ -116,3 +116,12 @@ async def _turn(client, messages: list) -> str:
 async def late_branching(task, client) -> float:
     """As `branching`, at other times."""
     return await branching(task, _Late(client))
+
+
+async def stopping(task, client) -> float:
+    """Two turns for the same prompt, which different texts end, then one that answers both."""
+    asked = {"model": "policy", "messages": list(task.messages)}
+    turns = [(await client.chat.completions.create(**asked, stop=stop)).choices[0].message for stop in ("7", ["1", "8"])]
+    messages = [*task.messages, {"role": "assistant", "content": turns[1].content}, {"role": "user", "content": "+"}]
+    last = await _turn(client, messages)
+    return (turns[0].content + last).count("7") / 4 + len(turns[1].content) / 16

@@ -158,24 +158,24 @@ def test_wrong_config_files(text, needle, tmp_path):
 
 
 SET = "is set in {file}; "
+RECORDED = "--generation-lag 1 --rollout-correction tis --generation-schedule recorded"
 SOURCES = {  # config file, further flags -> end of the line, with the {file}
-    "a recipe's switch": ("rollout-bank: bank", "--environment guess-number",
-                          "not allowed with --rollout-bank (--rollout-bank bank " + SET
+    "a recipe's switch": ("rollout-bank: bank", RECORDED,
+                          "recorded or --replay-schedule (--rollout-bank bank " + SET
                           + "null in a later file unsets it)"),
     "two flags": ("generation-lag: 3\nmax-staleness: 2",
                   "--rollout-correction tis --over-sampling 2 --partial-rollouts",
                   "many updates old (--max-staleness 2 " + SET + "the default is --max-staleness 0; "
                   "--generation-lag 3 " + SET + "the default is --generation-lag 0)"),
-    "the flag of the error": ("environment: guess-number", "--rollout-bank bank",
-                              "not allowed with --rollout-bank (--environment guess-number " + SET
+    "the flag of the error": ("environment: guess-number", f"--over-sampling 2 {RECORDED}",
+                              "(--generation-schedule recorded, --replay-schedule) (--environment guess-number " + SET
                               + "null in a later file unsets it)"),
     "a flag of Megatron's": ("max-position-embeddings: 9", "", "(--max-position-embeddings 9 " + SET
                              + "null in a later file unsets it)"),
     "a wrong value": ("gamma: high", "", "(--gamma high " + SET + "the default is --gamma 1.0)"),
     "a file that is missing": ("chat-template: no/such.jinja", "", "(--chat-template no/such.jinja " + SET
                                + "null in a later file unsets it)"),
-    "the command line wins": ("rollout-bank: bank", "--environment guess-number --rollout-bank other",
-                              "not allowed with --rollout-bank"),
+    "the command line wins": ("rollout-bank: bank", f"--rollout-bank other {RECORDED}", "or --replay-schedule"),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ class Follows(Protocol):
     """Follows texts token by token, as `megarl.data.stop_strings.StopMatcher` does."""
 
     START: Any
+    stops: tuple[bytes, ...]  # texts that end a response
 
     def follow(self, place: Any, token: int) -> tuple[Any, bool]:
         """(where a text is after one more token, whether the token completes a stop string)."""

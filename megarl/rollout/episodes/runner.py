@@ -33,6 +33,7 @@ from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
+from megarl.rollout.episodes.turn_bank import TurnBank
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_ends import ResponseEnds
@@ -107,7 +108,7 @@ class EpisodeRunner:
     def run(
         self, engine: RolloutEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
         sampling: SamplingSettings, records_routes: bool, max_open: int | None, is_training: bool,
-        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None,
+        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None, bank: TurnBank | None = None,
     ):  # fmt: skip
         """Runs this replica's episodes to their ends, or as far as the earliest groups decide; `settle` ends the round.
         A collective of the replica.
@@ -120,6 +121,7 @@ class EpisodeRunner:
                 while environments answer.
             is_training: journal the answers, and count them in the step's metrics.
             early_stop: of a round that takes only the earliest groups; None: all.
+            bank: has turns that an earlier attempt of the step has generated; None: nothing keeps them.
         """
         start, self.ended = time.perf_counter(), None
         if self.client is not None and self.client.journal is not None:
@@ -127,7 +129,7 @@ class EpisodeRunner:
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
         common = source, begin, self.client, self.role_groups, max_open, early_stop, sender
-        episodes = EpisodeSource(*common, self._matcher)
+        episodes = EpisodeSource(*common, self._matcher, bank)
         limit = episodes.response_limit if early_stop else None
         for number, completion in engine.stream(episodes, self._ends.ids, sampling, records_routes, max_open, limit):
             episodes.turn_ended(number, completion)

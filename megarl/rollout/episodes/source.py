@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megarl.comm.early_responses import ResponseSender
     from megarl.mcore.inference.stop_states import Follows
     from megarl.rollout.episodes.client import EnvironmentClient, Result
+    from megarl.rollout.episodes.turn_bank import TurnBank
     from megarl.rollout.request_queue import GroupEarlyStop
 
 POLL_STEPS = 4  # between two polls of the environments, if a replica has several ranks and the engine has work
@@ -39,7 +40,7 @@ class EpisodeSource:
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
         client: "EnvironmentClient | None", role_groups: RoleGroups, max_open: int,
         early_stop: "GroupEarlyStop | None" = None, sender: "ResponseSender | None" = None,
-        matcher: "Callable[[tuple[str, ...]], Follows | None]" = lambda _: None,
+        matcher: "Callable[[tuple[str, ...]], Follows | None]" = lambda _: None, bank: "TurnBank | None" = None,
     ):  # fmt: skip
         """
         Args:
@@ -52,13 +53,15 @@ class EpisodeSource:
             early_stop: learns which episodes end, and gives the limit on new tokens; None: all run to their ends.
             sender: sends each episode that has ended; None on ranks that send nothing.
             matcher: of the stop strings of an agent's request; None: it has none.
+            bank: has turns that need not be generated, and keeps those that are; None: nothing keeps them.
         """
         self.ended: list[Episode] = []
         self.stopped: list[Episode] = []  # they have not ended, or need more new tokens than the limit
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
         self._prompts, self._begin = prompts, begin
         self._client, self._role_groups = client, role_groups
-        self._matcher = matcher
+        self._matcher, self._bank = matcher, bank
+        self._generating: dict[int, GenerationRequest] = {}  # that the bank will keep, by number
         self._max_open, self._early_stop, self._sender = max_open, early_stop, sender
         self._limit: int | None = None  # on the new tokens of an episode
         self._open: dict[int, Episode] = {}
@@ -84,7 +87,19 @@ class EpisodeSource:
         turns = [self._ready_turns.popleft() for _ in range(min(room, len(self._ready_turns)))]
         ready = [self._ready.popleft() for _ in range(min(room - len(turns), len(self._ready)))]
         self._in_engine += len(turns) + len(ready)
-        return [*turns, *((episode.number, episode.next_request()) for episode in ready)]
+        return self._not_banked([*turns, *((episode.number, episode.next_request()) for episode in ready)])
+
+    def _not_banked(self, requests: list[tuple[int, GenerationRequest]]) -> list[tuple[int, GenerationRequest]]:
+        """The requests whose turns the bank does not have; takes in the turns that it has. A collective of the
+        replica."""
+        if self._bank is None:
+            return requests
+        banked = self._bank.find(requests)
+        for number, completion in banked.items():
+            self.turn_ended(number, completion)
+        left = [(number, request) for number, request in requests if number not in banked]
+        self._generating |= dict(left)
+        return left
 
     def is_empty(self) -> bool:
         """Whether all episodes have ended or are stopped."""
@@ -116,6 +131,8 @@ class EpisodeSource:
     def turn_ended(self, number: int, completion: Completion):
         """Takes in a turn that the engine has generated; sends it to the environment if it is complete."""
         self._in_engine -= 1
+        if number in self._generating and self._bank is not None:
+            self._bank.keep(self._generating.pop(number), completion)
         if number in self._turn_of:
             return self._agent_turn_ended(*self._turn_of.pop(number), completion)
         episode = self._open[number]

@@ -189,8 +189,6 @@ WRONG = {
     "rewards of no environment": ("--reward 0.5*environment", "--reward 0.5*environment: needs --environment"),
     "turns against whole episodes": ("--environment x:y --advantage grpo --credit turns", "--credit turns: needs "
                                      "--advantage rloo"),
-    "a bank of turns": ("--environment x:y --rollout-bank z --save w",
-                        "--environment x:y: not allowed with --rollout-bank"),
     "the clock and turns": ("--environment x:y --over-sampling 2 --generation-lag 1 --rollout-correction tis --save w"
                             " --generation-schedule recorded", "--environment x:y: not allowed with --over-sampling"),
     "a turn longer than all": ("--environment x:y --max-turn-length 65 --max-response-length 64",

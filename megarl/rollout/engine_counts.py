@@ -1,0 +1,50 @@
+"""What the engine did for a step's training responses, as metrics: decode steps, drafts, and prompts read."""
+
+import torch
+
+from megarl.arguments import Settings
+from megarl.comm.role_mesh import RoleGroups
+from megarl.mcore import device
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.reusable_blocks import PrefillCounts
+from megarl.mcore.inference.speculative_decode import DecodeCounts
+
+
+class EngineCounts:
+    """The counts of a replica's engine since the last `take_metrics`, on a rank of the rollout."""
+
+    def __init__(self, settings: Settings, role_groups: RoleGroups):
+        self._settings, self._role_groups = settings, role_groups
+        self._decoded, self._prefilled = DecodeCounts(), PrefillCounts()
+
+    def add(self, engine: RolloutEngine, is_training: bool):
+        """Counts what the engine did since the last call, if it was for training."""
+        decoded, prefilled = engine.take_decode_counts(), engine.take_prefill_counts()
+        if is_training:
+            self._decoded = self._decoded.plus(decoded)
+            self._prefilled = self._prefilled.plus(prefilled)
+
+    def take_metrics(self) -> dict[str, float]:
+        """The metrics `rollout/…` of all replicas; {} without drafts and prefix caching. A collective of the role."""
+        s, role_groups = self._settings, self._role_groups
+        drafts = s.speculative_rollout or s.mtp_drafts
+        if not (drafts or s.rollout_prefix_caching):
+            return {}
+        counts = [*self._decoded, *self._prefilled]
+        self._decoded, self._prefilled = DecodeCounts(), PrefillCounts()
+        table = torch.zeros(len(role_groups.replicas), len(counts), dtype=torch.int64, device=device.device())
+        table[role_groups.dp_rank] = torch.tensor(counts)
+        table = role_groups.dp_all_reduce(table)
+        *decoded, read, reused = table.sum(0).tolist()
+        total, found = DecodeCounts(*decoded), {}
+        if drafts:
+            found |= {
+                "rollout/decode_steps": int(table[:, 0].max()),
+                "rollout/accepted_tokens_per_step": total.tokens / max(total.requests, 1),
+                "rollout/draft_acceptance": total.accepted / max(total.drafted, 1),
+            }
+        if s.mtp_drafts:
+            found["rollout/mtp_acceptance"] = total.right / max(total.predicted, 1)
+        if s.rollout_prefix_caching:
+            found |= {"rollout/prefill_tokens": read, "rollout/reused_tokens": reused}
+        return found
