@@ -9,20 +9,26 @@
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-bash "$ROOT/launch/setup_env.sh" serve >/dev/null
+PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh" serve)
 
 # The server takes the flags of the policy; those of the evaluation, and their values, are the client's alone.
+clients=$(PYTHONPATH="$ROOT" "$PYTHON_BIN" -c 'from megarl.flags.parser import own_flags
+print("", *(own_flags("evaluate").keys() - own_flags("serve").keys()), "")')
 server=() client=()
 while [[ $# -gt 0 ]]; do
     flag=$1
     values=()
     shift
     while [[ $# -gt 0 && $1 != --* ]]; do values+=("$1") && shift; done
-    case $flag in
-        --load) server+=("$flag" "${values[@]}") ;;
-        --eval-* | --reward* | --save | --top-k | --top-p | --rollout-server*) client+=("$flag" "${values[@]}") ;;
-        *) server+=("$flag" "${values[@]}") client+=("$flag" "${values[@]}") ;;
-    esac
+    name=${flag%%=*}
+    name=${name#--}
+    if [[ $flag == --load ]]; then
+        server+=("$flag" "${values[@]}")
+    elif [[ $clients == *" $name "* || $clients == *" ${name#no-} "* ]]; then
+        client+=("$flag" "${values[@]}")
+    else
+        server+=("$flag" "${values[@]}") client+=("$flag" "${values[@]}")
+    fi
 done
 
 log=$(mktemp)

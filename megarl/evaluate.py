@@ -57,9 +57,9 @@ class EvaluationInputs(PolicyInputs):
     def rollout(self, mesh: RoleMesh, timers: Timers) -> Rollout | RemoteRollout:
         """What generates the responses: this program with its policy, or a server. Collective of the world."""
         s = self.config.settings
-        if self._server is not None:
-            return RemoteRollout(s, mesh, self._server, ResponseEnds(s, self.tokenizer).ids, timers)
         episodes = EpisodeRunner(s, mesh["rollout"], self.encoder) if s.environment else None
+        if self._server is not None:
+            return RemoteRollout(s, mesh, self._server, ResponseEnds(s, self.tokenizer), timers, episodes)
         model = self.load(mesh["actor"])
         return Rollout(s, self.rollout_role(), mesh, model, self.tokenizer, timers, episodes=episodes)
 
@@ -76,7 +76,7 @@ def evaluate(config: RunConfig, timers: Timers):
         samples.keep_for_failure(Path(s.save), evaluator.samples_so_far)
     metrics = evaluator.evaluate()
     reward.verifiers.close()
-    if isinstance(rollout, Rollout) and rollout.episodes is not None:
+    if rollout.episodes is not None:
         rollout.episodes.close()
     if metrics is not None:
         print(table(metrics), flush=True)

@@ -105,7 +105,9 @@ def serve(config: RunConfig, timers: Timers):
         rollout.load_weights()
         loader = WeightLoader(config, inputs, policy, mesh, rollout)
         engine = ServedEngine(rollout.engine, inputs.tokenizer.end_ids, config.settings.serve_routes, loader.load)
-        service = ReplicaService(engine, rollout.model, role_groups, frontend, inputs.vocab_size, inputs.label)
+        service = ReplicaService(
+            engine, rollout.model, role_groups, frontend, inputs.vocab_size, inputs.label, inputs.tokenizer
+        )
         frontend.take_signals()
         frontend.announce(inputs.model_name)
         service.open()

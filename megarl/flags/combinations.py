@@ -352,7 +352,6 @@ def _debug(s: Settings) -> list[FlagRule]:
 def _environments(s: Settings) -> list[FlagRule]:
     name = s.environment
     return [
-        FlagRule("--environment", name, name is None or s.rollout_server is None, "not allowed with --rollout-server"),
         FlagRule("--environment", name, name is None or not s.is_scheduled or s.over_sampling == 1,
              "not allowed with --over-sampling where the clock decides (--generation-schedule recorded,"
              " --replay-schedule)"),

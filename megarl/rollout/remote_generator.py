@@ -17,7 +17,8 @@ from megarl.observe import activity
 
 FLAG = "--rollout-server"
 BATCH = 32  # requests in one HTTP request
-CONNECTIONS = 8
+CONNECTIONS = 8  # at a time for the requests of one call
+MAX_CONNECTIONS = 64  # that stay open
 BUSY = (429, 503)  # statuses of a server that asks to come later
 MIN_PAUSE, MAX_PAUSE = 0.2, 5.0  # seconds
 
@@ -36,7 +37,7 @@ class RemoteGenerator:
         """
         self.url, self._seconds = url.rstrip("/"), seconds
         self._api_key = api_key
-        self._connections = urllib3.PoolManager(maxsize=CONNECTIONS, retries=False, cert_reqs="CERT_REQUIRED")
+        self._connections = urllib3.PoolManager(maxsize=MAX_CONNECTIONS, retries=False, cert_reqs="CERT_REQUIRED")
 
     @classmethod
     def of_settings(cls, settings: Settings) -> "RemoteGenerator":
@@ -111,9 +112,13 @@ def _batches(requests: Sequence[GenerationRequest]) -> list[list[int]]:
     """Numbers of requests that differ in prompt and key alone, at most `BATCH` together."""
     alike: dict[tuple, list[int]] = {}
     for number, request in enumerate(requests):
-        kind = request.sampling, request.end_ids, request.max_new_tokens, request.top_logprobs
+        kind = request.sampling, request.end_ids, request.max_new_tokens, request.top_logprobs, _stops_of(request)
         alike.setdefault(kind, []).append(number)
     return [members[i : i + BATCH] for members in alike.values() for i in range(0, len(members), BATCH)]
+
+
+def _stops_of(request: GenerationRequest) -> tuple[str, ...]:
+    return () if request.stops is None else tuple(stop.decode() for stop in request.stops.stops)
 
 
 def request_body(requests: list[GenerationRequest]) -> dict[str, Any]:
@@ -132,6 +137,7 @@ def request_body(requests: list[GenerationRequest]) -> dict[str, Any]:
             "top_p": s.top_p,
             "min_p": s.min_p,
             "max_tokens": first.max_new_tokens,
+            "stop": list(_stops_of(first)),
             "stop_token_ids": list(first.end_ids),
             "ignore_eos": True,  # the end tokens are exactly those of the request
         },

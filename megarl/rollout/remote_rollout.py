@@ -1,24 +1,31 @@
 """The rollout of a program without the policy: a server generates, each replica's leader asks for its share."""
 
+import dataclasses
+
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
+from megarl.mcore.inference.engine import RequestList
 from megarl.observe.timers import Timers
+from megarl.rollout.episodes.runner import EpisodeRunner
+from megarl.rollout.remote_engine import RemoteEngine
 from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch
+from megarl.rollout.response_ends import ResponseEnds
 
 
 class RemoteRollout:
     """Generates what `Rollout` would: a request has the same random stream wherever it runs."""
 
     def __init__(
-        self, settings: Settings, mesh: RoleMesh, generator: RemoteGenerator, end_ids: tuple[int, ...], timers: Timers
-    ):
-        """`generator`: of the leader's requests; `end_ids`: tokens that end a response."""
-        self.settings, self.role_groups = settings, mesh["rollout"]
-        self._generator, self._end_ids = generator, end_ids
+        self, settings: Settings, mesh: RoleMesh, generator: RemoteGenerator, ends: ResponseEnds, timers: Timers,
+        episodes: EpisodeRunner | None = None,
+    ):  # fmt: skip
+        """`generator`: of the leader's requests; `episodes`: runs the environments; None: one turn."""
+        self.settings, self.role_groups, self.episodes = settings, mesh["rollout"], episodes
+        self._generator, self._ends = generator, ends
         self.timers = timers
 
     def load_weights(self):
@@ -30,7 +37,7 @@ class RemoteRollout:
     ) -> Batch | None:  # fmt: skip
         """Generates `samples` responses to each prompt; returns this replica's share.
 
-        `temperature` 0 is greedy. `prompt_set` is for environments, which a server does not have.
+        `temperature` 0 is greedy. `prompt_set`: the set whose lines the prompts are, for environments.
         """
         role_groups, s = self.role_groups, self.settings
         if not role_groups.is_member:
@@ -39,10 +46,16 @@ class RemoteRollout:
             temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
         )
         with self.timers.phase(role_groups.model_role, "rollout"):
-            round_requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
-            ids = round_requests.assigned_to(role_groups.dp_rank, len(role_groups.replicas))
+            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
+            ids = requests.assigned_to(role_groups.dp_rank, len(role_groups.replicas))
+            if self.episodes is not None:
+                source = RequestList(zip(ids, requests.build(ids), strict=True))
+                engine = RemoteEngine(self._generator, role_groups, self._ends.matcher)
+                self.episodes.run(engine, source, requests, prompt_set, sampling, False, None, is_training=False)
+                return self.episodes.settle(None)
             done = None
             if role_groups.is_leader:
-                requests = round_requests.build(ids, sampling, self._end_ids)
-                done = dict(zip(ids, self._generator.generate(requests), strict=True))
-            return completions_to_batch(role_groups.broadcast_object(done), round_requests)
+                built = requests.build(ids, sampling, self._ends.ids)
+                asked = [dataclasses.replace(request, stops=self._ends.matcher) for request in built]
+                done = dict(zip(ids, self._generator.generate(asked), strict=True))
+            return completions_to_batch(role_groups.broadcast_object(done), requests)

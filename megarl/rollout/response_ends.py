@@ -19,9 +19,7 @@ class ResponseEnds:
 
 
 def check_ends(settings: Settings, tokenizer: Tokenizer):
-    """UsageError for tokens that the tokenizer does not have, and for stop strings that a server would look for."""
-    if settings.stop is not None and settings.rollout_server is not None:
-        raise UsageError(f"--stop {settings.stop!r}: not yet with --rollout-server; allowed is --stop-token-ids")
+    """UsageError for tokens that the tokenizer does not have."""
     unknown = [number for number in ResponseEnds(settings, tokenizer).own_ids if number >= tokenizer.vocab_size]
     if unknown:
         raise UsageError(

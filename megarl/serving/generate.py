@@ -37,10 +37,11 @@ class GenerateAnswer:
         sampling.check_top_logprobs(context, request.top_logprobs, "top_logprobs")
         self._keys = self._make_keys()
         settings = request.sampling_params
+        sampling.check_stops(context, settings.stop)
         lengths = [context.response_length(prompt, settings.max_tokens) for prompt in self._prompts]
         self._messages = [
             sampling.generate_message(
-                context, settings, prompt, length, key, request.top_logprobs, routes=request.return_routes
+                context, settings, prompt, length, key, request.top_logprobs, request.return_routes, settings.stop
             )
             for prompt, length, key in zip(self._prompts, lengths, self._keys, strict=True)
         ]

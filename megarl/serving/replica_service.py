@@ -6,14 +6,18 @@ step: before each step they agree what it does.
 """
 
 import base64
+import functools
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
+from megarl.data.stop_strings import StopMatcher
+from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.inference.generation import GenerationRequest, TokenChunk
@@ -33,7 +37,7 @@ class ReplicaService:
 
     def __init__(
         self, engine: ServedEngine, model, role_groups: RoleGroups, frontend: FrontendProcess, vocab_size: int,
-        label: str,
+        label: str, tokenizer: Tokenizer,
     ):  # fmt: skip
         """
         Args:
@@ -41,9 +45,13 @@ class ReplicaService:
             model: the engine's model, for scores.
             vocab_size: the model's.
             label: name of the weights.
+            tokenizer: in whose texts stop strings are looked for.
         """
         self.engine, self.model, self.role_groups, self.frontend = engine, model, role_groups, frontend
         self.vocab_size, self.label = vocab_size, label
+        self._matcher: Callable[[tuple[str, ...]], StopMatcher] = functools.lru_cache(64)(
+            functools.partial(StopMatcher, tokenizer)
+        )
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
         self._scores: deque[tuple[int, ScoreRequest]] = deque()
         self._controls: deque[Message] = deque()  # not done yet
@@ -140,10 +148,13 @@ class ReplicaService:
             )
             self._send("refused", id=number, message=problem)
             return
+        stops: dict[str, Any] = {}
+        if message["stops"]:
+            stops = {"stops": self._matcher(tuple(message["stops"])), "stops_from": len(prompt)}
         request = GenerationRequest(
             prompt=prompt, key=message["key"], max_new_tokens=message["max_tokens"],
             sampling=SamplingSettings(**{name: message[name] for name in SAMPLING}),
-            end_ids=tuple(message["end_ids"]), top_logprobs=message["top_logprobs"],
+            end_ids=tuple(message["end_ids"]), top_logprobs=message["top_logprobs"], **stops,
         )  # fmt: skip
         if message["routes"]:
             self._routes_wanted.add(number)

@@ -27,9 +27,14 @@ class StopRules:
 def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
     """The stop rules of a request; RequestError 400 for too many."""
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    check_stops(context, stops)
+    return StopRules(tuple(stops), frozenset(fields.stop_token_ids or ()), fields.include_stop_str_in_output)
+
+
+def check_stops(context: ServingContext, stops: Sequence[str]):
+    """RequestError 400 for too many stop strings."""
     if len(stops) > context.config.settings.max_stops:
         raise invalid(f"stop: at most {context.config.settings.max_stops} strings are allowed", "stop")
-    return StopRules(tuple(stops), frozenset(fields.stop_token_ids or ()), fields.include_stop_str_in_output)
 
 
 def choices(context: ServingContext, fields: OpenAIFields) -> int:
@@ -77,9 +82,12 @@ def temperature(fields: SamplingFields) -> float:
 
 def generate_message(
     context: ServingContext, fields: SamplingFields, prompt: Sequence[int], max_tokens: int, key: int,
-    top_logprobs: int = 0, routes: bool = False,
+    top_logprobs: int = 0, routes: bool = False, stop_strings: Sequence[str] = (),
 ) -> Message:  # fmt: skip
-    """The "generate" message of one response (see `links.py`). RequestError 400 for a wrong stop token."""
+    """The "generate" message of one response (see `links.py`). RequestError 400 for a wrong stop token.
+
+    `stop_strings`: end the response, with their tokens in it.
+    """
     size = context.config.vocab_size
     stops = fields.stop_token_ids or []
     if stops and max(stops) >= size:
@@ -97,6 +105,7 @@ def generate_message(
         "top_p": 1.0 if fields.top_p is None else float(fields.top_p),
         "min_p": float(fields.min_p or 0),
         "end_ids": list(dict.fromkeys([*ends, *stops])),
+        "stops": list(stop_strings),
         "top_logprobs": top_logprobs,
         "routes": routes,
     }

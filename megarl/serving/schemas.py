@@ -246,8 +246,9 @@ class ChatCompletionRequest(OpenAIFields):
 
 
 class GenerateSampling(SamplingFields):
-    """Sampling of /generate."""
+    """Sampling of /generate. The tokens of a stop string stay in the response."""
 
+    stop: Annotated[list[Stop], Field(max_length=64)] = []
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
 
 

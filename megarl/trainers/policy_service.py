@@ -31,7 +31,8 @@ class PolicyService:
         frontend.announce(name)
         if self._role_groups.is_member:
             engine = ServedEngine(rollout.engine, tokenizer.end_ids)
-            self._service = ReplicaService(engine, rollout.model, self._role_groups, frontend, vocab_size, step_name(0))
+            common = engine, rollout.model, self._role_groups, frontend, vocab_size
+            self._service = ReplicaService(*common, step_name(0), tokenizer)
             self._service.open()
 
     def answer(self, step: int):

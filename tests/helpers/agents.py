@@ -121,7 +121,8 @@ async def late_branching(task, client) -> float:
 async def stopping(task, client) -> float:
     """Two turns for the same prompt, which different texts end, then one that answers both."""
     asked = {"model": "policy", "messages": list(task.messages)}
-    turns = [(await client.chat.completions.create(**asked, stop=stop)).choices[0].message for stop in ("7", ["1", "8"])]
+    answers = [await client.chat.completions.create(**asked, stop=stop) for stop in ("7", ["1", "8"])]
+    turns = [answer.choices[0].message for answer in answers]
     messages = [*task.messages, {"role": "assistant", "content": turns[1].content}, {"role": "user", "content": "+"}]
     last = await _turn(client, messages)
     return (turns[0].content + last).count("7") / 4 + len(turns[1].content) / 16

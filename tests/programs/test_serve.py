@@ -117,10 +117,19 @@ def test_the_tokens_of_an_answer_have_the_same_log_probs_when_they_are_sent_back
     assert local.logprobs == echoed.token_logprobs[:-1]
 
 
-def test_evaluate_gives_the_same_bytes_with_a_server(tmp_path):
-    flags = "--eval-responses 3 --eval-temperature 0.8 --top-k 5"
+EPISODES = "--environment tests.helpers.{} --max-turns 3 --max-turn-length 4 --max-response-length 18"
+EVALUATED = {  # flags of an evaluation that asks a server
+    "one turn": "--top-k 5", "stop strings": '--stop ["7","1+"] --stop-token-ids 6',
+    "an environment": EPISODES.format("sum_environments:Sums"), "an agent": EPISODES.format("agents:late_sums"),
+    "an agent with its own stop strings": EPISODES.format("agents:stopping"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", by_default(EVALUATED, ("stop strings", "an agent with its own stop strings")))
+def test_evaluate_gives_the_same_bytes_with_a_server(case, tmp_path):
+    flags = f"--eval-responses 3 --eval-temperature 0.8 {EVALUATED[case]}"
     run_evaluate(evaluate_argv(tmp_path / "own", flags))
-    with served(serve_argv()) as running:
+    with served(serve_argv("--max-response-length 40")) as running:
         argv = evaluate_argv(tmp_path / "remote", f"{flags} --rollout-server {running.url}")
         at = argv.index("--load")
         for size in (1, 2):

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.nightly
 
 LM_EVAL, SCHEMATHESIS = (str(Path(sys.executable).with_name(name)) for name in ("lm_eval", "schemathesis"))
 CLIENTS = "the extra `clients` is not installed: bash launch/setup_env.sh test,clients"
+# Flags of the evaluation alone.
+OWN = "--min-p 0.01 --stop-token-ids 6 --rollout-dispatch static --reward=exact-match"
 TASK = """\
 task: sums
 dataset_path: json
@@ -35,7 +37,7 @@ metric_list: [{{metric: acc}}]
 
 def test_the_script_of_server_and_client_gives_the_results_of_an_evaluation_alone(tmp_path):
     own, remote = (
-        evaluate_argv(tmp_path / name, "--eval-responses 2 --eval-temperature 1") for name in ("own", "remote")
+        evaluate_argv(tmp_path / name, f"--eval-responses 2 --eval-temperature 1 {OWN}") for name in ("own", "remote")
     )
     run_evaluate(own)
     done = launch(remote, "serve_and_evaluate", NPROC="2")

@@ -50,7 +50,8 @@ def run(save: Path, environment: str, flags: str, size: int, killed_at: tuple[in
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     bank = f"--rollout-bank {save.with_name(f'{save.name}-bank')}"
-    argv = rl_argv(save, f"{FLAGS} {bank} --environment {AGENTS}:{environment} {flags}", warm_start="--num" not in flags)
+    flags = f"{FLAGS} {bank} --environment {AGENTS}:{environment} {flags}"
+    argv = rl_argv(save, flags, warm_start="--num" not in flags)
     return sum(run_world(counted, size, program("rl", argv, size), killed_at), Counter())
 
 

@@ -34,6 +34,7 @@ from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.episodes.turn_bank import TurnBank
+from megarl.rollout.remote_engine import RemoteEngine
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_ends import ResponseEnds
@@ -106,7 +107,7 @@ class EpisodeRunner:
         self.carried = CarriedEpisodes(self.limits, self.client)
 
     def run(
-        self, engine: RolloutEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
+        self, engine: RolloutEngine | RemoteEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
         sampling: SamplingSettings, records_routes: bool, max_open: int | None, is_training: bool,
         early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None, bank: TurnBank | None = None,
     ):  # fmt: skip
