@@ -93,7 +93,9 @@ class PartialRolloutBuffer:
         for i, (length, is_finished) in enumerate(zip(group.lengths, group.finished, strict=True)):
             tokens, start = held.get(first + i, ([], 0))
             prompt = tokens[:start]
-            partial.append(PartialResponse(length, is_finished, tokens[start:]))
+            # How much room an episode has, it knows itself.
+            counted = length if self.episodes is None or is_finished else 0
+            partial.append(PartialResponse(counted, is_finished, tokens[start:]))
         return PromptRequest(
             line=group.line, tokens=prompt, draw_index=group.draw_index, step=group.step, partial=tuple(partial),
             dp_rank=group.dp_rank,
@@ -144,7 +146,7 @@ class PartialRolloutBuffer:
             new_tokens = int(batch.response_mask.sum())
         else:
             new_tokens = self.episodes.new_tokens(keys[i] for i in held)
-        self._restore_continued(batch)
+        self._restore_continued(batch, [keys[i] for i in held])
         is_kept = torch.ones(len(requests), dtype=torch.bool)
         is_kept[taken] = False
         if self.episodes is not None and is_kept.any():
@@ -164,13 +166,21 @@ class PartialRolloutBuffer:
         self.dropped += int((is_stuck & is_kept).sum())
         return is_kept & ~is_stuck
 
-    def _restore_continued(self, batch: Batch):
-        """Restores continued tokens, which the engine had as prompt: mask, log-probs, versions, prompt lengths."""
+    def _restore_continued(self, batch: Batch, keys: list[str]):
+        """Restores continued tokens, which the engine had as prompt: mask, log-probs, versions, prompt lengths.
+
+        `keys`: of the batch's rows.
+        """
         if batch.versions is None:  # the round had one policy
             batch.versions = torch.full_like(batch.tokens, self.version, dtype=torch.int32)
         if self._continued is None:
             return
-        is_continued = (batch.sequence_ids < self._continued_count).nonzero().flatten()
+        is_continued = batch.sequence_ids < self._continued_count
+        if self.episodes is not None:
+            is_relaid = self.episodes.are_relaid(keys)
+            self._restore_relaid(batch, [(row, keys[row]) for row, is_one in enumerate(is_relaid) if is_one])
+            is_continued &= ~torch.tensor(is_relaid, dtype=torch.bool, device=is_continued.device)
+        is_continued = is_continued.nonzero().flatten()
         found = torch.searchsorted(self._continued.sequence_ids, batch.sequence_ids[is_continued].cpu())
         before = self._continued.select(found).to(batch.tokens.device)
         is_longer = batch.lengths[is_continued] >= before.lengths  # an episode that failed has lost its turns
@@ -180,6 +190,14 @@ class PartialRolloutBuffer:
             getattr(batch, name)[positions] = getattr(before, name)
         batch.prompt_lengths[is_continued] = before.prompt_lengths
 
+    def _restore_relaid(self, batch: Batch, rows: list[tuple[int, str]]):
+        """Restores the versions of agents' tokens, of which the episodes know all else; `rows`: with their keys."""
+        bounds = batch.cu_seqlens.tolist()
+        for row, key in rows:
+            for start, versions in self.episodes.known_versions(key):
+                first = bounds[row] + start
+                batch.versions[first : first + len(versions)] = batch.versions.new_tensor(versions)
+
     def _keep(self, batch: Batch, requests: list[PromptRequest], is_kept: Tensor, step: int):
         """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
         role_groups = self.mesh[ROLLOUT]
@@ -187,8 +205,12 @@ class PartialRolloutBuffer:
         kept = selected(kept, is_kept.repeat_interleave(self.samples))
         ids, own = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
         if kept is not None:
-            ids, keys = kept.sequence_ids, self._keys(requests, step)
-            ended = None if self.episodes is None else self.episodes.have_ended(keys[i] for i in ids.tolist())
+            ids, ended = kept.sequence_ids, None
+            if self.episodes is not None:
+                keys = self._keys(requests, step)
+                keys = [keys[i] for i in ids.tolist()]
+                ended = self.episodes.have_ended(keys)
+                self.episodes.learn_versions(keys, kept.versions.split(kept.lengths.tolist()))
             own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
         known = role_groups.gather_rows(ids, own, len(requests) * self.samples)
         groups = _carried_groups(requests, known.view(len(requests), self.samples, 4), step)
@@ -243,8 +265,10 @@ class PartialRolloutBuffer:
                 ended = self.episodes.load(facts or "[]", batch, keys, is_own, where)
             known[batch.sequence_ids] = torch.cat([_known(batch, ended), dp_ranks.unsqueeze(1)], 1)
             own.append(batch.select((dp_ranks == role_groups.dp_rank).nonzero().flatten()))
+            # The rows of an agent together may fill the room of the longest prompt, too.
+            prompts = batch.prompt_lengths if facts is None else batch.prompt_lengths.clamp(min=s.max_prompt_length)
             prompt = max([prompt, *batch.prompt_lengths.tolist()])
-            response = max([response, *(batch.lengths - batch.prompt_lengths).tolist()])
+            response = max([response, *(batch.lengths - prompts).tolist()])
         if not s.partial_rollouts:
             return
         if prompt > s.max_prompt_length or response > s.max_response_length:

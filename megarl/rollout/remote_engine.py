@@ -50,9 +50,7 @@ class RemoteEngine:
                 count -= len(ended)
                 yield from ended
 
-    def _generate(
-        self, request: GenerationRequest, end_ids: tuple[int, ...], settings: SamplingSettings
-    ) -> Completion:
+    def _generate(self, request: GenerationRequest, end_ids: tuple[int, ...], settings: SamplingSettings) -> Completion:
         stops = self._stops if request.stops is None else request.stops
         asked = dataclasses.replace(request, sampling=settings, end_ids=end_ids, stops=stops)
         return self._generator.generate([asked])[0]

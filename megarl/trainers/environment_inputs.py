@@ -45,8 +45,10 @@ def _kinds(settings: Settings, names: list[str]) -> list[str]:
 
     kinds = [KINDS[number] for number in node_files.arrays(lambda: ("environments", *names), checked)["kinds"].tolist()]
     if AGENT in kinds:
+        with_routes = settings.partial_rollouts and settings.router_replay == "rollout"
         refused = {
-            "--partial-rollouts": settings.partial_rollouts, "--credit turns": settings.credit == "turns",
+            "--credit turns": settings.credit == "turns",
+            "--partial-rollouts with --router-replay rollout": with_routes,
         }  # fmt: skip
         if flags := [flag for flag, is_set in refused.items() if is_set]:
             name = names[kinds.index(AGENT)]

@@ -4,6 +4,7 @@ Texts have only the characters of the small tokenizer: digits, + and =.
 """
 
 import asyncio
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ TURNS = 3
 
 
 class LastSums(Sums):
-    """As `Sums`, with all of the reward at the end, as an agent has it."""
+    """As `Sums`, of a turn's content, with all of the reward at the end: as an agent has both."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +26,7 @@ class LastSums(Sums):
 
     def step(self, turn: Turn) -> Observation:
         """An answer as of `Sums`."""
-        seen = super().step(turn)
+        seen = super().step(dataclasses.replace(turn, text=turn.content))
         self._total += seen.reward
         return Observation(seen.messages, self._total if seen.done else 0.0, seen.done)
 
@@ -107,8 +108,9 @@ async def _sub_agent(client, question: str) -> str:
     return texts[0] + await _turn(client, messages)
 
 
-async def _turn(client, messages: list) -> str:
-    answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=3)
+async def _turn(client, messages: list, limit: int | None = 3) -> str:
+    limits = {} if limit is None else {"max_tokens": limit}
+    answer = await client.chat.completions.create(model="policy", messages=messages, **limits)
     messages.append({"role": "assistant", "content": answer.choices[0].message.content})
     return messages[-1]["content"]
 
@@ -126,3 +128,28 @@ async def stopping(task, client) -> float:
     messages = [*task.messages, {"role": "assistant", "content": turns[1].content}, {"role": "user", "content": "+"}]
     last = await _turn(client, messages)
     return (turns[0].content + last).count("7") / 4 + len(turns[1].content) / 16
+
+
+async def wandering(task, client) -> float:
+    """One turn at a time: the prompt's row, one of another question, the first one again, and a short one."""
+    draws, main = random.Random(task.seed), list(task.messages)
+    texts = [await _turn(client, main, None)]
+    aside = [{"role": "user", "content": f"{draws.randrange(9)}="}]
+    texts.append(await _turn(client, aside, None))
+    aside.append({"role": "user", "content": f"+{len(texts[-1])}="})
+    texts.append(await _turn(client, aside, None))
+    main.append({"role": "user", "content": f"+{len(texts[-1])}="})
+    texts.append(await _turn(client, main, None))
+    texts.append(await _turn(client, [{"role": "user", "content": f"{len(texts[-1])}="}], None))
+    return "".join(texts).count("7") / 4 + len(texts[-1]) / 16
+
+
+async def late_wandering(task, client) -> float:
+    """As `wandering`, at other times."""
+    return await wandering(task, _Late(client))
+
+
+async def choices(task, client) -> float:
+    """Two choices at a time."""
+    answer = await client.chat.completions.create(model="policy", messages=list(task.messages), n=2)
+    return float(len(answer.choices))

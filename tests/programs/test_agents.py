@@ -146,5 +146,5 @@ def test_groups_whose_agents_need_the_fewest_tokens_are_taken_at_any_speed(agent
 
 
 def test_some_settings_are_refused_with_agents(tmp_path):
-    with pytest.raises(RankFailed, match=r"--partial-rollouts: not with an agent, which tests.helpers.agents:sums is"):
-        run(tmp_path / "run", "sums", "--over-sampling 2 --partial-rollouts --rollout-correction tis")
+    with pytest.raises(RankFailed, match=r"--credit turns: not with an agent, which tests.helpers.agents:sums is"):
+        run(tmp_path / "run", "sums", "--credit turns")

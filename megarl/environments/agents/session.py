@@ -11,7 +11,7 @@ from megarl.environments.agents.exchange import Ask, Reply, canonical
 from megarl.environments.protocol import Message, Observation
 
 _TICK = 0.5  # seconds between two looks at an agent
-MAX_REFUSED = 16  # requests after a budget is used up; then the agent is ended
+MAX_REFUSED = 16  # requests without a turn; then the agent is ended
 
 
 class LateAgent(Exception):
@@ -33,7 +33,8 @@ class Session:
         self.key = f"sk-{secrets.token_hex(24)}"  # that the agent's requests must have
         self.exchanges: list[Exchange] = []
         self.refused = 0  # requests that a budget has refused
-        self.spent = asyncio.Event()  # a budget is used up, and the agent does not end by itself
+        self.spent = asyncio.Event()  # requests get no turns any more, and the agent does not end by itself
+        self._without_turn = 0  # requests
         self._send, self._numbers = send, itertools.count()
         self._pending: dict[int, asyncio.Future[Reply]] = {}
         self._missed: dict[str, list[asyncio.Future[Reply]]] = defaultdict(list)  # replies that nobody waits for
@@ -85,8 +86,9 @@ class Session:
         if reply.turn is not None:
             self.exchanges.append(Exchange(ask, reply))
             return
-        self.refused += 1
-        if self.refused >= MAX_REFUSED:
+        self.refused += reply.is_budget
+        self._without_turn += 1
+        if self._without_turn >= MAX_REFUSED:
             self.spent.set()
 
     def conversations(self) -> list[list[Message]]:

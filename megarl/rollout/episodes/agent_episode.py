@@ -3,16 +3,21 @@
 Each turn that no other one continues ends a row: all tokens up to its end. The rows of an episode are one sequence of
 the batch, with one score; a turn that several rows have counts in the first of them. Their order depends on their
 tokens alone, not on when the agent has asked.
+
+With `--partial-rollouts` an agent asks for one turn at a time, so that an episode that has not ended has one open turn,
+the last one. A later round goes on with it, whether or not the agent still runs.
 """
 
+import copy
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.rollout.episodes.episode import DONE, TRUNCATED_BY_BUDGET, Episode, TurnRequest
+from megarl.rollout.episodes.episode import DONE, FAILED, TRUNCATED_BY_BUDGET, Episode, TurnRequest
 
 if TYPE_CHECKING:
     from megarl.mcore.inference.stop_states import Follows
@@ -34,81 +39,149 @@ class _Turn:
     parent: int | None
     prompt: list[int]
     limit: int  # tokens that it may have
-    completion: Completion | None = None
+    key: int  # of its random stream
+    stops: tuple[str, ...]  # texts that end it
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    finished: bool = False  # an end token or a stop string has ended it
+    is_open: bool = True  # it has not ended
+    before: int = 0  # tokens of earlier rounds
+    versions: list[int] = dataclasses.field(default_factory=list)  # of the policy that wrote these
+    routes: Tensor | None = None  # of the row up to its end
 
     @property
     def row(self) -> list[int]:
         """Tokens up to the turn's end."""
-        return [*self.prompt, *self.completion.tokens]
+        return [*self.prompt, *self.tokens]
+
+    def cut(self, count: int):
+        """Leaves the first `count` tokens."""
+        self.tokens, self.logprobs = self.tokens[:count], self.logprobs[:count]
+        self.finished, self.is_open, self.routes = False, True, None
 
 
 class AgentEpisode(Episode):
     """The episode, the same on all ranks of a replica."""
 
-    def __init__(self, episode: Episode):
-        """`episode`: that has begun, and of which an agent is the environment."""
+    def __init__(self, episode: Episode, prompt: list[int] | None = None):
+        """`episode`: that has begun, and of which an agent is the environment; `prompt`: of its line, that of its
+        request by default."""
         own = {field.name: getattr(episode, field.name) for field in dataclasses.fields(Episode)}
         super().__init__(**own)
+        self.line_prompt = list(episode.request.prompt) if prompt is None else prompt
+        self.is_relaid = False  # tokens of earlier rounds may have other places in the sequence
+        self.known_versions: list[tuple[int, list[int]]] = []  # (start in `tokens`, versions of tokens from there on)
         self._turns: dict[int, _Turn] = {}
+        self._places: list[tuple[int, int, int]] = []  # (turn, its start and end in `tokens`) of those that count
+        self._how: AgentEnd | None = None
 
-    def ask(self, asked: TurnRequest, stops: "Follows | None") -> GenerationRequest:
-        """The engine's request for a turn; `stops`: its own stop strings."""
+    @property
+    def open_turn(self) -> int:
+        """The number of the turn with which a later round goes on."""
+        return max(self._turns)
+
+    @property
+    def room_of_open_turn(self) -> int:
+        """Tokens that it may still get; below 1 if other limits than those of its run leave none."""
+        turn = self._turns[self.open_turn]
+        return min(turn.limit, self.limits.turn) - len(turn.tokens) if turn.limit <= self.limits.turn else 0
+
+    def ask(self, asked: TurnRequest):
+        """Takes in that the agent has asked for a turn."""
         parent = None if asked.parent is None else self._turns[asked.parent]
         prompt = [*(parent.row if parent is not None else ()), *asked.tokens]
-        self._turns[asked.turn] = _Turn(asked.parent, prompt, asked.limit)
-        return dataclasses.replace(
-            self.request,
-            prompt=prompt,
-            key=asked.key,
-            max_new_tokens=asked.limit,
-            counted_tokens=self.new_tokens,
-            stops_from=len(prompt),
-            stops=stops,
-        )
+        self._turns[asked.turn] = _Turn(asked.parent, prompt, asked.limit, asked.key, asked.stops)
 
-    def write(self, turn: int, completion: Completion) -> bool:
-        """Takes in what the policy has written of a turn; returns whether the round's limit has cut it."""
-        written = self._turns[turn]
-        written.completion = completion
+    def request_of(self, number: int, matcher: "Callable[[tuple[str, ...]], Follows | None]") -> GenerationRequest:
+        """The engine's request for a turn, or for the rest of it. `matcher`: of its own stop strings."""
+        turn = self._turns[number]
+        return dataclasses.replace(
+            self.request, prompt=turn.row, key=turn.key, max_new_tokens=turn.limit - len(turn.tokens),
+            counted_tokens=self.new_tokens, stops_from=len(turn.prompt), stops=matcher(turn.stops),
+        )  # fmt: skip
+
+    def write(self, number: int, completion: Completion) -> Completion | None:
+        """Takes in what the policy has written of a turn. Returns the whole turn; None if the round's limit has cut
+        it."""
+        turn = self._turns[number]
+        turn.tokens = [*turn.tokens, *completion.tokens]
+        turn.logprobs = [*turn.logprobs, *completion.logprobs]
+        turn.finished, turn.routes = completion.finished, completion.routes
+        turn.is_open = not completion.finished and len(turn.tokens) < turn.limit
         self.new_tokens += len(completion.tokens)
-        return not completion.finished and len(completion.tokens) < written.limit
+        return None if turn.is_open else Completion(turn.tokens, turn.logprobs, turn.finished)
 
     def finish(self, end: AgentEnd):
-        """Ends the episode, and makes its rows."""
+        """Ends the episode."""
         if end.failed:
             return self.fail()
-        self._make_rows([(number, self._turns[number]) for number in end.turns])
-        self.new_tokens = sum(len(tokens) for tokens in self.logprobs)  # without turns that do not count
-        self.rewards[-1] = end.reward
-        self.verdicts = [end.reward >= 1 if end.correct is None else end.correct]
-        self.end = TRUNCATED_BY_BUDGET if end.truncated else DONE
-        self._turns = {}
+        self._how, self.end = end, TRUNCATED_BY_BUDGET if end.truncated else DONE
+        counted = [self._turns[number] for number in end.turns]
+        self.new_tokens = sum(len(turn.tokens) - turn.before for turn in counted)
         return None
 
-    def settle(self, limit: int | None):
-        """Ends the round. What has not ended within `limit` new tokens is left with no turn: no round continues it."""
-        if limit is not None and (self.end is None or self.new_tokens > limit):
-            self.fail()
-            super().settle(None)
-            self.end, self.row_starts, self._turns = None, [], {}
-        else:
-            super().settle(None)
+    def fail(self):
+        """See Episode."""
+        self.tokens, self.prompt_length = list(self.line_prompt), len(self.line_prompt)
+        self.end = FAILED
 
-    def _make_rows(self, turns: list[tuple[int, _Turn]]):
-        continued = {turn.parent for _, turn in turns}
-        rows = sorted((turn.row, number) for number, turn in turns if number not in continued)
-        trained: set[int] = set()
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def continued(self, number: int, request: GenerationRequest) -> "AgentEpisode":
+        """The same episode in another round."""
+        other = copy.copy(self)
+        other.number, other.request, other.new_tokens, other.routes = number, request, 0, None
+        other.known_versions, other.is_relaid = [], self.end is None
+        for turn in other._turns.values():
+            turn.before = len(turn.tokens)
+        return other
+
+    def settle(self, limit: int | None):
+        """See Episode. An episode that has not ended has its rows so far."""
+        if limit is not None and self.new_tokens > limit:
+            self._undo(self.new_tokens - limit)
+            self.new_tokens = limit
+        if self.end == FAILED:
+            self._turns = {}
+            super().settle(None)
+        elif self._turns:  # else it ended in an earlier round
+            self._make_rows()
+
+    def _undo(self, excess: int):
+        """Removes the last `excess` tokens of the policy, and what the agent has asked after them."""
+        self.end = self._how = None
+        for number in sorted(self._turns, reverse=True):
+            turn = self._turns[number]
+            removed = min(excess, len(turn.tokens) - turn.before)
+            excess -= removed
+            if not excess:
+                turn.cut(len(turn.tokens) - removed)
+                return
+            del self._turns[number]
+
+    def _make_rows(self):
+        end, self._places = self._how, []
+        self.tokens, self.turns, self.logprobs, self.rewards, self.row_starts = [], [], [], [], []
+        turns = {number: self._turns[number] for number in (sorted(self._turns) if end is None else end.turns)}
+        continued, trained = {turn.parent for turn in turns.values()}, set()
         routes: list[Tensor] = []
-        for row, last in rows:
+        for row, last in sorted((turn.row, number) for number, turn in turns.items() if number not in continued):
             path = self._path(last)
             if self.tokens:
                 self.row_starts.append(len(self.tokens))
             else:
                 self.prompt_length = len(self._turns[path[0]].prompt)
             self._add_row(row, path, trained)
-            if (of_row := self._turns[last].completion.routes) is not None:
+            if (of_row := self._turns[last].routes) is not None:
                 routes.append(of_row)
+        self.known_versions = [(start, self._turns[n].versions) for n, start, _ in self._places]
+        if end is None:
+            self.is_open = bool(self._turns[self.open_turn].tokens)
+            return
         self.routes = torch.cat(routes) if routes else None
+        self.rewards[-1], self.is_open = end.reward, False
+        self.verdicts = [end.reward >= 1 if end.correct is None else end.correct]
+        self._turns = {}
 
     def _path(self, last: int) -> list[int]:
         """The turns of the row that a turn ends, the first one first."""
@@ -120,14 +193,45 @@ class AgentEpisode(Episode):
 
     def _add_row(self, row: list[int], path: list[int], trained: set[int]):
         """Appends a row with the turns of `path`; those that no earlier row has count."""
-        start = len(self.tokens)
+        first = len(self.tokens)
         self.tokens = [*self.tokens, *row]
         for number in path:
             turn = self._turns[number]
-            if number in trained:
+            if number in trained or not turn.tokens:
                 continue
             trained.add(number)
-            begin = start + len(turn.prompt)
-            self.turns.append((begin, begin + len(turn.completion.tokens)))
-            self.logprobs.append(list(turn.completion.logprobs))
+            start, end = first + len(turn.prompt), first + len(turn.row)
+            self._places.append((number, start, end))
+            self.turns.append((start, end))
+            self.logprobs.append(list(turn.logprobs))
             self.rewards.append(0.0)
+
+    def learn_versions(self, versions: list[int]):
+        """Takes in the versions of the policy that wrote the tokens; a later round gives them back."""
+        for number, start, end in self._places:
+            if number in self._turns:
+                self._turns[number].versions = versions[start:end]
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint has to know of an episode that has not ended, for `restored`."""
+        found = []
+        for number in sorted(self._turns):
+            fact = dataclasses.asdict(dataclasses.replace(self._turns[number], routes=None))
+            known = 0 if fact["parent"] is None else len(self._turns[fact["parent"]].row)
+            found.append(fact | {"prompt": fact["prompt"][known:]})
+        return {"line_prompt": self.line_prompt, "turns": found}
+
+    @classmethod
+    def restored(cls, episode: Episode, facts: dict[str, Any]) -> "AgentEpisode":
+        """An episode of a checkpoint. KeyError, TypeError or ValueError if the facts are damaged."""
+        made = cls(episode, [int(token) for token in facts["line_prompt"]])
+        for number, fact in enumerate(facts["turns"]):
+            turn = _Turn(**{**fact, "stops": tuple(fact["stops"])})
+            if turn.parent is not None:
+                turn.prompt = [*made._turns[turn.parent].row, *turn.prompt]
+            made._turns[number] = turn
+        if not made._turns or not made._turns[made.open_turn].is_open:
+            raise ValueError("an agent's episode has no open turn")
+        return made

@@ -16,6 +16,7 @@ from megarl.batch import Batch
 from megarl.environments.protocol import Observation
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import GenerationRequest
+from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.episode import FAILED, Episode, EpisodeLimits
 
 if TYPE_CHECKING:
@@ -62,6 +63,21 @@ class CarriedEpisodes:
         found = (self._episodes[key] for key in keys)
         return sum(episode.new_tokens for episode in found if episode.end != FAILED)
 
+    def are_relaid(self, keys: Iterable[str]) -> list[bool]:
+        """Whether the tokens that earlier rounds have written may have other places in each of these episodes."""
+        return [isinstance(e, AgentEpisode) and e.is_relaid for e in map(self._episodes.__getitem__, keys)]
+
+    def known_versions(self, key: str) -> list[tuple[int, list[int]]]:
+        """(start, versions of the policy from there on) of tokens of earlier rounds, of an episode of `are_relaid`."""
+        episode = self._episodes[key]
+        return episode.known_versions if isinstance(episode, AgentEpisode) else []
+
+    def learn_versions(self, keys: Iterable[str], versions: Iterable[Tensor]):
+        """Has the episodes of agents keep the versions of the policy that wrote their tokens, for `known_versions`."""
+        for key, of_episode in zip(keys, versions, strict=True):
+            if isinstance(episode := self._episodes[key], AgentEpisode):
+                episode.learn_versions(of_episode.tolist())
+
     def to_json(self, keys: Iterable[str]) -> str:
         """What a checkpoint has to know of these episodes besides their rows of the batch; on the replica's leader."""
         facts = []
@@ -69,7 +85,10 @@ class CarriedEpisodes:
             episode, seen = self._episodes[key], self._client.observations(key)
             answers = [] if episode.end is not None else [dataclasses.asdict(observation) for observation in seen]
             tools = [] if episode.end is not None else self._client.tools(key)
-            facts.append({name: getattr(episode, name) for name in _FACTS} | {"observations": answers, "tools": tools})
+            fact = {name: getattr(episode, name) for name in _FACTS} | {"observations": answers, "tools": tools}
+            if isinstance(episode, AgentEpisode) and episode.end is None:
+                fact["agent"] = episode.facts() | {"asked": self._client.agent_facts(key)}
+            facts.append(fact)
         return json.dumps(facts)
 
     def load(self, text: str, batch: Batch, keys: Sequence[str], is_own: Tensor, where: str) -> list[bool]:
@@ -94,7 +113,9 @@ class CarriedEpisodes:
                 ended.append(episode.end is not None)
                 if own:
                     self.add([episode])
-                    if self._client is not None and episode.end is None:
+                    if self._client is not None and isinstance(episode, AgentEpisode):
+                        self._client.restore_agent(key, fact["agent"])
+                    elif self._client is not None and episode.end is None:
                         seen = [Observation(**record) for record in fact["observations"]]
                         self._client.restore(key, seen, fact.get("tools", []))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -109,9 +130,14 @@ def _episode(row: Batch, key: str, fact: dict, limits: EpisodeLimits) -> Episode
     episode = Episode(
         number=0, request=_UNKNOWN, line=int(row.prompt_ids), limits=limits, key=key, tokens=row.tokens.tolist(),
         prompt_length=int(row.prompt_lengths), turns=turns, logprobs=[logprobs[start:end] for start, end in turns],
-        **{name: fact[name] for name in _FACTS},
+        row_starts=row.row_starts.nonzero().flatten().tolist(), **{name: fact[name] for name in _FACTS},
     )  # fmt: skip
-    if episode.end is None and episode.turn_limit < 1:
+    if episode.end is None and "agent" in fact:
+        if len(fact["agent"]["asked"]) != len(fact["agent"]["turns"]):
+            raise ValueError("an agent's requests are not its turns")
+        episode = AgentEpisode.restored(episode, fact["agent"])
+    room = episode.room_of_open_turn if isinstance(episode, AgentEpisode) else episode.turn_limit
+    if episode.end is None and room < 1:
         raise UsageError(
             f"--load: the checkpoint holds an unfinished episode for which turns of {limits.turn} tokens and responses "
             f"of {limits.response} leave no room; use the --max-turn-length and --max-response-length of its run"

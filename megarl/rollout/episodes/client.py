@@ -34,6 +34,8 @@ class PlayedTurns:
     sent: int = 0  # turns
     stream: int = 0  # the episode's random stream
     tree: MessageTree | None = None  # of an agent that has asked
+    facts: dict | None = None  # of an agent's turns, from a checkpoint; None: it has brought none
+    has_ended: bool = False  # the agent, perhaps too late for the round
 
 
 class EnvironmentClient:
@@ -75,6 +77,22 @@ class EnvironmentClient:
         slot = self._join(number, PlayedTurns(prompt, tokens, next(self._slots), stream=stream))
         self.pool.start(slot, task, prompt.environment, key)
 
+    def go_on_with_agent(
+        self, number: int, prompt: Prompt, tokens: list[int], task: Task, key: str, stream: int
+    ):  # fmt: skip
+        """Continues the episode `key` of an agent of an earlier round. Arguments as of `begin`."""
+        played = self._kept.pop(key)
+        played.prompt, played.tokens, played.stream = prompt, tokens, stream
+        if played.facts is not None:
+            played.tree = self._new_tree(number, played)
+            played.tree.restore(played.facts["turns"], played.facts["asked"])
+            played.facts = None
+        played.tree.number = number
+        if played.slot is None:
+            played.slot = next(self._slots)
+            self.pool.start(played.slot, task, prompt.environment, key)
+        self._join(number, played)
+
     def go_on(self, number: int, prompt: Prompt, task: Task, key: str, turns: Sequence[Sequence[int]]):
         """Continues the episode `key` of an earlier round; `turns`: tokens of those that its environment answered."""
         played = self._kept.pop(key)
@@ -102,7 +120,7 @@ class EnvironmentClient:
         return TurnText(self._turn_tokens.text(tokens), marked)
 
     def write(self, number: int, turn: int, completion: Completion):
-        """Sends an agent what the policy has written of a turn."""
+        """Sends an agent a turn that the policy has written."""
         played = self._round[number]
         assert played.tree is not None  # it has asked for the turn
         written = played.tree.write(turn, completion.tokens, completion.logprobs, completion.finished)
@@ -134,6 +152,26 @@ class EnvironmentClient:
             self._close(played)
         played.turns, played.observations, played.sent = played.turns[:turns], played.observations[:turns], turns
         self._kept[key] = played
+
+    def keep_agent(self, number: int, key: str, open_turn: int):
+        """Keeps an agent's episode for a later round, which goes on with that turn. The agent goes on if it waits for
+        the turn; else it will be run again, and gets the turns before it at once."""
+        played = self._round.pop(number)
+        self._numbers.pop(played.slot, None)
+        is_ahead = played.tree.cut(open_turn)
+        if is_ahead or played.has_ended:
+            self._close(played)
+        played.has_ended = False
+        self._kept[key] = played
+
+    def agent_facts(self, key: str) -> list[dict]:
+        """What a checkpoint has to know of the requests of an agent's episode that is kept."""
+        played = self._kept[key]
+        return played.tree.facts() if played.facts is None else played.facts["asked"]
+
+    def restore_agent(self, key: str, facts: dict):
+        """Keeps an agent's episode of a checkpoint; `facts`: of `AgentEpisode.facts`, and `asked`: of `agent_facts`."""
+        self._kept[key] = PlayedTurns(None, [], None, facts=facts)
 
     def forget(self, key: str):
         """Ends an episode that was kept, if it was."""
@@ -179,6 +217,7 @@ class EnvironmentClient:
         if isinstance(event, Asked):
             return self._asked(number, played, event)
         self.statistics.add_event(event)
+        played.has_ended = event.is_agent or event.failure is not None
         if event.turn is not None:
             played.turns.append(event.turn)
             played.observations += [] if event.observation is None else [event.observation]
@@ -199,13 +238,16 @@ class EnvironmentClient:
     def _asked(self, number: int, played: PlayedTurns, asked: Asked) -> TurnRequest | None:
         """The turn that an agent asks for, unless it can be answered at once."""
         if played.tree is None:
-            common = self._turn_tokens, self.pool.form, self._limits, self._max_prompt_length
-            played.tree = MessageTree(number, played.stream, played.prompt, played.tokens, *common)
+            played.tree = self._new_tree(number, played)
         found = played.tree.request((asked.ticket, asked.request), asked.ask)
         if isinstance(found, Reply):
             self.pool.reply(asked.number, asked.ticket, asked.request, found)
             return None
         return found
+
+    def _new_tree(self, number: int, played: PlayedTurns) -> MessageTree:
+        common = self._turn_tokens, self.pool.form, self._limits, self._max_prompt_length
+        return MessageTree(number, played.stream, played.prompt, played.tokens, *common)
 
     def _ended(self, number: int, played: PlayedTurns, end: Observation) -> AgentEnd:
         """The end of an agent. ValueError if it has not got a turn."""
@@ -213,7 +255,6 @@ class EnvironmentClient:
         if tree is None or not tree.written:
             raise ValueError("the agent ended without a turn of the policy")
         played.turns = [turn.turn for turn in tree.written if turn.turn is not None]
-        self.statistics.counts["rewritten"] += tree.rewritten
         turns = tuple(turn.number for turn in tree.written)
         return AgentEnd(number, turns, end.reward, end.correct, tree.is_truncated)
 

@@ -27,6 +27,7 @@ class EpisodeLimits(NamedTuple):
     response: int  # tokens of all turns and observations together
     ends: tuple[int, ...] = ()  # the tokenizer's end tokens
     closing: int | None = None  # the token that closes a turn which something else has ended; None: nothing else does
+    is_carried: bool = False  # a later round may continue an episode
 
 
 class EnvironmentResult(NamedTuple):

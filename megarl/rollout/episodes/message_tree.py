@@ -21,6 +21,7 @@ from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key
 from megarl.tool_formats.table import ToolFormat
 
 Place = tuple[int, int]  # (ticket, number) of an agent's request
+_ONE_AT_A_TIME = "with --partial-rollouts an agent asks for one turn at a time: the last one is being written"
 
 
 @dataclass
@@ -35,6 +36,7 @@ class AgentTurn:
     is_run_limit: bool  # it is the run's, not the agent's
     root_length: int  # tokens of the prompt with which its row begins
     depth: int  # turns before it
+    is_rewritten: bool  # its history rewrites turns of the policy
     tokens: list[int] | None = None
     turn: Turn | None = None
     reply: Reply | None = None
@@ -61,8 +63,9 @@ class MessageTree:
             prompt, prompt_tokens: of the episode's line; a first request with the same messages has these tokens.
             max_prompt_length: tokens of a prompt that do not count as response.
         """
-        self.number, self.rewritten = number, 0  # requests whose history rewrites turns of the policy
+        self.number = number
         self._was_refused = False  # a budget has refused a request of the present run
+        self._is_concurrent = False  # the agent has asked for two turns at a time, which it may not
         self._key, self._turn_tokens, self._form, self._limits = key, turn_tokens, form, limits
         self._conversation, self._prompt_tokens = (
             [dict(message) for message in prompt.conversation],
@@ -86,11 +89,29 @@ class MessageTree:
         return [turn for turn in self.asked if turn.tokens is not None]
 
     @property
+    def rewritten(self) -> int:
+        """Requests whose history rewrites turns of the policy."""
+        return sum(turn.is_rewritten for turn in self.asked)
+
+    @property
     def is_truncated(self) -> bool:
         """Whether a budget has refused a request, or has cut a turn that no other one continues."""
         inner = {id(turn.parent) for turn in self.written}
         ends = [turn.reply for turn in self.written if id(turn) not in inner]
         return self._was_refused or any(reply is not None and reply.is_budget for reply in ends)
+
+    def cut(self, number: int) -> bool:
+        """Leaves the turns before `number`, and that one without tokens: the next round goes on with it.
+
+        Returns whether the agent has seen what is undone, or has asked after it.
+        """
+        gone = self._turns[number:]
+        self._turns = self._turns[: number + 1]
+        self._by_ask = {key: turn for key, turn in self._by_ask.items() if turn.number <= number}
+        self._by_path = {path: turn for path, turn in self._by_path.items() if turn.number < number}
+        is_ahead = len(gone) > 1 or gone[0].tokens is not None
+        gone[0].tokens = gone[0].turn = gone[0].reply = None
+        return is_ahead
 
     def request(self, place: Place, ask: Ask) -> TurnRequest | Reply | None:
         """What follows from a request: a turn to be generated, a reply, or None: the turn is being generated.
@@ -98,7 +119,7 @@ class MessageTree:
         Another ticket is another run of the agent: what equals an earlier request gets the same turn.
         """
         if place[0] != self._ticket:
-            self._ticket, self._asks, self._was_refused, self.rewritten = place[0], Counter(), False, 0
+            self._ticket, self._asks, self._was_refused = place[0], Counter(), False
             for turn in self._turns:
                 turn.is_asked, turn.waiting = False, []
         key = ask.key, self._asks[ask.key]
@@ -108,6 +129,9 @@ class MessageTree:
             turn.is_asked = True
             turn.waiting += [place] if turn.reply is None else []
             return turn.reply
+        if self._limits.is_carried and (self._is_concurrent or any(turn.tokens is None for turn in self.asked)):
+            self._is_concurrent = True
+            return Reply(None, error=_ONE_AT_A_TIME, code="one_turn_at_a_time")
         try:
             turn = self._new_turn(ask)
         except (UsageError, ValueError) as error:
@@ -146,20 +170,50 @@ class MessageTree:
         waiting, turn.waiting = turn.waiting, []
         return [(place, turn.reply) for place in waiting]
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def facts(self) -> list[dict]:
+        """What a checkpoint has to know of the requests, besides the tokens that `AgentEpisode.facts` has."""
+        names = "ask", "is_run_limit", "is_rewritten"
+        return [{name: getattr(turn, name) for name in names} for turn in self._turns]
+
+    def restore(self, turns: Sequence[dict], asked: Sequence[dict]):
+        """Takes in the turns of `AgentEpisode.facts`, and of `facts` what was `asked`.
+
+        KeyError, TypeError or ValueError if they are damaged.
+        """
+        for number, (fact, of_ask) in enumerate(zip(turns, asked, strict=True)):
+            messages, tools, max_tokens, stops = of_ask["ask"]
+            ask = Ask(messages, tools, max_tokens, tuple(stops))
+            parent = None if fact["parent"] is None else self._turns[fact["parent"]]
+            before = [] if parent is None else [*parent.prompt, *(parent.tokens or ())]
+            prompt = [*before, *fact["prompt"]]
+            depth, root_length = (0, len(prompt)) if parent is None else (parent.depth + 1, parent.root_length)
+            turn = AgentTurn(
+                number, parent, ask, prompt, fact["limit"], of_ask["is_run_limit"], root_length, depth,
+                of_ask["is_rewritten"], is_asked=False,
+            )  # fmt: skip
+            self._turns.append(turn)
+            self._by_ask[ask.key, sum(other.ask == ask for other in self._turns[:-1])] = turn
+            if not fact["is_open"]:
+                self.write(number, fact["tokens"], fact["logprobs"], fact["finished"])
+
     # -- prompts -------------------------------------------------------------------------------------------------
 
     def _new_turn(self, ask: Ask) -> AgentTurn:
         parent, known = self._continued(ask)
         prompt = None if parent is None else self._following(parent, ask, ask.messages[known:])
+        is_rewritten = prompt is None and (parent is not None or self._has_own_turns(ask.messages))
         if prompt is None:
-            self.rewritten += parent is not None or self._has_own_turns(ask.messages)
             parent, prompt = None, self._anew(ask)
         root_length = len(prompt) if parent is None else parent.root_length
         own = self._room(parent, prompt, root_length)
         run_limit = min(self._limits.turn, own)
         limit = run_limit if ask.max_tokens is None else min(run_limit, ask.max_tokens)
         depth = 0 if parent is None else parent.depth + 1
-        return AgentTurn(len(self._turns), parent, ask, prompt, limit, limit == run_limit, root_length, depth)
+        return AgentTurn(
+            len(self._turns), parent, ask, prompt, limit, limit == run_limit, root_length, depth, is_rewritten
+        )
 
     def _continued(self, ask: Ask) -> tuple[AgentTurn | None, int]:
         """(the deepest turn that a request continues, how many of its messages that has)."""

@@ -27,6 +27,7 @@ from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
+from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
@@ -52,7 +53,7 @@ def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens) -> Episod
     has_others = settings.stop is not None or settings.stop_token_ids is not None
     closing = turns.closing_token() if has_others else None
     turn = min(settings.max_turn_length or longest, longest)
-    return EpisodeLimits(settings.max_turns, turn, longest, ends, closing)
+    return EpisodeLimits(settings.max_turns, turn, longest, ends, closing, settings.partial_rollouts)
 
 
 @dataclasses.dataclass
@@ -183,11 +184,15 @@ class EpisodeRunner:
         keeps, own = played.is_training and self.settings.partial_rollouts, client.take_statistics()
         for episode in played.running:
             if episode.end is None and keeps:
-                client.keep(episode.number, episode.key, episode.complete_turns)
+                if isinstance(episode, AgentEpisode):
+                    client.keep_agent(episode.number, episode.key, episode.open_turn)
+                else:
+                    client.keep(episode.number, episode.key, episode.complete_turns)
                 continue
             seen = client.take_played(episode.number)
             if episode.end is not None:
-                own.add_episode(episode, seen.turns, seen.observations)
+                rewritten = 0 if seen.tree is None else seen.tree.rewritten
+                own.add_episode(episode, seen.turns, seen.observations, rewritten)
         own.add_times(played.waited, played.ran)
         self.ended = [episode for episode in played.running if episode.end is not None], played.prompts
         self._check_failures(own)
@@ -221,6 +226,8 @@ class EpisodeRunner:
             prompt, task = prompts[asked.line], self._task(requests, number, prompts[asked.line])
             if before is None:
                 self.client.begin(number, prompt, list(request.prompt), task, key, request.key)
+            elif isinstance(before, AgentEpisode):
+                self.client.go_on_with_agent(number, prompt, before.line_prompt, task, key, request.key)
             else:
                 turns = [before.turn_tokens(turn) for turn in range(before.complete_turns)]
                 self.client.go_on(number, prompt, task, key, turns)

@@ -80,7 +80,10 @@ class EpisodeSource:
         if new > 0 and not self._prompts.is_empty():
             for number, request in self._prompts.take(new):
                 self._open[number] = episode = self._begin(number, request)
-                if episode.prompt_length:
+                if isinstance(episode, AgentEpisode):
+                    self._asked.add(number)
+                    self._generate(episode, episode.open_turn)
+                elif episode.prompt_length:
                     self._go_on(episode)
                 else:
                     self._asked.add(number)
@@ -151,22 +154,27 @@ class EpisodeSource:
         """Takes in a turn that an agent has asked for; unless it has ended without waiting for it."""
         if self._open.get(episode.number) is not episode:
             return
-        is_cut = episode.write(turn, completion)
-        if is_cut or self._is_beyond(episode):
+        written = episode.write(turn, completion)
+        if written is None or self._is_beyond(episode):
             self._stop(episode)
         elif self._client is not None:
-            self._client.write(episode.number, turn, completion)
+            self._client.write(episode.number, turn, written)
 
     def _ask(self, asked: TurnRequest):
         """Has a turn of an agent generated."""
         episode = self._open[asked.number]
         if not isinstance(episode, AgentEpisode):
             episode = self._open[asked.number] = AgentEpisode(episode)
-        if self._is_at_limit(episode):  # the turn would need more
+        episode.ask(asked)
+        self._generate(episode, asked.turn)
+
+    def _generate(self, episode: AgentEpisode, turn: int):
+        """Has a turn of an agent generated, unless it would need more tokens than the limit."""
+        if self._is_at_limit(episode):
             return self._stop(episode)
         number = next(self._turn_numbers)
-        self._turn_of[number] = episode, asked.turn
-        self._ready_turns.append((number, episode.ask(asked, self._matcher(asked.stops))))
+        self._turn_of[number] = episode, turn
+        self._ready_turns.append((number, episode.request_of(turn, self._matcher)))
         return None
 
     def _receive(self):
@@ -211,7 +219,9 @@ class EpisodeSource:
         self.stopped.append(self._close(episode))
         if episode.number in self._asked:  # its environment is ahead of what the next round continues
             self._asked.discard(episode.number)
-            if self._client is not None:
+            # An agent may wait for what the next round writes.
+            goes_on = isinstance(episode, AgentEpisode) and episode.limits.is_carried
+            if self._client is not None and not goes_on:
                 self._client.end(episode.number)
 
     def _close(self, episode: Episode) -> Episode:

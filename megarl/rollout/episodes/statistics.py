@@ -49,8 +49,11 @@ class EpisodeStatistics:
         for name, value in observation.parts.items():
             self.parts[name] += value
 
-    def add_episode(self, episode: Episode, turns: Iterable[Turn], observations: Iterable[Observation]):
-        """Counts an episode that has ended, with what its environment was sent and has answered in all rounds."""
+    def add_episode(
+        self, episode: Episode, turns: Iterable[Turn], observations: Iterable[Observation], rewritten: int = 0
+    ):  # fmt: skip
+        """Counts an episode that has ended, with what its environment was sent and has answered in all rounds, and how
+        often its agent has rewritten the policy's turns."""
         c = self.counts
         c["episodes"] += 1
         c["turns"] += len(episode.turns)
@@ -58,6 +61,7 @@ class EpisodeStatistics:
         if isinstance(episode, AgentEpisode):
             c["agents"] += 1
             c["rows"] += 1 + len(episode.row_starts)
+            c["rewritten"] += rewritten * (episode.end != FAILED)
         c["failed"] += episode.end == FAILED
         for turn in turns:
             c["calls"] += len(turn.calls)

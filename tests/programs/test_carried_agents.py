@@ -1,0 +1,114 @@
+"""Agents over rounds (`--partial-rollouts`): the bytes of an environment, at any speed and after a resume."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.engine_records import generated
+from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiers import long
+from tests.helpers.worlds import RankFailed
+from tools import record_runs
+
+AGENTS = "tests.helpers.agents"
+STEPS = 4
+PARTIAL = (
+    f"--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 1 --train-iters {STEPS} --save-interval 1"
+    " --max-prompt-length 20 --max-response-length 100 --max-turns 6 --max-turn-length 12"
+    " --max-tokens-per-microbatch 500 --prompts-per-step 4 --minibatch-size 4 --over-sampling 2 --partial-rollouts"
+    " --rollout-correction tis --rollout-max-requests 64 --environment-timeout 60 --save-rollouts"
+)
+APART = "--role-map actor=0;reward=0;rollout={}"  # so that updates round alike whatever the rollout's replicas
+
+
+def run(save: Path, agent: str, flags: str = "", replicas: int = 1) -> Path:
+    roles = APART.format("1" if replicas == 1 else f"1-{replicas}")
+    train(
+        "rl", rl_argv(save, f"{PARTIAL} {roles} --environment {AGENTS}:{agent} {flags}", warm_start=False), 1 + replicas
+    )
+    return save
+
+
+@functools.cache
+def undisturbed(agent: str, flags: str = "") -> Path:
+    return run(inputs() / f"carried-{agent}-{abs(hash(flags))}", agent, flags)
+
+
+def rows_of(save: Path) -> dict[int, dict]:
+    """Metrics but for times, what agents alone have, and how many ranks there are."""
+    dropped = {"weights/sync_bytes": 0, "agent/rows_per_episode": 0, "agent/rewritten_history": 0}
+    return {step: timeless(row) | dropped for step, row in metrics(save).items()}
+
+
+def assert_same(found: Path, expected: Path, first: int = 1):
+    for step in range(first, STEPS + 1):
+        assert samples(found, step) == samples(expected, step)
+        assert generated(found, step) == generated(expected, step)
+        assert rows_of(found)[step] == rows_of(expected)[step]
+
+
+def carried(save: Path, step: int) -> list[dict]:
+    """The episodes of agents that the checkpoint of a step holds and that have not ended."""
+    found = []
+    for path in (save / "checkpoints" / f"step_{step:08d}").glob("partial_rollouts*.pt"):
+        episodes = json.loads(torch.load(path, weights_only=True)["episodes"])
+        found += [episode["agent"]["turns"] for episode in episodes if not episode["end"]]
+    return found
+
+
+@pytest.mark.parametrize(
+    "agent, replicas, flags", [("sums", 1, ""), long(("late_sums", 2, "--rollout-max-requests 4"))]
+)
+def test_an_agent_is_carried_as_an_environment_is(agent, replicas, flags, tmp_path):
+    expected = undisturbed("LastSums")
+    assert metrics(expected)[STEPS]["rollout/staleness_max"] >= 1, "some responses are of several steps"
+    assert_same(run(tmp_path / "run", agent, flags, replicas), expected)
+
+
+def test_rows_of_agents_are_carried_within_turns_and_between_them():
+    save = undisturbed("wandering")
+    episodes = [turns for step in range(1, STEPS) for turns in carried(save, step)]
+    assert any(turns[-1]["tokens"] and len(turns) > 2 for turns in episodes), "within a later turn"
+    assert any(not turns[-1]["tokens"] and len(turns) > 1 for turns in episodes), "between turns"
+    assert all(turn["is_open"] == (turn is turns[-1]) for turns in episodes for turn in turns)
+    rows = metrics(save)
+    assert rows[2]["rollout/staleness_max"] >= 1 and rows[STEPS]["agent/rows_per_episode"] == 3
+    for row in rows.values():
+        assert row["actor/ppo_kl_first"] == 0 and row["environment/failures"] == 0
+
+
+@pytest.mark.parametrize("agent, replicas, flags", [
+    ("late_wandering", 2, "--rollout-max-requests 4"), long(("late_wandering", 1, "--environment-workers 2")),
+    long(("late_wandering", 2, "--rollout-pipeline-model-parallel-size 2")),  # one replica of two ranks
+    long(("wandering", 1, "--rollout-prefix-caching --rollout-dispatch static")),
+], ids=str)  # fmt: skip
+def test_speed_and_layout_change_nothing(agent, replicas, flags, tmp_path):
+    found = run(tmp_path / "run", agent, flags, replicas)
+    assert_same(found, undisturbed("wandering"))
+    one, other = (
+        {key: value for key, value in record_runs.checkpoints_of(save).items() if not re.search("/rng/|manifest", key)}
+        for save in (found, undisturbed("wandering"))
+    )
+    assert one == other or replicas == 2  # then each replica has a file
+
+
+@pytest.mark.parametrize("start, replicas", [(2, 2), long((1, 1)), long((3, 1))])
+def test_a_resumed_run_plays_agents_again(start, replicas, tmp_path):
+    whole = undisturbed("wandering")
+    assert carried(whole, start)
+    found = run(tmp_path / "run", "late_wandering", f"--load {whole}/checkpoints/step_{start:08d}", replicas)
+    assert_same(found, whole, start + 1)
+
+
+def test_what_cannot_be_carried_is_said(tmp_path):
+    with pytest.raises(RankFailed, match="with --partial-rollouts an agent asks for one turn at a time"):
+        run(tmp_path / "run", "choices", "--environment-max-failures 0")
+    start = undisturbed("wandering") / "checkpoints" / "step_00000001"
+    with pytest.raises(RankFailed, match="--load: the checkpoint holds an unfinished episode for which turns of 3 to"):
+        run(tmp_path / "other", "wandering", f"--max-turn-length 3 --load {start}")
+    with pytest.raises(RankFailed, match=r"--partial-rollouts with --router-replay rollout: not with an agent"):
+        run(tmp_path / "third", "wandering", "--num-experts 4 --moe-router-topk 2 --router-replay rollout")
