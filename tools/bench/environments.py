@@ -1,142 +1,155 @@
-"""Environments that take their time: seconds of a rollout whose tools sleep, against the same without sleeping.
+"""Environments and agents that take their time: seconds of a step whose tools sleep, against the same without sleeping.
 
-    PYTHONPATH=. python tools/bench/environments.py [--episodes 64] [--turns 4] [--sleep 0.1] [--requests 32]
-        [--rounds 3] [--json FILE]
+    PYTHONPATH=. python tools/bench/environments.py [--prompts 8] [--turns 4] [--sleep 0.1] [--steps 4] [--rounds 3]
+        [--sides environment,agent,program] [--hidden 256] [--json FILE]
 
-One rank, a model of 4 layers in fp32 with random weights, environments in a worker process as in a run. Turns have 64
-tokens on average, since 1 of 64 tokens ends a turn; one that gets to 256 ends its episode. At most --requests episodes
-are in the engine at a time, so that there is something to generate while others wait for their tools. The two sides
-take turns and must generate the same tokens, or the benchmark fails; the ratio is that of the fastest rounds.
+Whole runs of megarl.train_rl on one rank, a model of 4 layers with random weights, 8 samples of each prompt. Three
+sides play the same episodes: an environment that answers turns, a coroutine that owns the loop, and a program that asks
+over HTTP with Python's own client. Each runs with tools that answer at once, and with tools that sleep at random,
+--sleep seconds on average. All runs must give the same samples, or the benchmark fails. The first step warms up; a
+figure is the seconds of the others, the fastest of --rounds, whose runs take turns.
 """
 
 import argparse
 import asyncio
 import json
-import time
+import random
+import sys
+import tempfile
 from pathlib import Path
 
-from megarl.environments.pool import PoolOptions
+from megarl.environments.agents.program import ProgramEnvironment
 from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
+from tools.bench import common
+from tools.bench.overlap import run_python
 
-LONGEST = 256  # tokens of a turn
-OBSERVATION = list(range(70, 86))  # tokens
-END_IDS = (64, 65, 66, 67)  # of VOCAB
-VOCAB = 256
+SIDES = {"environment": "Tool", "agent": "agent", "program": "program"}  # name: factory of this module
+SAMPLES = 8
+OBSERVATION = {"role": "user", "content": "+12="}
+PROGRAM = Path(__file__).with_name("_tool_program.py")
+FLAGS = (
+    "--num-layers 4 --num-attention-heads 4 --make-vocab-size-divisible-by 8 --max-prompt-length 12"
+    f" --samples-per-prompt {SAMPLES} --max-turn-length 64 --max-tokens-per-microbatch 4096 --rollout-max-requests 32"
+    " --rollout-buffer-gb 1 --advantage rloo --kl-coefficient 0 --lr 1e-5 --seed 3 --rollout-prefix-caching"
+)
+
+
+def nap(task: Task) -> float:
+    """Seconds that a tool sleeps: at random, which no seed decides."""
+    return task.metadata["sleep"] * 2 * random.SystemRandom().random()
+
+
+def score(texts: list[str]) -> float:
+    """The reward of an episode's turns."""
+    return sum(text.count("7") for text in texts) / 8
 
 
 class Tool(BaseEnvironment):
-    """Sleeps as long as the task says before it answers; ends after as many turns as it says."""
+    """Answers each turn after a while; ends after as many turns as the task says."""
 
     def reset(self, task: Task) -> Observation:
         """Remembers the task."""
-        self._sleep, self._turns = task.metadata["sleep"], task.metadata["turns"]
+        self._task, self._texts = task, []
         return Observation()
 
     async def step(self, turn: Turn) -> Observation:
-        """An answer after a while."""
-        if self._sleep:
-            await asyncio.sleep(self._sleep)
-        return Observation([{"role": "user", "content": "a"}], done=turn.number + 1 == self._turns)
+        """The same answer to each turn."""
+        await asyncio.sleep(nap(self._task))
+        self._texts.append(turn.content)
+        done = len(self._texts) == self._task.metadata["turns"]
+        return Observation([OBSERVATION], score(self._texts) if done else 0.0, done)
 
 
-class FixedTokens:
-    """In the place of `TurnTokens`: every observation has the same tokens."""
-
-    def text(self, tokens) -> str:
-        """A text of the turn's size."""
-        return " ".join(map(str, tokens))
-
-    def bridge(self, messages) -> list[int]:
-        """Tokens of an observation."""
-        return OBSERVATION
-
-
-class Bench:
-    """The engine and the environments of both sides."""
-
-    def __init__(self, args: argparse.Namespace):
-        from tools.bench import common
-
-        self.args = args
-        shape = common.Shape(layers=4, hidden=128, ffn=352, vocab=VOCAB)
-        self.longest = args.turns * (LONGEST + len(OBSERVATION))
-        chunk, pg_collection, _ = common.build(shape, (16, self.longest))
-        from megarl.mcore.inference.engine import RolloutEngine
-
-        self.engine = RolloutEngine(chunk, pg_collection, VOCAB, 16 + self.longest, 1.0, args.requests)
-        self.client = self._client()
-
-    def _client(self):
-        from megarl.rollout.episodes.client import EnvironmentClient
-        from megarl.rollout.episodes.episode import EpisodeLimits
-
-        options = PoolOptions(1, 60.0, 0, "hermes", "tools.bench.environments:Tool")
-        self.limits = EpisodeLimits(self.args.turns, LONGEST, self.longest)
-        return EnvironmentClient(options, FixedTokens(), self.limits, 16, None, 0, 1)
-
-    def run(self, sleep: float) -> tuple[float, dict[int, list[int]], float]:
-        """(seconds, tokens of the episodes by number, seconds in which the engine waited)."""
-        from megarl.algorithms.sampling_settings import SamplingSettings
-        from megarl.comm.role_mesh import RoleGroups
-        from megarl.mcore.inference.engine import RequestList
-        from megarl.mcore.inference.generation import GenerationRequest
-        from megarl.rollout.episodes.episode import Episode
-        from megarl.rollout.episodes.source import EpisodeSource
-
-        metadata = {"sleep": sleep, "turns": self.args.turns}
-        requests = [(i, GenerationRequest([i % VOCAB, 1], i, 1)) for i in range(self.args.episodes)]
-
-        def begin(number: int, request: GenerationRequest) -> Episode:
-            self.client.begin(number, _Line(), list(request.prompt), Task([], metadata=metadata), None)
-            return Episode(number, request, number, self.limits)
-
-        alone = RoleGroups(
-            role="rollout", ranks=range(1), replicas=((0,),), pg_collection=None, replica_group=None, rank=0,
-            model_role="rollout",
-        )  # fmt: skip
-        source = EpisodeSource(RequestList(requests), begin, self.client, alone, self.args.episodes)
-        started = time.perf_counter()
-        for number, completion in self.engine.stream(source, END_IDS, SamplingSettings()):
-            source.turn_ended(number, completion)
-        seconds = time.perf_counter() - started
-        return seconds, {episode.number: episode.tokens for episode in source.ended}, source.waiting_seconds
+async def agent(task, client) -> float:
+    """`Tool` as a coroutine."""
+    messages, texts = list(task.messages), []
+    for _ in range(task.metadata["turns"]):
+        answer = (await client.chat.completions.create(model="policy", messages=messages)).choices[0]
+        if answer.finish_reason == "length":
+            return 0.0
+        await asyncio.sleep(nap(task))
+        texts.append(answer.message.content)
+        messages += [{"role": "assistant", "content": texts[-1]}, OBSERVATION]
+    return score(texts)
 
 
-class _Line:
-    """A prompt's line: only its environment is read."""
+def program() -> ProgramEnvironment:
+    """`Tool` as a program."""
+    return ProgramEnvironment([sys.executable, "-IS", str(PROGRAM), "{task}"], reward=_reward)
 
-    environment, text = None, ""
+
+def _reward(run) -> float:
+    texts = [message["content"] for message in run.conversations[-1] if message["role"] == "assistant"]
+    return 0.0 if run.truncated else score(texts)
+
+
+def write_files(folder: Path, args: argparse.Namespace) -> dict[str, list[str]]:
+    """Flags of prompts and tokenizer for tools that are awake, and for those that sleep."""
+    flags = {}
+    for name, sleep in (("awake", 0.0), ("asleep", args.sleep)):
+        metadata = {"turns": args.turns, "sleep": sleep, "observation": OBSERVATION["content"]}
+        rows = [{"prompt": f"{i % 100}+1=", "metadata": metadata} for i in range(args.prompts * args.steps)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        flags[name] = ["--prompts", str(folder / f"{name}.jsonl"), "--tokenizer-model", f"{folder / 'tokenizer'}.model"]
+    tokenizer = ["--input", str(folder / "awake.jsonl"), "--vocab-size", "20", "--out", str(folder / "tokenizer")]
+    run_python(["tools/train_tokenizer.py", *tokenizer])
+    return flags
+
+
+def run(save: Path, flags: list[str]) -> tuple[float, list[bytes], int]:
+    """(seconds of the steps after the first, samples of each step, tokens)."""
+    run_python(["-m", "megarl.launcher", "--nproc-per-node", "1", "train_rl", *flags, "--save", str(save)])
+    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    found = [path.read_bytes() for path in sorted((save / "samples").glob("*.jsonl"))]
+    seconds = sum(row["perf/tokens"] / row["perf/tokens_per_s"] for row in rows[1:])
+    return seconds, found, sum(row["rollout/tokens"] for row in rows)
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Runs all sides in turn."""
+    seconds: dict[str, list[float]] = {}
+    expected = tokens = None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = write_files(folder, args)
+        shape = f"--hidden-size {args.hidden} --ffn-hidden-size {2 * args.hidden} --max-turns {args.turns}"
+        size = f"--max-response-length {args.turns * 72} --prompts-per-step {args.prompts} --train-iters {args.steps}"
+        common_flags = f"{FLAGS} {shape} {size}".split()
+        for number in range(args.rounds):
+            for side in args.sides:
+                for pace, flags in files.items():
+                    chosen = [*common_flags, *flags, "--environment", f"tools.bench.environments:{SIDES[side]}"]
+                    took, samples, tokens = run(folder / f"{number}-{side}-{pace}", chosen)
+                    if samples != (expected := expected or samples):
+                        raise common.Unusable(f"environments.py: {side}, {pace}: the samples differ")
+                    seconds.setdefault(f"{side}, {pace}", []).append(took)
+                    print(f"{side:>11} {pace:>6}: {took:6.2f} s", flush=True)
+    return {"seconds": seconds, "tokens": tokens, "options": vars(args)}
 
 
 def main():
-    """Runs both sides in turns and prints the ratio."""
+    """Measures and prints the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--sleep", type=float, default=0.1, help="seconds of each answer")
-    parser.add_argument("--requests", type=int, default=32, help="episodes in the engine at a time")
+    parser.add_argument("--sleep", type=float, default=0.1, help="mean seconds of each answer")
+    parser.add_argument("--steps", type=int, default=4, help="of a run, above 1")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size")
+    parser.add_argument("--sides", default=",".join(SIDES), help="which, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    from tools.bench.common import Unusable
-
-    bench = Bench(args)
-    bench.run(0.0)  # starts the worker
-    rounds: dict[str, list[float]] = {"awake": [], "asleep": []}
-    for _ in range(args.rounds):
-        sides = {name: bench.run(sleep) for name, sleep in (("awake", 0.0), ("asleep", args.sleep))}
-        if sides["awake"][1] != sides["asleep"][1]:
-            raise Unusable("environments.py: the texts of the two sides differ")
-        for name, (seconds, _, waited) in sides.items():
-            rounds[name].append(seconds)
-            print(f"{name:>7}: {seconds:6.2f} s, of which {waited:.2f} s with nothing to generate", flush=True)
-    bench.client.close()
-    tokens = sum(map(len, sides["awake"][1].values()))
-    ratio = min(rounds["asleep"]) / min(rounds["awake"])
-    print(f"  ratio: {ratio:6.2f} ({args.episodes} episodes, {tokens:,} tokens, tools sleep {args.sleep} s)")
+    args.sides = args.sides.split(",")
+    if args.steps < 2 or not set(args.sides) <= set(SIDES):
+        parser.error(f"--steps {args.steps}, --sides {args.sides}: allowed are 2 or more, and {', '.join(SIDES)}")
+    found = measure(args)
+    best = {name: min(each) for name, each in found["seconds"].items()}
+    first = best[f"{args.sides[0]}, awake"]
+    for side in args.sides:
+        awake, asleep = best[f"{side}, awake"], best[f"{side}, asleep"]
+        print(f"{side:>11}: asleep {asleep / awake:.2f} times awake; awake {awake / first:.2f} times {args.sides[0]}")
     if args.json:
-        found = {"ratio": ratio, "tokens": tokens, "seconds": rounds}
-        args.json.write_text(json.dumps(found | {"options": vars(args)}, default=str))
+        args.json.write_text(json.dumps(found | {"best": best}, default=str))
 
 
 if __name__ == "__main__":
