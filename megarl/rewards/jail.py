@@ -17,6 +17,11 @@ import struct
 import sys
 import time
 
+SYSTEM = (  # what every program needs to run
+    "/usr", "/bin", "/lib", "/lib64", os.path.realpath(sys.base_prefix), "/etc/ld.so.cache", "/dev/null", "/dev/zero",
+    "/dev/random", "/dev/urandom",
+)  # fmt: skip
+
 # Exit statuses of the script; Python itself fails with 1 or 2.
 OK, ERROR, TIMEOUT, MEMORY, STOPPED, NO_SANDBOX = range(10, 16)
 
@@ -29,7 +34,7 @@ _TICK_MS = 20  # interval of the memory checks
 _SIGKILL = 9
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 _ANY_NAMESPACE = 0x7E020000
-_NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _SET_PDEATHSIG, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 22, 38
 _NOBODY = 65534
 # Lines of a filter of system calls: operation, lines to skip if true, if false, operand.
@@ -83,10 +88,10 @@ def main() -> int:
         return STOPPED  # the caller has exited meanwhile
     result, report = os.pipe()
     try:
-        uid = _new_process_namespace()
+        uid = new_process_namespace()
         child = os.fork()
     except OSError as error:
-        print(_reason(error), file=sys.stderr)
+        print(reason_of(error), file=sys.stderr)
         return NO_SANDBOX
     if child == 0:
         _become_program(source, stdin, uid, math.ceil(seconds), memory, report, result)
@@ -119,7 +124,7 @@ def _watch(child: int, caller: int, seconds: float, memory: int) -> int:
             verdict = STOPPED
         elif time.monotonic() >= deadline:
             verdict = TIMEOUT
-        elif _memory_of(child) > memory:
+        elif memory_of(child) > memory:
             verdict = MEMORY
     if verdict is not None:
         os.kill(child, _SIGKILL)
@@ -132,7 +137,7 @@ def _watch(child: int, caller: int, seconds: float, memory: int) -> int:
     return OK if status == 0 else ERROR
 
 
-def _memory_of(pid: int) -> int:
+def memory_of(pid: int) -> int:
     """Resident and swapped bytes of a process and its descendants, without mapped files; shared pages count for all."""
     total = 0
     try:
@@ -142,13 +147,13 @@ def _memory_of(pid: int) -> int:
                     total += int(line.split()[1]) << 10
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as children:
-                total += sum(_memory_of(int(each)) for each in children.read().split())
+                total += sum(memory_of(int(each)) for each in children.read().split())
     except (OSError, IndexError):
         pass  # it has ended meanwhile
     return total
 
 
-def _new_process_namespace() -> int:
+def new_process_namespace() -> int:
     """Create the PID namespace whose process 1 the next fork becomes; return the program's uid, never root's."""
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         raise OSError(0, "no /proc/*/children (CONFIG_PROC_CHILDREN)")
@@ -158,7 +163,7 @@ def _new_process_namespace() -> int:
     if uid is not None and _libc.unshare(_NEWPID) == 0:
         return uid
     uid_map, gid_map = f"{_NOBODY} {os.geteuid()} 1", f"{_NOBODY} {os.getegid()} 1"
-    _call("unshare", _NEWUSER | _NEWPID)
+    call("unshare", _NEWUSER | _NEWPID)
     for name, text in ("setgroups", "deny"), ("uid_map", uid_map), ("gid_map", gid_map):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
@@ -186,20 +191,16 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> 
         os.umask(0o022)
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-        _call("unshare", _NEWNS | _NEWNET | _NEWIPC | _NEWUTS)
-        _call("sethostname", b"sandbox", 7)
-        _build_root(uid, min(FILES_BYTES, memory))
+        new_namespaces()
+        build_root(SYSTEM, uid, min(FILES_BYTES, memory), _FILES)
         stdin_file, program = _unnamed_file(stdin), _unnamed_file(source)
-        _set_attributes(b"/", 1, recursive=False)
+        set_attributes(b"/", 1, recursive=False)
         os.chdir("/tmp")
         os.dup2(stdin_file, 0)
         os.dup2(program, 3)
         os.set_inheritable(3, True)
         _limit(cpu_seconds, memory)
-        if os.geteuid() != uid:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+        become(uid)
         die_with_parent()
         os.write(report, b"+")  # fails, as intended, if the script outside is gone
         filter_calls()
@@ -207,49 +208,71 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> 
         python = sys.executable
         os.execve(python, [python, "-S", "-B", "-X", "utf8", "-c", _PRELUDE], _ENVIRONMENT)
     except BaseException as error:
-        os.write(report, _reason(error).encode())
+        os.write(report, reason_of(error).encode())
     finally:
         os._exit(NO_SANDBOX)
 
 
-def _build_root(uid: int, size: int) -> None:
-    """Build a root folder with only the system's libraries and Python, read-only, and an empty /tmp."""
-    _call("mount", None, b"/", None, _REC | _PRIVATE, None)
-    _call("mount", b"tmpfs", b"/tmp", b"tmpfs", _NOSUID | _NODEV, b"mode=755")
+def become(uid: int) -> None:
+    """Become this user, without groups."""
+    if os.geteuid() != uid:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+
+
+def new_namespaces() -> None:
+    """Give this process mounts, network, IPC and host name of its own; there is no network in it."""
+    call("unshare", _NEWNS | _NEWNET | _NEWIPC | _NEWUTS)
+    call("sethostname", b"sandbox", 7)
+
+
+def build_root(
+    shown: tuple[str, ...], uid: int, size: int, files: int, writable: tuple[str, ...] = (), proc: bool = False
+) -> None:
+    """Build a root folder with nothing but the paths `shown`, read-only, those `writable`, and an empty /tmp.
+
+    `size`: bytes that /tmp holds; `files`: how many it holds; `uid`: its owner; `proc`: also /proc.
+    """
+    call("mount", None, b"/", None, _REC | _PRIVATE, None)
+    call("mount", b"tmpfs", b"/tmp", b"tmpfs", _NOSUID | _NODEV, b"mode=755")
     os.chdir("/tmp")
     os.mkdir("outside")
-    _call("syscall", _CALLS[os.uname().machine][3], b".", b"outside")
+    call("syscall", _CALLS[os.uname().machine][3], b".", b"outside")
     os.chdir("/")
-    for path in ("/usr", "/bin", "/lib", "/lib64", os.path.realpath(sys.base_prefix)):
-        _show(path)
-    for path in ("/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
-        _show(path)
     os.mkdir("/tmp")
-    options = f"mode=700,uid={uid},gid={uid},size={size},nr_inodes={_FILES}"
-    _call("mount", b"tmpfs", b"/tmp", b"tmpfs", _NOSUID | _NODEV, options.encode())
-    _call("umount2", b"/outside", 2)
+    options = f"mode=700,uid={uid},gid={uid},size={size},nr_inodes={files}"
+    call("mount", b"tmpfs", b"/tmp", b"tmpfs", _NOSUID | _NODEV, options.encode())
+    for path in shown:
+        _show(path)
+    for path in writable:
+        _show(path, attributes=2)
+    if proc:  # while the outer one is visible, without which a user namespace may have none
+        os.mkdir("/proc")
+        call("mount", b"proc", b"/proc", b"proc", _NOSUID | _NODEV | _NOEXEC, None)
+    call("umount2", b"/outside", 2)
     os.rmdir("/outside")
 
 
-def _show(path: str) -> None:
-    """Make an outside file or folder visible at the same path, read-only."""
+def _show(path: str, attributes: int = 1 | 2) -> None:
+    """Make an outside file or folder visible at the same path, read-only by default."""
     outside = "/outside" + path
     if os.path.lexists(path) or not os.path.lexists(outside):
         return None
     if os.path.islink(outside):
         return os.symlink(os.readlink(outside), path)
     if os.path.isdir(outside):
-        os.makedirs(path)
+        os.makedirs(path, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.close(os.open(path, os.O_CREAT))
-    _call("mount", outside.encode(), path.encode(), None, _BIND | _REC, None)
-    _set_attributes(path.encode(), 1 | 2, recursive=True)
+    call("mount", outside.encode(), path.encode(), None, _BIND | _REC, None)
+    set_attributes(path.encode(), attributes, recursive=True)
 
 
-def _set_attributes(path: bytes, attributes: int, recursive: bool) -> None:
+def set_attributes(path: bytes, attributes: int, recursive: bool) -> None:
     """Add attributes (1 read-only, 2 nosuid) to a mount, with mount_setattr of Linux 5.12."""
-    _call("syscall", 442, -100, path, 0x8000 if recursive else 0, struct.pack("4Q", attributes, 0, 0, 0), 32)
+    call("syscall", 442, -100, path, 0x8000 if recursive else 0, struct.pack("4Q", attributes, 0, 0, 0), 32)
 
 
 def _unnamed_file(content: bytes) -> int:
@@ -286,11 +309,14 @@ def set_limits(limits: dict[str, int]) -> None:
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends."""
-    _call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
-def filter_calls() -> None:
-    """Install a seccomp filter that denies the calls of _CALLS to this process and its descendants, irrevocably."""
+def filter_calls(families: tuple[int, ...] = (1,)) -> None:
+    """Install a seccomp filter that denies the calls of _CALLS to this process and its descendants, irrevocably.
+
+    `families`: of the sockets that it allows; by default AF_UNIX alone.
+    """
     architecture, denied, (clone, clone3, socket, prctl), _ = _CALLS[os.uname().machine]
     unknown = (_ANSWER, 0, 0, 0x50026)
     # The call's first argument is at offset 16. Calls of x32 are denied, too; they begin at 1 << 30.
@@ -300,7 +326,9 @@ def filter_calls() -> None:
     # ENOSYS makes libc fall back to clone, whose flags the filter can read.
     program += [(EQUAL, 0, 1, clone3), unknown]
     program += [(EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, _ANY_NAMESPACE), DENY, ALLOW]
-    program += [(EQUAL, 0, 4, socket), (LOAD, 0, 0, 16), (EQUAL, 1, 0, 1), DENY, ALLOW]  # 1: AF_UNIX
+    count = len(families)
+    program += [(EQUAL, 0, 3 + count, socket), (LOAD, 0, 0, 16)]
+    program += [(EQUAL, count - i, 0, family) for i, family in enumerate(families)] + [DENY, ALLOW]
     program += [(EQUAL, 0, 4, prctl), (LOAD, 0, 0, 16), (EQUAL, 0, 1, _SET_PDEATHSIG), DENY, ALLOW, ALLOW]
     install_filter(program)
 
@@ -313,11 +341,11 @@ def native_calls(architecture: int) -> list[tuple[int, int, int, int]]:
 def install_filter(program: list[tuple[int, int, int, int]]) -> None:
     """Install a filter of system calls, irrevocably, given as lines of BPF (`LOAD` and the others)."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    _call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _call("prctl", _SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)), 0, 0)
+    call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    call("prctl", _SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)), 0, 0)
 
 
-def _call(name: str, *arguments: int | bytes | None) -> None:
+def call(name: str, *arguments: int | bytes | None) -> None:
     """Call a function of the C library; OSError if it fails. Passes integers as 64 bits, as the kernel expects."""
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     if getattr(_libc, name)(*wide) < 0:
@@ -325,7 +353,7 @@ def _call(name: str, *arguments: int | bytes | None) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     return f"{error.strerror} {error.filename or ''}".strip() if isinstance(error, OSError) else repr(error)
 
 

@@ -49,6 +49,21 @@ def _reply(number: int, texts, turns: int) -> Reply:
     return Reply(parse_turn(text, number), "stop", [1, 2, 3], [4, 5], [-0.1, -0.2])
 
 
+def marked(mark: str) -> list[int]:
+    """The processes that have the mark in their environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                variables = (folder / "environ").read_bytes()
+                command = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if f"{MARK}={mark}".encode() in variables and b"megarl.environments.worker" not in command:
+                found.append(int(folder.name))
+    return found
+
+
 # -- agents that do what they should ------------------------------------------------------------------------------
 
 

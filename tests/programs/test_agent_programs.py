@@ -1,5 +1,6 @@
 """Programs of others, unchanged, as agents of a run: Anthropic's SDK, smolagents and mini-swe-agent."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.environments.agents.program import ProgramEnvironment
+from megarl.environments.agents.sandbox import ProgramSandbox
 from tests.helpers import agent_programs, odd_agents
 from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.programs import metrics, program, rl_argv
@@ -52,12 +54,18 @@ def agents(clients: str) -> dict:
     quiet = {"MSWEA_COST_TRACKING": "ignore_errors", "MSWEA_CONFIGURED": "true", "MSWEA_SILENT_STARTUP": "1"}
     task = "Fix sums.py so that test_sums.py passes. {prompt}"
     mini = [f"{clients}/mini", "-t", task, "-m", "openai/policy", "--yolo", "--exit-immediately"]
-    return {
-        "anthropic": lambda: ProgramEnvironment([python, str(HERE / "anthropic_agent.py"), "{prompt}"], asked),
-        "smol tools": lambda: ProgramEnvironment([python, str(HERE / "smol_agent.py"), "{prompt}", "tools"], asked),
-        "smol code": lambda: ProgramEnvironment([python, str(HERE / "smol_agent.py"), "{prompt}", "code"], asked),
-        "mini-swe-agent": lambda: ProgramEnvironment(mini, fixed, workspace=prepare, variables=quiet),
+    commands = {
+        "anthropic": [python, str(HERE / "anthropic_agent.py"), "{prompt}"],
+        "smol tools": [python, str(HERE / "smol_agent.py"), "{prompt}", "tools"],
+        "smol code": [python, str(HERE / "smol_agent.py"), "{prompt}", "code"],
     }
+    sandbox = ProgramSandbox(readable=[Path(clients).parent])
+    made = {
+        name: functools.partial(ProgramEnvironment, command, asked, sandbox=sandbox)
+        for name, command in commands.items()
+    }
+    mini_agent = functools.partial(ProgramEnvironment, mini, fixed, prepare, quiet, sandbox=sandbox)
+    return made | {"mini-swe-agent": mini_agent}
 
 
 NAMES = ("anthropic", "smol tools", "smol code", "mini-swe-agent")

@@ -60,9 +60,8 @@ def carried(save: Path, step: int) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize(
-    "agent, replicas, flags", [("sums", 1, ""), long(("late_sums", 2, "--rollout-max-requests 4"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("agent, replicas, flags", [("sums", 1, ""), ("late_sums", 2, "--rollout-max-requests 4")])
 def test_an_agent_is_carried_as_an_environment_is(agent, replicas, flags, tmp_path):
     expected = undisturbed("LastSums")
     assert metrics(expected)[STEPS]["rollout/staleness_max"] >= 1, "some responses are of several steps"
@@ -82,7 +81,7 @@ def test_rows_of_agents_are_carried_within_turns_and_between_them():
 
 
 @pytest.mark.parametrize("agent, replicas, flags", [
-    ("late_wandering", 2, "--rollout-max-requests 4"), long(("late_wandering", 1, "--environment-workers 2")),
+    ("late_wandering", 1, "--environment-workers 2"), long(("late_wandering", 2, "--rollout-max-requests 4")),
     long(("late_wandering", 2, "--rollout-pipeline-model-parallel-size 2")),  # one replica of two ranks
     long(("wandering", 1, "--rollout-prefix-caching --rollout-dispatch static")),
 ], ids=str)  # fmt: skip
@@ -96,7 +95,8 @@ def test_speed_and_layout_change_nothing(agent, replicas, flags, tmp_path):
     assert one == other or replicas == 2  # then each replica has a file
 
 
-@pytest.mark.parametrize("start, replicas", [(2, 2), long((1, 1)), long((3, 1))])
+@pytest.mark.long
+@pytest.mark.parametrize("start, replicas", [(2, 2), (1, 1), (3, 1)])
 def test_a_resumed_run_plays_agents_again(start, replicas, tmp_path):
     whole = undisturbed("wandering")
     assert carried(whole, start)
@@ -104,6 +104,7 @@ def test_a_resumed_run_plays_agents_again(start, replicas, tmp_path):
     assert_same(found, whole, start + 1)
 
 
+@pytest.mark.long
 def test_what_cannot_be_carried_is_said(tmp_path):
     with pytest.raises(RankFailed, match="with --partial-rollouts an agent asks for one turn at a time"):
         run(tmp_path / "run", "choices", "--environment-max-failures 0")

@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.environments.agents import keeper
 from megarl.environments.agents.agent import Address, Agent, AgentRun, AgentTask, observation_of
+from megarl.environments.agents.sandbox import Door, ProgramSandbox, check_sandbox
 from megarl.environments.agents.session import Session
 from megarl.environments.protocol import Observation, resolved
 
@@ -25,7 +26,7 @@ class ProgramEnvironment(Agent):
 
     def __init__(
         self, command: Sequence[str], reward: Callable[[AgentRun], Any], workspace: Callable[..., Any] | None = None,
-        variables: Mapping[str, str] | None = None, max_file_mb: int = 256,
+        variables: Mapping[str, str] | None = None, max_file_mb: int = 256, sandbox: ProgramSandbox | bool = False,
     ):  # fmt: skip
         """
         Args:
@@ -38,6 +39,12 @@ class ProgramEnvironment(Agent):
                 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, HOME (its folder), and of the run's variables only PATH, those of
                 language and time zone, and Python's.
             max_file_mb: MiB that a file may have.
+            sandbox: True, or what the program may use: it sees no files of the machine but those, and reaches nothing
+                but the endpoint. False: it runs as the run does.
+
+        Raises:
+            FileNotFoundError: there is no such program.
+            UsageError: this machine allows no sandbox.
         """
         if isinstance(command, str) or not command:
             raise TypeError("command is a list of the program and its arguments")
@@ -46,6 +53,9 @@ class ProgramEnvironment(Agent):
         if shutil.which(self._command[0]) is None:
             raise FileNotFoundError(f"there is no program {self._command[0]}")
         self._folder: Path | None = None
+        self._sandbox = ProgramSandbox() if sandbox is True else sandbox or None
+        if self._sandbox is not None:
+            check_sandbox()
 
     async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
         """See Agent."""
@@ -66,8 +76,13 @@ class ProgramEnvironment(Agent):
         facts = {"messages": task.messages, "metadata": task.metadata, "task": task.task, "seed": task.seed}
         path.write_text(json.dumps(facts, ensure_ascii=False))
         command = [part.replace("{prompt}", task.prompt).replace("{task}", str(path)) for part in self._command]
+        keeps = [keeper.__file__, str(self._max_file_bytes), *command]
+        door = None
+        if self._sandbox is not None:
+            door = await Door.open(workspace.parent / "door", address)
+            keeps = self._sandbox.arguments(command, workspace, path, door)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", keeper.__file__, str(self._max_file_bytes), *command,
+            sys.executable, "-I", "-S", *keeps,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             cwd=workspace, env=self._environment(address, path, workspace), start_new_session=True,
         )  # fmt: skip
@@ -80,6 +95,8 @@ class ProgramEnvironment(Agent):
             spent.cancel()
             process.stdin.close()  # the keeper kills what is left
             status = await asyncio.shield(ended)
+            if door is not None:
+                door.close()
         printed = (await output).decode("utf-8", "replace")
         return (128 - status if status > 128 else status), printed
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from megarl.environments.check import check_factories
 from megarl.environments.pool import Asked
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
-from tests.helpers.odd_agents import CALL, HERE, MARK, USER, play, pool_of
+from tests.helpers.odd_agents import CALL, HERE, MARK, USER, marked, play, pool_of
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS, wait_until
 
@@ -70,21 +69,6 @@ def test_an_agent_that_works_for_ever_is_late():
 def test_a_program_is_scored_however_it_ends(name, pool):
     event, asks = play(pool, name)
     assert event.failure is None and event.observation.reward == 1.0 and not asks
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that have the mark in their environment."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                variables = (folder / "environ").read_bytes()
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if f"{MARK}={mark}".encode() in variables and b"megarl.environments.worker" not in command:
-                found.append(int(folder.name))
-    return found
 
 
 @pytest.mark.parametrize("name", ["leaves_daemons", long("hangs_with_daemons")])

@@ -1,0 +1,228 @@
+"""The sandbox of an agent's program: `python -I -S confined.py SPECIFICATION`, in the place of `keeper.py`.
+
+The program sees the system's files and those that the specification names, read-only, a folder of its own, and an empty
+/tmp. Its network is a loopback interface on which nothing listens but a relay to the episode's endpoint, which comes
+through a Unix socket. This script stays outside and watches; when process 1 inside ends, the kernel kills all others.
+
+The specification is what `sandbox.py` makes. The script ends with the program's status, 128 + N for a
+signal N, 137 also at a limit, and with 126 if this machine allows no sandbox. The end of its standard input stops it.
+"""
+
+import fcntl
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from megarl.rewards import jail  # `-I` has left out the project's path
+
+NO_SANDBOX, NOT_STARTED = 126, 127
+MAX_CONNECTIONS = 64
+_TICK_MS = 200  # between two looks at memory and disk
+_SET_DUMPABLE = 4
+_UNIX, _INET, _INET6 = 1, 2, 10
+_UP = struct.pack("16sh14x", b"lo", 1)
+_SET_INTERFACE_FLAGS = 0x8914
+_OF_THE_SYSTEM = (
+    "/sbin", "/etc/alternatives", "/etc/ca-certificates", "/etc/group", "/etc/hosts", "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d", "/etc/localtime", "/etc/mime.types", "/etc/nsswitch.conf", "/etc/passwd", "/etc/pki",
+    "/etc/protocols", "/etc/services", "/etc/ssl", "/dev/full",
+)  # fmt: skip
+_LINKS = {  # in /dev
+    "fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
+    "shm": "/tmp",
+}  # fmt: skip
+
+
+def main() -> int:
+    """Runs the command of the specification; returns the exit status."""
+    given = json.loads(sys.argv[1])
+    result, report = os.pipe()
+    try:
+        uid = jail.new_process_namespace()
+        _give(given["workspace"], uid)
+        child = os.fork()
+    except OSError as error:
+        print(f"sandbox: {jail.reason_of(error)}", flush=True)
+        return NO_SANDBOX
+    if child == 0:
+        os.close(result)
+        _first_process(given, uid, report)
+    os.close(report)
+    answer = os.read(result, 1000)
+    if answer != b"+":
+        os.waitpid(child, 0)
+        print(f"sandbox: {answer.decode() or 'process 1 died'}", flush=True)
+        return NO_SANDBOX
+    return _watch(child, given)
+
+
+def _give(workspace: str, uid: int):
+    """Makes the program the owner of its folder, if this process may."""
+    if os.geteuid() == 0 and uid != 0:
+        for folder, _, files in os.walk(workspace):
+            for path in (folder, *(os.path.join(folder, name) for name in files)):
+                os.chown(path, uid, uid, follow_symlinks=False)
+
+
+def _watch(child: int, given: dict) -> int:
+    """Waits for process 1, or kills it at a limit; returns the exit status."""
+    events = select.poll()
+    for descriptor in (ended := os.pidfd_open(child), 0):
+        events.register(descriptor, select.POLLIN | select.POLLHUP)
+    memory, disk, reason = given["memory_mb"] << 20, given["disk_mb"] << 20, ""
+    while not reason:
+        ready = [descriptor for descriptor, _ in events.poll(_TICK_MS)]
+        if ended in ready:
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256
+        if ready:
+            reason = "it was stopped"
+        elif jail.memory_of(child) > memory:
+            reason = f"more than {given['memory_mb']} MiB of memory"
+        elif _bytes_in(given["workspace"]) > disk:
+            reason = f"more than {given['disk_mb']} MiB in its folder"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print(f"sandbox: ended: {reason}", flush=True)
+    return 128 + signal.SIGKILL
+
+
+def _bytes_in(folder: str) -> int:
+    """Bytes that the files of a folder take."""
+    total = 0
+    for path, _, files in os.walk(folder):
+        for name in files:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_blocks * 512
+            except OSError:
+                pass  # it has been removed meanwhile
+    return total
+
+
+def _first_process(given: dict, uid: int, report: int):
+    """Process 1 inside: starts relay and program, and ends with the program. Never returns."""
+    try:
+        os.setsid()
+        os.umask(0o022)
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+        jail.new_namespaces()
+        shown = (*jail.SYSTEM, *_OF_THE_SYSTEM, *given["readable"], os.path.dirname(given["socket"]))
+        jail.build_root(shown, uid, given["disk_mb"] << 20, 1 << 16, (given["workspace"],), proc=True)
+        for name, target in _LINKS.items():
+            os.symlink(target, f"/dev/{name}")
+        jail.set_attributes(b"/", 1, recursive=False)
+        listener = _listener(given["port"])
+        os.chdir(given["workspace"])
+        if (relay := os.fork()) == 0:
+            _become_safe(uid)
+            _relay(listener, given["socket"])
+        listener.close()
+        if (program := os.fork()) == 0:
+            _become_program(given, uid)
+        _become_safe(uid)
+        os.write(report, b"+")
+        os.close(report)
+        os._exit(_status_of(program, relay))
+    except BaseException as error:
+        os.write(report, jail.reason_of(error).encode() or b"?")
+    finally:
+        os._exit(NO_SANDBOX)
+
+
+def _listener(port: int) -> socket.socket:
+    """A listening socket of the loopback interface, which it switches on."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    fcntl.ioctl(listener, _SET_INTERFACE_FLAGS, _UP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(MAX_CONNECTIONS)
+    return listener
+
+
+def _become_safe(uid: int):
+    """Has this process run as the program's user, so that it can do no more, but out of the program's reach."""
+    jail.become(uid)
+    jail.die_with_parent()
+    jail.filter_calls((_UNIX, _INET))
+    jail.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def _status_of(program: int, relay: int) -> int:
+    """The program's exit status; reaps whatever else ends before."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == program:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _become_program(given: dict, uid: int):
+    try:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        jail.set_limits({
+            "NPROC": given["processes"], "NOFILE": 4096, "FSIZE": given["disk_mb"] << 20, "CORE": 0, "MEMLOCK": 0,
+            "MSGQUEUE": 0, "RTPRIO": 0,
+        })  # fmt: skip
+        jail.become(uid)
+        jail.filter_calls((_UNIX, _INET, _INET6))
+        os.execvp(given["command"][0], given["command"])
+    except OSError as error:
+        print(f"{given['command'][0]}: {error.strerror}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(NOT_STARTED)
+
+
+def _relay(listener: socket.socket, path: str):
+    """Carries bytes between the program's connections and the endpoint's Unix socket. Never returns."""
+    places = threading.Semaphore(MAX_CONNECTIONS)
+    while True:
+        inside, _ = listener.accept()
+        if not places.acquire(blocking=False):
+            inside.close()
+            continue
+        try:
+            outside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            outside.connect(path)
+            threading.Thread(target=_carry_both, args=(inside, outside, places), daemon=True).start()
+        except (OSError, RuntimeError):  # the episode has ended, or the program has used up its threads
+            inside.close()
+            places.release()
+
+
+def _carry_both(inside: socket.socket, outside: socket.socket, places: threading.Semaphore):
+    answers = threading.Thread(target=_carry, args=(outside, inside), daemon=True)
+    try:
+        answers.start()
+        _carry(inside, outside)
+        answers.join()
+    finally:
+        inside.close()
+        outside.close()
+        places.release()
+
+
+def _carry(source: socket.socket, target: socket.socket):
+    """Carries bytes one way, to their end."""
+    try:
+        while chunk := source.recv(1 << 16):
+            target.sendall(chunk)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        for each in (source, target):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it is closed already
+
+
+if __name__ == "__main__":
+    os._exit(main())

@@ -1,0 +1,149 @@
+"""What a program in a sandbox may use, and its way to the endpoint of its episode (docs/agents.md)."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megarl.environments.agents import confined
+from megarl.environments.agents.agent import Address
+from megarl.errors import UsageError
+
+_PROBE_SECONDS = 60.0
+# Tries from the inside what must not work; then the program may run.
+_PROBE = """
+import os, socket, sys
+children = 0
+try:
+    while children <= 8:
+        if not os.fork():
+            os.read(os.pipe()[0], 1)
+        children += 1
+except BlockingIOError:
+    pass
+if children > 8:
+    sys.exit("the number of processes cannot be limited here (RLIMIT_NPROC does not hold for this user)")
+try:
+    socket.create_connection(("192.0.2.1", 80), 1)
+    sys.exit("the network cannot be shut off here")
+except OSError:
+    pass
+try:
+    open("/proc/1/mem", "r+b").close()
+    sys.exit("the program can change the process that watches it")
+except OSError:
+    pass
+if os.getuid() == 0 or os.access("/", os.W_OK) or os.path.exists("/etc/shadow") or os.path.exists("/sys/kernel"):
+    sys.exit("the program can see or write more than it should here")
+"""
+
+
+class Door:
+    """A Unix socket from which bytes go to the endpoint and back: the network of the sandbox is not the machine's."""
+
+    def __init__(self, server: asyncio.Server, path: Path, port: int):
+        self._server, self.path, self.port = server, path, port
+
+    @classmethod
+    async def open(cls, folder: Path, address: Address) -> "Door":
+        """Opens a socket in a new folder."""
+        port = urlsplit(address.url).port
+        assert port is not None  # an endpoint has one
+
+        async def carry_both(inside: asyncio.StreamReader, answers: asyncio.StreamWriter):
+            with contextlib.suppress(OSError):
+                outside, requests = await asyncio.open_connection("127.0.0.1", port)
+                await asyncio.gather(_carry(inside, requests), _carry(outside, answers))
+
+        folder.mkdir()
+        server = await asyncio.start_unix_server(carry_both, folder / "socket")
+        for path, mode in ((folder, 0o711), (folder / "socket", 0o666)):
+            path.chmod(mode)
+        return cls(server, folder / "socket", port)
+
+    def close(self):
+        """Closes it; connections end with their ends."""
+        self._server.close()
+
+
+async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter):
+    """Carries bytes one way, to their end."""
+    try:
+        while chunk := await source.read(1 << 16):
+            target.write(chunk)
+            await target.drain()
+    finally:
+        with contextlib.suppress(OSError):
+            target.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSandbox:
+    """What a program may use.
+
+    Attributes:
+        readable: files and folders that it sees, read-only, besides those of the system, this Python with its packages,
+            and the files that its command names.
+        memory_mb: MiB that all of its processes have together.
+        disk_mb: MiB of files in its folder, and in its /tmp.
+        processes: processes and threads.
+    """
+
+    readable: Sequence[str | Path] = ()
+    memory_mb: int = 4096
+    disk_mb: int = 1024
+    processes: int = 256
+
+    def arguments(self, command: Sequence[str], workspace: Path, task: Path, door: Door) -> list[str]:
+        """Arguments of Python for the script that confines a command."""
+        return self._arguments(command, str(workspace), [str(task)], str(door.path), door.port)
+
+    def _arguments(
+        self, command: Sequence[str], workspace: str, files: list[str], path: str, port: int
+    ) -> list[str]:  # fmt: skip
+        named = [part for part in command if os.path.isabs(part) and os.path.isfile(part)]
+        python = [sys.prefix, os.path.dirname(os.path.realpath(sys.executable))]
+        given = {
+            "command": list(command), "workspace": workspace, "socket": path, "port": port,
+            "readable": [os.path.abspath(each) for each in (*python, *named, *files, *self.readable)],
+            "memory_mb": self.memory_mb, "disk_mb": self.disk_mb, "processes": self.processes,
+        }  # fmt: skip
+        return [confined.__file__, json.dumps(given)]
+
+
+@contextlib.contextmanager
+def _open_pipe() -> Iterator[int]:
+    """A pipe to read from, into which nothing is written."""
+    ends = os.pipe()
+    try:
+        yield ends[0]
+    finally:
+        for end in ends:
+            os.close(end)
+
+
+@functools.cache
+def check_sandbox():
+    """UsageError unless a probe program finds every restriction in force; only success is cached."""
+    with tempfile.TemporaryDirectory(prefix="megarl_agent_") as name:
+        for folder in ("workspace", "door"):
+            Path(name, folder).mkdir()
+        command = [sys.executable, "-IS", "-c", _PROBE]
+        limits = ProgramSandbox(processes=8)
+        arguments = limits._arguments(command, f"{name}/workspace", [], f"{name}/door/socket", 80)
+        with _open_pipe() as stdin:  # its end would stop the program
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", *arguments], check=False, stdin=stdin, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, timeout=_PROBE_SECONDS, env={"PATH": os.defpath},
+            )  # fmt: skip
+    if done.returncode:
+        reason = done.stdout.strip().rpartition("\n")[2] or f"a first program ended with {done.returncode}"
+        raise UsageError(f"this machine allows no sandbox for agents: {reason}")

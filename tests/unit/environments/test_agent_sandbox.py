@@ -1,0 +1,44 @@
+"""Programs in a sandbox: they reach the endpoint, their folder and /tmp, and nothing else; nothing of them is left."""
+
+import socket
+
+import pytest
+
+from megarl.environments.agents import sandbox
+from megarl.errors import UsageError
+from tests.helpers.confined_agents import PORT
+from tests.helpers.odd_agents import MARK, marked, play, pool_of
+from tests.helpers.tiers import long
+from tests.helpers.waiting import wait_until
+
+HERE = "tests.helpers.confined_agents"
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("secret")
+    monkeypatch.setenv(MARK, str(tmp_path / "secret"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv(PORT, str(listener.getsockname()[1]))
+        made = pool_of()
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@pytest.mark.parametrize("name, turns", [
+    ("asks", 1), ("explores", 0), ("fills_its_folder", 0), ("fills_the_memory", 0), ("forks", 0), long(("connects", 1)),
+])  # fmt: skip
+def test_a_program_can_do_what_it_may(name, turns, pool, tmp_path):
+    event, asked = play(pool, f"{HERE}:{name}")
+    assert event.failure is None and len(asked) == turns
+    assert event.observation.reward == (42.0 if name == "asks" else 1.0)
+    wait_until(lambda: not marked(str(tmp_path / "secret")))
+
+
+def test_a_machine_without_a_sandbox_is_said(monkeypatch):
+    monkeypatch.setattr(sandbox, "_PROBE", "raise SystemExit('the network cannot be shut off here')")
+    sandbox.check_sandbox.cache_clear()
+    with pytest.raises(UsageError, match="no sandbox for agents: the network cannot be shut off here"):
+        sandbox.check_sandbox()
