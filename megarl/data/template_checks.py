@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.data.conversations import Encoder
-from megarl.data.turns import TurnTokens, end_of_turn
+from megarl.data.turns import TurnTokens, end_after_empty_thoughts, end_of_last_turn
 from megarl.errors import UsageError
 
 Message = dict[str, Any]
@@ -75,19 +75,12 @@ def _check_turn(
     role = answers[0]["role"]
     opened, shorter = _rendered(encoder, before, tools, opens=True), _rendered(encoder, [*before, turn], tools)
     longer = _rendered(encoder, [*before, turn, *answers], tools, opens=True)
-    start = len(_rendered(encoder, before, tools))
-    end = end_of_turn(encoder, shorter, start)
-    kept = shorter[:end]
-    if end is None:  # the token with which the next message begins may end the turn (GLM)
-        end = end_of_turn(encoder, longer, start)
-        is_next = longer[len(shorter) : end].lstrip() in encoder.tokenizer.end_tokens
-        end = end if is_next or not longer.startswith(shorter) else None
+    end, kept = end_of_last_turn(encoder, longer, shorter, len(_rendered(encoder, before, tools)))
     if end is None:
         raise _refusal(encoder, "ends an assistant's turn without a special token that ends a response")
     has_thoughts = _THOUGHT in turn["content"] or "reasoning_content" in turn
     if not longer.startswith(kept):
-        # A last turn without thoughts may be shown with empty ones, which the policy did not write.
-        end = None if has_thoughts or not longer.startswith(opened) else end_of_turn(encoder, longer, len(opened))
+        end = end_after_empty_thoughts(encoder, longer, opened, has_thoughts)
     if end is None:
         drops = longer.count(_THOUGHT) < shorter.count(_THOUGHT)
         reason = f"(it drops the thoughts of an assistant's turn once a {role} message follows)"

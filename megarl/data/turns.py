@@ -77,15 +77,17 @@ class TurnTokens:
         return tokenizer.special[found.pop()]
 
     def following(
-        self, messages: Messages, count: int, tools: Sequence[Mapping[str, Any]] | None = None
+        self, messages: Messages, count: int, last: int, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int] | None:
         """Tokens between an assistant's turn and the next one: the last `count` messages, and the next opening.
 
         Args:
             messages: the conversation, in which an assistant's turn is before the last `count` messages.
+            last: the last token that the policy wrote of the turn.
 
         Returns:
-            None if the template shows the turn otherwise once they follow it, or ends it without an end token.
+            None if the template shows the turn otherwise once they follow it, or ends it without an end token, or with
+            one that says who speaks next and is not the policy's.
 
         Raises:
             UsageError: the template fails on the messages.
@@ -97,7 +99,7 @@ class TurnTokens:
             tokens = self._tokenizer.encode("\n".join(message["content"] for message in fresh))
         else:
             whole = self._template.render([*plain, *fresh], add_generation_prompt=True, tools=tools)
-            end = self._end_in(whole, plain, tools)
+            end = self._end_in(whole, plain, last, tools)
             if end is None:
                 return None
             tokens = self._template.encode_following([(whole[:end], whole[end:])])[0]
@@ -105,18 +107,27 @@ class TurnTokens:
             raise ValueError("the messages become no token")
         return tokens
 
-    def _end_in(self, whole: str, messages: Messages, tools: Sequence[Mapping[str, Any]] | None) -> int | None:
+    def _end_in(
+        self, whole: str, messages: Messages, last: int, tools: Sequence[Mapping[str, Any]] | None
+    ) -> int | None:  # fmt: skip
         """Where the last message, a turn, ends in the rendered text `whole`; None if that shows it in another way."""
         assert self._template is not None
         alone, before = (self._template.render(part, tools=tools) for part in (messages, messages[:-1]))
-        end = end_of_turn(self._encoder, alone, len(before)) if alone.startswith(before) else None
-        if end is not None and not whole.startswith(alone[:end]):
-            # A last turn without thoughts may be shown with empty ones, which the policy did not write.
-            opened = self._template.render(messages[:-1], add_generation_prompt=True, tools=tools)
-            has_thoughts = "reasoning_content" in messages[-1] or "<think>" in messages[-1]["content"]
-            is_kept = not has_thoughts and whole.startswith(opened)
-            end = end_of_turn(self._encoder, whole, len(opened)) if is_kept else None
-        return end
+        if not alone.startswith(before):
+            return None
+        end, kept = end_of_last_turn(self._encoder, whole, alone, len(before))
+        if end is None:
+            return None
+        if whole.startswith(kept):
+            says_who_is_next = end > len(alone)
+            return end if not says_who_is_next or whole[:end].endswith(self._special_of(last)) else None
+        opened = self._template.render(messages[:-1], add_generation_prompt=True, tools=tools)
+        has_thoughts = "reasoning_content" in messages[-1] or "<think>" in messages[-1]["content"]
+        return end_after_empty_thoughts(self._encoder, whole, opened, has_thoughts)
+
+    def _special_of(self, token: int) -> str:
+        """The string of a special token."""
+        return next((text for text, number in self._tokenizer.special.items() if number == token), "\0")
 
     def bridge(self, messages: Messages) -> list[int]:
         """Tokens after a turn that ended with one of the end tokens: the messages, and the opening of the next turn.
@@ -219,6 +230,32 @@ def end_of_turn(encoder: Encoder, rendered: str, start: int) -> int | None:
     special = [token for token in encoder.tokenizer.end_tokens if token in encoder.tokenizer.special]
     found = re.compile("|".join(map(re.escape, special)) or "(?!)").search(rendered, start)
     return None if found is None else found.end()
+
+
+def end_of_last_turn(encoder: Encoder, whole: str, alone: str, start: int) -> tuple[int | None, str]:
+    """(where a turn ends in the rendered conversation `whole`, what that must begin with if it keeps the turn).
+
+    The end is None if no end token ends the turn. The token with which the next message begins may end it (GLM).
+
+    Args:
+        alone: the conversation up to the turn, rendered; `start`: where the turn begins in it.
+    """
+    end = end_of_turn(encoder, alone, start)
+    if end is not None:
+        return end, alone[:end]
+    end = end_of_turn(encoder, whole, start)
+    is_next = whole[len(alone) : end].lstrip() in encoder.tokenizer.end_tokens
+    return end if is_next or not whole.startswith(alone) else None, alone
+
+
+def end_after_empty_thoughts(encoder: Encoder, whole: str, opened: str, has_thoughts: bool) -> int | None:
+    """Where a turn ends that `whole` shows otherwise than a conversation that ends with it; None: it is another turn.
+
+    A last turn without thoughts may be shown with empty ones, which the policy did not write.
+
+    `opened`: the conversation before the turn, rendered with its opening.
+    """
+    return None if has_thoughts or not whole.startswith(opened) else end_of_turn(encoder, whole, len(opened))
 
 
 def _dummy_turns(messages: Messages) -> Iterator[dict[str, Any]]:

@@ -259,12 +259,12 @@ def _show(path: str, attributes: int = 1 | 2) -> None:
     outside = "/outside" + path
     if os.path.lexists(path) or not os.path.lexists(outside):
         return None
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.islink(outside):
         return os.symlink(os.readlink(outside), path)
     if os.path.isdir(outside):
-        os.makedirs(path, exist_ok=True)
+        os.mkdir(path)
     else:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
         os.close(os.open(path, os.O_CREAT))
     call("mount", outside.encode(), path.encode(), None, _BIND | _REC, None)
     set_attributes(path.encode(), attributes, recursive=True)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from megarl.environments.agents.program import ProgramEnvironment
 from megarl.environments.agents.sandbox import ProgramSandbox
@@ -117,3 +118,15 @@ print(OpenAI(max_retries=20).chat.completions.create(model="m", messages=[{"role
 def connects() -> ProgramEnvironment:
     """It opens many connections, closes them, and asks."""
     return _confined(_CONNECTS, lambda run: float(run.output == "True\n"))
+
+
+def linked() -> ProgramEnvironment:
+    """A program that is a link in a folder which it may read."""
+    folder = Path(os.environ[MARK]).parent / "tools"
+    folder.mkdir(exist_ok=True)
+    (folder / "program.py").write_text(f"#!{sys.executable}\nimport os\nprint(sorted(os.listdir({str(folder)!r})))\n")
+    (folder / "program.py").chmod(0o755)
+    if not (folder / "run").exists():
+        (folder / "run").symlink_to("program.py")
+    reward = lambda run: float(run.output == "['program.py', 'run']\n")  # noqa: E731
+    return ProgramEnvironment([str(folder / "run")], reward, sandbox=ProgramSandbox(readable=[folder]))

@@ -36,6 +36,7 @@ def clients(tmp_path_factory) -> Path:
     """Folder of the programs of an environment with the packages."""
     folder = tmp_path_factory.mktemp("clients")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    folder.chmod(0o755)  # root's programs run as another user in their sandbox
     subprocess.run([folder / "bin/pip", "install", "-q", *PACKAGES], check=True)
     return folder / "bin"
 

@@ -102,6 +102,8 @@ class ProgramEnvironment(Agent):
 
     def _environment(self, address: Address, task: Path, workspace: Path) -> dict[str, str]:
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+        if self._sandbox is not None:  # what PATH names may be out of sight
+            kept["PATH"] = os.pathsep.join((kept.get("PATH", os.defpath), os.path.dirname(sys.executable)))
         return kept | {
             "OPENAI_BASE_URL": address.url, "OPENAI_API_KEY": address.key, "ANTHROPIC_BASE_URL": address.root,
             "ANTHROPIC_API_KEY": address.key, "MEGARL_TASK": str(task), "HOME": str(workspace), **self._variables,

@@ -113,10 +113,16 @@ class ProgramSandbox:
         python = [sys.prefix, os.path.dirname(os.path.realpath(sys.executable))]
         given = {
             "command": list(command), "workspace": workspace, "socket": path, "port": port,
-            "readable": [os.path.abspath(each) for each in (*python, *named, *files, *self.readable)],
+            "readable": _outermost([*python, *named, *files, *map(str, self.readable)]),
             "memory_mb": self.memory_mb, "disk_mb": self.disk_mb, "processes": self.processes,
         }  # fmt: skip
         return [confined.__file__, json.dumps(given)]
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """The paths, and where links among them lead, without those that lie in others."""
+    whole = {form for path in paths for form in (os.path.abspath(path), os.path.realpath(path))}
+    return sorted(path for path in whole if not any(str(parent) in whole for parent in Path(path).parents))
 
 
 @contextlib.contextmanager

@@ -228,10 +228,11 @@ class MessageTree:
         """The tokens of a prompt that continues a turn; None if the template would show the turn otherwise."""
         if not fresh or any(message["role"] == "assistant" for message in fresh):
             return None
-        following = self._turn_tokens.following([*self._shown(parent), *fresh], len(fresh), ask.tools)
+        assert parent.tokens is not None  # a turn that is continued has been written
+        shown = [*self._shown(parent), *fresh]
+        following = self._turn_tokens.following(shown, len(fresh), parent.tokens[-1], ask.tools)
         if following is None:
             return None
-        assert parent.tokens is not None  # a turn that is continued has been written
         between = [] if parent.tokens[-1] in self._ends else [self._turn_tokens.closing_token()]
         return [*parent.prompt, *parent.tokens, *between, *following]
 

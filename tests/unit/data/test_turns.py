@@ -22,6 +22,8 @@ PIECES = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_tu
           "<tool_response>", "</think>", "<think>", "\ufdd0", "\ufdd00\ufdd1", "{{ bos_token }}", '"}']  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
                  max_size=6).map("".join)  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {
+    "type": "object", "properties": {"x": {"type": "integer", "description": "d"}}, "required": ["x"]}}}]  # fmt: skip
 LOSSLESS = ("qwen2.5", "hermes", "qwen3", "qwen3 thinking")  # tokens of these stand for themselves in every text
 
 
@@ -194,6 +196,25 @@ def test_ends_of_turns_of_families(tmp_path):
             assert text == "<|start|>user<|message|>Error<|end|><|start|>assistant"
     with pytest.raises(UsageError, match="which token ends an assistant's turn depends on what follows"):
         tokens["glm"].closing_token()
+
+
+@pytest.mark.parametrize("name", FAMILY_TEMPLATES)
+def test_what_follows_a_turn_of_an_agent_is_the_bridge_of_an_environment(name, tmp_path):
+    """For results of tools, after a turn that the policy has ended as its family does."""
+    each = FAMILY_TEMPLATES[name]
+    encoder = encoder_of(tmp_path / "folder", each.tokenizer, each.template)
+    tokens, special = TurnTokens(encoder, 10), encoder.tokenizer.special
+    turn, results = tool_turn(0, ["5"], "")
+    turn["tool_calls"][0] |= {"id": "call00000", "function": {"name": "f", "arguments": {"x": 1}}}
+    results[0]["tool_call_id"] = "call00000"
+    bridge = tokens.bridge(results)
+    ends = {number for number in encoder.tokenizer.end_ids if number in special.values()}
+    found = {
+        last: tokens.following([{"role": "user", "content": "q"}, turn, *results], 1, last, TOOLS) for last in ends
+    }
+    kept = {last for last, following in found.items() if following is not None}
+    assert all(found[last] == bridge for last in kept)
+    assert kept == ({special["<|observation|>"]} if name == "glm" else ends)
 
 
 def test_marks_that_are_special_tokens_are_where_they_were(tmp_path):

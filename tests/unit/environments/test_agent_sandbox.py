@@ -28,7 +28,8 @@ def pool(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, turns", [
-    ("asks", 1), ("explores", 0), ("fills_its_folder", 0), ("fills_the_memory", 0), ("forks", 0), long(("connects", 1)),
+    ("asks", 1), ("explores", 0), ("linked", 0), ("fills_its_folder", 0), ("fills_the_memory", 0), ("forks", 0),
+    long(("connects", 1)),
 ])  # fmt: skip
 def test_a_program_can_do_what_it_may(name, turns, pool, tmp_path):
     event, asked = play(pool, f"{HERE}:{name}")
