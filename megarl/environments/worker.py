@@ -100,7 +100,8 @@ class Worker:
         facts["replayable"] = bool(getattr(known, "replayable", True))
         if "failure" in facts:
             await self._close(call.slot)
-        self._answers.put(Answer(call.ticket, seconds=loop.time() - start, **facts))
+        seconds = known.seconds if isinstance(known, Agent) else loop.time() - start
+        self._answers.put(Answer(call.ticket, seconds=seconds, **facts))
 
     async def _played(self, call: Call) -> tuple[Environment | Agent, Observation]:
         """(environment, its answer to the last turn or to the reset; of an agent its end)."""
@@ -131,6 +132,7 @@ class Worker:
             task = AgentTask(**vars(call.task))
             return await session.watch(agent.run(task, session, endpoint.address), self._seconds)
         finally:
+            agent.seconds = session.worked_seconds
             del self._sessions[call.ticket]
             session.close()
             endpoint.close()

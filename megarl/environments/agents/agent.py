@@ -70,6 +70,7 @@ class Agent:
 
     tools: list[dict[str, Any]] = []  # noqa: RUF012  # of the environment protocol; an agent's requests have their own
     replayable = True  # an episode whose worker died is run again
+    seconds = 0.0  # of its own work, once it has ended
 
     async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
         """Runs the agent to its end, or until `session.spent`. Cancelling it ends all that it has started.

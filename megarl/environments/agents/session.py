@@ -39,6 +39,7 @@ class Session:
         self._pending: dict[int, asyncio.Future[Reply]] = {}
         self._missed: dict[str, list[asyncio.Future[Reply]]] = defaultdict(list)  # replies that nobody waits for
         self._idle_since = asyncio.get_running_loop().time()
+        self._worked = 0.0  # seconds before that, while no request waited
 
     async def watch(self, work: Awaitable[Observation], seconds: float) -> Observation:
         """The result of an agent's work. LateAgent, and the work is cancelled, if it asks nothing for `seconds`."""
@@ -59,6 +60,11 @@ class Session:
         """For how long the agent has worked without asking; 0 while the policy writes."""
         return 0.0 if self._pending else asyncio.get_running_loop().time() - self._idle_since
 
+    @property
+    def worked_seconds(self) -> float:
+        """For how long the agent has worked itself in all: while the policy wrote nothing for it."""
+        return self._worked + self.idle_seconds
+
     async def ask(self, ask: Ask) -> Reply:
         """The policy's next turn. A client that went away and asks the same again gets what it has missed."""
         missed = self._missed[ask.key]
@@ -66,6 +72,7 @@ class Session:
             reply = missed.pop()
         else:
             number = next(self._numbers)
+            self._worked += self.idle_seconds
             reply = self._pending[number] = asyncio.get_running_loop().create_future()
             reply.add_done_callback(lambda done: None if done.cancelled() else self._note(ask, done.result()))
             self._send(number, ask)

@@ -1,13 +1,17 @@
 """Agents in a worker: every dialect with real clients, and whatever an agent may do, nothing of it goes further."""
 
+import asyncio
 import os
 import signal
 
 import pytest
 
+from megarl.environments.agents.exchange import Ask, Reply
+from megarl.environments.agents.session import Session
 from megarl.environments.check import check_factories
 from megarl.environments.pool import Asked
 from megarl.environments.protocol import Task
+from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
 from tests.helpers.odd_agents import CALL, HERE, MARK, USER, marked, play, pool_of
 from tests.helpers.tiers import long
@@ -117,3 +121,21 @@ def test_a_worker_that_dies_has_its_agent_run_again_under_another_ticket():
 def test_a_program_that_does_not_exist_is_wrong_input():
     with pytest.raises(UsageError, match="cannot be made: FileNotFoundError: there is no program no-such-program"):
         check_factories([f"{HERE}:missing"])
+
+
+def test_only_the_agents_own_work_counts_as_its_time(monkeypatch):
+    async def played() -> list[float]:
+        now, loop, seen = [0.0], asyncio.get_running_loop(), []
+        monkeypatch.setattr(loop, "time", lambda: now[0])
+        session = Session(lambda number, ask: None)
+        now[0] = 2.0
+        asked = asyncio.create_task(session.ask(Ask(USER)))
+        await asyncio.sleep(0)
+        now[0] = 10.0  # the policy writes
+        seen.append(session.worked_seconds)
+        session.receive(0, Reply(parse_turn("42", 0)))
+        await asked
+        now[0] = 13.0
+        return [*seen, session.worked_seconds]
+
+    assert asyncio.run(played()) == [2.0, 5.0]
