@@ -35,6 +35,7 @@ class AgentTurn:
     is_run_limit: bool  # it is the run's, not the agent's
     root_length: int  # tokens of the prompt with which its row begins
     depth: int  # turns before it
+    stream: int = 0  # names its random numbers
     tokens: list[int] | None = None
     turn: Turn | None = None
     reply: Reply | None = None
@@ -118,17 +119,17 @@ class MessageTree:
             error = f"This model's maximum context length is exceeded: {limit} are used up"
             return Reply(None, error=error, code=CONTEXT_LENGTH, is_budget=True)
         turn.waiting.append(place)
-        stream = turn_key(self._key, turn.prompt, sum(other.prompt == turn.prompt for other in self._turns))
+        turn.stream = turn_key(self._key, turn.prompt, sum(other.prompt == turn.prompt for other in self._turns))
         self._turns.append(turn)
         self._by_ask[key] = turn
-        return self._to_generate(turn, stream)
+        return self._to_generate(turn)
 
-    def _to_generate(self, turn: AgentTurn, stream: int) -> TurnRequest:
+    def _to_generate(self, turn: AgentTurn) -> TurnRequest:
         parent = turn.parent
         known = 0 if parent is None else len(parent.prompt) + len(parent.tokens or ())
         return TurnRequest(
             number=self.number, turn=turn.number, parent=None if parent is None else parent.number,
-            tokens=turn.prompt[known:], limit=turn.limit, key=stream, stops=turn.ask.stops,
+            tokens=turn.prompt[known:], limit=turn.limit, key=turn.stream, stops=turn.ask.stops,
         )  # fmt: skip
 
     def write(self, number: int, tokens: list[int], logprobs: list[float], finished: bool) -> list[tuple[Place, Reply]]:
