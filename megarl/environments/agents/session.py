@@ -33,6 +33,7 @@ class Session:
         self.key = f"sk-{secrets.token_hex(24)}"  # that the agent's requests must have
         self.exchanges: list[Exchange] = []
         self.refused = 0  # requests that a budget has refused
+        self.shows_tokens = False  # answers have the tokens of turns, for drivers outside of the run
         self.spent = asyncio.Event()  # a budget is used up, and the agent does not end by itself
         self._send, self._numbers = send, itertools.count()
         self._pending: dict[int, asyncio.Future[Reply]] = {}
@@ -66,7 +67,7 @@ class Session:
         else:
             number = next(self._numbers)
             reply = self._pending[number] = asyncio.get_running_loop().create_future()
-            reply.add_done_callback(lambda done: None if done.cancelled() else self._note(ask, done.result()))
+            reply.add_done_callback(lambda done: self._note(ask, done))
             self._send(number, ask)
         try:
             return await asyncio.shield(reply)
@@ -81,7 +82,10 @@ class Session:
             future.set_result(reply)
         self._idle_since = asyncio.get_running_loop().time()
 
-    def _note(self, ask: Ask, reply: Reply):
+    def _note(self, ask: Ask, done: asyncio.Future[Reply]):
+        if done.cancelled() or done.exception() is not None:
+            return
+        reply = done.result()
         if reply.turn is not None:
             self.exchanges.append(Exchange(ask, reply))
             return
@@ -96,8 +100,11 @@ class Session:
         inner = {path[:count] for path in paths for count in range(1, len(path))}
         return [messages for messages, path in zip(whole, paths, strict=True) if path not in inner]
 
-    def close(self):
-        """Ends the requests that wait."""
+    def close(self, error: Exception | None = None):
+        """Ends the requests that wait. `error`: what they get; None: their connections are closed."""
         for future in self._pending.values():
-            future.cancel()
+            if error is None:
+                future.cancel()
+            elif not future.done():
+                future.set_exception(error)
         self._pending.clear()

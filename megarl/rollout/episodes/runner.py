@@ -23,6 +23,7 @@ from megarl.data.stop_strings import StopMatcher
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
+from megarl.environments.sessions.pool import SessionPool
 from megarl.errors import TooManyFailures
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
@@ -80,9 +81,17 @@ def _key_in(requests: RoundRequests, number: int) -> str:
 class EpisodeRunner:
     """The environments of a replica of the rollout, on all of its ranks; only the leader has the processes."""
 
-    def __init__(self, settings: Settings, role_groups: RoleGroups, encoder: Encoder, run: Path | None = None):
-        """`encoder`: the policy's; `run`: folder of the run, which keeps finished steps of environments until the next
-        checkpoint; None: they are not kept."""
+    def __init__(
+        self, settings: Settings, role_groups: RoleGroups, encoder: Encoder, run: Path | None = None,
+        sessions: SessionPool | None = None,
+    ):  # fmt: skip
+        """
+        Args:
+            encoder: the policy's.
+            run: folder of the run, which keeps finished steps of environments until the next checkpoint; None: they are
+                not kept.
+            sessions: of `--agent-sessions`, on the leader: they have the episodes in the place of environments.
+        """
         self.settings, self.role_groups = settings, role_groups
         s, turns = settings, TurnTokens(encoder, settings.max_observation_length)
         self.turn_tokens = turns
@@ -104,8 +113,8 @@ class EpisodeRunner:
             )  # fmt: skip
             self.client = EnvironmentClient(
                 options, turns, self.limits, s.max_prompt_length,
-                journal=None if run is None else run / JOURNAL, replica=role_groups.dp_rank,
-                replicas=len(role_groups.replicas),
+                journal=None if run is None or sessions is not None else run / JOURNAL, replica=role_groups.dp_rank,
+                replicas=len(role_groups.replicas), sessions=sessions,
             )  # fmt: skip
         self.carried = CarriedEpisodes(self.limits, self.client)
 
