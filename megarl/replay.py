@@ -21,13 +21,18 @@ from typing import NamedTuple
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders, pretrained, resume
 from megarl.comm.role_mesh import RoleMesh
+from megarl.data.prompt import Prompt
+from megarl.environments.pool import EnvironmentPool
+from megarl.environments.protocol import Message, Task
 from megarl.errors import WARNED, ArgumentParser, UsageError
 from megarl.flags import command_line, parser
 from megarl.observe.report_settings import COMMAND_LINE, read_settings
 from megarl.observe.terminal import ranges_text
 from megarl.observe.timers import Timers
+from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.replay import transcript
+from megarl.rollout.replay.agent_fork import ForkedPool, run_again
 from megarl.rollout.replay.player import LiveEnvironment, Player, fork_problem, other_answer
 from megarl.rollout.replay.saved import SavedResponse, read_response
 from megarl.rollout.requests import PromptRequest, RoundRequests
@@ -77,6 +82,9 @@ def flags_of_run(run: str) -> tuple[list[str], int]:
     return [*flags, *found.others, "--debug-rollout-only"], int(str(found.values.get("generation-lag", 0)))
 
 
+_DRAWN = "the run drew its first weights from the seed, and no checkpoint has them"
+
+
 class ReplayRequest(NamedTuple):
     """What is replayed, and with which weights."""
 
@@ -106,7 +114,8 @@ def asked_of(options: argparse.Namespace, lag: int) -> ReplayRequest:
     if options.from_turn is not None:
         if refused := fork_problem(saved, options.from_turn - 1):
             raise UsageError(f"--from-turn {options.from_turn}: {refused}")
-        other_answer(saved.observations[options.from_turn - 1], options.answer)
+        if not saved.is_agent:
+            other_answer(saved.observations[options.from_turn - 1], options.answer)
         if problem:
             raise UsageError(f"--from-turn {options.from_turn}: needs weights to go on with: {problem}; give --load")
     return ReplayRequest(options, saved, load, problem)
@@ -137,8 +146,8 @@ class ReplayInputs:
             self.weights = pretrained.checkpoint_weights(s.load, "--load", actor, self.vocab_size)
         else:
             self.weights = pretrained.find_pretrained(actor, self.vocab_size)
-        if self.weights is None:
-            raise UsageError("--step 1: the run drew its first weights from the seed, and no checkpoint has them")
+        if self.weights is None and asked.options.from_turn is not None:
+            raise UsageError(f"--from-turn {asked.options.from_turn}: {_DRAWN}; give --load")
 
 
 def replay(asked: ReplayRequest, config: RunConfig, timers: Timers) -> int:
@@ -149,8 +158,8 @@ def replay(asked: ReplayRequest, config: RunConfig, timers: Timers) -> int:
         raise UsageError(f"{mesh.size} ranks are {len(mesh['rollout'].replicas)} replicas; a replay has one")
     episodes = EpisodeRunner(config.settings, mesh["rollout"], inputs.encoder)
     try:
-        if asked.problem:
-            lines += [f"from the record alone: {asked.problem}"]
+        if inputs.weights is None:
+            lines += [f"from the record alone: {asked.problem or _DRAWN}"]
             lines += transcript.saved_turns(saved, episodes.turn_tokens)
         else:
             player = _player(saved, inputs, mesh, episodes, config, timers)
@@ -191,19 +200,56 @@ def _fork(
     options: argparse.Namespace, saved: SavedResponse, inputs: ReplayInputs, episodes: EpisodeRunner, player: Player
 ) -> list[str]:
     """Goes on after the turn of `--from-turn` with the given answer; returns what to print."""
-    turn, environment, client = options.from_turn - 1, None, episodes.client
-    messages = other_answer(saved.observations[turn], options.answer)
+    turn, prompt = options.from_turn - 1, inputs.prompts[saved.place[0]]
+    task = episodes.task(_requests(saved, inputs, episodes.settings), saved.place[1], prompt)
+    fork = _fork_agent if saved.is_agent else _fork_environment
+    messages, lines = fork(turn, options.answer, saved, episodes, player, prompt, task)
+    if not messages:
+        return ["", f"fork: the agent has not come to turn {options.from_turn} again, or sent nothing after it", *lines]
+    return ["", f"fork: after turn {options.from_turn} the policy reads", *transcript.answer(messages), *lines]
+
+
+def _fork_environment(
+    turn: int, texts: list[str], saved: SavedResponse, episodes: EpisodeRunner, player: Player, prompt: Prompt,
+    task: Task,
+) -> tuple[list[Message], list[str]]:  # fmt: skip
+    """(the other answer, the lines of what follows)."""
+    messages, environment = other_answer(saved.observations[turn], texts), None
     episode = player.forked(turn, episodes.turn_tokens.bridge(messages))
-    if client is not None:
-        prompt = inputs.prompts[saved.place[0]]
-        task = episodes.task(_requests(saved, inputs, episodes.settings), saved.place[1], prompt)
-        environment = LiveEnvironment(client, saved, prompt, task, turn)
+    if episodes.client is not None:
+        environment = LiveEnvironment(episodes.client, saved, prompt, task, turn)
     player.go_on(episode, environment)
     seen, failure = ([], None) if environment is None else environment.end()
     seen = [*seen[:turn], saved.observations[turn], *seen[turn + 1 :]]
-    lines = ["", f"fork: after turn {options.from_turn} the policy reads", *transcript.answer(messages)]
-    lines += transcript.forked_turns(episode, turn + 1, seen, episodes.turn_tokens)
-    return lines + ([f"  {failure}"] if failure else [])
+    lines = [*transcript.forked_turns(episode, turn + 1, seen, episodes.turn_tokens)]
+    return messages, lines + ([f"  {failure}"] if failure else [])
+
+
+def _fork_agent(
+    turn: int, texts: list[str], saved: SavedResponse, episodes: EpisodeRunner, player: Player, prompt: Prompt,
+    task: Task,
+) -> tuple[list[Message], list[str]]:  # fmt: skip
+    """(the other answer, none if the agent did not come there, the lines of the whole episode)."""
+    client, pool = None, None
+    if episodes.client is not None:
+        assert isinstance(episodes.client.pool, EnvironmentPool)  # a session is not played again
+        options = episodes.client.pool.options
+        pool = ForkedPool(options, saved, turn, texts)
+        limits, longest = episodes.limits, episodes.settings.max_prompt_length
+        client = EnvironmentClient(options, episodes.turn_tokens, limits, longest, None, 0, 1, pool)
+    try:
+        groups, matcher = episodes.role_groups, episodes.matcher
+        episode = run_again(client, player, player.begun(), prompt, task, groups, matcher)
+    finally:
+        if client is not None:
+            client.close()
+    played = saved._replace(
+        tokens=episode.tokens, prompt_length=episode.prompt_length, row_starts=episode.row_starts, turns=episode.turns,
+        rewards=episode.rewards, end=str(episode.end), solved=episode.solved,
+    )  # fmt: skip
+    failures = [] if client is None else [f"  {reason}" for reason in client.statistics.failures]
+    answer = [] if pool is None else pool.answer
+    return answer, [*transcript.saved_turns(played, episodes.turn_tokens), *failures]
 
 
 def prepared(argv: list[str]) -> tuple[ReplayRequest, list[str]]:

@@ -18,7 +18,7 @@ from megarl.replay import ReplayRequest, prepared, replay
 from tests.helpers.programs import rl_argv, samples, train
 from tests.helpers.sum_environments import Sums
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import RankFailed, run_world
 
 SHAPE = (
     "--advantage rloo --kl-coefficient 0 --max-turn-length 4 --max-response-length 18 --max-tokens-per-microbatch 100"
@@ -39,7 +39,13 @@ RUNS = {  # ranks, ranks of the replay, flags
         1,
         f"{TURNS} --role-map actor=0;reward=1;rollout=1 --rollout-correction tis --generation-lag 1",
     ),
-    "agent with rows": (1, 1, f"{SHAPE} --environment tests.helpers.agents:branching --max-turns 8"),
+    "agent with rows": (
+        1,
+        1,
+        f"{SHAPE} --environment tests.helpers.agents:branching --max-turns 8 --max-response-length 80"
+        " --max-prompt-length 20 --max-tokens-per-microbatch 400",
+    ),
+    "low rank": (1, 1, f"{TURNS} --lora-rank 4"),
     "partial": (2, 1, f"{TURNS} --over-sampling 2 --partial-rollouts --rollout-correction tis"),
 }  # fmt: skip
 SAME = "the same tokens and log-probs"
@@ -196,8 +202,32 @@ def test_damaged_records_are_refused(folder, tmp_path):
 
 
 @pytest.mark.long
-def test_the_answers_of_agents_and_of_no_environment_cannot_be_others(folder):
-    for name, problem in (("agent with rows", "owns its loop"), ("one turn and filter", "no environment")):
-        with pytest.raises(UsageError, match=problem):
-            words = ["--step", "2", "--sample", "0", "--from-turn", "1", "--answer", "x"]
-            prepared([str(saved(folder, name)), *words])
+def test_without_an_environment_there_is_no_other_answer(folder):
+    with pytest.raises(UsageError, match="no environment"):
+        prepared([str(saved(folder, "one turn and filter")), *FORK, "x"])
+
+
+FORK = ["--step", "2", "--sample", "3", "--from-turn", "1", "--answer"]
+AGENT = "agent with rows"
+
+
+@pytest.mark.long
+def test_an_agent_runs_again_and_the_policy_reads_another_answer(folder):
+    """With its own answer the episode is the same; with another one the turns before it are, and the sub-agents'."""
+    run = saved(folder, AGENT)
+    _, text = played(run, FORK[:4])
+    assert text.count(SAME) == 7
+    own = re.search(r"^turn 1:.*\n.*\n  the agent\n    (.*)", text, re.MULTILINE)[1]
+    _, same = played(run, [*FORK, own])
+    before, after = same.split("\nfork: ")
+    assert turns_of(after) == turns_of(before) and before.splitlines()[-1] == after.splitlines()[-1]
+    _, text = played(run, [*FORK, "+1="])
+    before, after = text.split("\nfork: ")
+    assert (
+        after.splitlines()[0].endswith("the policy reads") and after.count("    +1=\n") == before.count("    +1=\n") + 2
+    )
+    assert turns_of(after)[0] == turns_of(before)[0] and own not in after.split("turn 2:")[0]
+    with pytest.raises(RankFailed, match="--answer: 2 texts; the agent sends 1 messages"):
+        played(run, [*FORK, "+1=", "+2="])
+    with pytest.raises(UsageError, match="another turn follows the turns"):
+        prepared([str(run), *" ".join(FORK).replace("--from-turn 1", "--from-turn 2").split(), "x"])

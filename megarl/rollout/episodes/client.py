@@ -45,7 +45,7 @@ class EnvironmentClient:
 
     def __init__(
         self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, max_prompt_length: int,
-        journal: Path | None, replica: int, replicas: int, sessions: SessionPool | None = None,
+        journal: Path | None, replica: int, replicas: int, pool: EnvironmentPool | SessionPool | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -53,10 +53,10 @@ class EnvironmentClient:
             max_prompt_length: tokens that a prompt may have with the tools and what `reset` adds.
             journal: folder of the replicas' journals; None: nothing is kept.
             replica, replicas: number of this replica, and how many there are.
-            sessions: have the episodes in the place of environments.
+            pool: has the episodes; None: one with these options.
         """
         self.journal = None if journal is None else Journal(journal, replica, replicas)
-        self.pool: EnvironmentPool | SessionPool = sessions or EnvironmentPool(options, self.journal)
+        self.pool: EnvironmentPool | SessionPool = pool or EnvironmentPool(options, self.journal)
         self.statistics = EpisodeStatistics()
         self._turn_tokens, self._limits = turn_tokens, limits
         self._max_prompt_length = max_prompt_length

@@ -114,7 +114,7 @@ class EpisodeRunner:
             self.client = EnvironmentClient(
                 options, turns, self.limits, s.max_prompt_length,
                 journal=None if run is None or sessions is not None else run / JOURNAL, replica=role_groups.dp_rank,
-                replicas=len(role_groups.replicas), sessions=sessions,
+                replicas=len(role_groups.replicas), pool=sessions,
             )  # fmt: skip
         self.carried = CarriedEpisodes(self.limits, self.client)
 

@@ -10,6 +10,7 @@ from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.data.prompt import Prompt
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
+from megarl.flags.environment_settings import SESSIONS
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode, EpisodeLimits, turn_key
@@ -89,6 +90,11 @@ class Player:
 
     # -- forks -------------------------------------------------------------------------------------------------------
 
+    def begun(self) -> Episode:
+        """The episode before it began."""
+        assert self._limits is not None  # it has an environment
+        return Episode(number=0, request=self._request, line=self._saved.place[0], limits=self._limits)
+
     def forked(self, turn: int, tokens: list[int]) -> Episode:
         """The episode up to a turn, counted from 0, followed by other tokens than what its environment has answered."""
         saved, count, limits = self._saved, turn + 1, self._limits
@@ -143,15 +149,15 @@ def fork_problem(saved: SavedResponse, turn: int) -> str | None:
     record = saved.record
     if record is None:
         return "the run has no environment, whose answers could be others"
-    if saved.is_agent:
-        return "the program of an agent owns its loop, so it cannot be brought to a turn and told another answer"
+    if saved.manifest["environment"] == SESSIONS:
+        return "the driver of a session is outside of the run, and cannot be run again"
     if saved.end == FAILED:
         return "the environment of this episode failed"
-    allowed = [number + 1 for number, seen in enumerate(saved.observations) if not seen.done and seen.messages]
-    allowed = [number for number in allowed if number < len(saved.turns)]
-    if turn + 1 not in allowed:
-        return f"another turn follows the turns {', '.join(map(str, allowed)) or 'none'} of this episode"
-    if not record["replayable"]:
+    allowed = saved.continued_turns()
+    if turn not in allowed:
+        numbers = ", ".join(str(each + 1) for each in allowed)
+        return f"another turn follows the turns {numbers or 'none'} of this episode"
+    if not saved.is_agent and not record["replayable"]:
         return "its environment is not replayable, so it cannot be brought to a turn"
     return None
 

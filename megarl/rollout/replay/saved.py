@@ -45,6 +45,15 @@ class SavedResponse(NamedTuple):
         """Whether a program that owns the loop has asked for its turns."""
         return self.record is not None and "asked" in self.record
 
+    def continued_turns(self) -> list[int]:
+        """The turns that another one continues, counted from 0."""
+        if not self.is_agent:
+            seen = self.observations[: max(len(self.turns) - 1, 0)]
+            return [turn for turn, each in enumerate(seen) if not each.done and each.messages]
+        rows = [[*self.before(turn), *self.turn_tokens(turn)] for turn in range(len(self.turns))]
+        prompts = [self.before(turn) for turn in range(len(self.turns))]
+        return [turn for turn, row in enumerate(rows) if any(p[: len(row)] == row for p in prompts)]
+
     def before(self, turn: int) -> list[int]:
         """The tokens that the policy has read before it wrote a turn, counted from 0."""
         start = self.turns[turn][0]
@@ -134,7 +143,10 @@ def _record(folder: Path, manifest: dict[str, Any], number: int, sequence: int) 
             record = json.loads(line)
             if record["sequence"] == sequence:
                 return record
-    raise ValueError(f"no episode {sequence} in round {number}")
+    raise UsageError(
+        f"--sample: {folder}: what the environment of this episode answered is not known: it ended before the run was"
+        " resumed"
+    )
 
 
 def _check(path: Path, manifest: dict[str, Any]):
