@@ -267,7 +267,7 @@ def main(argv: list[str]):
     except UsageError as error:
         refuse(int(os.environ.get("RANK", 0)), error)
         sys.exit(2)
-    os.environ.setdefault(WARNED, "1")  # that flags of training have no effect is no news
+    os.environ[WARNED] = "1"  # that flags of training have no effect is no news
     sys.argv = [sys.argv[0], *flags]
     launch(partial(replay, asked), "rl")
 

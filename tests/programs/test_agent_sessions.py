@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from megarl.errors import UsageError
+from megarl.replay import prepared
 from tests.helpers.engine_records import generated
 from tests.helpers.programs import environment, inputs, metrics, rl_argv, samples, timeless, train
+from tests.helpers.replays import played
 from tests.helpers.session_driver import free_port
 from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed
@@ -86,6 +89,11 @@ def test_a_run_with_keys_is_resumed(tmp_path):
         save = run(tmp_path / "run", flags)
     assert_same(save)
     assert {event["group"].split("/")[0] for event in record(save)} == {"1", "2"}
+    words = ["--step", "2", "--sample", "3"]
+    status, text = played(save, words)
+    assert status == 0 and text.count("the same tokens and log-probs") == text.count("\nturn ") > 0
+    with pytest.raises(UsageError, match="the driver of a session is outside of the run"):
+        prepared([str(save), *words, "--from-turn", "1", "--answer", "x"])
 
 
 @pytest.mark.long

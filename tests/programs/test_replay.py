@@ -1,8 +1,6 @@
 """`megarl.replay`: a saved response is generated again to the bit, and goes on from a turn with another answer."""
 
-import contextlib
 import functools
-import io
 import json
 import random
 import re
@@ -11,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl import arguments
 from megarl.environments.protocol import Task, Turn
 from megarl.errors import UsageError
-from megarl.replay import ReplayRequest, prepared, replay
+from megarl.replay import ReplayRequest, prepared
 from tests.helpers.programs import rl_argv, samples, train
+from tests.helpers.replays import played
 from tests.helpers.sum_environments import Sums
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import RankFailed, run_world
+from tests.helpers.worlds import RankFailed
 
 SHAPE = (
     "--advantage rloo --kl-coefficient 0 --max-turn-length 4 --max-response-length 18 --max-tokens-per-microbatch 100"
@@ -62,23 +60,6 @@ def saved(folder: Path, name: str) -> Path:
     save = folder / name.replace(" ", "-")
     train("rl", rl_argv(save, f"--train-iters 3 --save-interval 1 {flags} --save-rollouts"), size)
     return save
-
-
-def in_world(rank: int, asked: ReplayRequest, parsed) -> tuple[int, str]:
-    """Runs the program on this rank; returns its status and what it printed."""
-    from megarl.observe.timers import Timers
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        status = replay(asked, parsed, Timers())
-    return status, printed.getvalue()
-
-
-def played(run: Path, words: list[str], size: int = 1, change=lambda asked: asked) -> tuple[int, str]:
-    """Status and text of a replay. `change`: of what is asked."""
-    asked, flags = prepared([str(run), *words])
-    results = run_world(in_world, size, change(asked), arguments.parse(flags, size, "rl"))
-    assert {text for _, text in results[1:]} <= {""}
-    return results[0]
 
 
 def turns_of(text: str) -> list[str]:
