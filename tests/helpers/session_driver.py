@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import openai
 
 from tests.helpers.agents import sums
+from tests.helpers.waiting import SAFETY_SECONDS
 
 WAIT = 0.05  # seconds between two tries to take a session
 CLIENTS = 4  # sessions at a time
@@ -35,7 +36,7 @@ def post(url: str, key: str, body: dict | bytes | None = None, kind: str = "appl
     data = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
     headers = {"Content-Type": kind} | ({"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers)) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SAFETY_SECONDS) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

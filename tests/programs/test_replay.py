@@ -121,7 +121,7 @@ def test_a_fork_goes_on_with_the_live_environment(folder):
     line = json.loads((run / "rollouts/step_00000002/manifest.json").read_text())["rounds"][0]["lines"][0]
     expected = answers_by_hand(run, line, written)
     shown = [*re.findall(r"^  user\n    (.*)", after, re.MULTILINE)][1:]
-    assert shown == expected[1 : 1 + len(shown)]
+    assert shown and shown == expected[1 : 1 + len(shown)]
 
 
 def answers_by_hand(run: Path, line: int, texts: list[str]) -> list[str]:

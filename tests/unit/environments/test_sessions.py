@@ -137,7 +137,7 @@ def test_keys_and_names(leader, threads):
     chat = f"{leader.url}{one['path']}/chat/completions"
     body = {"model": "policy", "messages": HELLO}
     for key in (other["key"], API_KEY, "", "sk-x"):
-        assert post(chat, key, body)[0] == 401 and finish(leader, one, {"reward": 1}, key or "none")[0] == 401
+        assert finish(leader, one, {"reward": 1}, key or "none")[0] == 401 == post(chat, key, body)[0]
     for key in ("", one["key"], "wrong"):
         assert post(f"{leader.url}/sessions", key)[0] == 401
     for path in ("x/finish", "x/v1/chat/completions", f"{one['id']}x/finish", "../finish"):
