@@ -18,6 +18,7 @@ from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, parser, role_flags
 from megarl.flags.command_line import CommandLine, named_function, named_policy_loss, read
 from megarl.flags.distill_settings import NONE, with_defaults_of_distillation
+from megarl.flags.environment_settings import SESSIONS
 from megarl.flags.fields import SUPERVISED
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.judge_settings import check_layout
@@ -178,6 +179,8 @@ def with_sources(error: UsageError, argv: list[str], program: str) -> UsageError
 def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, object]) -> combinations.FlagContext:
     """The run that these values of megarl's own flags describe."""
     fields: dict[str, Any] = {flags[name].setting: value for name, value in values.items() if flags[name].setting}
+    if fields.get("agent_sessions"):
+        fields.setdefault("environment", SESSIONS)
     if fields.get("environment") is not None:
         fields.setdefault("reward", expression.ENVIRONMENT)
     if program == "rl" and fields.get("distill", NONE) != NONE:

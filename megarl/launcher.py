@@ -31,7 +31,7 @@ from megarl.stop_signals import STOP_SIGNALS
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
 WRONG_FLAGS = 2  # exit status
-PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve")
+PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve", "replay")
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")

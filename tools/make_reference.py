@@ -30,6 +30,7 @@ FIRST = {"Settings": "Roles, data and tokenizers"}  # title of a class's fields 
 IN_TRAINING = {
     "evaluation": "--eval-prompts",
     "serve_policy": "--serve-policy",
+    "listens": "--serve-policy` or `--agent-sessions",
 }  # condition -> flag that training needs
 TITLES = {
     "options": "Megatron: other flags",

@@ -36,6 +36,11 @@ class TurnTokens:
         """Text of a turn, without the token that ended it and without special tokens."""
         return self._tokenizer.decode(self._without_end(tokens))
 
+    def shown(self, tokens: Sequence[int]) -> str:
+        """Text of any tokens for people to read, special tokens included."""
+        detokenizer = self._vocabulary.detokenizer(tuple(self._tokenizer.special))
+        return "".join([*map(detokenizer.feed, map(int, tokens)), detokenizer.finish()])
+
     def marked_text(self, tokens: Sequence[int], marks: Collection[str]) -> str | None:
         """`text` with the strings of those special tokens that are among `marks`; None: the turn has none of them."""
         ids = self._without_end(tokens)

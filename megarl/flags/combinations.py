@@ -14,6 +14,7 @@ from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
 from megarl.flags.distill_settings import LOSS, NONE, SIBLING
+from megarl.flags.environment_settings import SESSIONS
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.flags.learning_rules import distillation, preferences
 from megarl.flags.settings import Settings, parse_positive_ints
@@ -105,6 +106,9 @@ CONDITIONS: dict[str, Condition] = {
                             "needs --eval-prompts"),
     "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
                               "needs --serve-policy"),
+    "listens": Condition(
+        lambda context: context.program == "serve" or context.settings.serve_policy or context.settings.agent_sessions,
+        "needs --serve-policy or --agent-sessions"),
     "norm": _when(lambda s: s.loss_aggregation == "seq-mean-token-sum-norm",
                   "needs --loss-aggregation seq-mean-token-sum-norm"),
     "kl": _when(lambda s: s.kl_coefficient > 0, "--kl-coefficient is 0"),
@@ -117,6 +121,8 @@ CONDITIONS: dict[str, Condition] = {
     "partial": _when(lambda s: s.partial_rollouts, "needs --partial-rollouts"),
     "overlong": _when(lambda s: s.overlong_buffer > 0, "--overlong-buffer is 0"),
     "environment": _when(lambda s: s.environment is not None, "needs --environment"),
+    "workers": _when(lambda s: s.environment is not None and not s.agent_sessions,
+                     "needs --environment: --agent-sessions has no worker processes"),
     "tool_calls": Condition(
         lambda context: context.program == "serve" or context.settings.serve_policy
         or context.settings.environment is not None,
@@ -351,7 +357,15 @@ def _debug(s: Settings) -> list[FlagRule]:
 
 def _environments(s: Settings) -> list[FlagRule]:
     name = s.environment
+    in_sessions = {
+        "--serve-policy": s.serve_policy, "--over-sampling": s.over_sampling > 1, "--credit turns": s.credit == "turns",
+    }  # fmt: skip
+    not_in_sessions = [flag for flag, is_set in in_sessions.items() if is_set]
     return [
+        FlagRule("--agent-sessions", s.agent_sessions, not s.agent_sessions or name == SESSIONS,
+             "drivers outside of the run are the environment; leave --environment out"),
+        FlagRule("--agent-sessions", s.agent_sessions, not s.agent_sessions or not not_in_sessions,
+             f"not allowed with {', '.join(not_in_sessions)}"),
         FlagRule("--environment", name, name is None or not s.is_scheduled or s.over_sampling == 1,
              "not allowed with --over-sampling where the clock decides (--generation-schedule recorded,"
              " --replay-schedule)"),

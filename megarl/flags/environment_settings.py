@@ -5,6 +5,7 @@ import dataclasses
 from megarl.flags.fields import GENERATING, ROLLOUT, flag, fraction, not_negative, one_of, positive
 from megarl.tool_formats.table import FORMATS
 
+SESSIONS = "agent-sessions"  # name of the environment of --agent-sessions
 CREDITS = ("episode", "turns")
 
 
@@ -15,6 +16,8 @@ class EnvironmentSettings:
     environment: str | None = flag(None, "environment that answers the policy's turns: a built-in name or"
                                     " package.module:factory; a prompt's field environment names another for its"
                                     " line; default: one turn, no environment", programs=GENERATING)  # fmt: skip
+    agent_sessions: bool = flag(False, "episodes are sessions that drivers outside of the run take, and end with a"
+                                " reward, over HTTP at --host and --port")  # fmt: skip
     max_turns: int = positive(8, "turns of an episode", programs=GENERATING, when="environment")
     max_turn_length: int | None = positive(None, "tokens of a turn; --max-response-length holds all turns and"
                                             " observations; default: only that", programs=GENERATING,
@@ -26,7 +29,7 @@ class EnvironmentSettings:
                                   + "; auto (the one in which the chat template writes calls), or"
                                   " package.module:function", programs=ROLLOUT, when="tool_calls")  # fmt: skip
     environment_workers: int = positive(1, "worker processes with environments beside each replica of the rollout",
-                                         programs=GENERATING, when="environment")  # fmt: skip
+                                         programs=GENERATING, when="workers")  # fmt: skip
     environment_timeout: float = positive(120.0, "seconds that reset and each step of an environment may take",
                                            programs=GENERATING, when="environment")  # fmt: skip
     environment_retries: int = not_negative(1, "how often an episode is repeated in a new environment after a crash or"

@@ -22,6 +22,7 @@ from megarl.data.ragged import Ragged
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.rollout.batch_queue import BatchQueue, PolicyVersions
+from megarl.rollout.episodes.episode import key_of
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
 from megarl.rollout.requests import PromptRequest
@@ -116,7 +117,7 @@ class GroupCollector:
         s, draws = self.settings, Counter()
         max_rounds = s.max_sampling_rounds if s.dynamic_sampling else 1
         if self._writer is not None:
-            self._writer.begin(step, len(self.group_buffer))
+            self._writer.begin(step, len(self.group_buffer), self.versions.of_step(step)[0])
         while len(self.group_buffer) < s.prompts_per_step and statistics.rounds < max_rounds:
             wanted = s.prompts_per_step - len(self.group_buffer)
             requests = self._requests_of_round(wanted, draws)  # for more than `wanted` with --over-sampling
@@ -137,7 +138,7 @@ class GroupCollector:
         scores = self._scorer.score(found, step)
         if self._writer is not None:
             with self.timers.phase(self.role_groups.model_role, "save"):
-                self._writer.add(found.lines, found.batch, found.greedy, scores.keep)
+                self._writer.add(found, scores.keep)
         if self._has_versions and found.batch.versions is None:  # all tokens are of this round
             found.batch.versions = torch.full_like(found.batch.tokens, self.partial_rollouts.version, dtype=torch.int32)
         self.group_buffer.add(found.batch, scores.keep)
@@ -183,7 +184,22 @@ class GroupCollector:
             prompts = [request._replace(partial=()) for request in requests]
             greedy = self.rollout.generate(prompts, 1, step, temperature=0, prompt_set=self.prompts)
             statistics.tokens += int(greedy.response_mask.sum())
-        return GenerationRound(lines=[request.line for request in requests], batch=batch, greedy=greedy)
+        draws = [(step if request.step is None else request.step, request.draw_index) for request in requests]
+        records = None if self._writer is None else self._take_records(requests, draws)
+        lines = [request.line for request in requests]
+        return GenerationRound(lines=lines, batch=batch, greedy=greedy, draws=draws, records=records)
+
+    def _take_records(self, requests: list[PromptRequest], draws: list[tuple[int, int]]) -> dict[int, dict] | None:
+        """What the environments of these groups did, by sequence id; None without environments."""
+        episodes, samples = self.rollout.episodes, self.settings.samples_per_prompt
+        if episodes is None:
+            return None
+        keys = [
+            key_of(step, request.line, draw * samples + sample)
+            for request, (step, draw) in zip(requests, draws, strict=True)
+            for sample in range(samples)
+        ]
+        return episodes.take_records(keys)
 
     def _take_earliest(
         self, requests: list[PromptRequest], batch: Batch, step: int, statistics: SamplingStatistics, wanted: int

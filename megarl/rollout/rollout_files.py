@@ -2,10 +2,12 @@
 
 `DIR/rollouts/step_%08d/` holds what was generated for a step: one round, or several with dynamic sampling. Each replica
 of the rollout writes `round_00_replica_00000.safetensors` with the fields of `Batch` that generation has filled, with
-`--greedy-baseline` also `round_00_greedy_00000.safetensors`. `manifest.json`, written last, has the lines of the
-prompts, which groups were kept, and size and SHA-256 of every file. A run in any layout can read them.
+`--greedy-baseline` also `round_00_greedy_00000.safetensors`, and with environments `round_00_episodes_00000.jsonl`,
+with what these have answered (`episodes/record.py`). `manifest.json`, written last, has the lines of the prompts, which
+groups were kept, and size and SHA-256 of every file. A run in any layout can read them.
 """
 
+import json
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -24,16 +26,17 @@ from megarl.mcore import device
 from megarl.observe.files import step_name, sync_directory
 from megarl.observe.terminal import ranges_text
 from megarl.rollout.replica_batch import gather_layers, own_share
+from megarl.rollout.round_scores import GenerationRound
 
 FOLDER, WRITING = "rollouts", ".writing-"
-RESPONSES, GREEDY = "replica", "greedy"  # kinds of files
+RESPONSES, GREEDY, EPISODES = "replica", "greedy", "episodes"  # kinds of files
 
 
 class RolloutRecord(NamedTuple):
     """What a manifest says about the responses generated for a step."""
 
     folder: Path
-    rounds: list[dict]  # {"lines": of the prompts, "kept": bool of each group, "files": names by kind}
+    rounds: list[dict]  # {"lines": of the prompts, "kept": bool of each group, "files": names by kind, "draws": …}
     waiting: int  # groups that waited from earlier steps when the first round began
     order: dict  # state of `PromptOrder` after the last round
     tokens: int  # generated in all rounds
@@ -58,26 +61,24 @@ class RolloutWriter:
             for unfinished in self.folder.glob(f"{WRITING}*"):
                 shutil.rmtree(unfinished)
 
-    def begin(self, step: int, waiting: int):
-        """Begins the rollout of a step, for which `waiting` groups of earlier steps are there."""
-        self._step, self._waiting = step, waiting
+    def begin(self, step: int, waiting: int, version: int):
+        """Begins the rollout of a step, for which `waiting` groups of earlier steps are there. `version`: of the policy
+        with which it begins."""
+        self._step, self._waiting, self._version = step, waiting, version
         self._rounds: list[dict] = []
         self._files: dict[str, dict] = {}  # name -> seal, of this replica's files
         self._layers: list[int] | None = None
         self._longest = 0  # tokens of a sequence of this replica
 
-    def add(self, lines: list[int], responses: Batch | None, greedy: Batch | None, kept: torch.Tensor):
-        """Writes a round: this replica's share of the responses to the prompts of these lines.
-
-        Args:
-            greedy: this replica's share of the greedy responses; None without them.
-            kept: [G] bool, groups that the filter keeps.
-        """
-        kinds = [RESPONSES] + [GREEDY] * (greedy is not None)
+    def add(self, found: GenerationRound, kept: torch.Tensor):
+        """Writes a round: this replica's share of it. `kept` [G] bool: groups that the filter keeps."""
+        kinds = [RESPONSES] + [GREEDY] * (found.greedy is not None)
         if self.role_groups.is_member:
-            for kind, batch in zip(kinds, (responses, greedy), strict=False):
+            for kind, batch in zip(kinds, (found.batch, found.greedy), strict=False):
                 self._write(kind, batch)
-        self._rounds.append({"lines": lines, "kept": kept.tolist(), "kinds": kinds})
+            if found.records is not None and self.role_groups.is_leader:
+                self._write_records(found.records)
+        self._rounds.append({"lines": found.lines, "kept": kept.tolist(), "kinds": kinds, "draws": found.draws})
 
     def _write(self, kind: str, batch: Batch):
         gathered = gather_layers(batch, self.layers if kind == RESPONSES else None, self.role_groups)
@@ -87,11 +88,21 @@ class RolloutWriter:
         if kind == RESPONSES:
             self._layers = layers
         self._longest = max([self._longest, *whole.lengths.tolist()])
-        writing = self.folder / f"{WRITING}{step_name(self._step)}"
-        writing.mkdir(parents=True, exist_ok=True)
-        path = writing / file_name(len(self._rounds), kind, self.role_groups.dp_rank)
+        path = self._path(kind)
         save_file({name: getattr(whole, name).contiguous() for name in whole.present()}, path)
         self._files[path.name] = manifests.seal(path)
+
+    def _write_records(self, records: dict[int, dict]):
+        path = self._path(EPISODES)
+        rows = [{"sequence": sequence, **records[sequence]} for sequence in sorted(records)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        self._files[path.name] = manifests.seal(path)
+
+    def _path(self, kind: str) -> Path:
+        """This replica's file of the running round, in a folder that is there."""
+        writing = self.folder / f"{WRITING}{step_name(self._step)}"
+        writing.mkdir(parents=True, exist_ok=True)
+        return writing / file_name(len(self._rounds), kind, self.role_groups.dp_rank)
 
     def commit(self, order: dict, tokens: float, metrics: dict[str, float]):
         """Gives the step's rollout its name, once all replicas have written it. Arguments as of `RolloutRecord`."""
@@ -103,6 +114,7 @@ class RolloutWriter:
             entries = {
                 "program": "train_rl", "step": self._step, "world_size": dist.get_world_size(), **self.facts,
                 "replicas": len(role_groups.replicas), "layers": self._layers, "waiting": self._waiting, "order": order,
+                "version": self._version,
                 "tokens": tokens, "metrics": metrics, "longest": max(longest for _, longest in written),
                 "rounds": self._rounds, "files": {name: seal for files, _ in written for name, seal in files.items()},
             }  # fmt: skip
@@ -111,7 +123,8 @@ class RolloutWriter:
 
 def file_name(number: int, kind: str, dp_rank: int) -> str:
     """Name of a replica's file of a round."""
-    return f"round_{number:02d}_{kind}_{dp_rank:05d}.safetensors"
+    ending = "jsonl" if kind == EPISODES else "safetensors"
+    return f"round_{number:02d}_{kind}_{dp_rank:05d}.{ending}"
 
 
 def _commit(folder: Path, name: str, entries: dict):

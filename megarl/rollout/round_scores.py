@@ -34,6 +34,8 @@ class GenerationRound(NamedTuple):
     batch: Batch | None = None  # this rank's share of the responses; None outside the rollout
     greedy: Batch | None = None  # of the greedy responses, one to each prompt; None without `--greedy-baseline`
     kept: list[bool] | None = None  # groups that the filter kept when a saved round was generated
+    draws: list[tuple[int, int]] | None = None  # of each group: step that drew its line, and how often it had before
+    records: dict[int, dict] | None = None  # with `--save-rollouts`, of this replica's episodes by sequence id
 
 
 class RoundScores(NamedTuple):

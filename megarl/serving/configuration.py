@@ -14,7 +14,7 @@ from megarl.tool_formats.by_template import FALLBACK, name_of
 from megarl.tool_formats.table import AUTO, FORMATS
 
 if TYPE_CHECKING:  # it imports torch
-    from megarl.arguments import RunConfig
+    from megarl.arguments import RunConfig, Settings
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `serve`
 MIN_KEY_LENGTH = 16  # characters
@@ -64,13 +64,8 @@ def check_server_flags(config: "RunConfig") -> Keys:
         The keys, whose files are read for this.
     """
     s, rollout = config.settings, config.roles["rollout"].megatron
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(f"the server needs {', '.join(missing)}: install the extra `serve` (megarl[serve])")
-    api_keys = _read_keys("--api-key-file", s.api_key_file)
+    api_keys = check_listening(s)
     admin_keys = _read_keys("--admin-key-file", s.admin_key_file)
-    if not _is_loopback(s.host) and not api_keys:
-        raise UsageError(f"--host {s.host}: others can reach it; needs --api-key-file, or a loopback address")
     if s.weights_folder is not None and not Path(s.weights_folder).is_dir():
         raise UsageError(f"--weights-folder {s.weights_folder}: no such folder")
     if s.weights_folder is not None and not admin_keys:
@@ -81,6 +76,17 @@ def check_server_flags(config: "RunConfig") -> Keys:
     if s.serve_routes and (not rollout.num_experts or rollout.pipeline_model_parallel_size > 1):
         raise UsageError("--serve-routes: needs a model with experts (--num-experts) on one pipeline stage")
     return Keys(api_keys, admin_keys)
+
+
+def check_listening(settings: "Settings") -> list[str]:
+    """Checks packages and address of a process that listens; returns the keys of `--api-key-file`. UsageError."""
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"the server needs {', '.join(missing)}: install the extra `serve` (megarl[serve])")
+    api_keys = _read_keys("--api-key-file", settings.api_key_file)
+    if not _is_loopback(settings.host) and not api_keys:
+        raise UsageError(f"--host {settings.host}: others can reach it; needs --api-key-file, or a loopback address")
+    return api_keys
 
 
 def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> FrontendConfig:

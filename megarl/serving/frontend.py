@@ -24,9 +24,9 @@ from megarl.child_process import parent
 from megarl.errors import UsageError
 from megarl.serving import links
 from megarl.serving.app import build_app
-from megarl.serving.configuration import FrontendConfig
 from megarl.serving.connections import LimitedProtocol, max_connections
 from megarl.serving.context import ServingContext
+from megarl.serving.listening import HttpServer, listen_to_clients
 from megarl.serving.replica_pool import ReplicaState
 
 _LAST_SECONDS = 1.0  # for answers to leave when the process ends in an error
@@ -34,15 +34,6 @@ _BACKLOG = 1024  # connections that wait to be accepted
 _SWITCH_SECONDS = 2e-4  # that a thread which reads from a leader waits for the interpreter; Python's own are 5e-3
 
 log = logging.getLogger(__name__)
-
-
-class HttpServer(uvicorn.Server):
-    """Uvicorn's server without its signal handlers."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):
-        """Leaves signals alone."""
-        yield
 
 
 class Frontend:
@@ -144,17 +135,6 @@ class Frontend:
         self._http.should_exit = True
 
 
-def _listen_to_clients(config: FrontendConfig) -> tuple[socket.socket, str]:
-    """(socket, its URL). UsageError for an address that cannot be used."""
-    host, port = config.settings.host, config.settings.port
-    try:
-        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        http = socket.create_server(address, family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise UsageError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from None
-    return http, f"http://{f'[{host}]' if ':' in host else host}:{http.getsockname()[1]}"
-
-
 def main() -> int:
     """Runs the process; returns its exit status."""
     rank_0 = parent(dies_with_thread=False)  # clients get an answer when rank 0 is gone
@@ -164,7 +144,7 @@ def main() -> int:
     try:
         config = rank_0.recv()
         context = ServingContext(config)
-        http, url = _listen_to_clients(config)
+        http, url = listen_to_clients(config.settings)
         listener, key = Listener(config.ranks_address, backlog=_BACKLOG), secrets.token_bytes(32)
         rank_0.send((url, listener.address, key))
     except UsageError as error:

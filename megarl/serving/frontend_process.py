@@ -132,29 +132,29 @@ def start_frontend(
             replicas = len(role_groups.replicas)
             config = dataclasses.replace(
                 config, model_name=model_name, vocab_size=vocab_size, replicas=replicas,
-                ranks_address=_ranks_address(stack),
+                ranks_address=ranks_address(stack),
             )  # fmt: skip
             child = Child("megarl.serving.frontend")
-            stack.callback(_end, child)
+            stack.callback(end_process, child)
             child.send(config)
-            found = [_answer(child)]
+            found = [answer_of(child)]
         dist.broadcast_object_list(found, src=0)
         url, address, key = found[0]
         link = links.Link(links.connect(address, key)) if role_groups.is_leader else None
         yield FrontendProcess(url, link, child, role_groups, may_end, config.settings.drain_seconds)
-        status = _end(child) if child else 0
+        status = end_process(child) if child else 0
         if status and not may_end:
             raise RuntimeError(f"the HTTP process ended with status {status}")
 
 
-def _ranks_address(stack: contextlib.ExitStack) -> links.Address:
+def ranks_address(stack: contextlib.ExitStack) -> links.Address:
     """Where leaders connect: a Unix socket in a private folder if all ranks are on this node."""
     if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")) == os.environ.get("WORLD_SIZE"):
         return str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-"))) / "leaders")
     return socket.gethostbyname(os.environ["MASTER_ADDR"]), 0
 
 
-def _answer(child: Child) -> tuple[str, links.Address, bytes]:
+def answer_of(child: Child) -> tuple[str, links.Address, bytes]:
     """(URL, address and key for leaders) of the process. UsageError if its configuration is wrong."""
     try:
         found = child.connection.recv()
@@ -165,7 +165,7 @@ def _answer(child: Child) -> tuple[str, links.Address, bytes]:
     return found
 
 
-def _end(child: Child) -> int | None:
+def end_process(child: Child) -> int | None:
     """Ends the process; it first answers its requests that there are no ranks any more. Returns its exit status."""
     child.connection.close()
     if child.status(END_SECONDS) is None:

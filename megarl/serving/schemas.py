@@ -176,7 +176,15 @@ class PlainMessage(StrictModel):
     name: Name | None = None
 
 
-class AssistantMessage(StrictModel):
+class TokenFields(StrictModel):
+    """Tokens of an answer in a session of a training run, which clients send back; they are not read."""
+
+    prompt_token_ids: TokenIds | None = None
+    generation_token_ids: TokenIds | None = None
+    generation_log_probs: Annotated[list[float], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
+
+
+class AssistantMessage(TokenFields):
     """What the assistant has said; the fields of an answer that are null may stay."""
 
     role: Literal["assistant"]

@@ -1,5 +1,7 @@
 """Checks of a run's environments before any work starts."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from megarl.arguments import Settings
@@ -9,15 +11,28 @@ from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
 from megarl.environments.check import AGENT, KINDS, check_factories
 from megarl.errors import UsageError
+from megarl.serving.configuration import check_listening
 from megarl.tool_formats.by_template import name_of
 from megarl.tool_formats.table import load_format
+
+if TYPE_CHECKING:
+    from megarl.environments.sessions.front import SessionsConfig
 
 
 def check_environment_flags(settings: Settings):
     """UsageError for an environment of the flags that cannot be made, or a parser of tool calls that does not exist."""
     if settings.environment:
         load_format(name_of(settings.tool_call_parser, None))
-        _kinds(settings, [settings.environment])
+        if not settings.agent_sessions:
+            _kinds(settings, [settings.environment])
+
+
+def sessions_of(settings: Settings) -> "SessionsConfig":
+    """The configuration of `--agent-sessions`. UsageError for missing packages or keys."""
+    api_keys = check_listening(settings)
+    from megarl.environments.sessions.front import sessions_config  # needs these packages
+
+    return sessions_config(settings, api_keys)
 
 
 def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[str, PromptSet]):
@@ -27,7 +42,10 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
         return
     named = {name for prompts in prompt_sets.values() for name in named_in(prompts, encoder)}
     others = sorted(named - {settings.environment})
-    kinds = {*_kinds(settings, [settings.environment]), *(_kinds(settings, others) if others else [])}
+    if settings.agent_sessions and others:
+        raise UsageError(f"--agent-sessions: the environments of lines are not used, and some name {others[0]}")
+    own = [AGENT] if settings.agent_sessions else _kinds(settings, [settings.environment])
+    kinds = {*own, *(_kinds(settings, others) if others else [])}
     form = load_format(name_of(settings.tool_call_parser, encoder.template))
     # A history that the template rewrites is a new row of an agent.
     check_template(encoder, tuple(sorted(kinds - {AGENT})), form.call_id)

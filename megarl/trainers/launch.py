@@ -48,7 +48,7 @@ def launch(train, program: str):
         status = train(config, timers)
         heartbeat.finish()
     except UsageError as error:
-        _refuse(rank, arguments.with_sources(error, sys.argv[1:], program))
+        refuse(rank, arguments.with_sources(error, sys.argv[1:], program))
         restart.note_end(rank, "wrong input")
         sys.exit(2)
     except RunStopped as error:
@@ -80,7 +80,7 @@ def _adopt_slurm_task():
         torch.set_num_threads(slurm.threads_per_rank(os.environ, cores()))
 
 
-def _refuse(rank: int, error: UsageError):
+def refuse(rank: int, error: UsageError):
     """Prints the line of wrong input on one rank.
 
     The others wait: a launcher kills all ranks when one ends, and the line must come first. A rank that waits in vain

@@ -20,7 +20,7 @@ from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers import lead
-from megarl.trainers.environment_inputs import check_environment_flags, check_environments
+from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.schedule_inputs import read_schedule
@@ -44,6 +44,7 @@ class RLInputs:
         check_environment_flags(s)
         self.reward_factory = RewardFactory(config)
         keys = check_server_flags(config) if s.serve_policy else None
+        self.sessions = sessions_of(s) if s.agent_sessions else None
         self.encoder = encoder = build_role_encoder(config.roles["actor"], s)
         self.tokenizer = encoder.tokenizer
         check_ends(s, encoder.tokenizer)

@@ -33,6 +33,7 @@ from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
 from megarl.trainers.policy_service import PolicyService
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
+from megarl.trainers.session_front import SessionFront
 from megarl.trainers.setup import read_inputs
 from megarl.trainers.step_records import StepRecord, StepRecords
 from megarl.trainers.token_samples import TokenSamples
@@ -54,6 +55,7 @@ class RLTrainer(Trainer):
             for folder, problem in damaged.items():
                 raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
+        self.session_front: SessionFront | None = None
         self._build_roles(config, timers)
         # With `--debug-train-only`, too, what these ranks report of batches in the checkpoint is in the checkpoint.
         self._is_ahead = mesh.rank in leading_ranks(self.settings, config.roles) and not self.trained_models()
@@ -133,7 +135,13 @@ class RLTrainer(Trainer):
             actor = self.config.roles["actor"]
             vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
             trained = load_policy(actor, mesh["actor"], vocab_size, self.inputs.frozen_policy)
-        episodes = EpisodeRunner(s, mesh["rollout"], self.inputs.encoder, self.folder) if s.environment else None
+        episodes = None
+        if s.environment:
+            inputs = self.inputs
+            if inputs.sessions is not None:
+                self.session_front = SessionFront(inputs.sessions, s, mesh["rollout"], inputs.encoder)
+            sessions = self.session_front and self.session_front.pool
+            episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
         schedule = self.inputs.schedule
         return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule)
 
@@ -319,6 +327,8 @@ class RLTrainer(Trainer):
         self.reward.verifiers.close()
         if self.rollout.episodes:
             self.rollout.episodes.close()
+        if self.session_front:
+            self.session_front.close()
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "
             print(f"held-out accuracy: {before}{self._accuracy_after:.4f} after {self.step} steps", flush=True)

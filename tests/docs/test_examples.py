@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -15,7 +17,8 @@ from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
 from tests.helpers import documents
 from tests.helpers.played_environments import play
-from tests.helpers.programs import ROOT, metrics, rl_argv, samples, train
+from tests.helpers.programs import ROOT, environment, metrics, rl_argv, samples, train
+from tests.helpers.session_driver import free_port
 from tools._metric_catalog import METRICS
 
 DOCS = ROOT / "docs"
@@ -70,7 +73,7 @@ ASKS = (
 @pytest.mark.parametrize("name, environment", [("guess", "guess:agent"), ("fixer", "fixer:fixer")])
 def test_the_agents_of_the_page_run_unchanged(name, environment, tmp_path, plug_ins):
     blocks = [b.text for b in documents.blocks(documents.text_of(DOCS / "agents.md")) if b.language == "python"]
-    for module, code in zip(("guess", "fixer"), blocks, strict=True):
+    for module, code in zip(("guess", "fixer"), blocks[:2], strict=True):
         (plug_ins / f"{module}.py").write_text(code)
     (plug_ins / "agent.py").write_text(ASKS)
     flags = f"--environment {environment} --max-turns 2 --max-prompt-length 60 --max-response-length 100"
@@ -79,6 +82,27 @@ def test_the_agents_of_the_page_run_unchanged(name, environment, tmp_path, plug_
     row = metrics(tmp_path)[1]
     assert row["environment/failures"] == 0 and row["agent/rows_per_episode"] == 1
     assert row["environment/turns_mean"] <= 2 and row["reward/mean"] < 0.01 + (name == "guess")
+
+
+@pytest.mark.long
+def test_the_driver_of_the_page_runs_unchanged(tmp_path):
+    _, _, code = (b.text for b in documents.blocks(documents.text_of(DOCS / "agents.md")) if b.language == "python")
+    port = free_port()
+    assert code.count(":8000") == 1
+    (tmp_path / "driver.py").write_text(code.replace(":8000", f":{port}"))
+    waits = f"import socket, time, runpy\nwhile socket.socket().connect_ex(('127.0.0.1', {port})): time.sleep(0.05)\n"
+    command = [sys.executable, "-c", f"{waits}runpy.run_path({str(tmp_path / 'driver.py')!r})"]
+    driver = subprocess.Popen(command, env=environment())
+    try:
+        flags = f"--agent-sessions --port {port} --max-turns 2 --max-tokens-per-microbatch 500 --train-iters 1"
+        few = "--prompts-per-step 2 --samples-per-prompt 2 --minibatch-size 4 --max-response-length 20"
+        train("rl", rl_argv(tmp_path / "run", f"{flags} {few}"))
+        assert driver.wait(60) == 0
+    finally:
+        driver.kill()
+        driver.wait()
+    row = metrics(tmp_path / "run")[1]
+    assert row["environment/failures"] == 0 and row["environment/turns_mean"] == 1
 
 
 def shown_plans() -> list[tuple[list[str], str]]:

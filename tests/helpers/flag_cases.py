@@ -31,6 +31,7 @@ STATES = (  # a model with recurrent states, whose prefixes are kept
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
     "environment": "--environment x:y", "tool_calls": "--environment x:y",
+    "workers": "--environment x:y", "listens": "--agent-sessions",
     "critic": "", "reference": "", "kl": "", "refreshes": "--reference-update-interval 2",
     "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
     "jsd": "--distill loss --distill-divergence jsd", "context": CONTEXT,
@@ -62,7 +63,8 @@ HOLDS = {
 FAILS = {
     "estimator:whiten": ONLINE, "preference": "",
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
-    "environment": "", "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
+    "environment": "", "workers": "--agent-sessions", "listens": "",
+    "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
     "context": "--distill loss",
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "refreshes": "",
     "average": "--ema-decay 0.5",

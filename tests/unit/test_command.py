@@ -16,7 +16,7 @@ ROOT = Path(megarl.__file__).parents[1]
 @pytest.mark.parametrize(("name", "line"), [
     ("train_lr", "train_lr: unknown program; did you mean train_rl?"),
     ("make_prompt", "make_prompt: unknown program; did you mean make_prompts?"),
-    ("x", "x: unknown program; allowed: train_rl, train_sft, train_reward, train_preference, evaluate, serve, plan, "),
+    ("x", f"x: unknown program; allowed: {', '.join(launcher.PROGRAMS)}, plan, "),
 ])  # fmt: skip
 def test_an_unknown_program_is_one_line(name, line, capsys):
     assert command.main([name, "--seed", "1"]) == 2
@@ -28,7 +28,7 @@ def test_the_launcher_refuses_an_unknown_program_before_it_imports_it(capsys):
     assert launcher.main(["--nproc-per-node", "1", "errors"]) == 2
     assert capsys.readouterr().err == (
         "megarl: error: errors: unknown program; "
-        "allowed: train_rl, train_sft, train_reward, train_preference, evaluate, serve\n"
+        "allowed: train_rl, train_sft, train_reward, train_preference, evaluate, serve, replay\n"
     )
 
 

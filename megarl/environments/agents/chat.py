@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from starlette.responses import Response
 
-from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, written
+from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, token_fields, written
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
@@ -46,8 +46,8 @@ async def complete_chat(session: Session, request: AgentChatRequest) -> Response
         with_usage = bool(request.stream_options and request.stream_options.include_usage)
         return respond(list(_chunks(common, replies, with_usage)), streams=True)
     choices = [
-        {"index": index, "message": {"refusal": None, **_message(reply)}, "logprobs": None,
-         "finish_reason": finish_reason(reply)}
+        {"index": index, "message": {"refusal": None, **_message(reply), **token_fields(session, reply)},
+         "logprobs": None, "finish_reason": finish_reason(reply)}
         for index, reply in enumerate(replies)
     ]  # fmt: skip
     return respond([{**common, "object": "chat.completion", "choices": choices, "usage": usage(replies)}])

@@ -39,6 +39,17 @@ async def written(session: Session, ask: Ask) -> Reply:
     return reply
 
 
+def token_fields(session: Session, reply: Reply) -> dict[str, Any]:
+    """The tokens of a turn as NeMo Gym names them, for drivers outside of the run; nothing for its own agents."""
+    if not session.shows_tokens:
+        return {}
+    return {
+        "prompt_token_ids": list(reply.prompt),
+        "generation_token_ids": list(reply.tokens),
+        "generation_log_probs": list(reply.logprobs),
+    }
+
+
 def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
     """A tool as chat templates read it."""
     function = {"name": name, "description": description or "", "parameters": parameters or {}}

@@ -43,7 +43,7 @@ class Endpoint:
     @classmethod
     async def open(cls, session: Session) -> "Endpoint":
         """Opens the endpoint of a session."""
-        app = _KeyCheck(_application(), session)
+        app = _KeyCheck(application(), session)
         config = uvicorn.Config(
             app, ws="none", loop="asyncio", lifespan="off", access_log=False, log_config=None, server_header=False,
             proxy_headers=False,
@@ -76,21 +76,25 @@ class _KeyCheck:
         """The ASGI application."""
         if scope["type"] != "http":
             return None
-        headers = dict(scope["headers"])
-        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        if not hmac.compare_digest(given, self._session.key.encode()):
+        if not hmac.compare_digest(given_key(scope), self._session.key.encode()):
             error = RequestError(401, "the key is not that of this episode", code="invalid_api_key")
-            return await _response(error, scope["path"])(scope, receive, send)
+            return await error_response(error, scope["path"])(scope, receive, send)
         with contextlib.suppress(asyncio.CancelledError):  # the endpoint was closed: nobody waits for the answer
             await self._app({**scope, "session": self._session}, receive, send)
         return None
 
 
+def given_key(scope: dict[str, Any]) -> bytes:
+    """The key of a request: as OpenAI's clients send it, or Anthropic's; nothing without one."""
+    headers = dict(scope["headers"])
+    return headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+
+
 @cache
-def _application():
-    """The routes; the request's scope has the session."""
+def application(max_bytes: int = MAX_BODY_BYTES, seconds: float = _HEAD_SECONDS):
+    """The routes; the request's scope has the session. `max_bytes`, `seconds`: of a request's body."""
     api = FastAPI(title="megarl agent", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_error_handlers(api)
+    add_error_handlers(api)
 
     @api.post("/v1/chat/completions")
     async def chat(body: AgentChatRequest, request: Request):
@@ -112,32 +116,34 @@ def _application():
     async def model(name: str):
         return _card(name)
 
-    return OneLength(BodyAndDisconnect(api, MAX_BODY_BYTES, _HEAD_SECONDS))
+    return OneLength(BodyAndDisconnect(api, max_bytes, seconds))
 
 
 def _card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
 
 
-def _add_error_handlers(api: FastAPI):
+def add_error_handlers(api: FastAPI):
+    """Answers errors as OpenAI does, and as Anthropic does where its clients ask."""
+
     @api.exception_handler(RequestError)
     async def request_error(request: Request, error: RequestError):
-        return _response(error, request.url.path)
+        return error_response(error, request.url.path)
 
     @api.exception_handler(RequestValidationError)
     async def wrong_request(request: Request, error: RequestValidationError):
-        return _response(validation_error(error.errors()), request.url.path)
+        return error_response(validation_error(error.errors()), request.url.path)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException):
-        return _response(RequestError(error.status_code, str(error.detail)), request.url.path)
+        return error_response(RequestError(error.status_code, str(error.detail)), request.url.path)
 
     @api.exception_handler(Exception)
     async def fault(request: Request, _: Exception):
-        return _response(internal(), request.url.path)
+        return error_response(internal(), request.url.path)
 
 
-def _response(error: RequestError, path: str) -> JSONResponse:
+def error_response(error: RequestError, path: str) -> JSONResponse:
     """An error as the clients of the path understand it."""
     if path != _ANTHROPIC:
         return error.response

@@ -15,13 +15,14 @@ from megarl.environments.agents.dialect import (
     name_forced_call,
     name_ignored,
     respond,
+    token_fields,
     tool_call,
     written,
 )  # fmt: skip
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
-from megarl.serving.schemas import FreeObject, Name, StrictModel, Text
+from megarl.serving.schemas import FreeObject, Name, StrictModel, Text, TokenFields
 from megarl.serving.tokenization import call_arguments
 
 _IGNORED = ("temperature", "top_p")
@@ -36,7 +37,7 @@ class InputText(StrictModel):
     logprobs: list[Any] | None = None
 
 
-class InputMessage(StrictModel):
+class InputMessage(TokenFields):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -47,7 +48,7 @@ class InputMessage(StrictModel):
     phase: Name | None = None
 
 
-class CallItem(StrictModel):
+class CallItem(TokenFields):
     """A call that the assistant has made."""
 
     type: Literal["function_call"]
@@ -70,7 +71,7 @@ class CallOutput(StrictModel):
     status: Name | None = None
 
 
-class ReasoningItem(StrictModel):
+class ReasoningItem(TokenFields):
     """Thoughts of an earlier answer; the policy's own tokens have them."""
 
     type: Literal["reasoning"]
@@ -122,6 +123,7 @@ async def complete_response(session: Session, request: ResponsesRequest) -> Resp
     name_forced_call(request.tool_choice)
     reply = await written(session, _ask(request))
     answer = _answer(request, reply)
+    answer["output"][-1] |= token_fields(session, reply)  # where NeMo Gym looks for them
     if request.stream:
         return respond(list(_events(answer)), streams=True, ends=b"")
     return respond([answer])

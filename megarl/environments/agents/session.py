@@ -33,6 +33,7 @@ class Session:
         self.key = f"sk-{secrets.token_hex(24)}"  # that the agent's requests must have
         self.exchanges: list[Exchange] = []
         self.refused = 0  # requests that a budget has refused
+        self.shows_tokens = False  # answers have the tokens of turns, for drivers outside of the run
         self.spent = asyncio.Event()  # requests get no turns any more, and the agent does not end by itself
         self._without_turn = 0  # requests
         self._send, self._numbers = send, itertools.count()
@@ -74,7 +75,7 @@ class Session:
             number = next(self._numbers)
             self._worked += self.idle_seconds
             reply = self._pending[number] = asyncio.get_running_loop().create_future()
-            reply.add_done_callback(lambda done: None if done.cancelled() else self._note(ask, done.result()))
+            reply.add_done_callback(lambda done: self._note(ask, done))
             self._send(number, ask)
         try:
             return await asyncio.shield(reply)
@@ -89,7 +90,10 @@ class Session:
             future.set_result(reply)
         self._idle_since = asyncio.get_running_loop().time()
 
-    def _note(self, ask: Ask, reply: Reply):
+    def _note(self, ask: Ask, done: asyncio.Future[Reply]):
+        if done.cancelled() or done.exception() is not None:
+            return
+        reply = done.result()
         if reply.turn is not None:
             self.exchanges.append(Exchange(ask, reply))
             return
@@ -105,8 +109,11 @@ class Session:
         inner = {path[:count] for path in paths for count in range(1, len(path))}
         return [messages for messages, path in zip(whole, paths, strict=True) if path not in inner]
 
-    def close(self):
-        """Ends the requests that wait."""
+    def close(self, error: Exception | None = None):
+        """Ends the requests that wait. `error`: what they get; None: their connections are closed."""
         for future in self._pending.values():
-            future.cancel()
+            if error is None:
+                future.cancel()
+            elif not future.done():
+                future.set_exception(error)
         self._pending.clear()

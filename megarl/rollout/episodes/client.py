@@ -11,6 +11,7 @@ from megarl.environments.agents.exchange import Reply
 from megarl.environments.journal import Journal
 from megarl.environments.pool import Asked, EnvironmentPool, Event, PoolOptions, TurnText
 from megarl.environments.protocol import Observation, Task, Turn
+from megarl.environments.sessions.pool import SessionPool
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion
 from megarl.rollout.episodes.agent_episode import AgentEnd
@@ -46,7 +47,7 @@ class EnvironmentClient:
 
     def __init__(
         self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, max_prompt_length: int,
-        journal: Path | None, replica: int, replicas: int,
+        journal: Path | None, replica: int, replicas: int, pool: EnvironmentPool | SessionPool | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -54,9 +55,10 @@ class EnvironmentClient:
             max_prompt_length: tokens that a prompt may have with the tools and what `reset` adds.
             journal: folder of the replicas' journals; None: nothing is kept.
             replica, replicas: number of this replica, and how many there are.
+            pool: has the episodes; None: one with these options.
         """
         self.journal = None if journal is None else Journal(journal, replica, replicas)
-        self.pool = EnvironmentPool(options, self.journal)
+        self.pool: EnvironmentPool | SessionPool = pool or EnvironmentPool(options, self.journal)
         self.statistics = EpisodeStatistics()
         self._turn_tokens, self._limits = turn_tokens, limits
         self._max_prompt_length = max_prompt_length

@@ -37,6 +37,7 @@ class AgentTurn:
     root_length: int  # tokens of the prompt with which its row begins
     depth: int  # turns before it
     is_rewritten: bool  # its history rewrites turns of the policy
+    stream: int = 0  # names its random numbers
     tokens: list[int] | None = None
     turn: Turn | None = None
     reply: Reply | None = None
@@ -142,17 +143,17 @@ class MessageTree:
             error = f"This model's maximum context length is exceeded: {limit} are used up"
             return Reply(None, error=error, code=CONTEXT_LENGTH, is_budget=True)
         turn.waiting.append(place)
-        stream = turn_key(self._key, turn.prompt, sum(other.prompt == turn.prompt for other in self._turns))
+        turn.stream = turn_key(self._key, turn.prompt, sum(other.prompt == turn.prompt for other in self._turns))
         self._turns.append(turn)
         self._by_ask[key] = turn
-        return self._to_generate(turn, stream)
+        return self._to_generate(turn)
 
-    def _to_generate(self, turn: AgentTurn, stream: int) -> TurnRequest:
+    def _to_generate(self, turn: AgentTurn) -> TurnRequest:
         parent = turn.parent
         known = 0 if parent is None else len(parent.prompt) + len(parent.tokens or ())
         return TurnRequest(
             number=self.number, turn=turn.number, parent=None if parent is None else parent.number,
-            tokens=turn.prompt[known:], limit=turn.limit, key=stream, stops=turn.ask.stops,
+            tokens=turn.prompt[known:], limit=turn.limit, key=turn.stream, stops=turn.ask.stops,
         )  # fmt: skip
 
     def write(self, number: int, tokens: list[int], logprobs: list[float], finished: bool) -> list[tuple[Place, Reply]]:
@@ -191,7 +192,7 @@ class MessageTree:
             depth, root_length = (0, len(prompt)) if parent is None else (parent.depth + 1, parent.root_length)
             turn = AgentTurn(
                 number, parent, ask, prompt, fact["limit"], of_ask["is_run_limit"], root_length, depth,
-                of_ask["is_rewritten"], is_asked=False,
+                of_ask["is_rewritten"], fact["key"], is_asked=False,
             )  # fmt: skip
             self._turns.append(turn)
             self._by_ask[ask.key, sum(other.ask == ask for other in self._turns[:-1])] = turn

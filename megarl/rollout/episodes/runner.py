@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from megarl.data.stop_strings import StopMatcher
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
+from megarl.environments.sessions.pool import SessionPool
 from megarl.errors import TooManyFailures
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
@@ -32,6 +34,7 @@ from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
+from megarl.rollout.episodes.record import record_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.episodes.turn_bank import TurnBank
@@ -81,18 +84,29 @@ def _key_in(requests: RoundRequests, number: int) -> str:
 class EpisodeRunner:
     """The environments of a replica of the rollout, on all of its ranks; only the leader has the processes."""
 
-    def __init__(self, settings: Settings, role_groups: RoleGroups, encoder: Encoder, run: Path | None = None):
-        """`encoder`: the policy's; `run`: folder of the run, which keeps finished steps of environments until the next
-        checkpoint; None: they are not kept."""
+    def __init__(
+        self, settings: Settings, role_groups: RoleGroups, encoder: Encoder, run: Path | None = None,
+        sessions: SessionPool | None = None,
+    ):  # fmt: skip
+        """
+        Args:
+            encoder: the policy's.
+            run: folder of the run, which keeps finished steps of environments until the next checkpoint; None: they are
+                not kept.
+            sessions: of `--agent-sessions`, on the leader: they have the episodes in the place of environments.
+        """
         self.settings, self.role_groups = settings, role_groups
         s, turns = settings, TurnTokens(encoder, settings.max_observation_length)
+        self.turn_tokens = turns
         self.limits = limits_of(s, encoder, turns)
         self.client: EnvironmentClient | None = None
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
         self.ended: tuple[list[Episode], PromptSet] | None = None
         self._tokenizer, self._ends = encoder.tokenizer, ResponseEnds(s, encoder.tokenizer)
-        self._matcher = functools.lru_cache(64)(self._stop_matcher)
+        # Of an agent's own stop strings and those of the run; None without its own.
+        self.matcher = functools.lru_cache(64)(self._stop_matcher)
         self._round: EpisodeRound  # the last one
+        self._records: dict[str, dict] = {}  # by key, of episodes that have ended, until they are written
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
         if role_groups.is_leader:
@@ -102,8 +116,8 @@ class EpisodeRunner:
             )  # fmt: skip
             self.client = EnvironmentClient(
                 options, turns, self.limits, s.max_prompt_length,
-                journal=None if run is None else run / JOURNAL, replica=role_groups.dp_rank,
-                replicas=len(role_groups.replicas),
+                journal=None if run is None or sessions is not None else run / JOURNAL, replica=role_groups.dp_rank,
+                replicas=len(role_groups.replicas), pool=sessions,
             )  # fmt: skip
         self.carried = CarriedEpisodes(self.limits, self.client)
 
@@ -131,7 +145,7 @@ class EpisodeRunner:
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
         common = source, begin, self.client, self.role_groups, max_open, early_stop, sender
-        episodes = EpisodeSource(*common, self._matcher, bank)
+        episodes = EpisodeSource(*common, self.matcher, bank)
         limit = episodes.response_limit if early_stop else None
         for number, completion in engine.stream(episodes, self._ends.ids, sampling, records_routes, max_open, limit):
             episodes.turn_ended(number, completion)
@@ -193,11 +207,22 @@ class EpisodeRunner:
             if episode.end is not None:
                 rewritten = 0 if seen.tree is None else seen.tree.rewritten
                 own.add_episode(episode, seen.turns, seen.observations, rewritten)
+            if episode.end is not None and played.is_training and self.settings.save_rollouts:
+                self._records[episode.key] = record_of(episode, seen)
         own.add_times(played.waited, played.ran)
         self.ended = [episode for episode in played.running if episode.end is not None], played.prompts
         self._check_failures(own)
         if played.is_training:
             self._of_step.add(own)
+
+    def take_records(self, keys: Sequence[str]) -> dict[int, dict]:
+        """What is kept of the episodes of these keys that this replica has run (`record_of`), by their numbers.
+
+        Records of other episodes are forgotten unless a later round continues these.
+        """
+        found = {number: self._records.pop(key) for number, key in enumerate(keys) if key in self._records}
+        self._records = {key: record for key, record in self._records.items() if self.carried.get(key) is not None}
+        return found
 
     def take_metrics(self) -> dict[str, float]:
         """`environment/…` of the training episodes since the last call, on replica leaders; {} elsewhere. A collective
@@ -223,7 +248,7 @@ class EpisodeRunner:
         asked, key = requests.prompts[number // requests.samples], _key_in(requests, number) if is_training else None
         before = self.carried.get(key) if key is not None and asked.partial else None
         if self.client is not None:
-            prompt, task = prompts[asked.line], self._task(requests, number, prompts[asked.line])
+            prompt, task = prompts[asked.line], self.task(requests, number, prompts[asked.line])
             if before is None:
                 self.client.begin(number, prompt, list(request.prompt), task, key, request.key)
             elif isinstance(before, AgentEpisode):
@@ -239,7 +264,8 @@ class EpisodeRunner:
         """Of an agent's own stop strings and those of the run; None without its own."""
         return StopMatcher(self._tokenizer, tuple(dict.fromkeys((*self._ends.stops, *stops)))) if stops else None
 
-    def _task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
+    def task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
+        """What the environment of an episode begins with."""
         asked, step = requests.prompts[number // requests.samples], requests.step_of(number)
         sample = requests.stream_of(number)
         return Task(

@@ -271,6 +271,9 @@ WRONG = {
     "rollouts copied": ("--debug-train-only --load-rollouts x --save-rollouts --save y",
                         "--save-rollouts True: not allowed with --debug-train-only"),
     "profile nowhere": ("--profile-steps 2", "--profile-steps 2: needs --save"),
+    "sessions of an environment": ("--agent-sessions --environment x:y",
+                                   "--agent-sessions True: drivers outside of the run are the environment"),
+    "two servers": ("--agent-sessions --serve-policy", "--agent-sessions True: not allowed with --serve-policy"),
 }  # fmt: skip
 RIGHT = [
     "--reward model+0*reasoning-gym --reward-model a,b --reward-ensemble min --reward-normalize --reward-clip 5"

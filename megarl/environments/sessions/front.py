@@ -1,0 +1,116 @@
+"""The HTTP process of sessions, started by rank 0: `python -m megarl.environments.sessions.front FD`. Imports no torch.
+
+Rank 0 sends it a `SessionsConfig`. The answer is (URL for drivers, address for leaders, key that leaders must know), or
+the text of what is wrong. It ends with rank 0, or when that closes the connection.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import os
+import secrets
+import sys
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import uvicorn
+
+from megarl.child_process import parent
+from megarl.environments.sessions.app import build_app
+from megarl.environments.sessions.registry import Registry
+from megarl.errors import UsageError
+from megarl.flags.server_settings import ServerSettings
+from megarl.serving import links
+from megarl.serving.connections import LimitedProtocol, max_connections
+from megarl.serving.listening import HttpServer, listen_to_clients
+
+BACKLOG = 1024  # connections that wait to be accepted
+_TICK = 0.5  # seconds between two looks at sessions that may have expired
+_NAMES = ("host", "port", "max_body_mb", "max_connections", "connection_timeout")
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionsConfig:
+    """What the process needs to know.
+
+    Attributes:
+        settings: values of the server's flags, of which host, port and limits of clients are read.
+        api_keys: with which drivers take sessions; none: a loopback address, and any client of the machine may.
+        seconds: for which a session may be without a request.
+        record: file of the order of claims and ends; None: it is not written.
+        goes_on: it is that of a run that is resumed.
+        ranks_address: where leaders connect: the path of a Unix socket, or host and port (0: any).
+    """
+
+    settings: ServerSettings
+    api_keys: list[str]
+    seconds: float
+    record: Path | None
+    goes_on: bool = False
+    ranks_address: str | tuple[str, int] = ""
+
+
+def sessions_config(settings: Any, api_keys: list[str]) -> SessionsConfig:
+    """The configuration of these flags. `api_keys`: of `--api-key-file`."""
+    server = ServerSettings(**{name: getattr(settings, name) for name in _NAMES})
+    record = Path(settings.save) / "sessions.jsonl" if settings.save else None
+    return SessionsConfig(server, api_keys, settings.environment_timeout, record, goes_on=settings.load is not None)
+
+
+async def _serve(config: SessionsConfig, http: Any, listener: Listener, key: bytes, rank_0: Connection):
+    loop = asyncio.get_running_loop()
+    registry, s = Registry(config.seconds, config.record, loop.time), config.settings
+
+    def follow(connection: Connection):
+        """Hands what comes on a leader's connection to the loop; the run ends without any of its leaders."""
+        link = links.Link(connection)
+        try:
+            while True:
+                for message in link.receive():
+                    loop.call_soon_threadsafe(registry.receive, link, message)
+        except (ConnectionError, RuntimeError):
+            log.debug("a leader has closed its connection")
+
+    Thread(target=links.accept_all, args=[listener, key, follow], daemon=True).start()
+    app = build_app(registry, config.api_keys, s.host, int(s.max_body_mb * 2**20), s.connection_timeout)
+    protocol: Any = functools.partial(LimitedProtocol, max_connections(s.max_connections), s.connection_timeout)
+    server = HttpServer(
+        uvicorn.Config(
+            app, http=protocol, ws="none", loop="asyncio", lifespan="off", access_log=False, log_config=None,
+            server_header=False, proxy_headers=False,
+        )
+    )  # fmt: skip
+    loop.add_reader(rank_0.fileno(), os._exit, 0)
+    watcher = asyncio.create_task(registry.watch(_TICK))
+    await server.serve(sockets=[http])
+    watcher.cancel()
+
+
+def main() -> int:
+    """Runs the process; returns its exit status."""
+    rank_0 = parent()
+    logging.basicConfig(level=logging.WARNING, format="megarl.sessions: %(levelname)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients that go away would fill disks
+    try:
+        config = rank_0.recv()
+        http, url = listen_to_clients(config.settings)
+        if config.record is not None and not config.goes_on:
+            config.record.unlink(missing_ok=True)
+        listener, key = Listener(config.ranks_address, backlog=BACKLOG), secrets.token_bytes(32)
+        rank_0.send((url, listener.address, key))
+    except UsageError as error:
+        rank_0.send(str(error))
+        return 2
+    except (EOFError, OSError):  # rank 0 is gone
+        return 1
+    asyncio.run(_serve(config, http, listener, key, rank_0))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""One response of a step that `--save-rollouts` has written: its tokens, and what its environment has answered."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file
+
+from megarl.checkpoint import folders
+from megarl.checkpoint import manifest as manifests
+from megarl.environments.protocol import Observation
+from megarl.errors import UsageError
+from megarl.observe.files import step_name
+from megarl.observe.terminal import ranges_text
+from megarl.rollout.episodes.record import observations_of
+from megarl.rollout.rollout_files import EPISODES, FOLDER, RESPONSES, file_name
+
+
+class SavedResponse(NamedTuple):
+    """A response; without an environment it has one turn."""
+
+    manifest: dict[str, Any]  # of its step
+    sample: int  # number in the step
+    place: tuple[int, int]  # line of the prompt, and number in the group
+    draw: tuple[int, int]  # step that drew the line, and how often it had before
+    tokens: list[int]
+    prompt_length: int
+    row_starts: list[int]  # where further rows of an agent begin in `tokens`
+    turns: list[tuple[int, int]]  # (start, end) of each in `tokens`
+    logprobs: list[list[float]]  # of each turn
+    rewards: list[float]  # of each turn; without an environment unknown, and 0
+    end: str  # why it ended
+    solved: bool
+    versions: list[int]  # of the policies that wrote it, ascending; []: not written down
+    record: dict[str, Any] | None  # of `record_of`; None without an environment
+
+    @property
+    def observations(self) -> list[Observation]:
+        """What the environment has answered to its turns."""
+        return [] if self.record is None else observations_of(self.record)
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether a program that owns the loop has asked for its turns."""
+        return self.record is not None and "asked" in self.record
+
+    def continued_turns(self) -> list[int]:
+        """The turns that another one continues, counted from 0."""
+        if not self.is_agent:
+            seen = self.observations[: max(len(self.turns) - 1, 0)]
+            return [turn for turn, each in enumerate(seen) if not each.done and each.messages]
+        rows = [[*self.before(turn), *self.turn_tokens(turn)] for turn in range(len(self.turns))]
+        prompts = [self.before(turn) for turn in range(len(self.turns))]
+        return [turn for turn, row in enumerate(rows) if any(p[: len(row)] == row for p in prompts)]
+
+    def before(self, turn: int) -> list[int]:
+        """The tokens that the policy has read before it wrote a turn, counted from 0."""
+        start = self.turns[turn][0]
+        row = max((first for first in self.row_starts if first <= start), default=0)
+        return self.tokens[row:start]
+
+    def turn_tokens(self, turn: int) -> list[int]:
+        """Tokens of a turn, counted from 0."""
+        start, end = self.turns[turn]
+        return self.tokens[start:end]
+
+
+def read_response(run: str, step: int, sample: int) -> SavedResponse:
+    """Response number `sample` of those that were generated for a step, counted through its rounds from 0.
+
+    Raises:
+        UsageError: there are no such files, they are damaged, or of a version that wrote less.
+    """
+    rollouts = Path(run) / FOLDER
+    steps = {folders.step_of(path.parent) for path in rollouts.glob(f"step_*/{manifests.NAME}")}
+    if step not in steps:
+        there = f"there are steps {ranges_text(steps)}" if steps else "there are none: the run needs --save-rollouts"
+        raise UsageError(f"--step {step}: {rollouts} has no responses of this step; {there}")
+    folder = rollouts / step_name(step)
+    manifest = manifests.read(folder, "--step")
+    if problem := manifests.check_sizes(folder, manifest):
+        raise UsageError(f"--step {step}: {folder}: {problem}")
+    try:
+        return _response(folder, manifest, sample)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UsageError(f"--step {step}: {folder}: is damaged ({type(error).__name__}: {error})") from None
+
+
+def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedResponse:
+    samples, left = manifest["samples_per_prompt"], sample
+    total = sum(len(round_["lines"]) * samples for round_ in manifest["rounds"])
+    if not 0 <= sample < total:
+        raise UsageError(f"--sample {sample}: step {manifest['step']} has the samples 0-{total - 1}")
+    number = 0
+    while left >= (count := len(manifest["rounds"][number]["lines"]) * samples):
+        number, left = number + 1, left - count
+    round_ = manifest["rounds"][number]
+    if not round_.get("draws"):
+        raise UsageError(f"--step: {folder}: was written by an older version, which did not say how prompts were drawn")
+    rows = _row(folder, manifest, number, left)
+    record = _record(folder, manifest, number, left) if manifest["environment"] is not None else None
+    group = left // samples
+    tokens, length = rows["tokens"].tolist(), int(rows["prompt_lengths"])
+    turns = [(length, len(tokens))] if record is None else [(int(start), int(end)) for start, end in record["turns"]]
+    logprobs, mask = rows["rollout_logprobs"], rows["response_mask"]
+    finished = bool(rows["finished"])
+    return SavedResponse(
+        manifest=manifest, sample=sample, place=(round_["lines"][group], left % samples),
+        draw=tuple(round_["draws"][group]), tokens=tokens, prompt_length=length,
+        row_starts=rows["row_starts"].nonzero().flatten().tolist() if "row_starts" in rows else [], turns=turns,
+        logprobs=[logprobs[start:end].tolist() for start, end in turns],
+        rewards=[0.0] * len(turns) if record is None else record["rewards"],
+        end=("done" if finished else "length") if record is None else record["end"],
+        solved=False if record is None else record["solved"],
+        versions=rows["versions"][mask].unique().tolist() if "versions" in rows else [], record=record,
+    )  # fmt: skip
+
+
+def _row(folder: Path, manifest: dict[str, Any], number: int, sequence: int) -> dict[str, Any]:
+    """The fields of one sequence of a round."""
+    for replica in range(manifest["replicas"]):
+        path = folder / file_name(number, RESPONSES, replica)
+        _check(path, manifest)
+        fields = load_file(path)
+        found = (fields["sequence_ids"] == sequence).nonzero().flatten().tolist()
+        if found:
+            start = int(fields["lengths"][: found[0]].sum())
+            end = start + int(fields["lengths"][found[0]])
+            names = ("tokens", "rollout_logprobs", "response_mask", "versions", "row_starts")
+            of_tokens = {name: fields[name][start:end] for name in names if name in fields}
+            return of_tokens | {name: fields[name][found[0]] for name in ("prompt_lengths", "finished")}
+    raise ValueError(f"no sequence {sequence} in round {number}")
+
+
+def _record(folder: Path, manifest: dict[str, Any], number: int, sequence: int) -> dict[str, Any]:
+    for replica in range(manifest["replicas"]):
+        path = folder / file_name(number, EPISODES, replica)
+        if path.name not in manifest["files"]:
+            raise UsageError(f"--step: {folder}: was written by an older version, without what environments answered")
+        _check(path, manifest)
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if record["sequence"] == sequence:
+                return record
+    raise UsageError(
+        f"--sample: {folder}: what the environment of this episode answered is not known: it ended before the run was"
+        " resumed"
+    )
+
+
+def _check(path: Path, manifest: dict[str, Any]):
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][path.name]["sha256"]:
+            raise ValueError(f"{path.name} does not have its checksum")

@@ -1,0 +1,34 @@
+"""The socket of an HTTP process, and its server."""
+
+import contextlib
+import socket
+
+import uvicorn
+
+from megarl.errors import UsageError
+from megarl.flags.server_settings import ServerSettings
+
+_BACKLOG = 1024  # connections that wait to be accepted
+
+
+class HttpServer(uvicorn.Server):
+    """Uvicorn's server without its signal handlers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        """Leaves signals alone."""
+        yield
+
+
+def listen_to_clients(settings: ServerSettings) -> tuple[socket.socket, str]:
+    """(socket, its URL). UsageError for an address that cannot be used."""
+    host, port = settings.host, settings.port
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        http = socket.create_server(address, family=family, backlog=_BACKLOG)
+        # Its connections inherit it. asyncio sets it for sockets of its own alone, and without it the second part of an
+        # answer waits 40 ms for the client's acknowledgement of the first.
+        http.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from None
+    return http, f"http://{f'[{host}]' if ':' in host else host}:{http.getsockname()[1]}"

@@ -1,0 +1,74 @@
+"""The HTTP process of sessions with a leader that a test plays."""
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.child_process import Child
+from megarl.environments.agents.exchange import Reply
+from megarl.environments.pool import Asked, Event
+from megarl.environments.protocol import Task
+from megarl.environments.sessions.front import SessionsConfig
+from megarl.environments.sessions.pool import SessionPool
+from megarl.environments.turn_parsing import parse_turn
+from megarl.flags.server_settings import ServerSettings
+from megarl.serving import links
+from tests.helpers.waiting import SAFETY_SECONDS, wait_until
+
+API_KEY = "0123456789abcdef"
+PROMPT, TOKENS, LOGPROBS = [5, 6], [7, 8], [-0.5, -0.25]
+
+
+@dataclasses.dataclass
+class Leader:
+    """The leader of a replica, and where drivers find its sessions."""
+
+    url: str
+    pool: SessionPool
+    child: Child
+    record: Path
+    came: list[Event | Asked] = dataclasses.field(default_factory=list)
+
+    def offer(self, number: int, text: str = "2+3=", key: str | None = None):
+        """Begins an episode. `key`: `step/line/sample`."""
+        task = Task([{"role": "user", "content": text}], "5", {"level": 1}, None, 7, 8)
+        self.pool.start(number, task, None, key or f"4/9/{number}")
+
+    def next(self) -> Event | Asked:
+        """What comes next."""
+        assert wait_until(self._poll)
+        return self.came.pop(0)
+
+    def _poll(self) -> bool:
+        self.came += self.pool.poll(0.01)
+        return bool(self.came)
+
+    def answer(self, text: str = "5", **fields) -> Asked:
+        """Answers the next request of a driver."""
+        asked = self.next()
+        assert isinstance(asked, Asked)
+        turn = parse_turn(text, 0)
+        common = {"prompt": PROMPT, "tokens": TOKENS, "logprobs": LOGPROBS}
+        self.pool.reply(asked.number, asked.ticket, asked.request, Reply(turn, **{**common, **fields}))
+        return asked
+
+
+@contextlib.contextmanager
+def open_sessions(api_keys: tuple[str, ...] = (API_KEY,), **settings) -> Iterator[Leader]:
+    """The process, with one leader. `settings`: of the server."""
+    with tempfile.TemporaryDirectory(prefix="megarl-sessions-") as folder:
+        child = Child("megarl.environments.sessions.front")
+        try:
+            record = Path(folder) / "sessions.jsonl"
+            server = ServerSettings(**{"port": 0, **settings})
+            child.send(SessionsConfig(server, list(api_keys), SAFETY_SECONDS, record, True, f"{folder}/leaders"))
+            found = child.connection.recv()
+            assert not isinstance(found, str), found
+            url, address, key = found
+            pool = SessionPool(links.Link(links.connect(address, key)), "hermes", 1)
+            yield Leader(url, pool, child, record)
+            pool.close()
+        finally:
+            child.end()

@@ -1,0 +1,240 @@
+"""Sessions in their HTTP process: a driver takes one, asks in it, ends it; nothing that a driver sends goes further."""
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megarl.environments.pool import Event
+from megarl.environments.protocol import Observation
+from megarl.environments.sessions.registry import Registry
+from megarl.serving.errors import RequestError
+from tests.helpers.open_sessions import API_KEY, LOGPROBS, PROMPT, TOKENS, Leader, open_sessions
+from tests.helpers.session_driver import post
+from tests.helpers.waiting import wait_until
+
+HELLO = [{"role": "user", "content": "2+3="}]
+TOKEN_FIELDS = {"prompt_token_ids": PROMPT, "generation_token_ids": TOKENS, "generation_log_probs": LOGPROBS}
+
+
+@pytest.fixture(scope="module")
+def leader():
+    with open_sessions(max_body_mb=1.0, max_connections=50) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+def taken(leader: Leader, number: int) -> dict:
+    """A session that the driver has taken."""
+    leader.offer(number)
+    return taken_again(leader)
+
+
+def finish(leader: Leader, found: dict, body, key: str | None = None) -> tuple[int, dict]:
+    """(status, answer) of the end of a session."""
+    return post(f"{leader.url}/sessions/{found['id']}/finish", key or found["key"], body)
+
+
+def test_a_driver_takes_a_session_asks_and_ends_it(leader, threads):
+    import openai
+
+    assert post(f"{leader.url}/sessions", API_KEY)[1]["error"]["code"] == "no_session"
+    found = taken(leader, 1)
+    assert found["task"] == {"messages": HELLO, "answer": "5", "metadata": {"level": 1}, "task": None, "seed": 7,
+                             "sample_seed": 8}  # fmt: skip
+    assert (found["group"], found["sample"], found["evaluation"]) == ("4/9", 1, False)
+    client = openai.OpenAI(base_url=leader.url + found["path"], api_key=found["key"], max_retries=0)
+    waiting = threads.submit(client.chat.completions.create, model="policy", messages=HELLO)
+    assert leader.answer().ask.messages == HELLO
+    message = waiting.result().choices[0].message
+    assert {name: getattr(message, name) for name in TOKEN_FIELDS} == TOKEN_FIELDS
+    again = [*HELLO, message.model_dump(), {"role": "user", "content": "and?"}]
+    waiting = threads.submit(client.chat.completions.create, model="policy", messages=again)
+    asked = leader.answer()  # what the client sends back is not read
+    assert [each["content"] for each in asked.ask.messages] == ["2+3=", "5", "and?"]
+    assert not {*TOKEN_FIELDS} & {name for each in asked.ask.messages for name in each}
+    assert waiting.result().usage.completion_tokens == 2
+    status, _ = finish(leader, found, {"reward": 1, "correct": True, "parts": {"tests": 0.5}})
+    event = leader.next()
+    assert status == 200 and isinstance(event, Event) and event.is_agent and event.failure is None
+    assert event.observation == Observation([], 1.0, True, True, {"tests": 0.5})
+    assert finish(leader, found, {"reward": 1})[1]["error"]["code"] == "session_ended"
+    lines = [json.loads(line) for line in leader.record.read_text().splitlines()]
+    assert [(line["event"], line["sample"]) for line in lines[-2:]] == [("claimed", 1), ("finished", 1)]
+
+
+def test_other_dialects_have_the_tokens_where_nemo_gym_looks(leader, threads):
+    import openai
+
+    found = taken(leader, 2)
+    client = openai.OpenAI(base_url=leader.url + found["path"], api_key=found["key"], max_retries=0)
+    waiting = threads.submit(client.responses.create, model="policy", input=HELLO)
+    leader.answer("<think>so</think>5")
+    *thoughts, last = waiting.result().output
+    assert {name: getattr(last, name) for name in TOKEN_FIELDS} == TOKEN_FIELDS
+    assert not any(hasattr(item, "prompt_token_ids") for item in thoughts) and thoughts
+    again = [*HELLO, *(item.model_dump() for item in (*thoughts, last)), {"role": "user", "content": "and?"}]
+    waiting = threads.submit(client.responses.create, model="policy", input=again)
+    assert [each["content"] for each in leader.answer().ask.messages] == ["2+3=", "5", "and?"]
+    waiting.result()
+    assert finish(leader, found, {"failure": "the simulator is gone"})[0] == 200
+    assert taken_again(leader)["sample"] == 2  # once more
+    leader.pool.end(2)
+
+
+def taken_again(leader: Leader) -> dict:
+    """The next session that is offered, after the leader has read what came."""
+    answers: list[dict] = []
+
+    def ask() -> bool:
+        leader.came += leader.pool.poll(0.01)
+        status, answer = post(f"{leader.url}/sessions", API_KEY)
+        answers.append(answer)
+        return status == 200
+
+    assert wait_until(ask)
+    return answers[-1]
+
+
+DEEP = b'{"reward": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+WRONG_ENDS = [
+    ({"reward": 1, "rewards": 2}, 400, "rewards: unknown field"),
+    ({"reward": "1"}, 400, "reward"),
+    ({"reward": True}, 400, "reward"),
+    ({"reward": None}, 400, "either a reward or a failure"),
+    ({"reward": 1, "failure": "x"}, 400, "either a reward or a failure"),
+    ({"reward": 1e10}, 400, "reward"),
+    (b'{"reward": NaN}', 400, "reward"),
+    (b'{"reward": 1e999}', 400, "reward"),
+    ({"reward": 1, "parts": {"a": "b"}}, 400, "parts"),
+    (b'{"reward": 1', 400, "no JSON"),
+    (b"[]", 400, "JSON object"),
+    (DEEP, 400, ""),
+    (b"[" * 10_000, 400, ""),
+    (b'{"failure": "' + b"x" * (2 << 20) + b'"}', 413, "more than 1048576 bytes"),
+]
+
+
+def test_wrong_ends_are_refused_and_the_session_goes_on(leader):
+    found = taken(leader, 3)
+    for body, status, said in WRONG_ENDS:
+        code, answer = finish(leader, found, body)
+        assert code == status, answer
+        assert said in answer["error"]["message"]
+    assert finish(leader, found, {"reward": -0.5})[0] == 200
+    assert leader.next().observation.reward == -0.5
+
+
+def test_keys_and_names(leader, threads):
+    one, other = taken(leader, 4), taken(leader, 5)
+    chat = f"{leader.url}{one['path']}/chat/completions"
+    body = {"model": "policy", "messages": HELLO}
+    for key in (other["key"], API_KEY, "", "sk-x"):
+        assert finish(leader, one, {"reward": 1}, key or "none")[0] == 401 == post(chat, key, body)[0]
+    for key in ("", one["key"], "wrong"):
+        assert post(f"{leader.url}/sessions", key)[0] == 401
+    for path in ("x/finish", "x/v1/chat/completions", f"{one['id']}x/finish", "../finish"):
+        assert post(f"{leader.url}/sessions/{path}", one["key"], {"reward": 1})[0] == 404
+    for path in (f"{one['id']}/end", f"{one['id']}/v1/nothing", f"{one['id']}/v1/../finish", one["id"]):
+        assert post(f"{leader.url}/sessions/{path}", one["key"], {"reward": 1})[0] in (404, 405)
+    assert post(f"{leader.url}/sessions", API_KEY, {"count": 2})[1]["error"]["code"] == "unknown_field"
+    assert post(chat, one["key"], {**body, "best_of": 2})[1]["error"]["code"] == "unknown_field"
+    waiting = threads.submit(post, chat, one["key"], body)
+    leader.next()
+    leader.pool.end(4)  # the round needs it no more
+    status, answer = waiting.result()
+    assert (status, answer["error"]["code"]) == (409, "session_ended")
+    leader.pool.end(5)
+    assert wait_until(lambda: finish(leader, other, {"reward": 1})[0] == 409)
+
+
+def test_a_thousand_connections_shut_out_drivers_only_while_they_last(leader):
+    host, port = leader.url.removeprefix("http://").split(":")
+    found = taken(leader, 6)
+    connections = []
+    for _ in range(1000):
+        connections.append(socket.create_connection((host, int(port))))
+    assert wait_until(lambda: post_or_none(f"{leader.url}/sessions", API_KEY) in (503, None))
+    for connection in connections:
+        connection.close()
+    assert wait_until(lambda: post_or_none(f"{leader.url}/sessions/{found['id']}/finish", found["key"]) == 400)
+    assert finish(leader, found, {"reward": 1})[0] == 200
+    assert leader.next().observation.reward == 1.0
+
+
+def post_or_none(url: str, key: str) -> int | None:
+    """Status of a request; None if the connection is closed."""
+    try:
+        return post(url, key)[0]
+    except OSError:
+        return None
+
+
+def test_without_keys_only_this_machine_may_ask():
+    with open_sessions(api_keys=()) as leader:
+        leader.offer(0)
+        host = leader.url.removeprefix("http://")
+        for name, status in (("example.org", b"403"), (host, b"200")):
+            with socket.create_connection(host.split(":")) as client:
+                client.sendall(f"POST /sessions HTTP/1.1\r\nHost: {name}\r\nConnection: close\r\n\r\n".encode())
+                assert client.makefile("rb").readline().split()[1] == status
+        leader.child.connection.close()  # the run ends
+        assert leader.child.status(20.0) == 0
+
+
+# -- time, without a clock -----------------------------------------------------------------------------------------
+
+
+class Link:
+    """A leader that remembers what it is told."""
+
+    def __init__(self):
+        self.told: list[dict] = []
+
+    def send(self, message: dict):
+        """Remembers it."""
+        self.told.append(message)
+
+
+def offered(number: int) -> dict:
+    """An offer."""
+    facts = {"task": {}, "group": "1/2", "sample": number, "evaluation": False}
+    return {"type": "offer", "number": number, "ticket": number, **facts}
+
+
+def test_what_no_driver_asks_for_expires(tmp_path: Path):
+    import asyncio
+
+    async def lives():
+        now, link = 100.0, Link()
+        loop = asyncio.get_running_loop()
+        registry = Registry(10.0, tmp_path / "record", lambda: now)
+        registry.receive(link, offered(0))
+        registry.receive(link, offered(1))
+        now = 109.0
+        first = registry.claim()
+        first.session._idle_since = loop.time() - 11.0  # it has asked nothing for 11 s
+        registry.expire()
+        (end,) = link.told
+        assert end["failure"] == "its driver asked nothing for 10 s" and end["retry"] and end["number"] == 0
+        with pytest.raises(RequestError, match="has ended"):
+            registry.get(first.name)
+        now = 118.0
+        registry.expire()
+        assert len(link.told) == 1  # a driver has been here 9 s ago
+        now = 120.0
+        registry.expire()
+        assert not link.told[1]["retry"] and link.told[1]["number"] == 1
+        with pytest.raises(RequestError, match="no session waits"):
+            registry.claim()
+
+    asyncio.run(lives())
+    events = [json.loads(line)["event"] for line in (tmp_path / "record").read_text().splitlines()]
+    assert events == ["claimed", "failed"]
