@@ -16,9 +16,10 @@ from megarl.errors import UsageError
 from megarl.flags.distill_settings import LOSS, NONE, SIBLING
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.flags.learning_rules import distillation, preferences
+from megarl.flags.reward_rules import rewards
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
-from megarl.rewards.expression import ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, UNVERIFIED
+from megarl.rewards.expression import COSINE, INFALLIBLE, JUDGE, MODEL, REPETITION, UNVERIFIED
 
 
 class Condition(NamedTuple):
@@ -71,7 +72,7 @@ _DROPPED = {option.name for option in dataclasses.fields(AdvantageOptions)} - {"
 CONDITIONS: dict[str, Condition] = {
     **{f"estimator:{name}": _of_estimator(name) for name in sorted(_DROPPED)},
     "preference": Condition(_learns_preferences, "--advantage {advantage} does not use them"),
-    **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
+    **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote", COSINE, REPETITION)},
     **{f"preference:{name}": _preference_option(name) for name in PreferenceOptions._fields},
     "labels": _of_preference_loss(lambda loss: not loss.reads_pairs),
     "margin": _of_preference_loss(lambda loss: loss.reads_margin),
@@ -197,7 +198,7 @@ def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
     with_context = (
-        _rewards(context),
+        rewards(context),
         _sampling(context),
         _training(context),
         distillation(context),
@@ -207,27 +208,6 @@ def rules(context: FlagContext) -> list[FlagRule]:
         *with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s), _environments(s)
     )  # fmt: skip
     return [rule for group in groups for rule in group]
-
-
-def _rewards(context: FlagContext) -> list[FlagRule]:
-    s, names = context.settings, context.rewards
-    return [
-        FlagRule("--reward", s.reward, "model" not in names or bool(s.reward_model or s.reward_hf_model),
-             "needs --reward-model, a run folder of train_reward, or --reward-hf-model"),
-        FlagRule("--reward", s.reward, not {MODEL, JUDGE} <= names,
-             "the reward role runs one model: a reward model (model) or a judge (judge); leave one of them out"),
-        FlagRule("--reward", s.reward, JUDGE not in names or s.judge_config is not None,
-             "needs --judge-config, a file that says what the judge reads"),
-        FlagRule("--reward", s.reward, JUDGE not in names or bool(s.judge_hf_model or s.judge_load),
-             "needs --judge-hf-model or --judge-load, the judge's weights"),
-        FlagRule("--reward", s.reward, ENVIRONMENT not in names or s.environment is not None,
-             "needs --environment, whose rewards the term environment is"),
-        FlagRule("--greedy-baseline", s.greedy_baseline,
-             not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
-             "uses raw scores; not allowed with --reward-normalize or --reward-clip"),
-        FlagRule("--reward", s.reward, "regex" not in names or s.reward_pattern is not None, "needs --reward-pattern"),
-        FlagRule("--reward", s.reward, "remote" not in names or s.reward_url is not None, "needs --reward-url"),
-    ]  # fmt: skip
 
 
 def _sampling(context: FlagContext) -> list[FlagRule]:

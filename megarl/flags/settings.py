@@ -44,6 +44,7 @@ from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
 from megarl.rewards.expression import NAMES
+from megarl.rewards.shaping import parse_cosine
 
 MODELS = ("actor", "critic", "reward", "reference", "teacher")  # roles that run a model over packed sequences
 TRAINED = ("actor", "critic")
@@ -100,6 +101,12 @@ class Settings(
                                when="format")  # fmt: skip
     reward_length: int = positive(256, "length: tokens up to which a response gets the full reward",
                                    programs=GENERATING, when="length")  # fmt: skip
+    reward_cosine: str = flag("1,0.5,-1,-0.5,-1", "cosine: rewards of a right answer at no length and at"
+                               " --max-response-length, of a wrong one at both, and of a truncated response"
+                               " (2502.03373)", parses(parse_cosine), "five numbers with commas",
+                               programs=GENERATING, when="cosine")  # fmt: skip
+    reward_ngram: int = positive(3, "repetition: length of the n-grams, tokens", programs=GENERATING,
+                                  when="repetition")  # fmt: skip
     reward_url: str | None = address("remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
     reward_retries: int = not_negative(3, "remote: retries of a failed request, with back-off", programs=GENERATING,
                                         when="remote")  # fmt: skip

@@ -99,7 +99,7 @@ _SIGNATURES = {"verl": {"solution_str", "ground_truth"}, "TRL": {"completions"},
 
 
 def build_verifiers(settings) -> VerifierSet:
-    """The verifiers of `--reward`, all terms except `model`, `judge` and `environment`.
+    """The verifiers of `--reward`, all terms except those of `expression.UNVERIFIED`.
 
     Imports plug-ins; workers start with the first call.
 
@@ -124,6 +124,8 @@ def needs_whole_groups(settings) -> bool:
     """Whether a term of `--reward` compares the responses to a prompt. UsageError as of `build_verifiers` and
     `read_config`."""
     names = [term.name for term in expression.parse(settings.reward)]
+    if expression.ADAPTIVE in names:
+        return True
     if expression.JUDGE in names and read_config(settings.judge_config).compares:
         return True
     plug_ins = [name for name in names if name not in _BUILT_IN and name not in expression.UNVERIFIED]

@@ -12,13 +12,16 @@ from megarl.errors import UsageError
 MODEL = "model"
 JUDGE = "judge"
 ENVIRONMENT = "environment"
-UNVERIFIED = (MODEL, JUDGE, ENVIRONMENT)  # terms that no verifier scores
-INFALLIBLE = (MODEL, ENVIRONMENT)  # terms that score every sample
+# Terms computed from a response's length and text and from the scores of the other terms (`shaping`).
+COSINE, REPETITION, TRUNCATED, ADAPTIVE = SHAPING = ("cosine", "repetition", "truncated", "adaptive-length")
+FORMS = ("format", "length", *SHAPING)  # terms that cannot tell whether an answer is right
+UNVERIFIED = (MODEL, JUDGE, ENVIRONMENT, *SHAPING)  # terms that no verifier scores
+INFALLIBLE = (MODEL, ENVIRONMENT, *SHAPING)  # terms that score every sample
 NONE = "none"  # no term at all
 EXACT_MATCH = "exact-match"
 NAMES = (
     MODEL, JUDGE, ENVIRONMENT, EXACT_MATCH, "regex", "math-verify", "reasoning-gym", "format", "length", "code",
-    "remote",
+    "remote", *SHAPING,
 )  # fmt: skip
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"

@@ -22,7 +22,8 @@ from megarl.errors import warn
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, failure, only_turn
 from megarl.rewards.composition import compose
-from megarl.rewards.expression import ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
+from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
+from megarl.rewards.shaping import Shaped, ShapingTerms, parse_cosine
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.episode_turns import turns_of
 from megarl.roles.judge import Judge, JudgedResponse
@@ -52,7 +53,8 @@ class Reward:
         """`tokenizer`: the policy's. `reward_model`, `judge`: on the role's ranks, if `terms` contain them. `compares`:
         the judge reads several responses to a prompt together."""
         self.settings, self.terms = settings, terms
-        self.needs_whole_groups = verifiers.needs_whole_groups or compares
+        self._shaping = ShapingTerms(terms, parse_cosine(settings.reward_cosine), settings.reward_ngram)
+        self.needs_whole_groups = verifiers.needs_whole_groups or compares or ADAPTIVE in self._shaping.names
         self.drops = settings.reward_failure == "drop" and any(term.name not in INFALLIBLE for term in terms)
         self.outputs = settings.score_fields
         self.role_groups, self.timers = role_groups, timers
@@ -195,8 +197,13 @@ class Reward:
             values[MODEL], normalized = model_scores.tolist()
             pairs = zip(normalized, values[MODEL], strict=True)
             columns[MODEL] = [Score(reward=reward, correct=raw > 0) for reward, raw in pairs]
+        counted = [not self.drops or reason is None for reason in reasons]
+        if self._shaping.names:
+            members = [[i for i in group if counted[i]] for group in groups]
+            shaped = self._shaping.scores(self._shaped(batch), columns, members)
+            columns |= shaped
+            values |= {name: [score.reward for score in column] for name, column in shaped.items()}
         if for_training:
-            counted = [not self.drops or reason is None for reason in reasons]
             self._statistics.add({name: list(compress(column, counted)) for name, column in values.items()})
         positions = range(len(batch))
         scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in positions]
@@ -253,6 +260,14 @@ class Reward:
         lengths = batch.lengths - batch.prompt_lengths
         penalties = s.overlong_penalty * overlong_penalty(lengths, s.max_response_length, s.overlong_buffer)
         return [_with_component(*item) for item in zip(scores, penalties.tolist(), strict=True)]
+
+    def _shaped(self, batch: Batch) -> list[Shaped]:
+        """What the shaping terms read. As for `--max-response-length`, all turns and observations of an episode count
+        as its length; its tokens are the policy's."""
+        shares = ((batch.lengths - batch.prompt_lengths).double() / self.settings.max_response_length).tolist()
+        written = batch.tokens[batch.response_mask].cpu().split(batch.response_lengths.tolist())
+        columns = shares, batch.finished.tolist(), (tokens.tolist() for tokens in written)
+        return [Shaped(*item) for item in zip(*columns, strict=True)]
 
     def _samples(self, texts: list[tuple[Prompt, str]], batch: Batch) -> list[Sample]:
         if self.settings.environment is None:

@@ -41,6 +41,7 @@ AXES = {
         "loss --teacher self --teacher-context sibling --teacher-max-prompt-length 300 --max-tokens-per-microbatch 400",
         "reward --teacher self --distill-coefficient 0.1", "loss --teacher self --teacher-offload")],
     "updates": ["--ppo-epochs 2", "--minibatch-size 2", "--entropy-coefficient 0.01", "--clip-range 0.3"],
+    "shaping": ["--reward 0*exact-match+cosine+0.1*repetition", "--reward length+0.5*truncated+0.1*adaptive-length"],
     "masks": ["--mask-truncated-responses", "--overlong-buffer 2", "--reward-failure fallback"],
     "sampling": ["--temperature 0.7", "--top-k 3", "--top-p 0.8", "--samples-per-prompt 4", "--samples-per-prompt 1",
                  "--stop 1", "--stop-token-ids 5,6", "--min-p 0.2"],

@@ -53,6 +53,7 @@ HOLDS = {
     "fallible": "",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
+    "cosine": "--reward 0*exact-match+cosine", "repetition": "--reward repetition",
     "remote": "--reward remote --reward-url http://x", "local": "", "margin": "",
     "preference": ONLINE,
     "preference:beta": "", "preference:label_smoothing": "", "preference:gamma": "--preference-loss simpo",
@@ -77,6 +78,7 @@ FAILS = {
     "trained": "--debug-rollout-only", "profile": "",
     "model": "", "judge": "", "scoring_model": "", "fallible": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
+    "cosine": "", "repetition": "",
     "margin": "--preference-loss ipo", "preference:beta": "--preference-loss orpo",
     "preference:label_smoothing": "--preference-loss ipo", "preference:gamma": "", "preference:coefficient": "",
     "labels": "", "preference:desirable_weight": "", "preference:undesirable_weight": "",
@@ -89,7 +91,7 @@ VALUES = {
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
-    "reward_ensemble": "min", "rollout_server": "http://x:8000",
+    "reward_ensemble": "min", "reward_cosine": "2,1,-10,0,-10", "rollout_server": "http://x:8000",
     "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
     "credit": "turns", "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
@@ -117,6 +119,7 @@ REQUIRED = {
 
 OUTSIDE = {
     "reward_fallback": ("nan", "inf"),
+    "reward_cosine": ("1,2,3,4", "1,2,3,4,inf"),
     "stop": ('["a"', "[]"),
     "tracker_project": ("a/b", " "),
     "tracker_run": ("a:b", " "),

@@ -219,6 +219,10 @@ WRONG = {
     "an evaluation of nothing": ("--distill loss --eval-prompts x", "--eval-prompts x: needs a --reward that measures"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),
+    "a cosine of nothing": ("--reward length+cosine", "--reward length+cosine: cosine needs a term that says which"),
+    "a share of nothing": ("--reward truncated", "--reward truncated: adaptive-length and truncated change the rew"),
+    "the mean of one": ("--reward exact-match+adaptive-length --samples-per-prompt 1", "--samples-per-prompt 1: adapt"
+                        "ive-length in --reward needs 2 or more"),
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),
     "filter of single responses": ("--group-filter reward --samples-per-prompt 1", "--group-filter reward: needs --s"),
     "nothing to fill up": ("--dynamic-sampling", "--dynamic-sampling True: needs --group-filter"),
