@@ -97,12 +97,12 @@ CONDITIONS: dict[str, Condition] = {
                  "needs --distill loss and --distill-divergence jsd"),
     "teacher": Condition(lambda context: "teacher" in context.roles, "--distill is none"),
     "refreshes": _when(lambda s: s.reference_update_interval > 0, "needs --reference-update-interval"),
-    "average": _when(lambda s: s.ema_decay is not None and s.eval_prompts, "needs --ema-decay and --eval-prompts"),
+    "average": _when(lambda s: s.ema_decay is not None and s.evaluates, "needs --ema-decay and --eval-prompts"),
     "baselines": Condition(lambda context: "baselines" in context.estimator.needs,
                            "--advantage {advantage} needs no greedy responses"),
     "sampled": Condition(lambda context: context.program != "evaluate" or context.settings.eval_temperature > 0,
                          "--eval-temperature 0 is greedy"),
-    "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
+    "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.evaluates,
                             "needs --eval-prompts"),
     "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
                               "needs --serve-policy"),
@@ -137,7 +137,7 @@ CONDITIONS: dict[str, Condition] = {
     "exported": _when(lambda s: s.export_hf, "needs --export-hf"),
     "keep_last": _when(lambda s: s.keep_last > 0, "needs --keep-last"),
     "load": _when(lambda s: s.load is not None, "needs --load"),
-    "best": _when(lambda s: s.eval_prompts and s.eval_interval and s.save,
+    "best": _when(lambda s: s.evaluates and s.eval_interval and s.save,
                   "needs --eval-prompts, --eval-interval and --save"),
 }  # fmt: skip
 

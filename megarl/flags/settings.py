@@ -259,6 +259,8 @@ class Settings(
                                "whole numbers above 0 with commas", programs=GENERATING, when="evaluation")  # fmt: skip
     keep_best: bool = flag(True, "also save a checkpoint after the best evaluation: the highest eval/accuracy, in"
                             " train_sft the lowest eval/loss", programs=TRAINING, when="best")  # fmt: skip
+    best_metric: str | None = flag(None, "metric of --keep-best without eval/, of which the highest is the best, as"
+                                    " NAME/accuracy; default: accuracy", when="best")  # fmt: skip
     target_eval_loss: float | None = positive(None, "stop the run when the evaluation loss is at most this; default:"
                                                " never", programs=SUPERVISED)  # fmt: skip
     # The run.

@@ -3,17 +3,18 @@
 from typing import TextIO
 
 from megarl.arguments import Settings
+from megarl.checkpoint.resume import EVAL_PROMPTS, EVALS, PROMPTS
 from megarl.data.columns import RL, Columns
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.ragged import Ragged
+from megarl.flags.named_paths import parse_named_paths
 
-PROMPTS, EVAL_PROMPTS = "prompts", "eval_prompts"  # settings, and names in a checkpoint's manifest
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
 
 
 def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str, PromptSet]:
-    """The set of each of the two flags that is given. UsageError for wrong files.
+    """The sets of the flags that are given, by name in a checkpoint's manifest. UsageError for wrong files.
 
     `purpose`: of `columns`. `encoder`: of the texts.
     """
@@ -23,7 +24,9 @@ def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str
         messages=s.messages_column, chosen=s.chosen_column, rejected=s.rejected_column, desirable=s.desirable_column,
     )  # fmt: skip
     values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
-    found = {name: load_prompts(value, _FLAGS[name], columns) for name, value in values.items() if value}
+    values |= {f"{EVALS}{name}": path for name, path in (parse_named_paths(s.evals) if s.evals else {}).items()}
+    flags = _FLAGS | {name: f"--{name}" for name in values if name not in _FLAGS}
+    found = {name: load_prompts(value, flags[name], columns) for name, value in values.items() if value}
     return {name: prompts.note_special_tokens(encoder) for name, prompts in found.items()}
 
 
@@ -39,6 +42,11 @@ def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str
         else:
             tokens[name] = found.encode(encoder, settings.max_prompt_length)
     return prompts, tokens
+
+
+def name_of_eval(key: str) -> str | None:
+    """The name in `--evals` of a set in a checkpoint's manifest; None of another one."""
+    return key.removeprefix(EVALS) if key.startswith(EVALS) else None
 
 
 def print_notes(prompts: dict[str, PromptSet], rank: int, file: TextIO | None):

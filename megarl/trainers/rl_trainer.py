@@ -27,7 +27,7 @@ from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
 from megarl.trainers.best_checkpoint import BestCheckpoint
-from megarl.trainers.evaluator import Evaluator
+from megarl.trainers.evaluations import ACCURACY, Evaluations
 from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
@@ -116,9 +116,9 @@ class RLTrainer(Trainer):
         )
         generation = (s, mesh, self.rollout, self.reward)
         self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
-        self.evaluator, self.best = None, BestCheckpoint(mesh, "accuracy")
-        if s.eval_prompts:
-            self.evaluator = Evaluator(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
+        self.evaluator, self.best = None, BestCheckpoint(mesh, s.best_metric or ACCURACY)
+        if s.evaluates:
+            self.evaluator = Evaluations(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
         s, mesh = self.settings, self.mesh

@@ -91,7 +91,7 @@ VALUES = {
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
-    "reward_ensemble": "min", "reward_cosine": "2,1,-10,0,-10", "rollout_server": "http://x:8000",
+    "reward_ensemble": "min", "reward_cosine": "2,1,-10,0,-10", "evals": "a=x b=y", "rollout_server": "http://x:8000",
     "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
     "credit": "turns", "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
@@ -120,6 +120,7 @@ REQUIRED = {
 OUTSIDE = {
     "reward_fallback": ("nan", "inf"),
     "reward_cosine": ("1,2,3,4", "1,2,3,4,inf"),
+    "evals": ("x", "a=x a=y", "=x"),
     "stop": ('["a"', "[]"),
     "tracker_project": ("a/b", " "),
     "tracker_run": ("a:b", " "),
