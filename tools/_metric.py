@@ -12,6 +12,7 @@ PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
     "layer": r"\d{3}",
     "k": r"\d+",
     "teacher": r"[\w.-]+",  # of --teachers
+    "file": r"[\w.-]+",  # of a mixture in --prompts
 }
 
 

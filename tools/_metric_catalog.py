@@ -83,6 +83,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/reused_tokens", "tokens", "prompt tokens that were already in the cache",
                "with --rollout-prefix-caching"),
     ),
+    "Mixtures": (
+        Metric("mixture/<file>/prompts", "prompts", "prompts of a file of the mixture that the run has drawn so far",
+               "with a mixture in --prompts"),
+    ),
     "Environments": tuple(
         metric._replace(when="with --environment") for metric in (
             Metric("environment/turns_mean", "turns", "turns of the episodes that ended in the step"),

@@ -14,7 +14,7 @@ TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 class DataSettings:
     """Prompts and tokenizers."""
 
-    prompts: str | None = flag(None, f"training prompts: {_FILES}", programs=TRAINING)
+    prompts: str | None = flag(None, f"training prompts: {_FILES}; or a mixture, FILE.yaml", programs=TRAINING)
     eval_prompts: str | None = flag(None, f"held-out prompts: {_FILES}", programs=DATA, when="evaluates")
     evals: str | None = flag(None, "held-out prompts by name, NAME=FILES …, with metrics eval/NAME/…",
                               parses(parse_named_paths), f"NAME=FILES …, {ALLOWED}", programs=GENERATING,

@@ -200,14 +200,14 @@ class Reward:
         counted = [not self.drops or reason is None for reason in reasons]
         if self._shaping.names:
             members = [[i for i in group if counted[i]] for group in groups]
-            shaped = self._shaping.scores(self._shaped(batch), columns, members)
+            shaped = self._shaping.scores(self._shaped(batch, step_batch.prompts), columns, members)
             columns |= shaped
             values |= {name: [score.reward for score in column] for name, column in shaped.items()}
         if for_training:
             self._statistics.add({name: list(compress(column, counted)) for name, column in values.items()})
         positions = range(len(batch))
         scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in positions]
-        scores = self._with_overlong_penalty(scores, batch)
+        scores = self._with_overlong_penalty(scores, batch, step_batch.prompts)
         values = [{name: column[i] for name, column in values.items()} for i in positions]
         scored = map(_scored, scores, values)
         self.rows = [row | more for row, more in zip(self.rows, scored, strict=True)]
@@ -251,20 +251,28 @@ class Reward:
                 self._warned.add(name)
                 warn([f"{reasons[0]}; it failed on {len(reasons)} of {count} responses; {what} (--reward-failure)"])
 
-    def _with_overlong_penalty(self, scores: list[Score], batch: Batch) -> list[Score]:
+    def _limits(self, batch: Batch, prompts: PromptSet) -> Tensor:
+        """[N] int64 tokens that each response may have: those of the flag, or of its file in a mixture."""
+        limits = torch.full_like(batch.lengths, self.settings.max_response_length)
+        if prompts.entries:
+            own = [prompts.entry_of(line).max_response_length for line in batch.prompt_ids.tolist()]
+            limits = torch.tensor([n or limit for n, limit in zip(own, limits.tolist(), strict=True)]).to(limits)
+        return limits
+
+    def _with_overlong_penalty(self, scores: list[Score], batch: Batch, prompts: PromptSet) -> list[Score]:
         """The scores with the penalty of `--overlong-buffer` as one more component. All turns of an episode and its
         observations count, as they do for `--max-response-length`."""
         s = self.settings
         if not s.overlong_buffer:
             return scores
-        lengths = batch.lengths - batch.prompt_lengths
-        penalties = s.overlong_penalty * overlong_penalty(lengths, s.max_response_length, s.overlong_buffer)
+        lengths, limits = batch.lengths - batch.prompt_lengths, self._limits(batch, prompts)
+        penalties = s.overlong_penalty * overlong_penalty(lengths, limits, s.overlong_buffer)
         return [_with_component(*item) for item in zip(scores, penalties.tolist(), strict=True)]
 
-    def _shaped(self, batch: Batch) -> list[Shaped]:
+    def _shaped(self, batch: Batch, prompts: PromptSet) -> list[Shaped]:
         """What the shaping terms read. As for `--max-response-length`, all turns and observations of an episode count
         as its length; its tokens are the policy's."""
-        shares = ((batch.lengths - batch.prompt_lengths).double() / self.settings.max_response_length).tolist()
+        shares = ((batch.lengths - batch.prompt_lengths).double() / self._limits(batch, prompts)).tolist()
         written = batch.tokens[batch.response_mask].cpu().split(batch.response_lengths.tolist())
         columns = shares, batch.finished.tolist(), (tokens.tolist() for tokens in written)
         return [Shaped(*item) for item in zip(*columns, strict=True)]

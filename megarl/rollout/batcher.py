@@ -19,7 +19,7 @@ from megarl.comm.announcements import Announcements
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.comm.whole_groups import with_whole_groups
-from megarl.data.order import PromptOrder
+from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
@@ -86,7 +86,7 @@ class RolloutBatcher:
         return GroupCollector(*arguments)
 
     @property
-    def order(self) -> PromptOrder | None:
+    def order(self) -> PromptOrder | MixtureOrder | None:
         """The order of prompts; None outside the rollout."""
         return None if self.collector is None else self.collector.order
 

@@ -16,7 +16,7 @@ from megarl.comm.announcements import Announcements
 from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
-from megarl.data.order import PromptOrder
+from megarl.data.order import MixtureOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.mcore import device
@@ -24,7 +24,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.batch_queue import BatchQueue, PolicyVersions
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
-from megarl.rollout.requests import PromptRequest
+from megarl.rollout.requests import PromptRequest, remaining_tokens
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
@@ -62,7 +62,7 @@ class GroupCollector:
         self.settings, self.role_groups = settings, mesh[ROLLOUT]
         self.rollout, self.timers = rollout, timers
         self.prompts, self.prompt_tokens = prompts, prompt_tokens
-        self.order = PromptOrder(len(prompts), settings.seed)
+        self.order = prompts.order(settings.seed)
         self.metrics: dict[str, float] = {}
         self._scorer, self._announcements, self._writer = scorer, announcements, writer
         carried = None if rollout.episodes is None else rollout.episodes.carried
@@ -150,8 +150,9 @@ class GroupCollector:
     def _requests_of_round(self, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""
         count = math.ceil(round(wanted * self.settings.over_sampling, 6))
-        carried, limit = self.partial_rollouts.pop_oldest(count), self.settings.max_response_length
-        finished = sum(not any(response.remaining(limit) for response in request.partial) for request in carried)
+        carried = [self._with_limit(request) for request in self.partial_rollouts.pop_oldest(count)]
+        samples, limit = self.settings.samples_per_prompt, self.settings.max_response_length
+        finished = sum(not any(remaining_tokens([request], samples, limit)) for request in carried)
         return carried if finished >= wanted else carried + self._draw_prompts(count - len(carried), draws)
 
     def _draw_prompts(self, count: int, draws: Counter) -> list[PromptRequest]:
@@ -159,9 +160,15 @@ class GroupCollector:
         requests = []
         for line in self.order.take(count):
             tokens = self.prompt_tokens.view(line)
-            requests.append(PromptRequest(line=line, tokens=tokens, draw_index=draws[line]))
+            request = PromptRequest(line=line, tokens=tokens, draw_index=draws[line])
+            requests.append(self._with_limit(request))
             draws[line] += 1
         return requests
+
+    def _with_limit(self, request: PromptRequest) -> PromptRequest:
+        """The request with the limit that a mixture gives its line."""
+        entry = self.prompts.entry_of(request.line)
+        return request if entry is None else request._replace(limit=entry.max_response_length)
 
     def _generate_groups(
         self, requests: list[PromptRequest], step: int, statistics: SamplingStatistics, wanted: int
@@ -216,6 +223,9 @@ class GroupCollector:
         self.metrics = self.rollout.generation_metrics()
         counted = torch.tensor([statistics.tokens], device=device.device())
         self.metrics["rollout/tokens"] = int(self.role_groups.dp_all_reduce(counted))
+        if isinstance(self.order, MixtureOrder):
+            drawn = zip(self.prompts.entries, self.order.counts, strict=True)
+            self.metrics |= {f"mixture/{entry.name}/prompts": count for entry, count in drawn}
         if self.settings.partial_rollouts:
             self.metrics |= self.partial_rollouts.metrics()
         if self.settings.group_filter != "none":

@@ -6,8 +6,10 @@ from megarl.arguments import Settings
 from megarl.checkpoint.resume import EVAL_PROMPTS, EVALS, PROMPTS
 from megarl.data.columns import RL, Columns
 from megarl.data.conversations import Encoder
+from megarl.data.mixture import is_mixture
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.ragged import Ragged
+from megarl.errors import UsageError
 from megarl.flags.named_paths import parse_named_paths
 
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
@@ -26,6 +28,9 @@ def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str
     values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
     values |= {f"{EVALS}{name}": path for name, path in (parse_named_paths(s.evals) if s.evals else {}).items()}
     flags = _FLAGS | {name: f"--{name}" for name in values if name not in _FLAGS}
+    for name, value in values.items():
+        if name != PROMPTS and value and is_mixture(value):
+            raise UsageError(f"{flags[name]} {value}: a mixture is for --prompts; --evals names several sets")
     found = {name: load_prompts(value, flags[name], columns) for name, value in values.items() if value}
     return {name: prompts.note_special_tokens(encoder) for name, prompts in found.items()}
 
@@ -42,6 +47,29 @@ def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str
         else:
             tokens[name] = found.encode(encoder, settings.max_prompt_length)
     return prompts, tokens
+
+
+def check_mixture(settings: Settings, prompts: PromptSet):
+    """UsageError if a file of a mixture has a limit above that of the run, or needs what the run lacks."""
+    s = settings
+    for entry in prompts.entries:
+        where = f"--prompts {prompts.path}: {entry.name}"
+        limits = {
+            "max-prompt-length": (entry.max_prompt_length, s.max_prompt_length),
+            "max-response-length": (entry.max_response_length, s.max_response_length),
+        }  # fmt: skip
+        for name, (own, limit) in limits.items():
+            if (own or 0) > limit:
+                raise UsageError(f"{where}: {name} {own}: allowed is at most --{name} {limit}")
+        if entry.environment is not None and s.environment is None:
+            raise UsageError(f"{where}: environment {entry.environment}: needs --environment, for lines without one")
+        if entry.max_response_length is not None and s.environment is not None:
+            raise UsageError(f"{where}: max-response-length: not allowed with --environment, whose episodes share one")
+        if s.overlong_buffer > (entry.max_response_length or s.overlong_buffer):
+            raise UsageError(
+                f"{where}: max-response-length {entry.max_response_length}: allowed is at least --overlong-buffer "
+                f"{s.overlong_buffer}"
+            )
 
 
 def name_of_eval(key: str) -> str | None:
