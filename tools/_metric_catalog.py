@@ -108,6 +108,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                    " has changed, so that they begin a row"),
         )
     ),
+    "Difficulty pools": tuple(
+        Metric(f"pools/{name}_fraction", "fraction", f"prompts of --prompts {text}", "with --pool-bounds")
+        for name, text in (
+            ("hard", "in the pool of hard ones"), ("normal", "that are neither hard nor easy, unseen ones included"),
+            ("easy", "in the pool of easy ones"), ("retired", "that --pool-retire-after has left out for good"),
+            ("unseen", "that had no group so far"),
+        )
+    ),
     "Group sampling": tuple(
         metric._replace(when="with --group-filter reward or correct") for metric in (
             Metric("sampling/rounds", "rounds", "sampling rounds of the step"),

@@ -5,9 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from megarl.errors import UsageError
+from megarl.data.pools import DifficultyPools, part
+from megarl.errors import RunStopped, UsageError
 
 _SEED_LIMIT = 2**64
+_CHANCES = 1 << 63  # numbers of the generator that decide which prompts an epoch leaves out
+NOTHING_LEFT = "--pool-weights, --pool-retire-after: no prompt is left to draw; all are in pools that are left out"
 
 
 class PromptOrder:
@@ -18,8 +21,9 @@ class PromptOrder:
     promises neither.
     """
 
-    def __init__(self, size: int, seed: int, stream: int = 0):
-        """`stream`: of several orders with one seed, each has another."""
+    def __init__(self, size: int, seed: int, stream: int = 0, chances: np.ndarray | None = None):
+        """`stream`: of several orders with one seed, each has another. `chances`: [size] of `DifficultyPools`; a prompt
+        that an epoch leaves out takes a position, too."""
         if size < 1:
             raise ValueError(f"size {size}: must be at least 1")
         if not 0 <= seed < _SEED_LIMIT:
@@ -27,6 +31,8 @@ class PromptOrder:
         self.size = size
         self.seed, self._first_key = seed, stream << 32
         self.position = 0
+        self._chances = chances
+        self._drawn: tuple[int, np.ndarray] = -1, np.empty(0)  # an epoch, and its random numbers
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.int64)
 
@@ -41,10 +47,38 @@ class PromptOrder:
         return taken
 
     def take(self, count: int) -> list[int]:
-        """The next `count` prompt indices; advances the position."""
+        """The next `count` prompt indices; advances the position. RunStopped if every prompt is left out."""
+        if self._chances is not None:
+            return [self._next_of_pools() for _ in range(count)]
         taken = self.indices(self.position, count)
         self.position += count
         return taken
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there is a prompt to draw."""
+        return self._chances is None or bool(self._chances.any())
+
+    def _next_of_pools(self) -> int:
+        if not self.has_prompts:
+            raise RunStopped(NOTHING_LEFT)
+        while True:
+            epoch, (index,) = self.position // self.size, self.indices(self.position, 1)
+            self.position += 1
+            if self._random_numbers(epoch)[index] < self._chances[index]:
+                return index
+
+    def _random_numbers(self, epoch: int) -> np.ndarray:
+        """[size] float64 in [0, 1): a number of each prompt in an epoch."""
+        if self._drawn[0] != epoch:
+            raw = self._raw(_CHANCES | epoch)
+            self._drawn = epoch, (raw >> np.uint64(11)) * 2.0**-53
+        return self._drawn[1]
+
+    def _raw(self, number: int) -> np.ndarray:
+        """[size] raw output of the generator with this number of the seed."""
+        key = np.array([self.seed, self._first_key | number], np.uint64)
+        return np.random.Philox(key=key).random_raw(self.size)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "size": self.size}
@@ -61,8 +95,7 @@ class PromptOrder:
 
     def _epoch_permutation(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
-            generator = np.random.Philox(key=np.array([self.seed, self._first_key + epoch], np.uint64))
-            self._permutation = np.argsort(generator.random_raw(self.size), kind="stable")
+            self._permutation = np.argsort(self._raw(epoch), kind="stable")
             self._epoch = epoch
         return self._permutation
 
@@ -72,43 +105,47 @@ class MixtureOrder:
 
     The next source is the one that is furthest behind its share of the draws so far, the first of equal ones. In any
     number of draws that the sum of the weights divides, each source has exactly its share; between, no source is a draw
-    or more ahead of its share.
+    or more ahead of its share. A source whose prompts pools have all left out is passed over.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[int], seed: int):
+    def __init__(self, sizes: Sequence[int], weights: Sequence[int], seed: int, pools: DifficultyPools | None = None):
         """`sizes`: prompts of each source, which follow each other in the set; `weights`: whole numbers above 0."""
         self.size, self.weights = sum(sizes), list(weights)
-        self._orders = [PromptOrder(size, seed, stream) for stream, size in enumerate(sizes)]
+        self._orders = [PromptOrder(n, seed, number, part(pools, sizes, number)) for number, n in enumerate(sizes)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
-
-    @property
-    def counts(self) -> list[int]:
-        """Draws of each source so far."""
-        return [order.position for order in self._orders]
+        self.counts = [0] * len(sizes)  # draws of each source so far
 
     def take(self, count: int) -> list[int]:
-        """The next `count` prompt indices; advances the position."""
-        return [self._next() for _ in range(count)]
+        """The next `count` prompt indices; advances the position. RunStopped if every prompt is left out."""
+        sources = [number for number, order in enumerate(self._orders) if order.has_prompts]
+        if not sources:
+            raise RunStopped(NOTHING_LEFT)
+        return [self._next(sources) for _ in range(count)]
 
-    def _next(self) -> int:
+    def _next(self, sources: Sequence[int]) -> int:
         drawn, total = sum(self.counts) + 1, sum(self.weights)
-        behind = [weight * drawn - count * total for weight, count in zip(self.weights, self.counts, strict=True)]
-        source = behind.index(max(behind))
+        source = max(sources, key=lambda number: self.weights[number] * drawn - self.counts[number] * total)
+        self.counts[source] += 1
         return self._starts[source] + self._orders[source].take(1)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": sum(self.counts), "size": self.size, "counts": self.counts}
+        positions = [order.position for order in self._orders]
+        return {"position": sum(self.counts), "size": self.size, "counts": [*self.counts], "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As of `PromptOrder`."""
         _check_counts(state, len(self._orders))
-        for order, count in zip(self._orders, state["counts"], strict=True):
-            order.position = count
+        self.counts = [*state["counts"]]
+        for order, position in zip(self._orders, state["positions"], strict=True):
+            order.position = position
 
 
 def _check_counts(state: dict[str, Any], sources: int):
     """UsageError if a state is not one of an order of that many sources."""
-    counts = state.get("counts", [state["position"]])
-    is_list = isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
-    if not is_list or len(counts) != sources or sum(counts) != state["position"]:
+    counts, positions = (state.get(name, [state["position"]]) for name in ("counts", "positions"))
+    are_right = all(
+        isinstance(numbers, list) and len(numbers) == sources and all(type(n) is int and n >= 0 for n in numbers)
+        for numbers in (counts, positions)
+    )
+    if not are_right or sum(counts) != state["position"]:
         raise UsageError("--load: the checkpoint was written with another mixture of --prompts, or is damaged")

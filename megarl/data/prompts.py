@@ -20,6 +20,7 @@ from megarl.data.line_files import read_files
 from megarl.data.messages import text_of
 from megarl.data.mixture import MixtureEntry, is_mixture, read_mixture, shares, whole_weights
 from megarl.data.order import MixtureOrder, PromptOrder
+from megarl.data.pools import DifficultyPools
 from megarl.data.prompt import Prompt
 from megarl.data.ragged import Ragged
 from megarl.data.sources import find_files
@@ -91,11 +92,11 @@ class PromptSet:
         bounds = np.array([*self._source.firsts, len(self._lines)])
         return np.diff(bounds if self._kept is None else np.searchsorted(self._kept, bounds)).tolist()
 
-    def order(self, seed: int) -> PromptOrder | MixtureOrder:
-        """The order in which a run draws the prompts, at its beginning."""
+    def order(self, seed: int, pools: DifficultyPools | None = None) -> PromptOrder | MixtureOrder:
+        """The order in which a run draws the prompts, at its beginning. `pools`: of this set."""
         if not self.entries:
-            return PromptOrder(len(self), seed)
-        return MixtureOrder(self.sizes(), whole_weights(self.entries), seed)
+            return PromptOrder(len(self), seed, chances=None if pools is None else pools.chances)
+        return MixtureOrder(self.sizes(), whole_weights(self.entries), seed, pools)
 
     def note_special_tokens(self, encoder: Encoder) -> PromptSet:
         """The set with a note if one of its first texts holds a special token's string, which is read as text.

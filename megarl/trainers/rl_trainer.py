@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import integrity, run_state
+from megarl.checkpoint import integrity, resume, run_state
+from megarl.checkpoint.resume import PROMPTS
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
 from megarl.flags.distill_settings import AVERAGE, LOSS
@@ -358,7 +359,8 @@ class RLTrainer(Trainer):
             self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
-        self.batcher.resume(folder, manifest)
+        has_new_prompts = PROMPTS in resume.changed_data(manifest, self.inputs.data)
+        self.batcher.resume(folder, manifest, has_new_prompts)
         if self._is_ahead:
             self._records.restore(folder, self.mesh["rollout"].ranks.start)
         if "critic" in loaded:

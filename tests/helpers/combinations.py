@@ -45,6 +45,8 @@ AXES = {
     "masks": ["--mask-truncated-responses", "--overlong-buffer 2", "--reward-failure fallback"],
     "sampling": ["--temperature 0.7", "--top-k 3", "--top-p 0.8", "--samples-per-prompt 4", "--samples-per-prompt 1",
                  "--stop 1", "--stop-token-ids 5,6", "--min-p 0.2"],
+    "pools": ["--pool-bounds 0.2,0.8", "--pool-bounds 0.2,0.8 --pool-weights 0,1,0.5 --pool-retire-after 2",
+              "--group-filter range --group-filter-range 0.1,0.9"],
     "groups": ["--group-filter reward", "--group-filter reward --dynamic-sampling --max-sampling-rounds 2",
                "--group-filter correct --dynamic-sampling --over-sampling 2"],
     "correction": ["--rollout-correction tis", "--rollout-correction mis --rollout-correction-level sequence",
