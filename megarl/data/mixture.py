@@ -6,6 +6,7 @@
     code:
       prompts: data/code/*.parquet
       weight: 1
+      reward: code
       max-response-length: 2048
 
 Weights count draws, not lines: here three of four prompts are of `math`, whatever the sizes of the files.
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from megarl.data.columns import RL
 from megarl.errors import UsageError
 from megarl.yaml_files import read_mapping
 
@@ -26,6 +28,7 @@ SUFFIXES = (".yaml", ".yml")
 MAX_WEIGHT = 10**9  # and the smallest is its inverse
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN = ("prompts", "weight")  # keys that have a meaning in every program
+TRAINING = "--prompts"  # the flag of sets that are drawn from; others are read from their start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class MixtureEntry:
     environment: str | None = None  # of lines that name none
     max_prompt_length: int | None = None
     max_response_length: int | None = None
+    reward: str | None = None  # an expression of --reward
 
 
 def is_mixture(value: str) -> bool:
@@ -45,10 +49,10 @@ def is_mixture(value: str) -> bool:
     return value.endswith(SUFFIXES)
 
 
-def read_mixture(path: str, flag: str, only_plain: bool) -> tuple[MixtureEntry, ...]:
+def read_mixture(path: str, flag: str, purpose: str) -> tuple[MixtureEntry, ...]:
     """The entries of a mixture, in the order of the file.
 
-    `only_plain`: for a program that generates nothing, which has no limits of responses and no environments.
+    `purpose`: of `columns`; without responses there are no limits of them, environments and rewards.
 
     Raises:
         UsageError: the file cannot be read, or an entry has a wrong name, key or value.
@@ -57,7 +61,11 @@ def read_mixture(path: str, flag: str, only_plain: bool) -> tuple[MixtureEntry, 
     content, _ = read_mapping(path, where, "names to prompts, weight and other keys")
     if not content:
         raise UsageError(f"{where}: the mixture names no files")
-    return tuple(_entry(name, keys, where, only_plain) for name, keys in content.items())
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(MixtureEntry)} - {"name"}
+    known = sorted(fields) if purpose == RL else [*_PLAIN]
+    if flag != TRAINING:
+        known.remove("weight")
+    return tuple(_entry(name, keys, where, known) for name, keys in content.items())
 
 
 def whole_weights(entries: tuple[MixtureEntry, ...]) -> list[int]:
@@ -71,27 +79,25 @@ def whole_weights(entries: tuple[MixtureEntry, ...]) -> list[int]:
 def shares(entries: tuple[MixtureEntry, ...], firsts: Sequence[int], where: str) -> list[str]:
     """A line about each entry of a mixture."""
     weights = whole_weights(entries) if entries else []
-    sizes = [end - first for first, end in itertools.pairwise(firsts)]
+    sizes, is_drawn = [end - first for first, end in itertools.pairwise(firsts)], where.startswith(f"{TRAINING} ")
     return [
-        f"{where}: {entry.name}: {size:,} prompts, {weight / sum(weights):.1%} of the draws"
+        f"{where}: {entry.name}: {size:,} prompts" + f", {weight / sum(weights):.1%} of the draws" * is_drawn
         for entry, size, weight in zip(entries, sizes, weights, strict=True)
     ]
 
 
-def _entry(name: Any, keys: Any, where: str, only_plain: bool) -> MixtureEntry:
+def _entry(name: Any, keys: Any, where: str, known: list[str]) -> MixtureEntry:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UsageError(f"{where}: {name}: a name has letters, digits, _, . and -")
     where = f"{where}: {name}"
     if not isinstance(keys, dict):
         raise UsageError(f"{where}: allowed is a mapping of prompts, weight and other keys")
-    fields = {field.name.replace("_", "-") for field in dataclasses.fields(MixtureEntry)} - {"name"}
-    known = _PLAIN if only_plain else sorted(fields)
     if "samples-per-prompt" in keys:
         raise UsageError(f"{where}: samples-per-prompt: all files have the one of --samples-per-prompt")
     for key in keys:
         if key not in known:
             raise UsageError(f"{where}: {key} is unknown here; allowed: {', '.join(known)}")
-    for key in ("prompts", "environment"):
+    for key in ("prompts", "environment", "reward"):
         if key in keys and not (isinstance(keys[key], str) and keys[key]):
             raise UsageError(f"{where}: {key}: must be a text")
     if "prompts" not in keys:

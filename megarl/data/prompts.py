@@ -7,14 +7,14 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.data import node_files
-from megarl.data.columns import RL, Columns
+from megarl.data.columns import Columns
 from megarl.data.fields import present_fields
 from megarl.data.line_files import read_files
 from megarl.data.messages import text_of
@@ -86,6 +86,13 @@ class PromptSet:
         if not self.entries:
             return None
         return self.entries[bisect.bisect_right(self._source.firsts, self._line(index)) - 1]
+
+    def of_entries(self, numbers: Container[int]) -> PromptSet:
+        """The prompts of these entries of the mixture, by their numbers."""
+        ends = np.cumsum(self.sizes())
+        own = [np.arange(end - size, end) for end, size in zip(ends, self.sizes(), strict=True)]
+        lines = np.concatenate([lines for number, lines in enumerate(own) if number in numbers])
+        return PromptSet(self._lines, self._source, lines if self._kept is None else self._kept[lines])
 
     def sizes(self) -> list[int]:
         """Prompts of each entry of the mixture."""
@@ -281,7 +288,7 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
         UsageError: with file and line for the first bad line or row; for a file that is missing, damaged, not UTF-8,
             without prompts, or without a column that is needed.
     """
-    entries = read_mixture(value, flag, columns.purpose != RL) if is_mixture(value) else ()
+    entries = read_mixture(value, flag, columns.purpose) if is_mixture(value) else ()
     found = [find_files(entry.prompts, f"{flag} {value}: {entry.name}:") for entry in entries]
     files = tuple(itertools.chain(*found)) if entries else find_files(value, flag)
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from megarl.flags.fields import ALL, DATA, GENERATING, TRAINING, flag, one_of, parses
-from megarl.flags.named_paths import ALLOWED, parse_named_paths
+from megarl.named_paths import ALLOWED, parse_named_paths
 
 _FILES = "JSON lines, Parquet, Arrow or Hugging Face dataset folders (FOLDER:SPLIT), several with commas or patterns"
 

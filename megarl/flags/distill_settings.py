@@ -6,7 +6,7 @@ from typing import Any
 from megarl.algorithms.divergence import DIVERGENCES
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
-from megarl.flags.named_paths import ALLOWED, parse_named_paths
+from megarl.named_paths import ALLOWED, parse_named_paths
 from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
 from megarl.rewards import expression
 

@@ -1,12 +1,12 @@
 """Which terms of --reward go together, and what each needs."""
 
 from megarl.flags.flag_context import FlagContext, FlagRule
-from megarl.rewards.expression import ADAPTIVE, COSINE, ENVIRONMENT, FORMS, JUDGE, MODEL, TRUNCATED
+from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, JUDGE, MODEL
 
 
 def rewards(context: FlagContext) -> list[FlagRule]:
     """Rules of `--reward` and its options."""
-    s, names, changing = context.settings, context.rewards, {TRUNCATED, ADAPTIVE}
+    s, names = context.settings, context.rewards
     return [
         FlagRule("--reward", s.reward, "model" not in names or bool(s.reward_model or s.reward_hf_model),
              "needs --reward-model, a run folder of train_reward, or --reward-hf-model"),
@@ -18,10 +18,6 @@ def rewards(context: FlagContext) -> list[FlagRule]:
              "needs --judge-hf-model or --judge-load, the judge's weights"),
         FlagRule("--reward", s.reward, ENVIRONMENT not in names or s.environment is not None,
              "needs --environment, whose rewards the term environment is"),
-        FlagRule("--reward", s.reward, COSINE not in names or bool(names - {*FORMS}),
-             "cosine needs a term that says which responses are correct, as in 0*math-verify+cosine"),
-        FlagRule("--reward", s.reward, not names & changing or bool(names - changing),
-             f"{' and '.join(sorted(changing))} change the reward of other terms; name one"),
         FlagRule("--samples-per-prompt", s.samples_per_prompt, ADAPTIVE not in names or s.samples_per_prompt > 1,
              f"{ADAPTIVE} in --reward needs 2 or more: it reads the mean reward of a prompt's responses"),
         FlagRule("--greedy-baseline", s.greedy_baseline,

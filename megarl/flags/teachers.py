@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.errors import UsageError
-from megarl.flags.named_paths import parse_named_paths
+from megarl.named_paths import parse_named_paths
 from megarl.yaml_files import read_mapping
 
 FLAG = "--teachers"

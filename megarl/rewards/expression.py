@@ -41,7 +41,7 @@ def parse(text: str) -> tuple[Term, ...]:
     A name is one of `NAMES` or a plug-in as `package.module:function`, which is imported later. `none` has no terms.
 
     Raises:
-        UsageError: malformed, an unknown name, a name twice, or a weight that is not finite.
+        UsageError: malformed, an unknown name, a name twice, a weight that is not finite, or a term that lacks another.
     """
     if text.strip() == NONE:
         return ()
@@ -73,6 +73,13 @@ def _check(text: str, terms: list[Term]) -> None:
         if not math.isfinite(weight):
             raise UsageError(f"--reward {text}: the weight of {name} is not a finite number")
         seen.add(name)
+    others = seen - {TRUNCATED, ADAPTIVE}
+    if COSINE in seen and not seen - {*FORMS}:
+        raise UsageError(
+            f"--reward {text}: {COSINE} needs a term that says which responses are correct, as in 0*math-verify+cosine"
+        )
+    if seen and not others:
+        raise UsageError(f"--reward {text}: {ADAPTIVE} and {TRUNCATED} change the reward of other terms; name one")
 
 
 def _allowed() -> str:

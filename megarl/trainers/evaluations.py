@@ -10,7 +10,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.observe.timers import Timers
-from megarl.rewards import expression
+from megarl.rewards import by_file
 from megarl.roles.reward import Reward
 from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.rollout import Rollout
@@ -85,7 +85,7 @@ def check_best_metric(settings: Settings, prompts: dict[str, PromptSet]):
     wanted, n = settings.best_metric, settings.eval_samples
     if wanted is None:
         return
-    terms = [term.name for term in expression.parse(settings.reward)]
+    terms = [term.name for term in by_file.terms_of_run(settings)]
     kinds = [ACCURACY, "reward", *(f"{kind}@{k}" for kind in ("pass", "mean") for k in eval_ks(settings))]
     kinds += [f"reward/{term}" for term in terms] if len(terms) > 1 else []
     allowed = [ACCURACY] if prompts and EVAL_PROMPTS not in prompts else []

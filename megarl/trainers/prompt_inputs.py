@@ -6,11 +6,10 @@ from megarl.arguments import Settings
 from megarl.checkpoint.resume import EVAL_PROMPTS, EVALS, PROMPTS
 from megarl.data.columns import RL, Columns
 from megarl.data.conversations import Encoder
-from megarl.data.mixture import is_mixture
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
-from megarl.flags.named_paths import parse_named_paths
+from megarl.named_paths import parse_named_paths
 
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
 
@@ -28,9 +27,6 @@ def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str
     values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
     values |= {f"{EVALS}{name}": path for name, path in (parse_named_paths(s.evals) if s.evals else {}).items()}
     flags = _FLAGS | {name: f"--{name}" for name in values if name not in _FLAGS}
-    for name, value in values.items():
-        if name != PROMPTS and value and is_mixture(value):
-            raise UsageError(f"{flags[name]} {value}: a mixture is for --prompts; --evals names several sets")
     found = {name: load_prompts(value, flags[name], columns) for name, value in values.items() if value}
     return {name: prompts.note_special_tokens(encoder) for name, prompts in found.items()}
 
@@ -42,6 +38,7 @@ def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str
     """
     prompts, tokens = read_prompts(settings, RL, encoder), {}
     for name, found in prompts.items():
+        check_mixture(settings, found)
         if settings.filter_long_prompts:
             prompts[name], tokens[name] = found.encode_fitting(encoder, settings.max_prompt_length)
         else:
@@ -53,7 +50,7 @@ def check_mixture(settings: Settings, prompts: PromptSet):
     """UsageError if a file of a mixture has a limit above that of the run, or needs what the run lacks."""
     s = settings
     for entry in prompts.entries:
-        where = f"--prompts {prompts.path}: {entry.name}"
+        where = f"{prompts.flag} {prompts.path}: {entry.name}"
         limits = {
             "max-prompt-length": (entry.max_prompt_length, s.max_prompt_length),
             "max-response-length": (entry.max_response_length, s.max_response_length),

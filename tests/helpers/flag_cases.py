@@ -124,7 +124,7 @@ OUTSIDE = {
     "reward_cosine": ("1,2,3,4", "1,2,3,4,inf"),
     "evals": ("x", "a=x a=y", "=x"),
     "pool_bounds": ("0.9,0.1", "0,1.5", "0", "nan,1", "0,0.5,1"),
-    "pool_weights": ("0,0,0", "1,0,1", "-1,1,1", "1,1", "nan,1,1", "1,inf,1", "1e-9,1,1"),
+    "pool_weights": ("0,0,0", "1,0,1", "1,-1,1", "1,1", "nan,1,1", "1,inf,1", "1e-9,1,1"),
     "group_filter_range": ("1,0", "0,inf", "x,1"),
     "stop": ('["a"', "[]"),
     "tracker_project": ("a/b", " "),

@@ -109,7 +109,7 @@ REFUSALS = {
     "--max-response-length 1": "few: max-response-length 2: allowed is at most --max-response-length 1",
     "--overlong-buffer 3": "few: max-response-length 2: allowed is at least --overlong-buffer 3",
     "--environment tests.helpers.sum_environments:Sums": "few: max-response-length: not allowed with --environment",
-    "--eval-interval 1 --eval-prompts {}": "--eval-prompts {}: a mixture is for --prompts",
+    "--eval-interval 1 --eval-prompts {}": "--eval-prompts {}: many: weight is unknown here; allowed: environm",
 }  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from megarl.errors import UsageError
 SIZES, WEIGHTS = [7, 3, 40], [5, 3, 2]
 
 
-def read(folder, text: str, only_plain: bool = False) -> tuple[MixtureEntry, ...]:
+def read(folder, text: str, purpose: str = RL, flag: str = "--prompts") -> tuple[MixtureEntry, ...]:
     (folder / "mix.yaml").write_text(text)
-    return read_mixture(str(folder / "mix.yaml"), "--prompts", only_plain)
+    return read_mixture(str(folder / "mix.yaml"), flag, purpose)
 
 
 def mixture(folder, text: str, purpose: str = RL) -> PromptSet:

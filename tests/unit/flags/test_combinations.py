@@ -219,8 +219,6 @@ WRONG = {
     "an evaluation of nothing": ("--distill loss --eval-prompts x", "--eval-prompts x: needs a --reward that measures"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),
-    "a cosine of nothing": ("--reward length+cosine", "--reward length+cosine: cosine needs a term that says which"),
-    "a share of nothing": ("--reward truncated", "--reward truncated: adaptive-length and truncated change the rew"),
     "the mean of one": ("--reward exact-match+adaptive-length --samples-per-prompt 1", "--samples-per-prompt 1: adapt"
                         "ive-length in --reward needs 2 or more"),
     "pools of single responses": ("--pool-bounds 0.1,0.9 --samples-per-prompt 1", "--pool-bounds 0.1,0.9: needs --sam"),
