@@ -10,6 +10,7 @@ from megarl.errors import RunStopped, UsageError
 
 _SEED_LIMIT = 2**64
 _CHANCES = 1 << 63  # numbers of the generator that decide which prompts an epoch leaves out
+_LOOKED_AT = 1024  # prompts at once, for the next one that is drawn
 NOTHING_LEFT = "--pool-weights, --pool-retire-after: no prompt is left to draw; all are in pools that are left out"
 
 
@@ -63,10 +64,14 @@ class PromptOrder:
         if not self.has_prompts:
             raise RunStopped(NOTHING_LEFT)
         while True:
-            epoch, (index,) = self.position // self.size, self.indices(self.position, 1)
-            self.position += 1
-            if self._random_numbers(epoch)[index] < self._chances[index]:
-                return index
+            epoch, offset = divmod(self.position, self.size)
+            indices = self._epoch_permutation(epoch)[offset : offset + _LOOKED_AT]
+            is_drawn = self._random_numbers(epoch)[indices] < self._chances[indices]
+            if is_drawn.any():
+                found = int(is_drawn.argmax())
+                self.position += found + 1
+                return int(indices[found])
+            self.position += len(indices)
 
     def _random_numbers(self, epoch: int) -> np.ndarray:
         """[size] float64 in [0, 1): a number of each prompt in an epoch."""

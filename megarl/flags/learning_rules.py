@@ -42,7 +42,7 @@ def distillation(context: FlagContext) -> list[FlagRule]:
              " the question"),
         FlagRule("--teacher-context", s.teacher_context, not reads_siblings or s.environment is None,
              "not allowed with --environment, whose responses hold its own texts"),
-        FlagRule("--group-filter", s.group_filter, s.group_filter != "reward" or counts or not is_rl,
+        FlagRule("--group-filter", s.group_filter, s.group_filter not in ("reward", "range") or counts or not is_rl,
              "no reward counts, so that all groups would be dropped"),
         FlagRule(*held_out, not s.evaluates or bool(context.terms),
              f"needs a --reward that measures the responses; one of weight 0, as 0*{EXACT_MATCH}, is not learnt"),

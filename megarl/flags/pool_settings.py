@@ -5,7 +5,7 @@ import math
 
 from megarl.flags.fields import flag, not_negative, parses
 
-MIN_WEIGHT = 1e-3  # of a pool that is not left out, as a share of the largest
+MIN_WEIGHT = 0.01  # of a pool that is not left out, as a share of the largest
 
 
 def parse_bounds(text: str) -> tuple[float, float]:
@@ -43,9 +43,9 @@ class PoolSettings:
                                     " second")  # fmt: skip
     pool_weights: str = flag("0.5,1,0.25", "how often hard, normal and easy prompts are drawn, as HARD,NORMAL,EASY; 0"
                               " leaves a pool out", parses(parse_weights), "three numbers with commas, NORMAL above 0,"
-                              " each 0 or at least a thousandth of the largest", when="pools")  # fmt: skip
+                              " each 0 or at least a hundredth of the largest", when="pools")  # fmt: skip
     pool_retire_after: int = not_negative(0, "leave a prompt out for good after this many hard groups in a row; 0:"
                                            " never", when="pools")  # fmt: skip
-    group_filter_range: str = flag("0,1", "means of the rewards that --group-filter range keeps, LOW,HIGH, both"
-                                    " included", parses(parse_bounds), "two numbers, the first below the second",
+    group_filter_range: str = flag("0,1", "means of the rewards that --group-filter range keeps, LOW,HIGH,"
+                                    " between the two", parses(parse_bounds), "two numbers, the first below the second",
                                     when="range")  # fmt: skip

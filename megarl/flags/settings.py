@@ -178,7 +178,7 @@ class Settings(
                                  programs=ROLLOUT, when="engine")  # fmt: skip
     # Selection of generated groups, and length penalty.
     group_filter: str = one_of("none", ("none", "reward", "correct", "range"), "drop groups whose rewards (reward) or"
-                                " verdicts (correct) are all equal, or whose mean reward is outside"
+                                " verdicts (correct) are all equal, or whose mean reward is not inside"
                                 " --group-filter-range (range); none: keep all (2503.14476 §3.2)")  # fmt: skip
     over_sampling: float = flag(1.0, "start this many times the prompts, keep the groups whose longest responses are"
                                  " shortest and stop the others; 1: none", lambda v: 1 <= v < math.inf,

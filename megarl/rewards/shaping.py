@@ -48,11 +48,20 @@ def cosine_by_length(share: float, is_correct: bool, is_finished: bool, values: 
 
 
 def repeated_share(tokens: Sequence[int], n: int) -> float:
-    """The share of the n-grams that occurred before (arXiv 2502.03373, appendix C.2); 0 of fewer than n tokens."""
+    """The share of the n-grams that occurred before (arXiv 2502.03373, appendix C.2); 0 of fewer than n tokens.
+
+    N-grams have numbers: those of 2k tokens by the pair of their halves, so that time and memory hardly depend on n.
+    """
     total = len(tokens) - n + 1
     if total < 1:
         return 0.0
-    return 1.0 - len(set(zip(*(tokens[i:] for i in range(n)), strict=False))) / total
+    numbers, length = list(tokens), 1  # of the n-gram of `length` tokens at each position
+    while length < n:
+        shift = min(length, n - length)
+        known: dict[tuple[int, int], int] = {}
+        pairs = zip(numbers, numbers[shift:], strict=False)
+        numbers, length = [known.setdefault(pair, len(known)) for pair in pairs], length + shift
+    return 1.0 - len(set(numbers)) / total
 
 
 class ShapingTerms:

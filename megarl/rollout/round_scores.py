@@ -90,7 +90,7 @@ class RoundScorer:
                 keep = _differ(scores[..., self._column], valid)
             elif self._range is not None:
                 means = _means(scores[..., 0], valid)
-                keep = (means >= self._range[0]) & (means <= self._range[1])
+                keep = (means > self._range[0]) & (means < self._range[1])
             responses, reward_sum = int(valid.sum()), float(scores[..., 0].sum())
             shares = _means(scores[..., 1], valid)
         if found.kept is not None:

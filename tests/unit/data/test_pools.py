@@ -1,17 +1,26 @@
 """Difficulty pools: where a group moves its prompt, how often prompts of a pool are drawn, state."""
 
+import io
 import json
 from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.pools import DifficultyPools
 from megarl.errors import RunStopped, UsageError
 from megarl.flags.pool_settings import parse_weights
+from megarl.rollout import pool_files
 
 BOUNDS = (0.25, 0.9)
+
+
+def torch_file(content) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
 
 
 def pools(size: int, weights: str = "0.5,1,0", retire_after: int = 0) -> DifficultyPools:
@@ -64,6 +73,25 @@ def test_draws_follow_the_weights_and_every_epoch_has_the_normal_ones():
     by_pool = [sum(counts[line] for line in range(pool, 30, 3)) for pool in range(3)]
     assert by_pool[2] == 0 and abs(by_pool[1] - 4000) <= 1 and abs(by_pool[0] - 1000) < 110  # four deviations
     assert len({counts[line] for line in range(1, 30, 3)}) <= 2
+
+
+def test_rare_prompts_of_a_large_set_are_found_at_once():
+    found = pools(10_000, "0.01,1,0")
+    found.latest[:] = 1.0
+    found.load_state_dict(found.state_dict() | {"latest": np.where(np.arange(10_000) == 7, 0.0, 1.0)}, "--load x")
+    assert PromptOrder(10_000, seed=3, chances=found.chances).take(3) == [7, 7, 7]
+
+
+@pytest.mark.parametrize("data", [b"", b"x", torch_file([1]), torch_file({"latest": 3}), torch_file({})])
+def test_a_damaged_file_is_refused(data):
+    with pytest.raises(UsageError, match="^--load x: "):
+        pool_files.from_bytes(pools(5), data, "--load x")
+
+
+def test_a_file_restores_the_pools():
+    found, other = moved(pools(5), {1: 0.0, 2: 1.0}), pools(5)
+    pool_files.from_bytes(other, pool_files.to_bytes(found), "--load x")
+    assert other.chances.tolist() == found.chances.tolist() and other.metrics() == found.metrics()
 
 
 def test_without_a_group_the_order_is_that_without_pools():

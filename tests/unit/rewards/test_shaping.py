@@ -1,6 +1,8 @@
 """Shaping terms: numbers of TRL 1.16.0, the reward of a truncated response, the price of length by a group's mean."""
 
 import math
+import random
+import tracemalloc
 
 import pytest
 
@@ -37,6 +39,18 @@ def test_cosines_are_those_of_trl():
 @pytest.mark.parametrize("n", REPETITIONS)
 def test_repetitions_are_those_of_trl(n):
     assert [0.0 - repeated_share(row, n) for row in ROWS] == REPETITIONS[n]
+
+
+def test_long_n_grams_are_those_of_tuples_and_cost_no_more():
+    draw = random.Random(3)
+    for _ in range(200):
+        row, n = [draw.randrange(3) for _ in range(draw.randrange(60))], draw.randrange(1, 20)
+        grams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
+        assert repeated_share(row, n) == (1.0 - len(set(grams)) / len(grams) if grams else 0.0)
+    tracemalloc.start()
+    assert repeated_share(list(range(20_000)), 10_000) == 0.0  # as tuples: 800 MB
+    assert tracemalloc.get_traced_memory()[1] < 2e7
+    tracemalloc.stop()
 
 
 def test_a_verifier_of_weight_0_decides_which_cosine_a_response_gets():
