@@ -234,6 +234,7 @@ class PromptSet:
         what a mixture says about them."""
 
         def digest() -> dict[str, np.ndarray]:
+            """The hash, as bytes."""
             found = hashlib.sha256()
             if self._source.verbatim and self._kept is None:
                 with open(self._source.files[0], "rb") as file:

@@ -85,16 +85,23 @@ def check_best_metric(settings: Settings, prompts: dict[str, PromptSet]):
     wanted, n = settings.best_metric, settings.eval_samples
     if wanted is None:
         return
-    terms = [term.name for term in by_file.terms_of_run(settings)]
-    kinds = [ACCURACY, "reward", *(f"{kind}@{k}" for kind in ("pass", "mean") for k in eval_ks(settings))]
-    kinds += [f"reward/{term}" for term in terms] if len(terms) > 1 else []
+    common = [ACCURACY, "reward", *(f"{kind}@{k}" for kind in ("pass", "mean") for k in eval_ks(settings))]
     allowed = [ACCURACY] if prompts and EVAL_PROMPTS not in prompts else []
     for key, found in prompts.items():
         tasks = {found[line].task for line in range(min(len(found), n))} - {None}
+        kinds = [*common, *_term_metrics(settings, found)]
         for task in ("", *(f"{task}/" for task in sorted(tasks) if len(tasks) > 1)):
             allowed += [named(f"eval/{task}{kind}", name_of_eval(key)).removeprefix("eval/") for kind in kinds]
     if wanted not in allowed:
         raise UsageError(f"--best-metric {wanted}: no evaluation has it; allowed: {', '.join(allowed)}")
+
+
+def _term_metrics(settings: Settings, prompts: PromptSet) -> dict[str, None]:
+    """Names of the metrics of terms: a reward of one term has none besides its own mean."""
+    expressions = by_file.expressions_of(settings)
+    texts = by_file.rewards_of(settings, prompts.entries) or [settings.reward]
+    of_several = [expressions[text] for text in texts if len(expressions[text]) > 1]
+    return {f"reward/{term.name}": None for terms in of_several for term in terms}
 
 
 def check_names(prompts: dict[str, PromptSet], lines: int):
