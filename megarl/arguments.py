@@ -19,14 +19,14 @@ from megarl.flags import combinations, config_files, parser, role_flags
 from megarl.flags.command_line import CommandLine, named_function, named_policy_loss, read
 from megarl.flags.distill_settings import NONE, with_defaults_of_distillation
 from megarl.flags.environment_settings import SESSIONS
-from megarl.flags.fields import SUPERVISED
+from megarl.flags.fields import GENERATING, SUPERVISED
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.judge_settings import check_layout
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
 from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, teacher_models
-from megarl.rewards import expression
+from megarl.rewards import by_file, expression
 
 if TYPE_CHECKING:
     from megarl.mcore.lora.settings import LoRASettings
@@ -201,7 +201,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
             trains and settings.distill != NONE,
         ),
         estimator=estimator,
-        terms=expression.parse(settings.reward),
+        terms=by_file.terms_of_run(settings) if program in GENERATING.split() else expression.parse(settings.reward),
         policy_loss=named_policy_loss(settings.policy_loss),
     )
 

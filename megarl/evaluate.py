@@ -7,6 +7,7 @@ Loads any policy of train_rl or train_sft, whatever layout wrote it: `--load RUN
         --eval-prompts heldout.jsonl --eval-responses 8 --eval-temperature 1 --eval-k 1,4,8 --save runs/evaluation
 """
 
+import itertools
 import json
 import re
 import sys
@@ -23,15 +24,15 @@ from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.response_ends import ResponseEnds, check_ends
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments
-from megarl.trainers.evaluator import Evaluator
+from megarl.trainers.evaluations import Evaluations, check_names
 from megarl.trainers.launch import launch
 from megarl.trainers.policy import PolicyInputs
-from megarl.trainers.prompt_inputs import EVAL_PROMPTS, read_encoded_prompts
+from megarl.trainers.prompt_inputs import read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import check_required, check_save, read_inputs
 
-SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "min_p", "reward",
-            "max_prompt_length", "max_response_length", "stop", "stop_token_ids", "environment", "max_turns",
+SETTINGS = ("eval_prompts", "evals", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "min_p",
+            "reward", "max_prompt_length", "max_response_length", "stop", "stop_token_ids", "environment", "max_turns",
             "max_turn_length", "seed")  # fmt: skip
 
 METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a term of --reward is a metric
@@ -42,7 +43,7 @@ class EvaluationInputs(PolicyInputs):
 
     def __init__(self, config: RunConfig):
         s = config.settings
-        check_required({"--eval-prompts": s.eval_prompts})
+        check_required({"--eval-prompts": s.eval_prompts or s.evals})
         check_save(s)
         check_environment_flags(s)
         self.reward_factory = RewardFactory(config)
@@ -50,9 +51,10 @@ class EvaluationInputs(PolicyInputs):
         super().__init__(config)
         check_ends(s, self.tokenizer)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, self.encoder)
-        self.prompts, self.tokens = self.prompt_sets[EVAL_PROMPTS], tokens_of[EVAL_PROMPTS]
+        self.tokens = tokens_of
+        check_names(self.prompt_sets, s.eval_samples)
         check_environments(s, self.encoder, self.prompt_sets)
-        self.reward_factory.check(self.prompts)
+        self.reward_factory.check(*self.prompt_sets.values())
 
     def rollout(self, mesh: RoleMesh, timers: Timers) -> Rollout | RemoteRollout:
         """What generates the responses: this program with its policy, or a server. Collective of the world."""
@@ -71,27 +73,26 @@ def evaluate(config: RunConfig, timers: Timers):
     rollout = inputs.rollout(mesh, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
     rollout.load_weights()
-    evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
+    evaluations = Evaluations(s, mesh, rollout, reward, inputs.prompt_sets, inputs.tokens, timers)
     if s.save:
-        samples.keep_for_failure(Path(s.save), evaluator.samples_so_far)
-    metrics = evaluator.evaluate()
+        samples.keep_for_failure(Path(s.save), evaluations.samples_so_far)
+    metrics, rows = evaluations.evaluate_with_samples(keeps=bool(s.save))
     reward.verifiers.close()
     if rollout.episodes is not None:
         rollout.episodes.close()
     if metrics is not None:
         print(table(metrics), flush=True)
-    rows = evaluator.samples() if s.save else None
-    if rows is not None:
-        write_results(Path(s.save), inputs, evaluator, metrics, rows)
+    if metrics is not None and s.save:
+        write_results(Path(s.save), inputs, evaluations.prompts, metrics, rows)
 
 
 def table(metrics: dict[str, float]) -> str:
-    """Metrics as text: a line per task after one for all prompts, a column per metric."""
+    """Metrics as text: a line per name of --evals or task after one for all prompts, a column per metric."""
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         task, metric = METRIC.fullmatch(name).groups()
         rows.setdefault(task or "all", {})[metric] = value
-    names = rows["all"]  # a task without answers has no maj@k
+    names = list(dict.fromkeys(itertools.chain(*rows.values())))  # a task without answers has no maj@k
     lines = [["task", *names]]
     lines += [[task, *(f"{row[n]:.4f}" if n in row else "-" for n in names)] for task, row in rows.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -99,11 +100,11 @@ def table(metrics: dict[str, float]) -> str:
     return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(lines, cells, strict=True))
 
 
-def write_results(folder: Path, inputs: EvaluationInputs, evaluator: Evaluator, metrics: dict, rows: list[dict]):
+def write_results(folder: Path, inputs: EvaluationInputs, prompts: int, metrics: dict, rows: list[dict]):
     """Writes `DIR/evaluation.json` (checkpoint, settings, metrics) and `DIR/samples.jsonl` (all responses)."""
     found = inputs.source() | {
-        "prompts": len(evaluator.requests),
-        "settings": {name: getattr(evaluator.settings, name) for name in SETTINGS},
+        "prompts": prompts,
+        "settings": {name: getattr(inputs.config.settings, name) for name in SETTINGS},
         "metrics": metrics,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,8 @@ def read_mapping(path: str, where: str, allowed: str) -> tuple[dict[Any, Any], d
         allowed: what the mapping is of, for messages.
 
     Raises:
-        UsageError: the file cannot be read, is not YAML or no mapping, or has a key twice.
+        UsageError: the file cannot be read, is not YAML or no mapping, or has a key twice, also in
+            a mapping that is a value.
     """
     try:
         text = bundled.find(path).read_text(encoding="utf-8")
@@ -33,4 +34,7 @@ def read_mapping(path: str, where: str, allowed: str) -> tuple[dict[Any, Any], d
         if key.value in written:
             raise UsageError(f"{where}: {key.value}: appears twice")
         written[key.value] = value.value
+        inner = [each.value for each, _ in value.value] if isinstance(value, yaml.MappingNode) else []
+        if twice := sorted({str(each) for each in inner if inner.count(each) > 1}):
+            raise UsageError(f"{where}: {key.value}: {twice[0]}: appears twice")
     return content, written

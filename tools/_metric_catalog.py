@@ -7,54 +7,15 @@ Some metrics depend on the clock or the machine, so that two equal runs may have
 import functools
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
-PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
-    "role": "actor|critic|reward|reference|teacher|rollout|sft|preference",
-    "phase": "[a-z_]+",
-    "term": "[^/]+",  # of --reward; a plug-in's has a colon
-    "task": ".+?",  # of a prompt's metadata: any text
-    "component": ".+",  # of an environment's rewards; any text
-    "layer": r"\d{3}",
-    "k": r"\d+",
-    "teacher": r"[\w.-]+",  # of --teachers
-}
-
-
-class Metric(NamedTuple):
-    """A metric, or a family of them. `programs`: that write it; `when`: what else it needs, "" for nothing."""
-
-    name: str
-    unit: str
-    meaning: str
-    when: str = ""
-    programs: tuple[str, ...] = ("train_rl",)
-
-    @property
-    def pattern(self) -> str:
-        """A regular expression of the names."""
-        pieces = re.split("<([a-z]+)>", self.name)
-        return "".join(f"({PLACEHOLDERS[x]})" if i % 2 else re.escape(x) for i, x in enumerate(pieces))
-
+from tools._metric import Metric
+from tools._supervised_metrics import PAIR_METRICS, PREFERENCE, SUPERVISED
 
 TRAINING = ("train_rl", "train_sft", "train_reward", "train_preference")
 LOSSES = ("train_sft", "train_reward", "train_preference")
-PREFERENCE = ("train_preference",)
 MTP = "with --mtp-drafts"
 PARTIAL = "with --partial-rollouts"
 DRAFTS = "with --speculative-rollout or --mtp-drafts"
-ONLINE = "in train_rl with --advantage preference"
-PAIR_METRICS = (
-    ("loss", "nats", "loss of --preference-loss, mean over pairs"),
-    ("accuracy", "fraction", "pairs whose chosen response has the higher implicit reward; of kto, responses whose"
-     " reward is on the right side of β · KL"),
-    ("margin", "reward", "mean difference of a pair's implicit rewards"),
-    ("chosen_reward", "reward", "mean implicit reward of the chosen responses: β · (log π − log π_ref), or what the"
-     " loss has in its place"),
-    ("rejected_reward", "reward", "the same of the rejected responses"),
-    ("chosen_logprob", "nats", "mean Σ log π over the tokens of a chosen response"),
-    ("rejected_logprob", "nats", "the same of the rejected responses"),
-)  # fmt: skip
 SEVERAL, STUDENTS = "with several --teachers, in steps with such tokens", ("train_rl", "train_sft")
 SIBLING = "with --teacher-context sibling"
 EVALUATED = ("train_rl", "evaluate")
@@ -122,6 +83,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/reused_tokens", "tokens", "prompt tokens that were already in the cache",
                "with --rollout-prefix-caching"),
     ),
+    "Mixtures": (
+        Metric("mixture/<file>/prompts", "prompts", "prompts of a file of the mixture that the run has drawn so far",
+               "with a mixture in --prompts"),
+    ),
     "Environments": tuple(
         metric._replace(when="with --environment") for metric in (
             Metric("environment/turns_mean", "turns", "turns of the episodes that ended in the step"),
@@ -141,6 +106,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             Metric("agent/rows_per_episode", "rows", "rows of tokens of an agent's episode"),
             Metric("agent/rewritten_history", "requests", "requests of agents whose history the template or the agent"
                    " has changed, so that they begin a row"),
+        )
+    ),
+    "Difficulty pools": tuple(
+        Metric(f"pools/{name}_fraction", "fraction", f"prompts of --prompts {text}", "with --pool-bounds")
+        for name, text in (
+            ("hard", "in the pool of hard ones"), ("normal", "that are neither hard nor easy, unseen ones included"),
+            ("easy", "in the pool of easy ones"), ("retired", "that --pool-retire-after has left out for good"),
+            ("unseen", "that had no group so far"),
         )
     ),
     "Group sampling": tuple(
@@ -263,39 +236,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("<role>/overflows", "updates", "updates without effect, because gradients overflowed; they lowered the"
                " scale and do not count as skipped", FP16, TRAINING),
     ),
-    "Supervised training": (
-        Metric("sft/loss", "nats", "mean negative log-probability of the response tokens", "", ("train_sft",)),
-        Metric("sft/grad_norm", "norm", "gradient norm before clipping", "", ("train_sft",)),
-        Metric("sft/learning_rate", "rate", "learning rate of the next update", "", ("train_sft",)),
-    ),
-    "Reward model": (
-        Metric("reward/loss", "nats", "−log σ(r_chosen − r_rejected − margin), mean over pairs, centring included", "",
-               ("train_reward",)),
-        Metric("reward/accuracy", "fraction", "pairs whose chosen text scores above the rejected one", "",
-               ("train_reward",)),
-        Metric("reward/margin", "score", "mean r_chosen − r_rejected", "", ("train_reward",)),
-        Metric("reward/mean", "score", "mean score of all texts", "", ("train_reward",)),
-        Metric("reward/grad_norm", "norm", "gradient norm before clipping", "", ("train_reward",)),
-        Metric("reward/learning_rate", "rate", "learning rate of the next update", "", ("train_reward",)),
-        Metric("reward/updates", "updates", "updates of the step that changed the weights", "", ("train_reward",)),
-        Metric("reward/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite", "",
-               ("train_reward",)),
-    ),
-    "Preferences": (
-        *(
-            Metric(f"preference/{name}", unit, text, f"always; {ONLINE}", (*PREFERENCE, "train_rl"))
-            for name, unit, text in PAIR_METRICS
-        ),
-        Metric("preference/pairs", "groups", "groups whose best and worst response are a pair", ONLINE, ("train_rl",)),
-        Metric("preference/ties", "groups", "groups whose rewards are all equal: they have no pair", ONLINE,
-               ("train_rl",)),
-        Metric("preference/kl", "nats", "KL from the reference, estimated on responses to other prompts, at least 0",
-               "with --preference-loss kto", PREFERENCE),
-        Metric("preference/grad_norm", "norm", "gradient norm before clipping", "", PREFERENCE),
-        Metric("preference/learning_rate", "rate", "learning rate of the next update", "", PREFERENCE),
-    ),
+    **SUPERVISED,
     "Evaluation": (
-        Metric("eval/accuracy", "fraction", "held-out responses that are correct", IN_TRAINING, EVALUATED),
+        Metric("eval/accuracy", "fraction", "held-out responses that are correct; without --eval-prompts the mean of"
+               " those of --evals", IN_TRAINING, EVALUATED),
         Metric("eval/pass@<k>", "fraction", "prompts with a correct one among k responses (2107.03374)",
                "with --eval-responses or --eval-k", EVALUATED),
         Metric("eval/mean@<k>", "fraction", "mean accuracy of k responses", "with --eval-responses or --eval-k",
@@ -308,7 +252,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/finished_fraction", "fraction", "held-out responses that ended before --max-response-length",
                IN_TRAINING, EVALUATED),
         *(
-            Metric(f"eval/<task>/{name}", unit, f"eval/{name} of one task", "with prompts of several tasks", EVALUATED)
+            Metric(f"eval/<task>/{name}", unit, f"eval/{name} of one task, or of a set of --evals, whose tasks are"
+                   " <name>/<task>", "with prompts of several tasks, or --evals", EVALUATED)
             for name, unit in (
                 ("accuracy", "fraction"), ("pass@<k>", "fraction"), ("mean@<k>", "fraction"), ("maj@<k>", "fraction"),
                 ("reward", "reward"), ("reward/<term>", "score"), ("response_length_mean", "tokens"),

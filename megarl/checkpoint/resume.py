@@ -17,8 +17,8 @@ DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenize
 SETTINGS = "settings"  # the manifest's entry with the settings that decide the numbers
 # Settings of files, layout, memory and the length of a run, and those that DATA fingerprints.
 _NOT_NUMBERS = {
-    "role_map", "prompts", "eval_prompts", "prompt_column", "answer_column", "response_column", "messages_column",
-    "chosen_column", "rejected_column", "filter_long_prompts",
+    "role_map", "prompts", "eval_prompts", "evals", "prompt_column", "answer_column", "response_column",
+    "messages_column", "chosen_column", "rejected_column", "filter_long_prompts",
     "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "chat_template_kwargs",
     "chat_template_date", "bos", "seed", "teacher_context_template",
     "reward_model", "reward_hf_model", "judge_config", "judge_hf_model", "judge_load", "judge_buffer_gb",
@@ -27,7 +27,7 @@ _NOT_NUMBERS = {
     "rollout_prefix_caching", "rollout_state_snapshots", "rollout_chunked_prefill", "speculative_rollout",
     "mtp_drafts", "decode_graphs", "verify_weights",
     "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "hf_mtp", "eval_interval", "evaluate_ema",
-    "keep_best", "offload",
+    "keep_best", "best_metric", "offload",
     "train_iters", "deterministic", "save", "save_interval", "async_save", "keep_last", "keep_every",
     "on_save_failure", "load", "load_changed_data",
     "kernels", "replay_schedule", "save_rollouts", "load_rollouts", "debug_train_only", "debug_rollout_only",
@@ -38,7 +38,7 @@ _LEARNING = (
     "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",
     "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size", "bf16", "fp16",
 )  # fmt: skip
-_MAY_CHANGE = ("prompts", "eval_prompts")  # with --load-changed-data
+PROMPTS, EVAL_PROMPTS, EVALS = "prompts", "eval_prompts", "evals "  # sets in DATA; a name of --evals follows the last
 
 
 def data_fingerprints(encoder: Encoder, settings: Settings, prompts: dict[str, PromptSet]) -> dict[str, dict[str, str]]:
@@ -46,7 +46,7 @@ def data_fingerprints(encoder: Encoder, settings: Settings, prompts: dict[str, P
 
     Args:
         encoder: the policy's tokenizer and chat template.
-        prompts: the sets of `--prompts` and `--eval-prompts` by name of the setting, after their filter.
+        prompts: the sets of `--prompts`, `--eval-prompts` and `--evals` by their names here, after their filter.
     """
     found = {name: {"value": prompts[name].path, "sha256": prompts[name].sha256()} for name in prompts}
     tokenizer, template, options = encoder.tokenizer, "", NO_OPTIONS
@@ -59,6 +59,16 @@ def data_fingerprints(encoder: Encoder, settings: Settings, prompts: dict[str, P
     content = (template + others).encode("utf-8", errors="backslashreplace")
     found["chat_template"] = _entry(settings.chat_template, content)
     return found
+
+
+def is_held_out(name: str) -> bool:
+    """Whether an entry of DATA is a set of held-out prompts."""
+    return name == EVAL_PROMPTS or name.startswith(EVALS)
+
+
+def _may_change(name: str) -> bool:
+    """Whether the data of an entry may change with --load-changed-data."""
+    return name == PROMPTS or is_held_out(name)
 
 
 def _entry(value: str | None, content: bytes) -> dict[str, str]:
@@ -131,7 +141,7 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
     is_older = tokenizer_type == "HuggingFaceTokenizer" and "transformers" not in manifest.get("versions", {})
     for name in changed_data(manifest, data):
         is_unknown = name == "tokenizer_model" and is_older
-        if (name in _MAY_CHANGE or is_unknown) and settings.load_changed_data:
+        if (_may_change(name) or is_unknown) and settings.load_changed_data:
             continue
         if is_unknown:
             raise UsageError(
@@ -139,7 +149,7 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
                 "hashed tokenizers in another way, so whether this one is the same cannot be checked; if it is, "
                 "--load-changed-data resumes"
             )
-        advice = "; --load-changed-data resumes with other prompts" if name in _MAY_CHANGE else ""
+        advice = "; --load-changed-data resumes with other prompts" if _may_change(name) else ""
         raise UsageError(
             f"{flag_of(name)} {data[name]['value']}: has other content than the checkpoint of --load {path} "
             f"was written with ({stored[name]['value']}){advice}"

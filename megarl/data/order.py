@@ -1,10 +1,17 @@
 """The order in which prompts are drawn: infinite, reshuffled every epoch, resumable from one number."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from megarl.errors import UsageError
+from megarl.data.pools import DifficultyPools, part
+from megarl.errors import RunStopped, UsageError
 
 _SEED_LIMIT = 2**64
+_CHANCES = 1 << 63  # numbers of the generator that decide which prompts an epoch leaves out
+_LOOKED_AT = 1024  # prompts at once, for the next one that is drawn
+NOTHING_LEFT = "--pool-weights, --pool-retire-after: no prompt is left to draw; all are in pools that are left out"
 
 
 class PromptOrder:
@@ -15,14 +22,18 @@ class PromptOrder:
     promises neither.
     """
 
-    def __init__(self, size: int, seed: int):
+    def __init__(self, size: int, seed: int, stream: int = 0, chances: np.ndarray | None = None):
+        """`stream`: of several orders with one seed, each has another. `chances`: [size] of `DifficultyPools`; a prompt
+        that an epoch leaves out takes a position, too."""
         if size < 1:
             raise ValueError(f"size {size}: must be at least 1")
         if not 0 <= seed < _SEED_LIMIT:
             raise UsageError(f"--seed {seed}: must be from 0 to 2^64 - 1")
         self.size = size
-        self.seed = seed
+        self.seed, self._first_key = seed, stream << 32
         self.position = 0
+        self._chances = chances
+        self._drawn: tuple[int, np.ndarray] = -1, np.empty(0)  # an epoch, and its random numbers
         self._epoch = -1
         self._permutation = np.empty(0, dtype=np.int64)
 
@@ -37,26 +48,109 @@ class PromptOrder:
         return taken
 
     def take(self, count: int) -> list[int]:
-        """The next `count` prompt indices; advances the position."""
+        """The next `count` prompt indices; advances the position. RunStopped if every prompt is left out."""
+        if self._chances is not None:
+            return [self._next_of_pools() for _ in range(count)]
         taken = self.indices(self.position, count)
         self.position += count
         return taken
 
-    def state_dict(self) -> dict[str, int]:
+    @property
+    def has_prompts(self) -> bool:
+        """Whether there is a prompt to draw."""
+        return self._chances is None or bool(self._chances.any())
+
+    def _next_of_pools(self) -> int:
+        if not self.has_prompts:
+            raise RunStopped(NOTHING_LEFT)
+        while True:
+            epoch, offset = divmod(self.position, self.size)
+            indices = self._epoch_permutation(epoch)[offset : offset + _LOOKED_AT]
+            is_drawn = self._random_numbers(epoch)[indices] < self._chances[indices]
+            if is_drawn.any():
+                found = int(is_drawn.argmax())
+                self.position += found + 1
+                return int(indices[found])
+            self.position += len(indices)
+
+    def _random_numbers(self, epoch: int) -> np.ndarray:
+        """[size] float64 in [0, 1): a number of each prompt in an epoch."""
+        if self._drawn[0] != epoch:
+            raw = self._raw(_CHANCES | epoch)
+            self._drawn = epoch, (raw >> np.uint64(11)) * 2.0**-53
+        return self._drawn[1]
+
+    def _raw(self, number: int) -> np.ndarray:
+        """[size] raw output of the generator with this number of the seed."""
+        key = np.array([self.seed, self._first_key | number], np.uint64)
+        return np.random.Philox(key=key).random_raw(self.size)
+
+    def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "size": self.size}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the saved position; UsageError if it was saved for another number of prompts."""
         if state["size"] != self.size:
             raise UsageError(
                 f"--prompts: the file has {self.size} prompts, the checkpoint was written with {state['size']}; "
                 "resume with the same file"
             )
+        _check_counts(state, 1)
         self.position = state["position"]
 
     def _epoch_permutation(self, epoch: int) -> np.ndarray:
         if epoch != self._epoch:
-            generator = np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64))
-            self._permutation = np.argsort(generator.random_raw(self.size), kind="stable")
+            self._permutation = np.argsort(self._raw(epoch), kind="stable")
             self._epoch = epoch
         return self._permutation
+
+
+class MixtureOrder:
+    """Draws from several sources in turn, each in its own `PromptOrder`.
+
+    The next source is the one that is furthest behind its share of the draws so far, the first of equal ones. In any
+    number of draws that the sum of the weights divides, each source has exactly its share; between, no source is a draw
+    or more ahead of its share. A source whose prompts pools have all left out is passed over.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[int], seed: int, pools: DifficultyPools | None = None):
+        """`sizes`: prompts of each source, which follow each other in the set; `weights`: whole numbers above 0."""
+        self.size, self.weights = sum(sizes), list(weights)
+        self._orders = [PromptOrder(n, seed, number, part(pools, sizes, number)) for number, n in enumerate(sizes)]
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.counts = [0] * len(sizes)  # draws of each source so far
+
+    def take(self, count: int) -> list[int]:
+        """The next `count` prompt indices; advances the position. RunStopped if every prompt is left out."""
+        sources = [number for number, order in enumerate(self._orders) if order.has_prompts]
+        if not sources:
+            raise RunStopped(NOTHING_LEFT)
+        return [self._next(sources) for _ in range(count)]
+
+    def _next(self, sources: Sequence[int]) -> int:
+        drawn, total = sum(self.counts) + 1, sum(self.weights)
+        source = max(sources, key=lambda number: self.weights[number] * drawn - self.counts[number] * total)
+        self.counts[source] += 1
+        return self._starts[source] + self._orders[source].take(1)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        positions = [order.position for order in self._orders]
+        return {"position": sum(self.counts), "size": self.size, "counts": [*self.counts], "positions": positions}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As of `PromptOrder`."""
+        _check_counts(state, len(self._orders))
+        self.counts = [*state["counts"]]
+        for order, position in zip(self._orders, state["positions"], strict=True):
+            order.position = position
+
+
+def _check_counts(state: dict[str, Any], sources: int):
+    """UsageError if a state is not one of an order of that many sources."""
+    counts, positions = (state.get(name, [state["position"]]) for name in ("counts", "positions"))
+    are_right = all(
+        isinstance(numbers, list) and len(numbers) == sources and all(type(n) is int and n >= 0 for n in numbers)
+        for numbers in (counts, positions)
+    )
+    if not are_right or sum(counts) != state["position"]:
+        raise UsageError("--load: the checkpoint was written with another mixture of --prompts, or is damaged")

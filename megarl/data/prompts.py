@@ -1,34 +1,30 @@
-"""Prompts, read from files and fully checked before any work starts.
-
-A line of a JSON file, or a row of a table, has `prompt` (non-empty string, or a list of messages as `messages.py` has
-them) and, optionally, `answer` (string, the reference answer), `task` (string), `metadata` (object, input of
-verifiers), `response` (string, target of supervised training), `chosen` and `rejected` (strings, the better and the
-worse response) with a `margin` (number >= 0). For supervised training `messages` (a whole conversation) may replace
-`prompt`. Files with other names of columns are read by `columns.ColumnMap`.
-"""
+"""Prompts, read from files and fully checked before any work starts (`line_files.py` says what a line has)."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.data import node_files
-from megarl.data.arrow_files import ArrowTable, check_footers, is_arrow
-from megarl.data.columns import ColumnMap, Columns
-from megarl.data.fields import check_line, present_fields
+from megarl.data.columns import Columns
+from megarl.data.fields import present_fields
+from megarl.data.line_files import read_files
 from megarl.data.messages import text_of
+from megarl.data.mixture import MixtureEntry, is_mixture, read_mixture, shares, whole_weights
+from megarl.data.order import MixtureOrder, PromptOrder
+from megarl.data.pools import DifficultyPools
 from megarl.data.prompt import Prompt
 from megarl.data.ragged import Ragged
-from megarl.data.sources import find_files, printable
+from megarl.data.sources import find_files
 from megarl.data.special_tokens import pattern_of
-from megarl.data.tables import JsonRows, json_line, lines_of_list, ragged_lines, read_text, split_lines
 from megarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -50,6 +46,7 @@ class PromptFiles:
 
     `value`: what the user gave for `flag`. `starts`: number of each file's first line. `verbatim`: one file that is
     read as it is, so that its bytes are the lines'. `notes`: what was recognised in the files, for the user.
+    `entries`: of a mixture; `firsts`: number of each entry's first line.
     """
 
     flag: str
@@ -58,6 +55,8 @@ class PromptFiles:
     starts: tuple[int, ...]
     verbatim: bool
     notes: tuple[str, ...] = ()
+    entries: tuple[MixtureEntry, ...] = ()
+    firsts: tuple[int, ...] = ()
 
 
 class PromptSet:
@@ -67,16 +66,44 @@ class PromptSet:
         """`lines`: the UTF-8 bytes of each line, all valid. `kept`: [N] ascending, the lines of the set; None: all."""
         self._lines, self._source, self._kept = lines, source, kept
         self.flag, self.path, self.notes = source.flag, source.value, source.notes
+        self.entries = source.entries  # of a mixture
 
     def __len__(self) -> int:
         return len(self._lines if self._kept is None else self._kept)
 
     def __getitem__(self, index: int) -> Prompt:
         index = range(len(self))[index]
-        return Prompt(index=index, **present_fields(json.loads(self._lines.view(self._line(index)).tobytes())))
+        fields = present_fields(json.loads(self._lines.view(self._line(index)).tobytes()))
+        if (entry := self.entry_of(index)) is not None and entry.environment is not None:
+            fields.setdefault("environment", entry.environment)
+        return Prompt(index=index, **fields)
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
+
+    def entry_of(self, index: int) -> MixtureEntry | None:
+        """The entry of the mixture that a prompt is of; None without a mixture."""
+        if not self.entries:
+            return None
+        return self.entries[bisect.bisect_right(self._source.firsts, self._line(index)) - 1]
+
+    def of_entries(self, numbers: Container[int]) -> PromptSet:
+        """The prompts of these entries of the mixture, by their numbers."""
+        ends = np.cumsum(self.sizes())
+        own = [np.arange(end - size, end) for end, size in zip(ends, self.sizes(), strict=True)]
+        lines = np.concatenate([lines for number, lines in enumerate(own) if number in numbers])
+        return PromptSet(self._lines, self._source, lines if self._kept is None else self._kept[lines])
+
+    def sizes(self) -> list[int]:
+        """Prompts of each entry of the mixture."""
+        bounds = np.array([*self._source.firsts, len(self._lines)])
+        return np.diff(bounds if self._kept is None else np.searchsorted(self._kept, bounds)).tolist()
+
+    def order(self, seed: int, pools: DifficultyPools | None = None) -> PromptOrder | MixtureOrder:
+        """The order in which a run draws the prompts, at its beginning. `pools`: of this set."""
+        if not self.entries:
+            return PromptOrder(len(self), seed, chances=None if pools is None else pools.chances)
+        return MixtureOrder(self.sizes(), whole_weights(self.entries), seed, pools)
 
     def note_special_tokens(self, encoder: Encoder) -> PromptSet:
         """The set with a note if one of its first texts holds a special token's string, which is read as text.
@@ -150,7 +177,7 @@ class PromptSet:
             def rows() -> Iterator[list[int]]:
                 for prompt in self:
                     tokens = self._encoded(prompt, encoder, None)
-                    if len(tokens) <= max_prompt_length:
+                    if len(tokens) <= self._limit(prompt.index, max_prompt_length):
                         kept.append(prompt.index)
                         yield tokens
 
@@ -174,7 +201,13 @@ class PromptSet:
             return self
         dropped = f"dropped {len(self) - len(kept):,} of {len(self):,} {unit} longer than {allowed} tokens"
         lines = kept if self._kept is None else self._kept[kept]
-        return PromptSet(self._lines, self.noted(dropped)._source, lines)
+        found = PromptSet(self._lines, self.noted(dropped)._source, lines)
+        for entry, size in zip(self.entries, found.sizes() if self.entries else [], strict=True):
+            if not size:
+                raise UsageError(
+                    f"{self.flag} {self.path}: {entry.name}: each of its {unit} has more tokens than allowed"
+                )
+        return found
 
     def noted(self, text: str) -> PromptSet:
         """The set with one more note for the user, about the whole set."""
@@ -197,9 +230,11 @@ class PromptSet:
         return self._source, [node_files.identity(file) for file in self._source.files], kept
 
     def sha256(self) -> str:
-        """Hash of the prompts: of the file's bytes if they are read as they are, else of the lines made of them."""
+        """Hash of the prompts: of the file's bytes if they are read as they are, else of the lines made of them; with
+        what a mixture says about them."""
 
         def digest() -> dict[str, np.ndarray]:
+            """The hash, as bytes."""
             found = hashlib.sha256()
             if self._source.verbatim and self._kept is None:
                 with open(self._source.files[0], "rb") as file:
@@ -209,6 +244,8 @@ class PromptSet:
             else:
                 for line in self._kept.tolist():
                     found.update(self._lines.view(line))
+            for entry, first in zip(self.entries, self._source.firsts, strict=True):
+                found.update(repr((dataclasses.replace(entry, prompts=""), first)).encode())
             return {"digest": np.frombuffer(found.digest(), np.uint8)}
 
         return node_files.arrays(lambda: ("sha256", *self._key()), digest)["digest"].tobytes().hex()
@@ -217,10 +254,16 @@ class PromptSet:
         where = self.where(prompt.index)
         if prompt.messages is not None:
             raise UsageError(f"{where}: prompt is missing; messages are for supervised training")
+        limit = None if max_prompt_length is None else self._limit(prompt.index, max_prompt_length)
         try:
-            return prompt_tokens(prompt, encoder, max_prompt_length)
+            return prompt_tokens(prompt, encoder, limit)
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
+
+    def _limit(self, index: int, max_prompt_length: int) -> int:
+        """Tokens that a prompt may have."""
+        entry = self.entry_of(index)
+        return max_prompt_length if entry is None else entry.max_prompt_length or max_prompt_length
 
 
 def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | None = None) -> list[int]:
@@ -246,84 +289,26 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
         UsageError: with file and line for the first bad line or row; for a file that is missing, damaged, not UTF-8,
             without prompts, or without a column that is needed.
     """
-    files = find_files(value, flag)
+    entries = read_mixture(value, flag, columns.purpose) if is_mixture(value) else ()
+    found = [find_files(entry.prompts, f"{flag} {value}: {entry.name}:") for entry in entries]
+    files = tuple(itertools.chain(*found)) if entries else find_files(value, flag)
 
     def key() -> tuple:
         return "prompts", flag, value, columns, [(file, node_files.identity(file)) for file in files]
 
-    arrays = node_files.arrays(key, lambda: _read_files(files, value, flag, columns))
+    arrays = node_files.arrays(key, lambda: read_files(files, value, flag, columns))
     about = json.loads(arrays["about"].tobytes())
+    starts = [*about["starts"], len(arrays["offsets"]) - 1]
+    firsts = [starts[sum(map(len, found[:i]))] for i in range(len(found) + 1)]
+    for entry, first, end in zip(entries, firsts, firsts[1:], strict=False):
+        if first == end:
+            raise UsageError(f"{flag} {value}: {entry.name}: the files hold no prompt")
     source = PromptFiles(
         flag=flag, value=value, files=files, starts=tuple(about["starts"]), verbatim=about["verbatim"],
-        notes=tuple(about["notes"]),
+        notes=(*about["notes"], *shares(entries, firsts, f"{flag} {value}")), entries=entries,
+        firsts=tuple(firsts[:-1]),
     )  # fmt: skip
     return PromptSet(Ragged.of_arrays(arrays), source)
-
-
-def _read_files(files: Sequence[str], value: str, flag: str, columns: Columns) -> dict[str, np.ndarray]:
-    """The lines of the files, and what is known `about` them, as JSON in bytes."""
-    check_footers(files, flag)
-    found = [_read_safely(file, flag, columns) for file in files]
-    counts = [len(lines) for lines, _ in found]
-    if not sum(counts):
-        raise UsageError(f"{flag} {value}: the {'file holds' if len(files) == 1 else 'files hold'} no prompt")
-    about = {
-        "starts": np.cumsum([0, *counts[:-1]]).tolist(),
-        "verbatim": len(files) == 1 and found[0][1] is None and not files[0].endswith((".gz", ".zst")),
-        "notes": _notes(files, counts, [description for _, description in found], value, flag),
-    }
-    lines = found[0][0] if len(found) == 1 else _joined([lines for lines, _ in found])
-    return lines.arrays() | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
-
-
-def _notes(files: Sequence[str], counts: list[int], descriptions: list[str | None], value: str, flag: str) -> list[str]:
-    """A line for each way in which columns of files were recognised."""
-    notes = []
-    for description in dict.fromkeys(filter(None, descriptions)):
-        own = [i for i, other in enumerate(descriptions) if other == description]
-        name = value if len(own) == len(files) else ", ".join(files[i] for i in own)
-        number = f"{sum(counts[i] for i in own):,} rows" + f" of {len(own)} files" * (len(own) > 1)
-        notes.append(f"{flag} {name}: {number}; {description}")
-    return notes
-
-
-def _joined(parts: list[Ragged]) -> Ragged:
-    ends = np.cumsum([0, *(len(part.values) for part in parts)])
-    offsets = [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
-    values = np.concatenate([part.values for part in parts])
-    return Ragged(values, np.concatenate([[0], *offsets]).astype(np.int64))
-
-
-def _read_safely(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:
-    """`_read_file`, with one line for whatever else a file made for harm raises in there."""
-    try:
-        return _read_file(path, flag, columns)
-    except (ArithmeticError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError) as error:
-        reason = printable(" ".join(str(error).split()), 200)
-        raise UsageError(f"{flag} {path}: cannot be read: {type(error).__name__}: {reason}") from None
-
-
-def _read_file(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:
-    """The checked lines of a file in megarl's own fields; and which columns they come from, None if from these."""
-    where = f"{flag} {path}"
-    if is_arrow(path):
-        table = ArrowTable(path, flag)
-        return _mapped(table, ColumnMap(table, columns, where), where)
-    text = read_text(path, flag)
-    is_list = path.removesuffix(".gz").removesuffix(".zst").endswith(".json") and text.lstrip()[:1] == b"["
-    lines = lines_of_list(text, where) if is_list else split_lines(text, where)
-    if columns.are_own(lines.view(0).tobytes()):
-        for i in range(len(lines)):
-            check_line(lines.view(i).tobytes().decode().removesuffix("\n"), f"{where}:{i + 1}")
-        return lines, None
-    table = JsonRows(lines, where)
-    return _mapped(table, ColumnMap(table, columns, f"{where}:1"), where)
-
-
-def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> tuple[Ragged, str]:
-    rows = enumerate(table.rows(columns.needed), start=1)
-    lines = ragged_lines(json_line(columns.fields(row, f"{where}:{number}")) for number, row in rows)
-    return lines, columns.describe()
 
 
 def _texts_of(prompt: Prompt) -> list[str]:

@@ -17,9 +17,10 @@ from megarl.flags.distill_settings import LOSS, NONE, SIBLING
 from megarl.flags.environment_settings import SESSIONS
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.flags.learning_rules import distillation, preferences
+from megarl.flags.reward_rules import rewards
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
-from megarl.rewards.expression import ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, UNVERIFIED
+from megarl.rewards.expression import COSINE, INFALLIBLE, JUDGE, MODEL, REPETITION, UNVERIFIED
 
 
 class Condition(NamedTuple):
@@ -72,7 +73,7 @@ _DROPPED = {option.name for option in dataclasses.fields(AdvantageOptions)} - {"
 CONDITIONS: dict[str, Condition] = {
     **{f"estimator:{name}": _of_estimator(name) for name in sorted(_DROPPED)},
     "preference": Condition(_learns_preferences, "--advantage {advantage} does not use them"),
-    **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
+    **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote", COSINE, REPETITION)},
     **{f"preference:{name}": _preference_option(name) for name in PreferenceOptions._fields},
     "labels": _of_preference_loss(lambda loss: not loss.reads_pairs),
     "margin": _of_preference_loss(lambda loss: loss.reads_margin),
@@ -97,12 +98,12 @@ CONDITIONS: dict[str, Condition] = {
                  "needs --distill loss and --distill-divergence jsd"),
     "teacher": Condition(lambda context: "teacher" in context.roles, "--distill is none"),
     "refreshes": _when(lambda s: s.reference_update_interval > 0, "needs --reference-update-interval"),
-    "average": _when(lambda s: s.ema_decay is not None and s.eval_prompts, "needs --ema-decay and --eval-prompts"),
+    "average": _when(lambda s: s.ema_decay is not None and s.evaluates, "needs --ema-decay and --eval-prompts"),
     "baselines": Condition(lambda context: "baselines" in context.estimator.needs,
                            "--advantage {advantage} needs no greedy responses"),
     "sampled": Condition(lambda context: context.program != "evaluate" or context.settings.eval_temperature > 0,
                          "--eval-temperature 0 is greedy"),
-    "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
+    "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.evaluates,
                             "needs --eval-prompts"),
     "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
                               "needs --serve-policy"),
@@ -119,6 +120,8 @@ CONDITIONS: dict[str, Condition] = {
     "routes": _when(lambda s: s.router_replay == "rollout", "needs --router-replay rollout"),
     "rounds": _when(lambda s: s.dynamic_sampling, "needs --dynamic-sampling"),
     "partial": _when(lambda s: s.partial_rollouts, "needs --partial-rollouts"),
+    "range": _when(lambda s: s.group_filter == "range", "needs --group-filter range"),
+    "pools": _when(lambda s: s.pool_bounds is not None, "needs --pool-bounds"),
     "overlong": _when(lambda s: s.overlong_buffer > 0, "--overlong-buffer is 0"),
     "environment": _when(lambda s: s.environment is not None, "needs --environment"),
     "workers": _when(lambda s: s.environment is not None and not s.agent_sessions,
@@ -142,7 +145,7 @@ CONDITIONS: dict[str, Condition] = {
     "exported": _when(lambda s: s.export_hf, "needs --export-hf"),
     "keep_last": _when(lambda s: s.keep_last > 0, "needs --keep-last"),
     "load": _when(lambda s: s.load is not None, "needs --load"),
-    "best": _when(lambda s: s.eval_prompts and s.eval_interval and s.save,
+    "best": _when(lambda s: s.evaluates and s.eval_interval and s.save,
                   "needs --eval-prompts, --eval-interval and --save"),
 }  # fmt: skip
 
@@ -203,7 +206,7 @@ def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
     with_context = (
-        _rewards(context),
+        rewards(context),
         _sampling(context),
         _training(context),
         distillation(context),
@@ -215,27 +218,6 @@ def rules(context: FlagContext) -> list[FlagRule]:
     return [rule for group in groups for rule in group]
 
 
-def _rewards(context: FlagContext) -> list[FlagRule]:
-    s, names = context.settings, context.rewards
-    return [
-        FlagRule("--reward", s.reward, "model" not in names or bool(s.reward_model or s.reward_hf_model),
-             "needs --reward-model, a run folder of train_reward, or --reward-hf-model"),
-        FlagRule("--reward", s.reward, not {MODEL, JUDGE} <= names,
-             "the reward role runs one model: a reward model (model) or a judge (judge); leave one of them out"),
-        FlagRule("--reward", s.reward, JUDGE not in names or s.judge_config is not None,
-             "needs --judge-config, a file that says what the judge reads"),
-        FlagRule("--reward", s.reward, JUDGE not in names or bool(s.judge_hf_model or s.judge_load),
-             "needs --judge-hf-model or --judge-load, the judge's weights"),
-        FlagRule("--reward", s.reward, ENVIRONMENT not in names or s.environment is not None,
-             "needs --environment, whose rewards the term environment is"),
-        FlagRule("--greedy-baseline", s.greedy_baseline,
-             not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
-             "uses raw scores; not allowed with --reward-normalize or --reward-clip"),
-        FlagRule("--reward", s.reward, "regex" not in names or s.reward_pattern is not None, "needs --reward-pattern"),
-        FlagRule("--reward", s.reward, "remote" not in names or s.reward_url is not None, "needs --reward-url"),
-    ]  # fmt: skip
-
-
 def _sampling(context: FlagContext) -> list[FlagRule]:
     s = context.settings
     sequences, partial = s.sequences_per_step, s.partial_rollouts
@@ -245,7 +227,13 @@ def _sampling(context: FlagContext) -> list[FlagRule]:
         FlagRule("--group-filter", s.group_filter, s.group_filter == "none" or s.samples_per_prompt > 1,
              "needs --samples-per-prompt 2 or more: it compares the responses of a group"),
         FlagRule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
-             "needs --group-filter reward or correct: without a filter the batch is always full"),
+             "needs --group-filter reward, correct or range: without a filter the batch is always full"),
+        FlagRule("--pool-bounds", s.pool_bounds, s.pool_bounds is None or s.samples_per_prompt > 1,
+             "needs --samples-per-prompt 2 or more: a prompt is as difficult as its group says"),
+        FlagRule("--pool-bounds", s.pool_bounds, s.pool_bounds is None or bool(context.terms),
+             "needs a --reward that says which responses are correct"),
+        FlagRule("--pool-bounds", s.pool_bounds, s.pool_bounds is None or not s.debug_train_only,
+             "not allowed with --debug-train-only, whose prompts are those of --load-rollouts"),
         FlagRule("--rollout-bank", s.rollout_bank, s.rollout_bank is None or s.save is not None,
              "needs --save: a checkpoint tells which responses are no longer needed"),
         FlagRule("--partial-rollouts", partial, not partial or s.over_sampling > 1,

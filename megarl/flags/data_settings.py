@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from megarl.flags.fields import ALL, DATA, GENERATING, TRAINING, flag, one_of
+from megarl.flags.fields import ALL, DATA, GENERATING, TRAINING, flag, one_of, parses
+from megarl.named_paths import ALLOWED, parse_named_paths
 
 _FILES = "JSON lines, Parquet, Arrow or Hugging Face dataset folders (FOLDER:SPLIT), several with commas or patterns"
 
@@ -13,8 +14,11 @@ TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 class DataSettings:
     """Prompts and tokenizers."""
 
-    prompts: str | None = flag(None, f"training prompts: {_FILES}", programs=TRAINING)
+    prompts: str | None = flag(None, f"training prompts: {_FILES}; or a mixture, FILE.yaml", programs=TRAINING)
     eval_prompts: str | None = flag(None, f"held-out prompts: {_FILES}", programs=DATA, when="evaluates")
+    evals: str | None = flag(None, "held-out prompts by name, NAME=FILES …, with metrics eval/NAME/…",
+                              parses(parse_named_paths), f"NAME=FILES …, {ALLOWED}", programs=GENERATING,
+                              when="evaluates", several=True)  # fmt: skip
     prompt_column: str | None = flag(None, "column of the prompts, also inside another one (a.b); default: a name that"
                                       " is known", programs=DATA)  # fmt: skip
     answer_column: str | None = flag(None, "column of the reference answers; default: a name that is known",
@@ -43,3 +47,8 @@ class DataSettings:
                                            " default: 2024-07-26", programs=ALL, roles=("reward",))  # fmt: skip
     bos: str = one_of("auto", ("auto", "always", "never"), "BOS before a prompt without a chat template: auto (as the"
                        " tokenizer's own rules say), always or never", programs=ALL, roles=("reward",))  # fmt: skip
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out prompts."""
+        return self.eval_prompts is not None or self.evals is not None

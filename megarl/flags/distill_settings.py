@@ -6,7 +6,7 @@ from typing import Any
 from megarl.algorithms.divergence import DIVERGENCES
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
-from megarl.flags.teachers import parse_teachers
+from megarl.named_paths import ALLOWED, parse_named_paths
 from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
 from megarl.rewards import expression
 
@@ -29,8 +29,8 @@ class DistillSettings:
                            when="distill")  # fmt: skip
     teachers: str | None = flag(None, "several teachers, NAME=FOLDER …: Hugging Face folders, or run folders of megarl;"
                                 " the field teacher of a prompt's line names one, and a line without it has the one"
-                                " called default", parses(parse_teachers), "NAME=FOLDER …, each name once, of letters,"
-                                " digits, _, . and -", programs=STUDENTS, when="distill", several=True)  # fmt: skip
+                                " called default", parses(parse_named_paths), f"NAME=FOLDER …, {ALLOWED}",
+                                programs=STUDENTS, when="distill", several=True)  # fmt: skip
     teacher_temperature: float = positive(1.0, "temperature of the teacher's distributions, whatever the policy's is",
                                           programs=STUDENTS, when="distill")  # fmt: skip
     teacher_max_prompt_length: int | None = positive(None, "maximum length of the prompt that a teacher reads, which"
@@ -60,7 +60,7 @@ class DistillSettings:
     @property
     def teacher_names(self) -> tuple[str, ...]:
         """The teachers of `--teachers`; none of a run with one teacher, or none."""
-        return () if self.teachers is None else tuple(parse_teachers(self.teachers))
+        return () if self.teachers is None else tuple(parse_named_paths(self.teachers))
 
     @property
     def teacher_fields(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ def distillation(context: FlagContext) -> list[FlagRule]:
     counts, has_teacher = any(term.weight for term in context.terms), s.distill != NONE
     longest, reads_siblings = s.teacher_max_prompt_length, s.teacher_context == SIBLING
     has_advantage = s.advantage != NO_ADVANTAGE
+    held_out = ("--evals", s.evals) if s.eval_prompts is None else ("--eval-prompts", s.eval_prompts)
     return [
         FlagRule("--reward", s.reward, bool(context.terms) or has_teacher,
              "needs --distill: nothing else would be learnt"),
@@ -41,9 +42,9 @@ def distillation(context: FlagContext) -> list[FlagRule]:
              " the question"),
         FlagRule("--teacher-context", s.teacher_context, not reads_siblings or s.environment is None,
              "not allowed with --environment, whose responses hold its own texts"),
-        FlagRule("--group-filter", s.group_filter, s.group_filter != "reward" or counts or not is_rl,
+        FlagRule("--group-filter", s.group_filter, s.group_filter not in ("reward", "range") or counts or not is_rl,
              "no reward counts, so that all groups would be dropped"),
-        FlagRule("--eval-prompts", s.eval_prompts, s.eval_prompts is None or bool(context.terms),
+        FlagRule(*held_out, not s.evaluates or bool(context.terms),
              f"needs a --reward that measures the responses; one of weight 0, as 0*{EXACT_MATCH}, is not learnt"),
     ]  # fmt: skip
 

@@ -35,6 +35,7 @@ from megarl.flags.fields import (
 )
 from megarl.flags.judge_settings import JudgeSettings
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
+from megarl.flags.pool_settings import PoolSettings
 from megarl.flags.prediction_settings import PredictionSettings
 from megarl.flags.preference_settings import PreferenceSettings
 from megarl.flags.reference_settings import ReferenceSettings
@@ -44,6 +45,7 @@ from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
 from megarl.rewards.expression import NAMES
+from megarl.rewards.shaping import parse_cosine
 
 MODELS = ("actor", "critic", "reward", "reference", "teacher")  # roles that run a model over packed sequences
 TRAINED = ("actor", "critic")
@@ -63,8 +65,9 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Settings(
-    DataSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings,
-    AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings, PredictionSettings, StopSettings,
+    DataSettings, PoolSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings,
+    ReportSettings, AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings,
+    PredictionSettings, StopSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -100,6 +103,12 @@ class Settings(
                                when="format")  # fmt: skip
     reward_length: int = positive(256, "length: tokens up to which a response gets the full reward",
                                    programs=GENERATING, when="length")  # fmt: skip
+    reward_cosine: str = flag("1,0.5,-1,-0.5,-1", "cosine: rewards of a right answer at no length and at"
+                               " --max-response-length, of a wrong one at both, and of a truncated response"
+                               " (2502.03373)", parses(parse_cosine), "five numbers with commas",
+                               programs=GENERATING, when="cosine")  # fmt: skip
+    reward_ngram: int = positive(3, "repetition: length of the n-grams, tokens", programs=GENERATING,
+                                  when="repetition")  # fmt: skip
     reward_url: str | None = address("remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
     reward_retries: int = not_negative(3, "remote: retries of a failed request, with back-off", programs=GENERATING,
                                         when="remote")  # fmt: skip
@@ -168,8 +177,9 @@ class Settings(
     verify_weights: bool = flag(False, "compare checksums after each weight sync to the rollout",
                                  programs=ROLLOUT, when="engine")  # fmt: skip
     # Selection of generated groups, and length penalty.
-    group_filter: str = one_of("none", ("none", "reward", "correct"), "drop groups whose rewards (reward) or verdicts"
-                                " (correct) are all equal; none: keep all (2503.14476 §3.2)")  # fmt: skip
+    group_filter: str = one_of("none", ("none", "reward", "correct", "range"), "drop groups whose rewards (reward) or"
+                                " verdicts (correct) are all equal, or whose mean reward is not inside"
+                                " --group-filter-range (range); none: keep all (2503.14476 §3.2)")  # fmt: skip
     over_sampling: float = flag(1.0, "start this many times the prompts, keep the groups whose longest responses are"
                                  " shortest and stop the others; 1: none", lambda v: 1 <= v < math.inf,
                                  "1 or more")  # fmt: skip
@@ -252,6 +262,8 @@ class Settings(
                                "whole numbers above 0 with commas", programs=GENERATING, when="evaluation")  # fmt: skip
     keep_best: bool = flag(True, "also save a checkpoint after the best evaluation: the highest eval/accuracy, in"
                             " train_sft the lowest eval/loss", programs=TRAINING, when="best")  # fmt: skip
+    best_metric: str | None = flag(None, "metric of --keep-best without eval/, of which the highest is the best, as"
+                                    " NAME/accuracy; default: accuracy", when="best")  # fmt: skip
     target_eval_loss: float | None = positive(None, "stop the run when the evaluation loss is at most this; default:"
                                                " never", programs=SUPERVISED)  # fmt: skip
     # The run.
@@ -304,6 +316,11 @@ class Settings(
         return self.generation_schedule == "recorded" or self.replay_schedule is not None
 
     @property
+    def scores_rounds(self) -> bool:
+        """Whether all responses of a round are scored before the batch is full."""
+        return self.group_filter != "none" or self.pool_bounds is not None
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer updates in a step with a full batch."""
         sequences = self.sequences_per_step
@@ -337,7 +354,7 @@ class Settings(
     @property
     def sampled_fields(self) -> tuple[str, ...]:
         """Batch fields that sampling adds to those of generation."""
-        verdicts = ("scores", "correct") if self.group_filter != "none" else ()
+        verdicts = ("scores", "correct") if self.scores_rounds else ()
         return self.environment_fields + verdicts + (("baseline_scores",) if self.greedy_baseline else ())
 
     @property
@@ -358,7 +375,7 @@ class Settings(
     @property
     def context_fields(self) -> tuple[str, ...]:
         """Batch fields that the reward role sends to a teacher that reads siblings, unless the batch has them."""
-        return self.score_fields if self.teacher_context == SIBLING and self.group_filter == "none" else ()
+        return self.score_fields if self.teacher_context == SIBLING and not self.scores_rounds else ()
 
     @property
     def return_fields(self) -> tuple[str, ...]:

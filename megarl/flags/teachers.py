@@ -1,31 +1,19 @@
 """Several teachers in one run: the names and folders of `--teachers`, and what each folder says about its model."""
 
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.errors import UsageError
+from megarl.named_paths import parse_named_paths
 from megarl.yaml_files import read_mapping
 
 FLAG = "--teachers"
 DEFAULT = "default"  # the teacher of lines that name none
 ALIGNMENT = 8  # bytes of a row of several models' states: a multiple of every dtype's
 SETTINGS_FILE = "settings.yaml"  # of a run
-_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 # What else gives weights their shapes, besides the attributes of an architecture.
 _OTHER_SHAPES = ("make_vocab_size_divisible_by", "max_position_embeddings")
-
-
-def parse_teachers(text: str) -> dict[str, str]:
-    """`math=DIR code=DIR` -> the folder of each name, in this order. ValueError for anything else, or a name twice."""
-    found: dict[str, str] = {}
-    for entry in re.split(rf"\s+(?={_NAME}=)", text.strip()):
-        name, _, folder = entry.partition("=")
-        if not re.fullmatch(_NAME, name) or not folder or name in found:
-            raise ValueError(entry)
-        found[name] = folder
-    return found
 
 
 class TeacherModels(NamedTuple):
@@ -114,7 +102,7 @@ def teacher_models(text: str, build: Callable[[TeacherFolder], Any]) -> TeacherM
     """The models of `--teachers`. `build`: makes the `RoleSettings` for a folder, or raises UsageError."""
     folders: dict[Path, int] = {}
     models, model_of = [], []
-    for name, path in parse_teachers(text).items():
+    for name, path in parse_named_paths(text).items():
         key = Path(path).resolve()
         if key not in folders:
             folders[key] = len(models)
@@ -125,7 +113,7 @@ def teacher_models(text: str, build: Callable[[TeacherFolder], Any]) -> TeacherM
             f"{FLAG} {text}: not allowed with --use-torch-fsdp2: teachers take turns on the device, and sharded "
             "parameters cannot move"
         )
-    return TeacherModels(tuple(parse_teachers(text)), tuple(models), tuple(model_of))
+    return TeacherModels(tuple(parse_named_paths(text)), tuple(models), tuple(model_of))
 
 
 def _built(name: str, path: str, build: Callable[[TeacherFolder], Any]) -> Any:

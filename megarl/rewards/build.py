@@ -8,7 +8,7 @@ from typing import Any
 from megarl import plugins, process_state
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards import code, expression, mathematics, tasks, text
+from megarl.rewards import by_file, code, expression, mathematics, tasks, text
 from megarl.rewards.base import Sample, Score, Verifier
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.pool import Workers
@@ -99,13 +99,13 @@ _SIGNATURES = {"verl": {"solution_str", "ground_truth"}, "TRL": {"completions"},
 
 
 def build_verifiers(settings) -> VerifierSet:
-    """The verifiers of `--reward`, all terms except `model`, `judge` and `environment`.
+    """The verifiers of all rewards of the run, all terms except those of `expression.UNVERIFIED`.
 
     Imports plug-ins; workers start with the first call.
 
     Raises UsageError for a malformed expression, a plug-in that cannot be imported, or a wrong option.
     """
-    names = [term.name for term in expression.parse(settings.reward) if term.name not in expression.UNVERIFIED]
+    names = [term.name for term in by_file.terms_of_run(settings) if term.name not in expression.UNVERIFIED]
     options = Options.of(settings)
     traits = {name: _BUILT_IN.get(name, _PLUG_IN) for name in names}
     limited = [name for name in names if traits[name].limited]
@@ -123,7 +123,9 @@ def build_verifiers(settings) -> VerifierSet:
 def needs_whole_groups(settings) -> bool:
     """Whether a term of `--reward` compares the responses to a prompt. UsageError as of `build_verifiers` and
     `read_config`."""
-    names = [term.name for term in expression.parse(settings.reward)]
+    names = [term.name for term in by_file.terms_of_run(settings)]
+    if expression.ADAPTIVE in names:
+        return True
     if expression.JUDGE in names and read_config(settings.judge_config).compares:
         return True
     plug_ins = [name for name in names if name not in _BUILT_IN and name not in expression.UNVERIFIED]
@@ -169,9 +171,21 @@ def check_prompts(settings, prompts: PromptSet, scores_here: bool = False):
 
     `scores_here`: this process will score, so also import and build what the prompts need.
     """
-    for _, name in expression.parse(settings.reward):
+    for name, own in prompts_of_terms(settings, prompts).items():
         built_in = _BUILT_IN.get(name)
         if built_in and built_in.check:
-            built_in.check(prompts)
+            built_in.check(own)
         if built_in and built_in.load and scores_here:
-            built_in.load(prompts, Options.of(settings))
+            built_in.load(own, Options.of(settings))
+
+
+def prompts_of_terms(settings, prompts: PromptSet) -> dict[str, PromptSet]:
+    """The prompts of a set that each term scores: all, or those of files of a mixture whose reward has it."""
+    expressions = by_file.expressions_of(settings)
+    if not prompts.entries:
+        return {term.name: prompts for term in expressions[settings.reward]}
+    numbers: dict[str, set[int]] = {}
+    for number, reward in enumerate(by_file.rewards_of(settings, prompts.entries)):
+        for term in expressions[reward]:
+            numbers.setdefault(term.name, set()).add(number)
+    return {name: prompts.of_entries(own) for name, own in numbers.items()}

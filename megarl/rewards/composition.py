@@ -1,11 +1,9 @@
-"""Combines the scores of verifiers, a reward model and a judge into one weighted sum."""
+"""Combines the scores of all terms of --reward into one weighted sum."""
 
 from collections.abc import Sequence
 
 from megarl.rewards.base import Score
-from megarl.rewards.expression import ENVIRONMENT, JUDGE, MODEL, Term
-
-FORMS = ("format", "length")  # verifiers of form, which cannot tell whether an answer is right
+from megarl.rewards.expression import ENVIRONMENT, FORMS, JUDGE, MODEL, Term
 
 
 def correctness_term(terms: Sequence[Term]) -> str:

@@ -12,13 +12,16 @@ from megarl.errors import UsageError
 MODEL = "model"
 JUDGE = "judge"
 ENVIRONMENT = "environment"
-UNVERIFIED = (MODEL, JUDGE, ENVIRONMENT)  # terms that no verifier scores
-INFALLIBLE = (MODEL, ENVIRONMENT)  # terms that score every sample
+# Terms computed from a response's length and text and from the scores of the other terms (`shaping`).
+COSINE, REPETITION, TRUNCATED, ADAPTIVE = SHAPING = ("cosine", "repetition", "truncated", "adaptive-length")
+FORMS = ("format", "length", *SHAPING)  # terms that cannot tell whether an answer is right
+UNVERIFIED = (MODEL, JUDGE, ENVIRONMENT, *SHAPING)  # terms that no verifier scores
+INFALLIBLE = (MODEL, ENVIRONMENT, *SHAPING)  # terms that score every sample
 NONE = "none"  # no term at all
 EXACT_MATCH = "exact-match"
 NAMES = (
     MODEL, JUDGE, ENVIRONMENT, EXACT_MATCH, "regex", "math-verify", "reasoning-gym", "format", "length", "code",
-    "remote",
+    "remote", *SHAPING,
 )  # fmt: skip
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -38,7 +41,7 @@ def parse(text: str) -> tuple[Term, ...]:
     A name is one of `NAMES` or a plug-in as `package.module:function`, which is imported later. `none` has no terms.
 
     Raises:
-        UsageError: malformed, an unknown name, a name twice, or a weight that is not finite.
+        UsageError: malformed, an unknown name, a name twice, a weight that is not finite, or a term that lacks another.
     """
     if text.strip() == NONE:
         return ()
@@ -70,6 +73,13 @@ def _check(text: str, terms: list[Term]) -> None:
         if not math.isfinite(weight):
             raise UsageError(f"--reward {text}: the weight of {name} is not a finite number")
         seen.add(name)
+    others = seen - {TRUNCATED, ADAPTIVE}
+    if COSINE in seen and not seen - {*FORMS}:
+        raise UsageError(
+            f"--reward {text}: {COSINE} needs a term that says which responses are correct, as in 0*math-verify+cosine"
+        )
+    if seen and not others:
+        raise UsageError(f"--reward {text}: {ADAPTIVE} and {TRUNCATED} change the reward of other terms; name one")
 
 
 def _allowed() -> str:

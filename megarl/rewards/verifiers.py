@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megarl import process_state
@@ -42,33 +42,36 @@ class VerifierSet:
         """Whether a verifier gets all samples of a prompt together."""
         return any(verifier.grouped for verifier in self._verifiers.values())
 
-    def score(self, samples: list[Sample], groups: Sequence[Sequence[int]] = ()) -> dict[str, list[Score]]:
+    def score(
+        self, samples: list[Sample], groups: Sequence[Sequence[int]] = (), names: Collection[str] | None = None
+    ) -> dict[str, list[Score]]:
         """Each verifier's scores of the samples; a failure gives the fallback score and a line in `failures`.
 
-        `groups`: positions of each prompt's samples, all of 0, 1, … in order; read for grouped verifiers only.
+        `groups`: positions of each prompt's samples, all of 0, 1, … in order; read for grouped verifiers only. `names`:
+        the verifiers to use; None: all.
         A verifier fails if it raises, takes too long, or returns anything but finite numbers. UsageError if it needs an
         alarm and none can be set (see `guard`); RuntimeError if a worker cannot start.
         """
+        used = [name for name in self.names if names is None or name in names]
         in_threads = {
             name: [threads.submit(self._verifiers[name].outcomes, [sample]) for sample in samples]
             for name, threads in self._threads.items()
+            if name in used
         }
         with activity.limited():
-            outcomes = self._limited(samples, groups)
+            outcomes = self._limited(samples, groups, used)
             outcomes |= {name: [future.result()[0] for future in futures] for name, futures in in_threads.items()}
-        for name in self.names:
+        for name in used:
             if name not in outcomes:
                 outcomes[name] = self._verifiers[name].outcomes(samples)
-        self.failures = {name: [each for each in outcomes[name] if isinstance(each, str)] for name in self.names}
+        self.failures = {name: [each for each in outcomes[name] if isinstance(each, str)] for name in used}
         self.reasons = [
             next((each for each in of_sample if isinstance(each, str)), None)
             for of_sample in (zip(*outcomes.values(), strict=True) if outcomes else [()] * len(samples))
         ]
-        for name in self.timeouts:
+        for name in self.timeouts.keys() & set(used):
             self.timeouts[name] = sum(isinstance(each, Score) and each.timed_out for each in outcomes[name])
-        return {
-            name: [self._fallback if isinstance(each, str) else each for each in outcomes[name]] for name in self.names
-        }
+        return {name: [self._fallback if isinstance(each, str) else each for each in outcomes[name]] for name in used}
 
     def close(self):
         """Kill the workers and shut the threads down; these finish their current sample."""
@@ -77,16 +80,19 @@ class VerifierSet:
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _limited(self, samples: list[Sample], groups: Sequence[Sequence[int]]) -> dict[str, list[Score | str]]:
+    def _limited(
+        self, samples: list[Sample], groups: Sequence[Sequence[int]], used: Collection[str]
+    ) -> dict[str, list[Score | str]]:
         jobs: list[Job] = []
-        for name, seconds in self._seconds.items():
+        limited = {name: seconds for name, seconds in self._seconds.items() if name in used}
+        for name, seconds in limited.items():
             calls = [[sample] for sample in samples]
             if self._verifiers[name].grouped:
                 calls = [[samples[i] for i in group] for group in groups]
             elif self._verifiers[name].batched and samples:
                 calls = [samples]
             jobs += [Job(name, call, seconds * len(call)) for call in calls]
-        outcomes: dict[str, list[Score | str]] = {name: [] for name in self._seconds}
+        outcomes: dict[str, list[Score | str]] = {name: [] for name in limited}
         results = self._run(jobs)
         late = [
             number for number, (job, result) in enumerate(zip(jobs, results, strict=True))

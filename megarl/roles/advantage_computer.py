@@ -15,7 +15,7 @@ from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.flags.distill_settings import REWARD
 from megarl.flags.preference_settings import preference_options
 from megarl.observe.timers import Timers
-from megarl.rewards import expression
+from megarl.rewards import by_file, expression
 from megarl.roles.loss_mask import masked_tokens
 from megarl.roles.reward_metrics import step_metrics
 from megarl.roles.teacher_metrics import masks_by_teacher, measured_apart
@@ -38,7 +38,7 @@ class AdvantageComputer:
             gamma=s.gamma, lam=s.gae_lambda, group_std=s.group_std, whiten=whiten, credit_turns=credit_turns,
             preference=(PREFERENCE_LOSSES[s.preference_loss], preference_options(s)),
         )  # fmt: skip
-        weights = {term.name: term.weight for term in expression.parse(s.reward) if term.weight}
+        weights = {term.name: term.weight for term in by_file.terms_of_run(s) if term.weight}
         self._turn_weight = weights.get(expression.ENVIRONMENT, 0.0)
         self._has_other_rewards = bool(s.overlong_buffer or weights.keys() - {expression.ENVIRONMENT})
         self.controller: FixedKLController | AdaptiveKLController = FixedKLController(s.kl_coefficient)

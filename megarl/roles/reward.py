@@ -22,12 +22,14 @@ from megarl.errors import warn
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, failure, only_turn
 from megarl.rewards.composition import compose
-from megarl.rewards.expression import ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
+from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
+from megarl.rewards.shaping import Shaped
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.episode_turns import turns_of
 from megarl.roles.judge import Judge, JudgedResponse
 from megarl.roles.judge_requests import ArrivingResponses
 from megarl.roles.loss_mask import valid_sequences, without_unscored
+from megarl.roles.reward_expressions import Part, RewardExpressions
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
 
@@ -52,14 +54,15 @@ class Reward:
         """`tokenizer`: the policy's. `reward_model`, `judge`: on the role's ranks, if `terms` contain them. `compares`:
         the judge reads several responses to a prompt together."""
         self.settings, self.terms = settings, terms
-        self.needs_whole_groups = verifiers.needs_whole_groups or compares
+        self._expressions = RewardExpressions(settings, role_groups)
+        self.needs_whole_groups = verifiers.needs_whole_groups or compares or self._expressions.has(ADAPTIVE)
         self.drops = settings.reward_failure == "drop" and any(term.name not in INFALLIBLE for term in terms)
         self.outputs = settings.score_fields
         self.role_groups, self.timers = role_groups, timers
         self.tokenizer, self.verifiers = tokenizer, verifiers
         self.reward_model, self.judge = reward_model, judge
         self.moments = RunningMoments()  # of the reward model's scores of training responses
-        self._failure_window = FailureWindow(settings.reward_max_failures)
+        self._failure_windows = {term.name: FailureWindow(settings.reward_max_failures) for term in terms}
         self._warned: set[str] = set()  # verifiers of whose failures the user was told
         self.rows: list[dict]
         self.begin_step()
@@ -80,7 +83,8 @@ class Reward:
         """Encodes prompts for the reward model in advance; dedicated reward ranks do this during generation."""
         if self.reward_model:
             with self.timers.phase(self.name, "read"):
-                self.reward_model.prepare([prompts[line] for line in lines])
+                of_lines = [line for line in lines if MODEL in self._expressions.of_line(prompts, line).names]
+                self.reward_model.prepare([prompts[line] for line in of_lines])
 
     def judge_early(self, prompts: PromptSet, lines: list[int], step: int, number: int):
         """Judges the responses to a round's prompts while the rollout generates them (`comm.early_responses`).
@@ -120,19 +124,12 @@ class Reward:
             if self.settings.environment is not None:
                 valid = valid_sequences(batch, self.settings)
                 scored = batch.select(valid.nonzero().flatten())
-            texts = self._texts(scored, step_batch.prompts) if self.role_groups.is_leader else None
-            model_scores = self._model_scores(texts, scored, step_batch.count, for_training)
-            judged = None
-            if self.judge:
-                numbers = scored.sequence_ids.tolist()
-                groups = positions_by_group(numbers, step_batch.samples_per_prompt)
-                judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
             columns = torch.zeros(len(batch), 3, dtype=torch.float64, device=batch.tokens.device)
+            places, self.rows = valid.nonzero().flatten(), []
+            for part in self._expressions.parts(scored, step_batch.prompts, step_batch.count):
+                own = scored if len(part.positions) == len(scored) else scored.select(part.positions)
+                columns[places[part.positions]] = self._score_part(part, own, step_batch, for_training)
             if self.role_groups.is_leader:
-                scores = self._scores(texts, model_scores, judged, scored, step_batch, for_training)
-                dropped = [self.drops and "failure" in row for row in self.rows]
-                rows = [(each.reward, each.correct, not drop) for each, drop in zip(scores, dropped, strict=True)]
-                columns[valid] = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 3)
                 self.rows = sorted(
                     self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
                 )
@@ -141,15 +138,33 @@ class Reward:
             if self.drops:
                 batch.response_mask = without_unscored(batch, columns[:, 2] > 0)
 
+    def _score_part(self, part: Part, batch: Batch, step_batch: StepBatch, for_training: bool) -> Tensor:
+        """[n, 3] float64 reward, correctness and whether it counts of each response of a part, on the replica's leader;
+        zeros on its other ranks. Adds to `rows`. A collective of the role."""
+        texts = self._texts(batch, step_batch.prompts) if self.role_groups.is_leader else None
+        model_scores = judged = None
+        if self.reward_model and MODEL in part.expression.names:
+            model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
+        if self.judge:
+            numbers = batch.sequence_ids.tolist()
+            groups = positions_by_group(numbers, step_batch.samples_per_prompt)
+            judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
+        columns = torch.zeros(len(batch), 3, dtype=torch.float64, device=batch.tokens.device)
+        if self.role_groups.is_leader:
+            before = len(self.rows)
+            scores = self._scores(part, texts, model_scores, judged, batch, step_batch, for_training)
+            dropped = [self.drops and "failure" in row for row in self.rows[before:]]
+            rows = [(each.reward, each.correct, not drop) for each, drop in zip(scores, dropped, strict=True)]
+            columns = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 3)
+        return columns
+
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
         sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
         responses = [self.tokenizer.decode(tokens[start:].tolist()) for tokens, start in sequences]
         return list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
 
-    def _model_scores(self, texts, batch: Batch, count: int, for_training: bool) -> Tensor | None:
+    def _model_scores(self, texts, batch: Batch, count: int, for_training: bool) -> Tensor:
         """[2, N] reward-model scores of the replica's responses: raw, and normalized and clipped. Collective."""
-        if not self.reward_model:
-            return None
         members = self.reward_model.scores(texts)
         raw = combine(members, self.settings.reward_ensemble)
         if for_training:
@@ -168,48 +183,54 @@ class Reward:
         return scores[is_scored > 0]
 
     def _scores(
-        self, texts, model_scores: Tensor | None, judged: list[JudgedResponse] | None, batch: Batch,
+        self, part: Part, texts, model_scores: Tensor | None, judged: list[JudgedResponse] | None, batch: Batch,
         step_batch: StepBatch, for_training: bool,
     ) -> list[Score]:  # fmt: skip
-        """Scores of the replica's responses; sets `rows`. A collective of the replica leaders."""
-        samples, count = self._samples(texts, batch), step_batch.count
+        """Scores of a part's responses; adds to `rows`. A collective of the replica leaders."""
+        samples, (terms, names, shaping) = self._samples(texts, batch), part.expression
         groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.samples_per_prompt)
-        self.rows = self._unscored_rows(texts, samples, batch)  # a verifier that ends the run leaves them
-        columns, failures = self.verifiers.score(samples, groups), self.verifiers.failures
+        before, rows = self.rows, self._unscored_rows(texts, samples, batch)
+        self.rows = before + rows  # a verifier that ends the run leaves them
+        columns, failures = self.verifiers.score(samples, groups, names), self.verifiers.failures
         reasons = self.verifiers.reasons
         if judged is not None:
-            columns[JUDGE], of_judge = self._judged(samples, judged)
+            columns[JUDGE], of_judge = self._judged(samples, judged, rows)
             failures = failures | {JUDGE: [reason for reason in of_judge if reason is not None]}
             reasons = [reason or other for reason, other in zip(reasons, of_judge, strict=True)]
-        for row, reason in zip(self.rows, reasons, strict=True):
+        for row, reason in zip(rows, reasons, strict=True):
             if reason is not None:
                 row["failure"] = reason
-        if self.settings.environment is not None:
-            count = int(self.role_groups.dp_all_reduce(batch.lengths.new_tensor(len(batch))))
-        if any(term.name == ENVIRONMENT for term in self.terms):
+        if ENVIRONMENT in names:
             columns[ENVIRONMENT] = _environment_scores(batch)
         self._warn(failures, len(samples), drops=self.drops and for_training)
-        self._statistics.check_failures(failures, self.verifiers.timeouts, count, self._failure_window)
+        self._statistics.check_failures(failures, self.verifiers.timeouts, part.total, self._failure_windows)
         values = {name: [score.reward for score in column] for name, column in columns.items()}
         if model_scores is not None:
             values[MODEL], normalized = model_scores.tolist()
             pairs = zip(normalized, values[MODEL], strict=True)
             columns[MODEL] = [Score(reward=reward, correct=raw > 0) for reward, raw in pairs]
+        counted = [not self.drops or reason is None for reason in reasons]
+        if shaping.names:
+            members = [[i for i in group if counted[i]] for group in groups]
+            shaped = shaping.scores(self._shaped(batch, step_batch.prompts), columns, members)
+            columns |= shaped
+            values |= {name: [score.reward for score in column] for name, column in shaped.items()}
         if for_training:
-            counted = [not self.drops or reason is None for reason in reasons]
             self._statistics.add({name: list(compress(column, counted)) for name, column in values.items()})
         positions = range(len(batch))
-        scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in positions]
-        scores = self._with_overlong_penalty(scores, batch)
+        scores = [compose(terms, {name: column[i] for name, column in columns.items()}) for i in positions]
+        scores = self._with_overlong_penalty(scores, batch, step_batch.prompts)
         values = [{name: column[i] for name, column in values.items()} for i in positions]
         scored = map(_scored, scores, values)
-        self.rows = [row | more for row, more in zip(self.rows, scored, strict=True)]
+        self.rows = before + [row | more for row, more in zip(rows, scored, strict=True)]
         return scores
 
-    def _judged(self, samples: list[Sample], judged: list[JudgedResponse]) -> tuple[list[Score], list[str | None]]:
+    def _judged(
+        self, samples: list[Sample], judged: list[JudgedResponse], rows: list[dict]
+    ) -> tuple[list[Score], list[str | None]]:
         """The judge's scores, and why it has none; its judgements are added to `rows`."""
         scores, reasons = [], []
-        for row, sample, response in zip(self.rows, samples, judged, strict=True):
+        for row, sample, response in zip(rows, samples, judged, strict=True):
             row["judgements"] = response.rows
             reasons.append(None if response.number is not None else failure(JUDGE, sample, response.problem))
             if response.number is None:
@@ -244,15 +265,31 @@ class Reward:
                 self._warned.add(name)
                 warn([f"{reasons[0]}; it failed on {len(reasons)} of {count} responses; {what} (--reward-failure)"])
 
-    def _with_overlong_penalty(self, scores: list[Score], batch: Batch) -> list[Score]:
+    def _limits(self, batch: Batch, prompts: PromptSet) -> Tensor:
+        """[N] int64 tokens that each response may have: those of the flag, or of its file in a mixture."""
+        limits = torch.full_like(batch.lengths, self.settings.max_response_length)
+        if prompts.entries:
+            own = [prompts.entry_of(line).max_response_length for line in batch.prompt_ids.tolist()]
+            limits = torch.tensor([n or limit for n, limit in zip(own, limits.tolist(), strict=True)]).to(limits)
+        return limits
+
+    def _with_overlong_penalty(self, scores: list[Score], batch: Batch, prompts: PromptSet) -> list[Score]:
         """The scores with the penalty of `--overlong-buffer` as one more component. All turns of an episode and its
         observations count, as they do for `--max-response-length`."""
         s = self.settings
         if not s.overlong_buffer:
             return scores
-        lengths = batch.lengths - batch.prompt_lengths
-        penalties = s.overlong_penalty * overlong_penalty(lengths, s.max_response_length, s.overlong_buffer)
+        lengths, limits = batch.lengths - batch.prompt_lengths, self._limits(batch, prompts)
+        penalties = s.overlong_penalty * overlong_penalty(lengths, limits, s.overlong_buffer)
         return [_with_component(*item) for item in zip(scores, penalties.tolist(), strict=True)]
+
+    def _shaped(self, batch: Batch, prompts: PromptSet) -> list[Shaped]:
+        """What the shaping terms read. As for `--max-response-length`, all turns and observations of an episode count
+        as its length; its tokens are the policy's."""
+        shares = ((batch.lengths - batch.prompt_lengths).double() / self._limits(batch, prompts)).tolist()
+        written = batch.tokens[batch.response_mask].cpu().split(batch.response_lengths.tolist())
+        columns = shares, batch.finished.tolist(), (tokens.tolist() for tokens in written)
+        return [Shaped(*item) for item in zip(*columns, strict=True)]
 
     def _samples(self, texts: list[tuple[Prompt, str]], batch: Batch) -> list[Sample]:
         if self.settings.environment is None:

@@ -100,25 +100,27 @@ class RewardStatistics:
         self._model += torch.tensor([scores.shape[1], cut, spread], dtype=torch.float64)
 
     def check_failures(
-        self, failures: dict[str, list[str]], timeouts: dict[str, int], count: int, window: FailureWindow
+        self, failures: dict[str, list[str]], timeouts: dict[str, int], count: int, windows: dict[str, FailureWindow]
     ):
         """Counts the samples on which verifiers failed or timed out. A collective of the replica leaders.
 
         Args:
-            failures: reasons by verifier, for this replica's samples.
+            failures: reasons by verifier that was used, for this replica's samples.
             timeouts: wrong answers by verifier, for this replica's samples.
             count: samples on all replicas.
-            window: the samples so far, of all replicas; changed.
+            windows: of each verifier, the samples so far, of all replicas; changed.
 
         Raises:
             TooManyFailures: more than the allowed share of the window failed; names the first reason of each replica.
         """
-        if not self._failures:
+        used = [name for name in self._failures if name in failures]
+        if not used:
             return
-        rows = [[len(failures.get(name, [])), timeouts.get(name, 0)] for name in self._failures]
+        rows = [[len(failures[name]), timeouts.get(name, 0)] for name in used]
         counts = self.role_groups.dp_all_reduce(torch.tensor(rows, dtype=torch.float64).to(device.device())).tolist()
-        window.add(count, {name: int(failed) for name, (failed, _) in zip(self._failures, counts, strict=True)})
-        for name, (failed, late) in zip(self._failures, counts, strict=True):
+        for name, (failed, late) in zip(used, counts, strict=True):
+            window = windows[name]
+            window.add(count, {name: int(failed)})
             self._failures[name] += int(failed)
             if name in timeouts:
                 self._timeouts[name] = self._timeouts.get(name, 0) + int(late)

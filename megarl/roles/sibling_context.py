@@ -20,7 +20,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.errors import warn
 from megarl.mcore import device
-from megarl.rewards import expression
+from megarl.rewards import by_file
 from megarl.roles.teacher_prompts import TeacherPrompts
 
 
@@ -32,7 +32,7 @@ class SiblingContext:
         self._template, self._turns = template, TurnTokens(encoder, settings.max_response_length)
         self._threshold, self._samples = settings.teacher_context_reward, settings.samples_per_prompt
         self._max_length = settings.teacher_max_prompt_length
-        self._has_rewards = any(term.weight for term in expression.parse(settings.reward))
+        self._has_rewards = any(term.weight for term in by_file.terms_of_run(settings))
         self._has_warned = False
         self._counts = torch.zeros(3, dtype=torch.int64)  # of the last batch: with a sibling's response, too long, all
 

@@ -19,16 +19,16 @@ from megarl.comm.announcements import Announcements
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.comm.whole_groups import with_whole_groups
-from megarl.data.order import PromptOrder
+from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.flags.distill_settings import SIBLING
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
-from megarl.rollout import replica_files, waiting_groups
+from megarl.rollout import pool_files, replica_files, waiting_groups
 from megarl.rollout.group_collector import GroupCollector
-from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, QUEUED_FILE
+from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, POOLS_FILE, QUEUED_FILE
 from megarl.rollout.requests import dp_assignment_of
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
@@ -86,7 +86,7 @@ class RolloutBatcher:
         return GroupCollector(*arguments)
 
     @property
-    def order(self) -> PromptOrder | None:
+    def order(self) -> PromptOrder | MixtureOrder | None:
         """The order of prompts; None outside the rollout."""
         return None if self.collector is None else self.collector.order
 
@@ -116,6 +116,9 @@ class RolloutBatcher:
         yield GROUP_BUFFER_FILE, self.collector.group_buffer.to_bytes()
         if self.settings.partial_rollouts:
             yield PARTIAL_ROLLOUTS_FILE, self.collector.partial_rollouts.to_bytes()
+        role_groups = self.mesh[ROLLOUT]
+        if self.collector.pools is not None and role_groups.is_leader and not role_groups.dp_rank:
+            yield POOLS_FILE, pool_files.to_bytes(self.collector.pools)
         for step, data in self.collector.queue.to_bytes():
             yield QUEUED_FILE.format(step=step), data
 
@@ -130,9 +133,9 @@ class RolloutBatcher:
         entries |= waiting_groups.queue_entry(lag, queue.through, queue.steps(), version)
         return {"prompt_order": self.collector.order.state_dict(), **entries}
 
-    def resume(self, folder: Path, manifest: dict[str, Any]):
-        """Loads the groups that waited when a checkpoint was saved, and the batches of later steps. Raises
-        UsageError."""
+    def resume(self, folder: Path, manifest: dict[str, Any], has_new_prompts: bool):
+        """Loads the groups that waited when a checkpoint was saved, the batches of later steps, and the pools, unless
+        they are of other prompts. Raises UsageError."""
         if self.collector is None:
             return
         step, queue = manifest["step"], waiting_groups.queued(manifest)
@@ -146,6 +149,9 @@ class RolloutBatcher:
                 self.collector.group_buffer.from_bytes(replica_files.read(files), version)
             if files := replica_files.find(folder, PARTIAL_ROLLOUTS_FILE):
                 self.collector.partial_rollouts.from_bytes(replica_files.read(files))
+            if self.collector.pools is not None and not has_new_prompts:
+                for data, where in replica_files.read(replica_files.find(folder, POOLS_FILE)):
+                    pool_files.from_bytes(self.collector.pools, data, where)
             self.collector.restart(step, queue.get("version", self.collector.partial_rollouts.version))
         except UsageError as error:
             raise UsageError(str(error), self.mesh[ROLLOUT].ranks.start) from None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 GROUP_BUFFER_FILE = "group_buffer.pt"  # groups of an incomplete batch
 PARTIAL_ROLLOUTS_FILE = "partial_rollouts.pt"  # groups with unfinished responses
+POOLS_FILE = "pools.pt"  # of the first replica: difficulty pools
 QUEUED_FILE = "queued-{step:08d}.pt"  # the batch of a later step, generated ahead
 _OLD_NAMES = {GROUP_BUFFER_FILE: "waiting.pt", PARTIAL_ROLLOUTS_FILE: "parts.pt"}  # in older checkpoints
 

@@ -37,12 +37,14 @@ class PromptRequest(NamedTuple):
     step: int | None = None  # step that drew the line; None: the step that generates
     partial: tuple[PartialResponse, ...] = ()  # one for each sample, to be continued; empty: a new group
     dp_rank: int | None = None  # replica that holds the partial responses and continues them; None: any replica
+    limit: int | None = None  # tokens of a response; None: as the round's
 
 
 def remaining_tokens(prompts: list[PromptRequest], samples: int, limit: int) -> list[int]:
-    """Tokens that each response to the prompts may still get, by sequence id; `limit`: of a whole response."""
+    """Tokens that each response to the prompts may still get, by sequence id; `limit`: of a whole response, if the
+    prompt has none."""
     empty = (PartialResponse(),) * samples
-    return [response.remaining(limit) for prompt in prompts for response in prompt.partial or empty]
+    return [response.remaining(prompt.limit or limit) for prompt in prompts for response in prompt.partial or empty]
 
 
 class RoundRequests:

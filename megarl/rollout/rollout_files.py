@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate, with_row_starts
 from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
+from megarl.checkpoint.resume import is_held_out
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore import device
@@ -246,7 +247,7 @@ def _misfit(manifest: dict, facts: dict, longest: int) -> str | None:
         return f"has tokens of a vocabulary of {manifest['vocab_size']}; this run's has {facts['vocab_size']}"
     for name, entry in facts["data"].items():
         stored = manifest["data"].get(name, entry)
-        if name != "eval_prompts" and stored["sha256"] != entry["sha256"]:
+        if not is_held_out(name) and stored["sha256"] != entry["sha256"]:
             flag = "--" + name.replace("_", "-")
             return f"was written with another {flag} ({stored['value']}) than {entry['value']}"
     if manifest["longest"] > longest:

@@ -17,6 +17,7 @@ from megarl.comm.early_responses import judges_early
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
+from megarl.flags.pool_settings import parse_bounds
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.rewards.expression import JUDGE
@@ -25,6 +26,7 @@ from megarl.roles.reward import Reward
 from megarl.rollout.requests import dp_assignment_of
 
 GROUP_FILTERS = {"reward": 0, "correct": 1}  # column of the scores that must differ within a group
+RANGE = "range"  # the group filter that reads the means of the rewards
 
 
 class GenerationRound(NamedTuple):
@@ -44,6 +46,7 @@ class RoundScores(NamedTuple):
     keep: Tensor  # [G] bool: groups that the filter keeps
     responses: int = 0  # that count; 0 without a group filter
     reward_sum: float = 0.0  # of all responses
+    correct_shares: Tensor | None = None  # [G] float64 of those that count; NaN of none; None: not scored yet
 
 
 class RoundScorer:
@@ -52,7 +55,8 @@ class RoundScorer:
     def __init__(self, settings: Settings, mesh: RoleMesh, reward: Reward, prompts: PromptSet, timers: Timers):
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.reward, self.prompts = reward, prompts
-        self._column = GROUP_FILTERS.get(settings.group_filter)
+        self._column, self._scores_all = GROUP_FILTERS.get(settings.group_filter), settings.scores_rounds
+        self._range = parse_bounds(settings.group_filter_range) if settings.group_filter == RANGE else None
         has_judge, role_groups = any(term.name == JUDGE for term in reward.terms), mesh[reward.name]
         is_early = judges_early(settings, has_judge, role_groups.ranks, mesh[ROLLOUT].ranks)
         # Replicas of a judge that reads responses while others are generated.
@@ -67,7 +71,7 @@ class RoundScorer:
     @property
     def is_needed(self) -> bool:
         """Whether the rounds of a step have to be scored before its batch is full."""
-        return self._column is not None or self.settings.greedy_baseline
+        return self._scores_all or self.settings.greedy_baseline
 
     def score(self, found: GenerationRound, step: int) -> RoundScores:
         """Scores a round; sets scores and baselines of its batch. A collective of the ranks of rollout and reward, if
@@ -76,22 +80,27 @@ class RoundScorer:
         if self.settings.greedy_baseline:
             self._set_baselines(found, step)
         keep = torch.ones(count, dtype=torch.bool)
-        responses, reward_sum = 0, 0.0
-        if self._column is not None:
+        responses, reward_sum, shares = 0, 0.0, None
+        if self._scores_all:
             scores = self._score(batch, count, self.settings.samples_per_prompt, step)
             if batch is not None:
                 own = scores.flatten(0, 1)[batch.sequence_ids]
                 batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
                 batch.response_mask = without_unscored(batch, own[:, 2] > 0)
             valid = scores[..., 2] > 0
-            keep = _differ(scores[..., self._column], valid)
+            if self._column is not None:
+                keep = _differ(scores[..., self._column], valid)
+            elif self._range is not None:
+                means = _means(scores[..., 0], valid)
+                keep = (means > self._range[0]) & (means < self._range[1])
             responses, reward_sum = int(valid.sum()), float(scores[..., 0].sum())
+            shares = _means(scores[..., 1], valid)
         if found.kept is not None:
             keep = torch.tensor(found.kept, dtype=torch.bool)
-        if self._column is not None:
+        if self._scores_all:
             self.rows += self._rows_of_round(keep)
         self._groups += count
-        return RoundScores(keep, responses, reward_sum)
+        return RoundScores(keep, responses, reward_sum, shares)
 
     def _set_baselines(self, found: GenerationRound, step: int):
         """Scores the greedy responses: each is the baseline of its prompt's group."""
@@ -130,6 +139,11 @@ class RoundScorer:
             row | {"sequence": row["sequence"] + self._groups * samples, "kept": kept[row["sequence"] // samples]}
             for row in self.reward.rows
         ]
+
+
+def _means(values: Tensor, valid: Tensor) -> Tensor:
+    """[G] float64: means of those of the values [G, n] that are `valid` [G, n] bool; NaN of none."""
+    return (values.masked_fill(~valid, 0.0).sum(-1) / valid.sum(-1)).cpu()
 
 
 def _differ(values: Tensor, valid: Tensor) -> Tensor:

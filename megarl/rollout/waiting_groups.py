@@ -93,8 +93,8 @@ def check_complete(saved: tuple[int, set[str]], wanted: tuple[int, set[str]]):
     if saved != wanted:
         raise UsageError(
             f"--load: the checkpoint holds groups of {saved[0]} responses that wait for their batch to be full; "
-            "--samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts, --router-replay, "
-            "--generation-schedule and --environment must be those that they were sampled with"
+            "--samples-per-prompt, --group-filter, --pool-bounds, --greedy-baseline, --partial-rollouts, "
+            "--router-replay, --generation-schedule and --environment must be those that they were sampled with"
         )
 
 

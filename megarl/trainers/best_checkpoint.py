@@ -20,10 +20,10 @@ class BestCheckpoint:
     def update(self, metrics: dict[str, float] | None, step: int) -> bool:
         """Whether the evaluation after `step` is the best so far; of equal ones, the earlier is the best.
 
-        `metrics` are the evaluation's, on rank 0. A value that is not a number is never the best. A collective of the
-        world.
+        `metrics` are the evaluation's, on rank 0. A value that is not a number, or is missing since all its episodes
+        failed, is never the best. A collective of the world.
         """
-        found = [None if metrics is None else metrics[f"eval/{self.metric}"]]
+        found = [None if metrics is None else metrics.get(f"eval/{self.metric}", math.nan)]
         dist.broadcast_object_list(found, src=0)
         (value,) = found
         is_best = not math.isnan(value) and (self.value is None or self.sign * value > self.sign * self.value)

@@ -64,10 +64,13 @@ def mean_metrics(prompts: list[dict[str, float]]) -> dict[str, float]:
     """Means of `prompt_metrics` over prompts.
 
     A prompt whose responses contain no answer counts as 0 in `maj@k`. If no prompt has answers, `maj@k` is omitted: the
-    verifier then extracts none.
+    verifier then extracts none. The mean of a term is over the prompts whose reward has it.
     """
-    names = max(prompts, key=len)  # includes maj@k if any prompt has it
-    return {name: fmean(prompt.get(name, 0.0) for prompt in prompts) for name in names}
+    means = {}
+    for name in max(prompts, key=len) | dict.fromkeys(itertools.chain(*prompts)):  # one may lack maj@k, another a term
+        own = [prompt for prompt in prompts if name in prompt] if name.startswith("reward/") else prompts
+        means[name] = fmean(prompt.get(name, 0.0) for prompt in own)
+    return means
 
 
 class Evaluator:
@@ -85,7 +88,12 @@ class Evaluator:
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
         self._running: StepBatch | None = None  # what is being scored
-        self.requests = [PromptRequest(line=line, tokens=tokens.view(line)) for line in lines]
+        entries = map(prompts.entry_of, lines)
+        limits = [None if entry is None else entry.max_response_length for entry in entries]
+        self.requests = [
+            PromptRequest(line=line, tokens=tokens.view(line), limit=limit)
+            for line, limit in zip(lines, limits, strict=True)
+        ]
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics by name on rank 0, None elsewhere: `eval/accuracy`, `eval/pass@4`, `eval/<task>/accuracy`, …

@@ -3,17 +3,19 @@
 from typing import TextIO
 
 from megarl.arguments import Settings
+from megarl.checkpoint.resume import EVAL_PROMPTS, EVALS, PROMPTS
 from megarl.data.columns import RL, Columns
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.ragged import Ragged
+from megarl.errors import UsageError
+from megarl.named_paths import parse_named_paths
 
-PROMPTS, EVAL_PROMPTS = "prompts", "eval_prompts"  # settings, and names in a checkpoint's manifest
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
 
 
 def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str, PromptSet]:
-    """The set of each of the two flags that is given. UsageError for wrong files.
+    """The sets of the flags that are given, by name in a checkpoint's manifest. UsageError for wrong files.
 
     `purpose`: of `columns`. `encoder`: of the texts.
     """
@@ -23,7 +25,9 @@ def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str
         messages=s.messages_column, chosen=s.chosen_column, rejected=s.rejected_column, desirable=s.desirable_column,
     )  # fmt: skip
     values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
-    found = {name: load_prompts(value, _FLAGS[name], columns) for name, value in values.items() if value}
+    values |= {f"{EVALS}{name}": path for name, path in (parse_named_paths(s.evals) if s.evals else {}).items()}
+    flags = _FLAGS | {name: f"--{name}" for name in values if name not in _FLAGS}
+    found = {name: load_prompts(value, flags[name], columns) for name, value in values.items() if value}
     return {name: prompts.note_special_tokens(encoder) for name, prompts in found.items()}
 
 
@@ -34,11 +38,40 @@ def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str
     """
     prompts, tokens = read_prompts(settings, RL, encoder), {}
     for name, found in prompts.items():
+        check_mixture(settings, found)
         if settings.filter_long_prompts:
             prompts[name], tokens[name] = found.encode_fitting(encoder, settings.max_prompt_length)
         else:
             tokens[name] = found.encode(encoder, settings.max_prompt_length)
     return prompts, tokens
+
+
+def check_mixture(settings: Settings, prompts: PromptSet):
+    """UsageError if a file of a mixture has a limit above that of the run, or needs what the run lacks."""
+    s = settings
+    for entry in prompts.entries:
+        where = f"{prompts.flag} {prompts.path}: {entry.name}"
+        limits = {
+            "max-prompt-length": (entry.max_prompt_length, s.max_prompt_length),
+            "max-response-length": (entry.max_response_length, s.max_response_length),
+        }  # fmt: skip
+        for name, (own, limit) in limits.items():
+            if (own or 0) > limit:
+                raise UsageError(f"{where}: {name} {own}: allowed is at most --{name} {limit}")
+        if entry.environment is not None and s.environment is None:
+            raise UsageError(f"{where}: environment {entry.environment}: needs --environment, for lines without one")
+        if entry.max_response_length is not None and s.environment is not None:
+            raise UsageError(f"{where}: max-response-length: not allowed with --environment, whose episodes share one")
+        if s.overlong_buffer > (entry.max_response_length or s.overlong_buffer):
+            raise UsageError(
+                f"{where}: max-response-length {entry.max_response_length}: allowed is at least --overlong-buffer "
+                f"{s.overlong_buffer}"
+            )
+
+
+def name_of_eval(key: str) -> str | None:
+    """The name in `--evals` of a set in a checkpoint's manifest; None of another one."""
+    return key.removeprefix(EVALS) if key.startswith(EVALS) else None
 
 
 def print_notes(prompts: dict[str, PromptSet], rank: int, file: TextIO | None):

@@ -12,8 +12,8 @@ from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.observe.timers import Timers
-from megarl.rewards.build import build_verifiers, check_prompts
-from megarl.rewards.expression import JUDGE
+from megarl.rewards.build import build_verifiers, check_prompts, prompts_of_terms
+from megarl.rewards.expression import JUDGE, MODEL
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.judge.prompts import JudgePrompts
 from megarl.roles.judge import Judge
@@ -62,7 +62,9 @@ class RewardFactory:
             check_vocabulary(role, self.encoder.tokenizer.vocab_size)
             check = self._prompt_check()
             for prompt_set in prompts if checks_prompts else ():
-                check(prompt_set)
+                own = prompts_of_terms(settings, prompt_set).get(JUDGE if role.is_judge else MODEL)
+                if own is not None:
+                    check(own)
             self.weights = [self._judge_weights(role)] if role.is_judge else self._find_weights(role)
 
     def _prompt_check(self) -> Callable[[PromptSet], object]:

@@ -21,7 +21,8 @@ from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers import lead
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of
-from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_prompts
+from megarl.trainers.evaluations import check_best_metric, check_names, held_out
+from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.schedule_inputs import read_schedule
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
@@ -50,7 +51,9 @@ class RLInputs:
         check_ends(s, encoder.tokenizer)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
-        self.eval_prompts, self.eval_tokens = self.prompt_sets.get(EVAL_PROMPTS), tokens_of.get(EVAL_PROMPTS)
+        self.eval_prompts, self.eval_tokens = held_out(self.prompt_sets), held_out(tokens_of)
+        check_names(self.eval_prompts, s.eval_samples)
+        check_best_metric(s, self.eval_prompts)
         self._read_teachers_lines(config)
         check_environments(s, encoder, self.prompt_sets)
         self.reward_factory.check(*self.prompt_sets.values())

@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import integrity, run_state
+from megarl.checkpoint import integrity, resume, run_state
+from megarl.checkpoint.resume import PROMPTS
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
 from megarl.flags.distill_settings import AVERAGE, LOSS
@@ -27,7 +28,7 @@ from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
 from megarl.trainers.best_checkpoint import BestCheckpoint
-from megarl.trainers.evaluator import Evaluator
+from megarl.trainers.evaluations import ACCURACY, Evaluations
 from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
@@ -118,9 +119,9 @@ class RLTrainer(Trainer):
         )
         generation = (s, mesh, self.rollout, self.reward)
         self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
-        self.evaluator, self.best = None, BestCheckpoint(mesh, "accuracy")
-        if s.eval_prompts:
-            self.evaluator = Evaluator(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
+        self.evaluator, self.best = None, BestCheckpoint(mesh, s.best_metric or ACCURACY)
+        if s.evaluates:
+            self.evaluator = Evaluations(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
         s, mesh = self.settings, self.mesh
@@ -368,7 +369,8 @@ class RLTrainer(Trainer):
             self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
-        self.batcher.resume(folder, manifest)
+        has_new_prompts = PROMPTS in resume.changed_data(manifest, self.inputs.data)
+        self.batcher.resume(folder, manifest, has_new_prompts)
         if self._is_ahead:
             self._records.restore(folder, self.mesh["rollout"].ranks.start)
         if "critic" in loaded:

@@ -61,7 +61,7 @@ def _folder_of(path: str) -> Path:
 def _run_entry(config: RunConfig, data: dict[str, dict[str, str]]) -> dict:
     """The schedule's line about the run: what decides its responses, besides the model."""
     settings = {name: value for name, value in resume.settings_entry(config).items() if name != _NOT_COMPARED}
-    hashes = {name: entry["sha256"] for name, entry in data.items() if name != "eval_prompts"}
+    hashes = {name: entry["sha256"] for name, entry in data.items() if not resume.is_held_out(name)}
     return json.loads(json.dumps({"seed": config.settings.seed, "data": hashes, "settings": settings}))
 
 

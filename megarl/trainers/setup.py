@@ -39,7 +39,7 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
     s = config.settings
     check_required({"--prompts": s.prompts})
     role_flags.check_microbatches(config, sequences)
-    if s.eval_interval and not s.eval_prompts:
+    if s.eval_interval and not s.evaluates:
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:
         raise UsageError(f"--save-interval {s.save_interval}: needs --save")

@@ -16,7 +16,6 @@ from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
-from megarl.data.order import PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.mcore import device
@@ -73,7 +72,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
         )
         if self.settings.ema_decay is not None:
             self.trainable_model.keep_average(self.settings.ema_decay)
-        self.order = PromptOrder(len(inputs.examples), self.settings.seed)
+        self.order = inputs.prompt_sets[PROMPTS].order(self.settings.seed)
         self.metrics: dict[str, float] = {}
         self.best, self._is_best = BestCheckpoint(mesh, self.task.best), False
         if inputs.pretrained:

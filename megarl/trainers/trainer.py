@@ -14,7 +14,7 @@ from megarl.arguments import RunConfig
 from megarl.checkpoint import branch, commit, factors, folders, resume, schedules
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
-from megarl.data.order import PromptOrder
+from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.errors import RunStopped, warn
 from megarl.faults import run_lock
 from megarl.faults.stop import RunStop
@@ -201,7 +201,7 @@ class Trainer(abc.ABC):
         """Whether the checkpoint that the run resumes from has a moving average of the weights."""
         return resume.holds_average(folders.read_manifest(self.inputs.resume, "--load"))
 
-    def resume_from(self, folder: Path, order: PromptOrder | None) -> dict:
+    def resume_from(self, folder: Path, order: PromptOrder | MixtureOrder | None) -> dict:
         """Restores step, counters and the data position, where a rank has one; returns the checkpoint's manifest."""
         manifest = folders.read_manifest(folder, "--load")
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]

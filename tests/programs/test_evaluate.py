@@ -193,6 +193,12 @@ REFUSALS = {
     "reward without answers": ("--reward reasoning-gym", "--eval-prompts .*:1: --reward reasoning-gym"),
     "greedy and several": ("--eval-responses 2", "--eval-responses 2: needs --eval-temperature above 0"),
     "k too large": ("--eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),
+    "a name twice": ("--evals a={sft} a={sft}", "--evals a=.*: allowed is NAME=FILES …, each name once"),
+    "no name": ("--evals {sft}", "--evals .*sft: allowed is NAME=FILES"),
+    "a named file is missing": ("--evals a={none}", "--evals a .*none: no such file"),
+    "a named file is empty": ("--evals a={empty}", "--evals a .*: the file holds no prompt"),
+    "the name of the terms": ("--evals reward={heldout}", "--evals reward: metrics eval/reward/… are those of"),
+    "the name of a task": ("--eval-prompts {tasks} --evals hard={heldout}", "--evals hard: a task of --eval-prompts"),
     "flag of another program": ("--ppo-epochs 2", "--ppo-epochs"),
 }  # fmt: skip
 
@@ -203,7 +209,10 @@ def test_wrong_input_is_rejected_in_one_line(case, tmp_path):
     from megarl.observe.timers import Timers
 
     flags, message = REFUSALS[case]
-    command = evaluate_argv(flags=flags.format(none=tmp_path / "none", sft=inputs() / "sft"))
+    (tmp_path / "empty").touch()
+    files = {"heldout": inputs() / "heldout.jsonl", "tasks": prompts_of_two_tasks(tmp_path)}
+    files |= {"none": tmp_path / "none", "empty": tmp_path / "empty", "sft": inputs() / "sft"}
+    command = evaluate_argv(flags=flags.format(**files))
     with pytest.raises(UsageError, match=f"^{message}") as caught:
         evaluate(program("evaluate", command, 1), Timers())
     assert "\n" not in str(caught.value)

@@ -217,6 +217,12 @@ WRONG = {
     "an evaluation of nothing": ("--distill loss --eval-prompts x", "--eval-prompts x: needs a --reward that measures"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),
+    "the mean of one": ("--reward exact-match+adaptive-length --samples-per-prompt 1", "--samples-per-prompt 1: adapt"
+                        "ive-length in --reward needs 2 or more"),
+    "pools of single responses": ("--pool-bounds 0.1,0.9 --samples-per-prompt 1", "--pool-bounds 0.1,0.9: needs --sam"),
+    "pools without a reward": ("--distill loss --pool-bounds 0.1,0.9", "--pool-bounds 0.1,0.9: needs a --reward that"),
+    "pools of saved responses": ("--pool-bounds 0.1,0.9 --debug-train-only --load-rollouts x",
+                                 "--pool-bounds 0.1,0.9: not allowed with --debug-train-only"),
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),
     "filter of single responses": ("--group-filter reward --samples-per-prompt 1", "--group-filter reward: needs --s"),
     "nothing to fill up": ("--dynamic-sampling", "--dynamic-sampling True: needs --group-filter"),

@@ -112,6 +112,7 @@ def test_packages_are_imported_only_to_score_and_torch_never(tmp_path):
         flags |= {"memory_mb": 1, "timeout": 9.0, "workers": 1, "fallback": 0.0}
         settings = SimpleNamespace(**{"reward_" + name: value for name, value in flags.items()})
         settings.reward = "reasoning-gym+format+length+regex+math-verify+code"
+        settings.prompts, settings.eval_prompts, settings.evals = sys.argv[1], None, None
         build_verifiers(settings)
         settings.reward = "reasoning-gym+math-verify"
         check_prompts(settings, prompts)
@@ -175,7 +176,8 @@ def test_plugin(plugin, tmp_path):
         (
             "exactmatch",
             "exactmatch is unknown; allowed: model, judge, environment, exact-match, regex, math-verify, "
-            "reasoning-gym, format, length, code, remote, or a plug-in as package.module:function",
+            "reasoning-gym, format, length, code, remote, cosine, repetition, truncated, adaptive-length, or a plug-in "
+            "as package.module:function",
         ),
         (":scored", ":scored is unknown; allowed"),
         ("my_rewards:", "my_rewards: is unknown; allowed"),

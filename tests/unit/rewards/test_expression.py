@@ -25,6 +25,8 @@ def test_terms(text, terms):
     ("code model", "malformed at code model"), ("model+2e*code", "malformed at 2e*code"),
     ("model+exactmatch", "exactmatch is unknown; allowed: model, judge"), ("0.2format", "0.2format is unknown"),
     ("a:b:c", "a:b:c is unknown"), ("a-b:c", "a-b:c is unknown"), (".a:c", ".a:c is unknown"), ("a:", "a: is unknown"),
+    ("length+cosine", "cosine needs a term that says which responses are correct, as in 0*math-verify+cosine"),
+    ("2*truncated+adaptive-length", "adaptive-length and truncated change the reward of other terms; name one"),
     ("code+2*code", "code appears twice"), ("1e999*code", "the weight of code is not a finite number"),
 ])  # fmt: skip
 def test_wrong_expressions(text, message):
