@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.config.optimizer_rules import SGD
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.planning import activations
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
@@ -152,8 +153,9 @@ def _lay_out(weights: list[Weight], limit: int | None, ranks: int, args):
 
 
 def _states(args, itemsize: int) -> int:
-    """Optimizer bytes per element: two fp32 moments, and an fp32 copy of 16-bit weights."""
-    return 12 if is_half(args) and itemsize < 4 else 8
+    """Optimizer bytes per element: two fp32 moments, or the momentum of SGD, and an fp32 copy of 16-bit weights."""
+    moments = 8 if args.optimizer != SGD else 4 if args.sgd_momentum else 0
+    return moments + (4 if is_half(args) and itemsize < 4 else 0)
 
 
 def gradient_itemsize(args, itemsize: int) -> int:

@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from megarl.mcore.config import model_flags
+from megarl.mcore.config import model_flags, parameter_patterns
 
 # Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
 READ_BY_MODEL = {
@@ -94,7 +94,7 @@ ONLY = {
         ("rope", "yarn", "learned_absolute", "none"),
         "other position embeddings are not supported",
     ),
-    "optimizer": ("adam", "other optimizers are not supported yet"),
+    "optimizer": (("adam", "sgd"), "other optimizers are not supported yet"),
     "use_precision_aware_optimizer": (False, "optimizer states have the dtype of the main weights, fp32"),
     "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
@@ -103,7 +103,7 @@ ONLY = {
 
 # Families of flags for parts that megarl's models, optimizer and engine do not have.
 FOREIGN = (
-    "dsa_", "mamba_", "mtp_", "muon_", "lion_", "sgd_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
+    "dsa_", "mamba_", "mtp_", "muon_", "lion_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
     "megatron_fsdp_", "fsdp_", "moe_paged_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_", "moe_flex_", "kitchen_",
     "use_kitchen", "qk_clip_", "moe_router_quantile_", "optimizer_offload_", "cuda_graph_", "gtp_",
 )  # fmt: skip
@@ -157,7 +157,9 @@ def training() -> frozenset[str]:
     """Attributes that only a role that learns has a use for: of optimizer, schedule and gradient buffers."""
     fields = {f.name for config in (OptimizerConfig, DistributedDataParallelConfig) for f in dataclasses.fields(config)}
     model = {field.name for field in dataclasses.fields(TransformerConfig)} | {"use_torch_fsdp2"}  # a reference shards
-    return frozenset((fields | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_TRAINER) - model)
+    return frozenset(
+        (fields | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_TRAINER | parameter_patterns.ATTRIBUTES) - model
+    )
 
 
 @functools.cache
@@ -167,4 +169,4 @@ def used() -> frozenset[str]:
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     ours = {name for name in fields if name in ONLY or not name.startswith(FOREIGN)} - WITHOUT_EFFECT
     read = READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM | READ_BY_TRAINER
-    return frozenset(ours | model_flags.attributes() | read)
+    return frozenset(ours | model_flags.attributes() | parameter_patterns.ATTRIBUTES | read)

@@ -45,6 +45,7 @@ MODELS = [
     (f"{DENSE_FIRST} {SP2} {EP2} {PP2}", "latent", False, 8),
     (f"{TP2} --layernorm-position post --qk-layernorm-all-heads --num-query-groups 1", "llama", False, 2),
     ("--tensor-model-parallel-size 4 --qk-layernorm", "llama", False, 4),
+    ("--optimizer sgd --bf16", "llama", False, 2), ("--optimizer sgd --sgd-momentum 0", "llama", False, 1),
 ]  # fmt: skip
 
 
