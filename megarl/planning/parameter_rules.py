@@ -6,6 +6,7 @@ import re
 from megarl.arguments import RunConfig
 from megarl.errors import UsageError
 from megarl.mcore.config import parameter_patterns as patterns
+from megarl.mcore.config.optimizer_rules import MUON
 from megarl.planning.factors import trained_and_frozen
 from megarl.planning.parameters import layout_free_names, stage_weights
 
@@ -19,6 +20,8 @@ def check(config: RunConfig):
 
 
 def _check(role: str, args, has_lora: bool, value_head: bool):
+    if has_lora and args.optimizer == MUON:
+        raise UsageError(f"{role}: --optimizer {MUON}: not allowed with low-rank factors; allowed is adam or sgd")
     given = [name for name in sorted(patterns.ATTRIBUTES) if getattr(args, name)]
     for flag in map(patterns.flag_of, given if has_lora else ()):
         raise UsageError(f"{role}: {flag}: not allowed with low-rank factors, beside which all weights are frozen")

@@ -1,6 +1,7 @@
 """Optimizers other than Adam, frozen parameters and own rates in whole runs: metrics, checkpoints, resumes."""
 
 import fnmatch
+import importlib.util
 
 import pytest
 import torch
@@ -15,6 +16,17 @@ FROZEN = ("embedding.*", "*.layers.0.*")
 RATES = "--lr-multipliers *.mlp.*=0.5 --weight-decay-multipliers *.mlp.*=3"
 STEPS = "--train-iters 3 --save-interval 1 --lr-warmup-iters 0"
 ARGV = {"sft": sft_argv, "rl": rl_argv, "reward": reward_argv, "preference": preference_argv}
+needs_muon = pytest.mark.skipif(
+    importlib.util.find_spec("emerging_optimizers") is None,
+    reason="emerging-optimizers is not installed: pip install 'megarl[optimizers]'",
+)
+MUON_RUNS = [
+    ("rl", 1, f"--optimizer muon --critic-optimizer adam --freeze {' '.join(FROZEN)} --ema-decay 0.5 --offload"),
+    ("sft", 2, "--optimizer dist_muon --bf16"),
+    ("rl", 2, "--optimizer muon --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --mtp-train --mtp-drafts"
+     " --expert-model-parallel-size 2 --use-distributed-optimizer"
+     " --moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
+]  # fmt: skip
 RUNS = [  # program, ranks, flags
     ("rl", 1, f"--freeze {' '.join(FROZEN)} {RATES} --critic-optimizer sgd --critic-lr 0.1 --ema-decay 0.5"),
     long(("sft", 1, f"--optimizer sgd --lr 0.1 {RATES}")),
@@ -23,6 +35,7 @@ RUNS = [  # program, ranks, flags
     long(("preference", 1, f"--freeze {' '.join(FROZEN)}")),
     long(("rl", 2, f"--freeze {' '.join(FROZEN)} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
           " --expert-model-parallel-size 2 --actor-offload --bf16 --mtp-train --mtp-drafts")),
+    *(pytest.param(*row, marks=[pytest.mark.long, needs_muon]) for row in MUON_RUNS),
 ]  # fmt: skip
 
 

@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.dest in ("transformer_impl", "attention_backend"):  # megarl has modules of its own for both
             action.choices, action.type = None, str
+        if action.dest == "muon_fp32_matmul_prec":
+            action.choices = optimizer_rules.PRECISIONS  # torch has no "low"
         if action.dest == "lr_warmup_init":
             action.help = "Learning rate of the first update of a warm-up; by default the first of equal rises from 0"
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)

@@ -94,7 +94,8 @@ ONLY = {
         ("rope", "yarn", "learned_absolute", "none"),
         "other position embeddings are not supported",
     ),
-    "optimizer": (("adam", "sgd"), "other optimizers are not supported yet"),
+    "optimizer": (("adam", "sgd", "muon", "dist_muon"), "other optimizers are not supported yet"),
+    "muon_scalar_optimizer": ("adam", "vectors, embeddings and heads are trained by Adam"),
     "use_precision_aware_optimizer": (False, "optimizer states have the dtype of the main weights, fp32"),
     "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
@@ -103,7 +104,7 @@ ONLY = {
 
 # Families of flags for parts that megarl's models, optimizer and engine do not have.
 FOREIGN = (
-    "dsa_", "mamba_", "mtp_", "muon_", "lion_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
+    "dsa_", "mamba_", "mtp_", "lion_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
     "megatron_fsdp_", "fsdp_", "moe_paged_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_", "moe_flex_", "kitchen_",
     "use_kitchen", "qk_clip_", "moe_router_quantile_", "optimizer_offload_", "cuda_graph_", "gtp_",
 )  # fmt: skip
@@ -149,6 +150,7 @@ DEFAULTS = [
     "--attention-backend", "auto", "--position-embedding-type", "rope", "--tokenizer-type", "NullTokenizer",
     "--lr", "1e-5", "--global-batch-size", "64", "--calculate-per-token-loss", "--expert-tensor-parallel-size", "1",
     "--moe-token-dispatcher-type", "alltoall", "--no-check-for-nan-in-loss-and-grad",
+    "--muon-tp-mode", "duplicated",
 ]  # fmt: skip
 
 

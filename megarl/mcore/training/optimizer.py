@@ -28,6 +28,7 @@ from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.buffer_layout import stacked_experts
 from megarl.mcore.parallel.default_group import override_default_group
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
+from megarl.mcore.training import layer_wise  # noqa: F401  it replaces a class of Megatron
 from megarl.mcore.training.parameter_groups import group_overrides
 
 # To exempt these methods from compilation, torch would import its compiler, which takes half a second of each start.

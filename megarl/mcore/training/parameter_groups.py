@@ -1,14 +1,17 @@
 """Which parameters of a model are trained, and which of them have learning rates and weight decays of their own."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate, get_standard_config_overrides
 from torch import Tensor
 
 from megarl.mcore.config import parameter_patterns
+from megarl.mcore.config.optimizer_rules import MUON
 from megarl.mcore.config.parameter_patterns import LEARNING_RATES, WEIGHT_DECAYS
 from megarl.mcore.lora.adapter import give_gradient_to_layers
 from megarl.mcore.model.initialization import global_name
+from megarl.mcore.model.value_head import has_value_head
 
 
 def named(chunk, pg_collection) -> Iterator[tuple[str, Tensor]]:
@@ -34,6 +37,15 @@ def freeze(stages, args, pg_collection):
             give_gradient_to_layers(chunk)
 
 
+def _keep_from_muon(wrapped):
+    """Marks matrices that Adam trains beside Muon, but Megatron does not mark: of scalar heads and positions."""
+    for chunk in (each.module for each in wrapped):
+        heads = chunk.output_layer.parameters() if has_value_head(chunk) else ()
+        positions = getattr(getattr(chunk, "embedding", None), "position_embeddings", None)
+        for parameter in chain(heads, positions.parameters() if positions is not None else ()):
+            parameter.is_embedding_or_output_parameter = True
+
+
 def group_overrides(wrapped, config: OptimizerConfig, args, pg_collection) -> dict[ParamKey, dict]:
     """What groups of parameters have instead of the optimizer's values: Megatron's rules, and the role's multipliers.
 
@@ -43,6 +55,8 @@ def group_overrides(wrapped, config: OptimizerConfig, args, pg_collection) -> di
         wrapped: chunks of `optimizer.wrap_for_training`.
     """
     standard = get_standard_config_overrides(config)
+    if args.optimizer == MUON:
+        _keep_from_muon(wrapped)
     if not args.lr_multipliers and not args.weight_decay_multipliers:
         return standard
     members: dict[tuple, set[int]] = {}

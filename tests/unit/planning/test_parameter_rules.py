@@ -6,6 +6,7 @@ import pytest
 
 from megarl import arguments
 from megarl.errors import UsageError
+from megarl.mcore.config.optimizer_rules import has_muon
 from megarl.mcore.config.parameter_patterns import multiplier
 from megarl.planning import parameter_rules
 from tests.helpers.tiny_models import LENGTHS, SHAPES
@@ -39,6 +40,22 @@ REFUSED = [  # flags, ranks, what the message says
     ("--optimizer sgd --sgd-momentum 1", 1, "--sgd-momentum 1.0: allowed is from 0 to below 1"),
     ("--optimizer sgd --adam-beta2 0.9", 1, "--adam-beta2 0.9: allowed is none with --optimizer sgd"),
     ("--optimizer lion", 1, "--optimizer lion"),
+    ("--muon-momentum 0.5", 1, "--muon-momentum 0.5: allowed is none without --optimizer muon"),
+    ("--muon-no-split-qkv", 1, "--muon-no-split-qkv True: allowed is none without --optimizer muon"),
+    *(("--optimizer muon", 1, "--optimizer muon: allowed is adam or sgd without the package emerging-optimizers; pip "
+       "install 'megarl[optimizers]' has it"),) * (not has_muon()),
+    *(row for row in (
+        ("--optimizer muon --fp16", 1, "--fp16 True: allowed is none with --optimizer muon"),
+        ("--optimizer muon --use-torch-fsdp2", 2, "--use-torch-fsdp2 True: allowed is none with --optimizer muon"),
+        ("--optimizer muon --lora-rank 2", 1, "--optimizer muon: not allowed with low-rank factors"),
+        ("--optimizer muon --tensor-model-parallel-size 4", 4, "allowed is at most --num-query-groups 2 with"),
+        ("--optimizer muon --muon-momentum 1", 1, "--muon-momentum 1.0: allowed is from 0 to below 1"),
+        ("--optimizer muon --muon-num-ns-steps 0", 1, "--muon-num-ns-steps 0: allowed is 1 or more"),
+        ("--optimizer muon --muon-extra-scale-factor 0", 1, "allowed is above 0"),
+        ("--optimizer muon --muon-coefficient-type cubic", 1, "allowed is one of simple, quintic,"),
+        ("--optimizer muon --muon-fp32-matmul-prec low", 1, "--muon-fp32-matmul-prec: invalid choice: 'low'"),
+        ("--optimizer muon --muon-scalar-optimizer lion", 1, "vectors, embeddings and heads are trained by Adam"),
+    ) if has_muon()),
 ]  # fmt: skip
 
 
