@@ -96,8 +96,8 @@ ONLY = {
     ),
     "optimizer": (("adam", "sgd", "muon", "dist_muon"), "other optimizers are not supported yet"),
     "muon_scalar_optimizer": ("adam", "vectors, embeddings and heads are trained by Adam"),
-    "use_precision_aware_optimizer": (False, "optimizer states have the dtype of the main weights, fp32"),
-    "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),
+    "use_precision_aware_optimizer": (False, "optimizer states have the type of the main weights, fp32"),
+    "optimizer_cpu_offload": (False, "--offload keeps optimizer states on the host between updates"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
 }

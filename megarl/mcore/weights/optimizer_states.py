@@ -147,7 +147,10 @@ def _matching_group(group: dict, saved: list[dict]) -> dict:
     rates were."""
     same = [other for other in saved if other.get("optimizer") == group.get("optimizer")] or saved
     match = next((other for other in same if other["wd_mult"] == group["wd_mult"]), same[0])
-    return match | {name: value for name, value in group.items() if name not in ("params", "step")}
+    own = {name: value for name, value in group.items() if name not in ("params", "step")}
+    # The rank that saved them may have no parameter of this group, and FusedAdam counts no updates of an empty one.
+    steps = [other["step"] for other in same if "step" in other]
+    return match | own | ({"step": max(steps)} if steps else {})
 
 
 def _restore_lists(state: dict):
