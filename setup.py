@@ -49,6 +49,7 @@ EXTRAS = {
     "environments": ENVIRONMENTS,  # adapters in megarl/environments/adapters/
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
+    "optimizers": ["emerging-optimizers>=0.3,<0.4"],  # --optimizer muon
     "parquet": PARQUET,  # prompts in Parquet, Arrow and Zstandard files
     "serve": SERVE,  # the generation server
     "trackers": TRACKERS,  # --trackers wandb,mlflow

@@ -37,6 +37,7 @@ TITLES = {
     "moe": "Megatron: mixture of experts",
     "mla": "Megatron: latent attention",
     "megarl's layers": "Layers that Megatron's parser lacks",
+    "parameters by name": "Parameters by name",
 }
 LONGEST = 160  # letters of Megatron's help texts
 

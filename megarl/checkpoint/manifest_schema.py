@@ -45,6 +45,21 @@ def _is_best(value: Any) -> bool:
     return fits(value, named_step) and all(fits(each, Optional(_is_number)) for each in value.values())
 
 
+def _is_of_schedule(value: Any) -> bool:
+    """Whether it is the value of a flag of a schedule: plain, or texts PATTERN=FACTOR."""
+    if isinstance(value, list):
+        return all(isinstance(text, str) and _is_multiplier(text) for text in value)
+    return value is None or isinstance(value, str) or _is_number(value)
+
+
+def _is_multiplier(text: str) -> bool:
+    pattern, _, factor = text.rpartition("=")
+    try:
+        return bool(pattern) and 0 <= float(factor) < math.inf
+    except ValueError:
+        return False
+
+
 SEALED = Each({"size": _is_count, "sha256": _is_digest}, _is_file_name)
 # What entries of these names are: a type, a function that says whether a value fits, a list of one kind, an object that
 # has at least these names, Each or Optional. Others may be anything.
@@ -53,7 +68,9 @@ ENTRIES: dict[str, Any] = {
     "role": str, "frozen": Each(_is_digest), "layout": Each(dict), "prompt_order": {"position": _is_count, "size": int},
     "steps_skipped": _is_count, "skipped_in_a_row": _is_count, "data": Each({"value": str, "sha256": _is_digest}),
     "versions": Each(Optional(str)),
-    "settings": dict, "schedules": Each(dict), "lora": Each({"factors": dict, "base": dict}), "kept_for": str,
+    "settings": dict, "schedules": Each(Each(_is_of_schedule)),
+    "optimizers": Each({"optimizer": str, "freeze": [str]}),
+    "lora": Each({"factors": dict, "base": dict}), "kept_for": str,
     "best": Optional(_is_best),
     "reward": Optional({"count": _is_number, "mean": _is_number, "squares": _is_number}),
     "waiting_groups": {"complete": _is_count, "unfinished": _is_count, "samples_per_prompt": _is_count,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megarl import bundled
 from megarl.arguments import RunConfig, Settings
-from megarl.checkpoint import folders, schedules
+from megarl.checkpoint import folders, schedules, trained_states
 from megarl.checkpoint import manifest as manifests
 from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
@@ -36,7 +36,7 @@ _NOT_NUMBERS = {
 }  # fmt: skip
 _LEARNING = (
     "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",
-    "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size", "bf16", "fp16",
+    "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size", "bf16", "fp16", "sgd_momentum",
 )  # fmt: skip
 PROMPTS, EVAL_PROMPTS, EVALS = "prompts", "eval_prompts", "evals "  # sets in DATA; a name of --evals follows the last
 
@@ -186,4 +186,5 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
             folders.check(held, "--load")
         folders.check_weights(held, "--load", role, shapes)
     schedules.check(manifest, config)
+    trained_states.check(manifest, config)
     return folder

@@ -6,9 +6,10 @@ from megarl.arguments import RoleSettings, RunConfig
 from megarl.errors import UsageError
 
 ENTRY = "schedules"  # the manifest's entry: role -> its `effective_flags`
+_MULTIPLIERS = ("lr_multipliers", "weight_decay_multipliers")
 _ALWAYS = (
     "lr", "decoupled_lr", "lr_decay_style", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init",
-    "weight_decay_incr_style",
+    "weight_decay_incr_style", *_MULTIPLIERS,
 )  # fmt: skip
 _OF_WEIGHT_DECAY = ("start_weight_decay", "end_weight_decay")  # --weight-decay if it is constant
 _OF_A_DECAY = ("min_lr", "decoupled_min_lr", "lr_wsd_decay_iters", "lr_wsd_decay_style")
@@ -36,7 +37,7 @@ def _differences(manifest: dict, config: RunConfig) -> Iterator[tuple[RoleSettin
     """(role, its flags in the checkpoint, what differs) of each role whose schedule is not the checkpoint's."""
     for role in map(config.roles.__getitem__, config.trained):
         found = effective_flags(role.megatron)
-        saved = manifest.get(ENTRY, {}).get(role.name, found)
+        saved = dict.fromkeys(_MULTIPLIERS) | manifest.get(ENTRY, {}).get(role.name, found)
         # A flag that only one of them has goes with the style of the decay, which then differs, too.
         changed = [name for name in found.keys() & saved.keys() if found[name] != saved[name]]
         if changed:
@@ -44,6 +45,7 @@ def _differences(manifest: dict, config: RunConfig) -> Iterator[tuple[RoleSettin
 
 
 def _change(name: str, before: object, after: object) -> str:
+    before, after = (" ".join(value) if isinstance(value, list) else value for value in (before, after))
     before, after = ("not set" if value is None else value for value in (before, after))
     return f"--{name.replace('_', '-')} {after} (before: {before})"
 

@@ -1,27 +1,40 @@
 """Low-rank factors of a rank's weights, in the order in which megarl adds them (`megarl.mcore.lora`)."""
 
+from itertools import compress
+from operator import not_
+
 from megarl.mcore.config.model_flags import is_gated
+from megarl.mcore.config.parameter_patterns import is_frozen, layout_free
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
 from megarl.planning.parameters import Weight, is_half
 
+EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer."  # of critics and reward models: it is trained beside the factors
 
 
 def trained_and_frozen(
     weights: list[Weight], args, lora: LoRASettings | None, value_head: bool
 ) -> tuple[list[Weight], list[Weight]]:
-    """The weights of a chunk that are trained, and all others: without factors, all and none.
+    """The weights of a chunk that are trained, and all others: without factors, all and those that `--freeze` names.
 
     In fp32 a layer with factors also keeps its weight without them.
     """
     if lora is None:
-        return weights, []
+        if not args.freeze:
+            return weights, []
+        is_trained = [not is_frozen(args, _layout_free(weight)) for weight in weights]
+        return [*compress(weights, is_trained)], [*compress(weights, map(not_, is_trained))]
     trained = [w for w in weights if value_head and w.name.startswith(HEAD)]
     frozen = [w for w in weights if w not in trained]
     frozen += [w for w in weights if w.itemsize == 4 and _factors(w, args, lora)]
     return trained + all_factors(weights, args, lora), frozen
+
+
+def _layout_free(weight: Weight) -> str:
+    """The name that patterns are matched with; a later stage's copy of a tied embedding has the embedding's."""
+    return EMBEDDING if weight.is_shared else layout_free(weight.name)
 
 
 def all_factors(weights: list[Weight], args, lora: LoRASettings | None) -> list[Weight]:

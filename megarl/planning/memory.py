@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.config.optimizer_rules import MUON, SGD
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.planning import activations
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
@@ -151,9 +152,17 @@ def _lay_out(weights: list[Weight], limit: int | None, ranks: int, args):
     return ranges, [(int(a), int(b)) for a, b in buckets]
 
 
-def _states(args, itemsize: int) -> int:
-    """Optimizer bytes per element: two fp32 moments, and an fp32 copy of 16-bit weights."""
-    return 12 if is_half(args) and itemsize < 4 else 8
+def _states(args, itemsize: int, is_of_muon: bool = False) -> int:
+    """Optimizer bytes per element: two fp32 moments, or the momentum of SGD or Muon, and an fp32 copy of 16-bit
+    weights."""
+    moments = 4 if is_of_muon else 8 if args.optimizer != SGD else 4 if args.sgd_momentum else 0
+    return moments + (4 if is_half(args) and itemsize < 4 else 0)
+
+
+def _is_of_muon(weight: Weight, args) -> bool:
+    """Whether Muon trains a weight: matrices that are no embedding, head or convolution."""
+    is_matrix = weight.elements > weight.rows and not weight.name.startswith(("embedding.", "output_layer."))
+    return args.optimizer == MUON and is_matrix and not weight.name.endswith("conv1d.weight")
 
 
 def gradient_itemsize(args, itemsize: int) -> int:
@@ -173,8 +182,10 @@ def trained_bytes(weights: list[Weight], args, first_stage: bool) -> tuple[int, 
         return *sharded_bytes(weights, args), np.array([states])
     gradient_buffers = buffers(weights, args, first_stage)
     gradients = sum(gradient_bytes(buffer, args) for buffer in gradient_buffers)
+    if args.use_layer_wise_distributed_optimizer:
+        return plain_bytes(weights), gradients, _states_of_whole_weights(weights, args)
     if not args.use_distributed_optimizer:
-        states = sum(w.elements * _states(args, w.itemsize) for w in weights)
+        states = sum(w.elements * _states(args, w.itemsize, _is_of_muon(w, args)) for w in weights)
         return plain_bytes(weights), gradients, np.array([states])
     held = sum(b.elements * b.itemsize for b in gradient_buffers)
     return held, gradients, _states_of_ranks(gradient_buffers, args)
@@ -185,6 +196,31 @@ def _states_of_ranks(gradient_buffers: list[GradientBuffer], args) -> np.ndarray
     ranks = max(b.ranks for b in gradient_buffers)
     by_buffer = [np.repeat(b.shares() * _states(args, b.itemsize), ranks // b.ranks) for b in gradient_buffers]
     return np.sum(by_buffer, axis=0)
+
+
+def _states_of_whole_weights(weights: list[Weight], args) -> np.ndarray:
+    """[data-parallel ranks] optimizer bytes of each, where each weight has one rank: of Muon's distributed optimizer.
+
+    As Megatron does, the weights of each kind of rank, by size, go to the ranks in turns, there and back.
+    """
+    sizes = parallel_sizes(args)
+    dense, expert = sizes.data(args.world_size) * sizes.context, sizes.expert_data(args.world_size)
+    ordered = sorted(weights, key=lambda w: (not _is_of_muon(w, args), _is_vector(w)))
+    shares = []
+    for is_expert, ranks in ((False, dense), (True, expert)):
+        members = sorted((w for w in ordered if w.is_expert == is_expert), key=lambda w: w.elements)
+        there_and_back, own = [*range(ranks), *reversed(range(ranks))], np.zeros(ranks, dtype=np.int64)
+        for number, weight in enumerate(members):
+            states = _states(args, weight.itemsize, _is_of_muon(weight, args))
+            own[there_and_back[number % (2 * ranks)]] += weight.elements * states
+        shares += [own] if members else []
+    ranks = max(map(len, shares))
+    return np.sum([np.repeat(own, ranks // len(own)) for own in shares], axis=0)
+
+
+def _is_vector(weight: Weight) -> bool:
+    """Whether weight decay leaves it out."""
+    return weight.elements == weight.rows or weight.name.endswith(".bias")
 
 
 def plain_bytes(weights: list[Weight]) -> int:

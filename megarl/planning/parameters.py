@@ -13,6 +13,7 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
+from megarl.mcore.config.parameter_patterns import is_frozen, layout_free
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, prediction_kind, stage_layers
 from megarl.mcore.model.projections import HeadLayout, latent_projections
@@ -72,7 +73,7 @@ def _stage_weights(model: ModelKey, vocab_size: int, value_head: bool) -> list[l
     made: dict[tuple, list[Weight]] = {}
 
     def chunk(layers: range, is_first: bool, is_last: bool) -> list[Weight]:
-        key = (tuple(kinds[layer] for layer in layers), is_first, is_last)
+        key = (tuple(kinds[layer] for layer in layers), is_first, is_last, _first_number(args, layers))
         if key not in made:
             made[key] = _chunk(args, vocab_size, value_head, layers, is_first, is_last, sizes)
         return made[key]
@@ -91,6 +92,11 @@ def of_stages(stages: list[list[list[Weight]]], compute: Callable[[list[list[Wei
         if key not in found:
             found[key] = compute(stages[stage], stage)
     return [found[key] for key in keys]
+
+
+def _first_number(args, layers: range) -> int:
+    """The number of a chunk's first layer in names: in the whole model if a role freezes parameters by name, else 0."""
+    return layers.start if args.freeze else 0
 
 
 class ParameterTotals(NamedTuple):
@@ -120,6 +126,22 @@ def _parameter_totals(model: ModelKey, vocab_size: int, value_head: bool) -> Par
     return ParameterTotals(total, total - idle, max(ranks))
 
 
+def _whole_model(args, vocab_size: int, value_head: bool) -> list[Weight]:
+    """All weights of a role's model, as one rank would hold them."""
+    return _chunk(args, vocab_size, value_head, range(args.num_layers), True, True, ParallelSizes())
+
+
+def layout_free_names(args, value_head: bool) -> list[str]:
+    """The names that patterns are matched with (`parameter_patterns`), each once."""
+    return list(dict.fromkeys(layout_free(weight.name) for weight in _whole_model(args, 1, value_head)))
+
+
+def frozen_total(args, vocab_size: int, value_head: bool) -> int:
+    """Parameters of a role's model that `--freeze` excludes from training."""
+    weights = _whole_model(args, vocab_size, value_head) if args.freeze else []
+    return sum(weight.elements for weight in weights if is_frozen(args, layout_free(weight.name)))
+
+
 def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:
     hidden, vocab = args.hidden_size, padded_vocab_size(args, vocab_size) // sizes.tensor
     is_tied = not args.untie_embeddings_and_output_weights and not value_head
@@ -131,7 +153,7 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
             weights.append(_weight(args, "embedding.position_embeddings.weight", args.max_position_embeddings, hidden))
     kinds = layer_kinds(args)
     of_kind = {kind: _layer(args, sizes, kind) for kind in {kinds[layer] for layer in layers}}
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(layers, _first_number(args, layers)):
         weights += [Weight(f"{LAYERS}{number}.{w.name}", *w[1:]) for w in of_kind[kinds[layer]]]
     if last:
         weights += _norm(args, "decoder.final_layernorm", hidden)

@@ -36,8 +36,10 @@ class PolicyPrediction:
         """Builds it, with an optimizer if it is trained; arguments as of `TrainableModel`."""
         self.role, self.role_groups, self.vocab_size = role, role_groups, vocab_size
         self._name = dist_checkpoint.prediction_of(role.name)
-        # It is reduced after its last micro-batch: nothing of the policy's backward is beside it.
-        args = argparse.Namespace(**{**vars(role.megatron), "overlap_grad_reduce": False})
+        # It is reduced after its last micro-batch: nothing of the policy's backward is beside it. Patterns of names are
+        # of the policy's parameters.
+        own = {"overlap_grad_reduce": False, "lr_multipliers": None, "weight_decay_multipliers": None}
+        args = argparse.Namespace(**{**vars(role.megatron), **own})
         self.layer = PredictionLayer(args, role_groups.pg_collection)
         self.optimizer = None
         if not args.trains_prediction:

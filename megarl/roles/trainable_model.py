@@ -21,7 +21,7 @@ from megarl.mcore.lora import adapter, peft_files, stored, whole
 from megarl.mcore.memory import offload
 from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
-from megarl.mcore.training import optimizer
+from megarl.mcore.training import optimizer, parameter_groups
 from megarl.mcore.training.weight_average import WeightAverage
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
 from megarl.mcore.weights.hf.export_weights import export_weights
@@ -82,6 +82,7 @@ class TrainableModel:
         self.role, self.role_groups = role, role_groups
         self.value_head, self.updates = value_head, updates
         self.model = gpt.build_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
+        parameter_groups.freeze(self.model, role.megatron, role_groups.pg_collection)
         if role.lora:
             adapter.add_factors(self.model, role.lora, role.megatron, role_groups.pg_collection)
         self.wrapped = optimizer.wrap_for_training(self.model, role.megatron, role_groups.pg_collection)
@@ -296,7 +297,7 @@ class TrainableModel:
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
-        return self.optimizer.param_groups[0]["lr"]
+        return self.scheduler.get_lr({})
 
     def microbatches(self, batch: Batch, positions: torch.Tensor, sequences_per_example: int = 1) -> Microbatches:
         """The micro-batches of this replica's sequences at `positions`, as of `role_microbatches`. Collective."""

@@ -11,7 +11,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.observe.terminal import printable
-from megarl.planning.parameters import parameter_totals
+from megarl.planning.parameters import frozen_total, parameter_totals
 from megarl.planning.table import count, span
 from megarl.trainers.prompt_inputs import notes_of
 
@@ -63,13 +63,23 @@ def _roles(config: RunConfig, tokens: int) -> list[tuple[str, str]]:
         if name == "reference" and (interval := config.settings.reference_update_interval):
             facts.append(f"gets the actor's weights every {interval:,} steps")
         if name in config.trained:
-            facts.append("low-rank factors are trained" if role.lora else "trained")
+            facts.append(_trained(role, tokens))
             if name != "critic" and (decay := config.settings.ema_decay) is not None:
                 facts.append(f"moving average with decay {decay:g}")
         rows.append((name, "; ".join(facts)))
         if name == "teacher":
             rows += _teachers(config, tokens)
     return rows
+
+
+def _trained(role: RoleSettings, tokens: int) -> str:
+    """What is trained of a role."""
+    vocab_size = role.model_vocab_size(tokens)
+    frozen = frozen_total(role.megatron, vocab_size, role.has_scalar_head)
+    if not frozen:
+        return "low-rank factors are trained" if role.lora else "trained"
+    total = parameter_totals(role.megatron, vocab_size, role.has_scalar_head).total
+    return f"trained, but {count(frozen)} of {count(total)} parameters frozen"
 
 
 def _teachers(config: RunConfig, tokens: int) -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.observe.trackers.base import TrackerOptions, check_installed, parse_names
+from megarl.planning import parameter_rules
 from megarl.trainers.export_files import check_exportable
 from megarl.trainers.prompt_inputs import print_notes
 
@@ -39,6 +40,7 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
     s = config.settings
     check_required({"--prompts": s.prompts})
     role_flags.check_microbatches(config, sequences)
+    parameter_rules.check(config)
     if s.eval_interval and not s.evaluates:
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import branch, commit, factors, folders, resume, schedules
+from megarl.checkpoint import branch, commit, factors, folders, resume, schedules, trained_states
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import MixtureOrder, PromptOrder
@@ -186,6 +186,7 @@ class Trainer(abc.ABC):
             resume.DATA: self.inputs.data,
             resume.SETTINGS: resume.settings_entry(self.config),
             **schedules.manifest_entry(self.config),
+            **trained_states.manifest_entry(self.config),
             "layout": layout_of(self.config.roles),
             **factors.manifest_entry(self.config.roles),
         }

@@ -91,7 +91,7 @@ WRONG = {
     "bash launch/run.sh train_rl --config configs/nothing.yaml": "configs/nothing.yaml: no such file",
     "bash launch/run.sh train_rl --config configs/quickstart.yaml configs/recipes/grpo.yaml --kl-controller adaptive":
         "--kl-controller adaptive: needs --kl-target",
-    "bash launch/run.sh train_rl --muon-momentum 0.9": "does not use this Megatron flag",
+    "bash launch/run.sh train_rl --lion-beta1 0.9": "does not use this Megatron flag",
     "bash launch/run.sh train_rl --critic-num-layer 4": "--critic-num-layer: unknown flag",
     "NPROCS=4 bash launch/run.sh train_rl --lr 1": "does not read the variable NPROCS",
     "bash launch/quick.sh": "there is no script launch/quick.sh",

@@ -27,9 +27,16 @@ def test_every_flag_has_a_line(pages):
         for flag in own_flags(program).values():
             (line,) = (line for line in lines if line.startswith(f"| `--{flag.common}` |"))
             assert line.split(" | ")[3] == "all" or program in line.split(" | ")[3].split(", ")
-    for name in ("--tensor-model-parallel-size", "--lr", "--num-experts", "--global-batch-size", "--geglu"):
+    for name in (
+        "--tensor-model-parallel-size",
+        "--lr",
+        "--num-experts",
+        "--global-batch-size",
+        "--geglu",
+        "--muon-momentum",
+    ):
         assert [line for line in lines if f"`{name}`" in line.split(" | ")[0]], name
-    assert not [line for line in lines if "`--muon" in line.split(" | ")[0]]  # megarl refuses it
+    assert not [line for line in lines if "`--lion" in line.split(" | ")[0]]  # megarl refuses it
 
 
 def test_a_line_says_what_is_allowed_and_when_a_flag_does_nothing(pages):

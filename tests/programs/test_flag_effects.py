@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from megarl.errors import UsageError
+from megarl.mcore.config.optimizer_rules import has_muon
 from tests.helpers import programs
 from tests.helpers.worlds import RankFailed, run_world
 
@@ -41,12 +42,18 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 TWO_RATES = "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4"
 GROUPED = " --group-query-attention --num-query-groups 2"
 
+MUON = {
+    "muon_momentum", "muon_split_qkv", "muon_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec",
+    "muon_coefficient_type", "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor",
+}  # fmt: skip
+
 RUNS = [  # ranks, flags
     (1, f"--bf16 --use-distributed-optimizer {FULL} --window-size 3,0 {TWO_RATES}"),
     (1, f"--fp16 {SELECTIVE} core_attn mlp --position-embedding-type learned_absolute"),
     (1, f"{EXPERTS} {BALANCE} {SHARED} {GROUPS} {LLAMA3} --router-replay rollout {SELECTIVE} moe"),
-    (1, f"{LATENT} {YARN}"),
-    (1, DELTA_NET),
+    (1, f"{LATENT} {YARN} --freeze *.layers.0.* --lr-multipliers *.mlp.*=2 --weight-decay-multipliers *.mlp.*=2"),
+    (1, f"{DELTA_NET} --optimizer sgd"),
+    *((1, "--optimizer muon"),) * has_muon(),
     (1, f"{MAMBA} {EXPERTS} --hybrid-layer-pattern M*ME --moe-latent-size 16"),
     (2, f"{TP2} --sequence-parallel"),
     (2, f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
@@ -76,6 +83,8 @@ COMPANY = {
     "--group-query-attention": "num_query_groups",
     "--recompute-granularity selective": "recompute_modules",
     "--decoupled-lr 1e-4": "decoupled_min_lr",
+    "--optimizer sgd": "sgd_momentum",
+    "--optimizer muon": " ".join(MUON),
     "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2":
         "start_weight_decay end_weight_decay weight_decay_incr_style",
     TP2: "sequence_parallel",
@@ -100,6 +109,8 @@ VALUES = {
     "hybrid_layer_pattern": "M*M-", "experimental_attention_variant": "gated_delta_net --linear-attention-freq 2",
     "linear_attention_freq": "4", "linear_num_key_heads": "4", "linear_num_value_heads": "8",
     "linear_conv_kernel_dim": "3", "mamba_num_groups": "4",
+    "muon_coefficient_type": "simple", "muon_tp_mode": "blockwise",
+    "lr_multipliers": "*=2", "weight_decay_multipliers": "*=2", "freeze": "*",
     "moe_token_dispatcher_type": "allgather", "pretrained_checkpoint": "x", "no_rope_freq": "2",
 }  # fmt: skip
 
@@ -116,6 +127,10 @@ REFUSED_HERE = {
     "ep_overlap_early_attn_memory_release", "moe_permute_fusion", "moe_pad_expert_input_to_capacity",
     "log_max_attention_logit", "expert_tensor_parallel_size", "nccl_ub", "microbatch_group_size_per_vp_stage",
 }  # fmt: skip
+
+
+if not has_muon():
+    REFUSED_HERE |= MUON
 
 
 # -- what runs read ------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from megarl.mcore.config import (
     layout_rules,
     model_flags,
     model_rules,
+    optimizer_rules,
+    parameter_patterns,
     recurrent_rules,
     transformer_engine,
 )
@@ -41,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(prog="megatron", allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
     model_flags.add_to(parser)
+    parameter_patterns.add_to(parser)
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
     parser.set_defaults(exact_rollout=False)  # one of megarl's own flags
@@ -49,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.dest in ("transformer_impl", "attention_backend"):  # megarl has modules of its own for both
             action.choices, action.type = None, str
+        if action.dest == "muon_fp32_matmul_prec":
+            action.choices = optimizer_rules.PRECISIONS  # torch has no "low"
         if action.dest == "lr_warmup_init":
             action.help = "Learning rate of the first update of a warm-up; by default the first of equal rises from 0"
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)
@@ -176,6 +181,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     layout_rules.check(role, args)
     model_rules.check(role, args)
     recurrent_rules.check(role, args)
+    optimizer_rules.check(role, args)
     exact_rules.check(role, args)
     transformer_engine.check(role, args)
     if args.overlap_grad_reduce is None:
@@ -243,6 +249,7 @@ def transformer_config(args) -> TransformerConfig:
     config.hybrid_layer_pattern = args.hybrid_layer_pattern
     config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None  # no stacks of unlike layers
     config.attention_kernel, config.exact_rollout = args.attention_kernel, exact_rules.applies(args)
+    config.freezes_by_name = bool(args.freeze)
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:
         config.softmax_scale = args.query_pre_attn_scalar**-0.5

@@ -9,7 +9,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from megarl.mcore.config import model_flags
+from megarl.mcore.config import model_flags, parameter_patterns
 
 # Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
 READ_BY_MODEL = {
@@ -94,16 +94,17 @@ ONLY = {
         ("rope", "yarn", "learned_absolute", "none"),
         "other position embeddings are not supported",
     ),
-    "optimizer": ("adam", "other optimizers are not supported yet"),
-    "use_precision_aware_optimizer": (False, "optimizer states have the dtype of the main weights, fp32"),
-    "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),
+    "optimizer": (("adam", "sgd", "muon", "dist_muon"), "other optimizers are not supported yet"),
+    "muon_scalar_optimizer": ("adam", "vectors, embeddings and heads are trained by Adam"),
+    "use_precision_aware_optimizer": (False, "optimizer states have the type of the main weights, fp32"),
+    "optimizer_cpu_offload": (False, "--offload keeps optimizer states on the host between updates"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
 }
 
 # Families of flags for parts that megarl's models, optimizer and engine do not have.
 FOREIGN = (
-    "dsa_", "mamba_", "mtp_", "muon_", "lion_", "sgd_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
+    "dsa_", "mamba_", "mtp_", "lion_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
     "megatron_fsdp_", "fsdp_", "moe_paged_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_", "moe_flex_", "kitchen_",
     "use_kitchen", "qk_clip_", "moe_router_quantile_", "optimizer_offload_", "cuda_graph_", "gtp_",
 )  # fmt: skip
@@ -149,6 +150,7 @@ DEFAULTS = [
     "--attention-backend", "auto", "--position-embedding-type", "rope", "--tokenizer-type", "NullTokenizer",
     "--lr", "1e-5", "--global-batch-size", "64", "--calculate-per-token-loss", "--expert-tensor-parallel-size", "1",
     "--moe-token-dispatcher-type", "alltoall", "--no-check-for-nan-in-loss-and-grad",
+    "--muon-tp-mode", "duplicated",
 ]  # fmt: skip
 
 
@@ -157,7 +159,9 @@ def training() -> frozenset[str]:
     """Attributes that only a role that learns has a use for: of optimizer, schedule and gradient buffers."""
     fields = {f.name for config in (OptimizerConfig, DistributedDataParallelConfig) for f in dataclasses.fields(config)}
     model = {field.name for field in dataclasses.fields(TransformerConfig)} | {"use_torch_fsdp2"}  # a reference shards
-    return frozenset((fields | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_TRAINER) - model)
+    return frozenset(
+        (fields | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_TRAINER | parameter_patterns.ATTRIBUTES) - model
+    )
 
 
 @functools.cache
@@ -167,4 +171,4 @@ def used() -> frozenset[str]:
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     ours = {name for name in fields if name in ONLY or not name.startswith(FOREIGN)} - WITHOUT_EFFECT
     read = READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM | READ_BY_TRAINER
-    return frozenset(ours | model_flags.attributes() | read)
+    return frozenset(ours | model_flags.attributes() | parameter_patterns.ATTRIBUTES | read)

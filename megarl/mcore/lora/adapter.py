@@ -44,9 +44,8 @@ class Adapter(torch.nn.Module):
         for linear in self.linears:
             linear.attach()
         chunk.adapter = self
-        if chunk.pre_process and chunk.config.recompute_granularity is not None:
-            # Recomputation saves no graph of a layer unless one of its inputs needs a gradient.
-            chunk.embedding.register_forward_hook(lambda module, inputs, output: _with_gradient(output))
+        if chunk.pre_process:
+            give_gradient_to_layers(chunk)
 
     @property
     def is_apart(self) -> bool:
@@ -100,6 +99,15 @@ def add_frozen_factors(stages, lora: LoRASettings, args, pg_collection):
     for chunk in stages:
         Adapter(chunk, lora, args, pg_collection).attach(chunk)
         chunk.requires_grad_(False)
+
+
+def give_gradient_to_layers(chunk):
+    """Makes recomputed layers after a frozen embedding trainable; `chunk`: the first one.
+
+    Recomputation saves no graph of a layer unless one of its inputs needs a gradient.
+    """
+    if chunk.config.recompute_granularity is not None:
+        chunk.embedding.register_forward_hook(lambda module, inputs, output: _with_gradient(output))
 
 
 def _with_gradient(output: torch.Tensor) -> torch.Tensor:

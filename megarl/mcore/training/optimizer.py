@@ -8,7 +8,13 @@ from itertools import chain
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    DistributedOptimizer,
+    OptimizerConfig,
+    clip_grads,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -17,10 +23,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megarl.mcore import device
+from megarl.mcore.config.optimizer_rules import SGD
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.buffer_layout import stacked_experts
 from megarl.mcore.parallel.default_group import override_default_group
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
+from megarl.mcore.training import layer_wise  # noqa: F401  it replaces a class of Megatron
+from megarl.mcore.training.parameter_groups import group_overrides
 
 # To exempt these methods from compilation, torch would import its compiler, which takes half a second of each start.
 # Nothing that calls them is compiled.
@@ -68,6 +77,28 @@ class Adam(torch.optim.Optimizer):
         )  # fmt: skip
 
 
+def create_momentum(sgd: torch.optim.SGD, config: OptimizerConfig):
+    """Creates the momentum of parameters that have none. Zeros, to which torch adds the first gradient."""
+    for parameter in (p for group in sgd.param_groups for p in group["params"] if config.sgd_momentum):
+        sgd.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+class ShardedOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer, also for SGD: Megatron knows the states of Adam and Lion alone."""
+
+    def __init__(self, optimizer, config, grad_scaler, init_state_fn, *args, **kwargs):
+        super().__init__(optimizer, config, grad_scaler, init_state_fn or create_momentum, *args, **kwargs)
+
+    @property
+    def optimizer_state_keys(self):
+        """Names of the states of a parameter."""
+        if self.config.optimizer != SGD:
+            return super().optimizer_state_keys
+        return ("momentum_buffer",) if self.config.sgd_momentum else ()
+
+
+megatron_optimizer.DistributedOptimizer = ShardedOptimizer
+megatron_optimizer.SGD = torch.optim.SGD  # of Transformer Engine, whose states nothing here has tried
 if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
     megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
     # The distributed optimizer checks separately which Adam it has; ours keeps its step where FusedAdam does.
@@ -124,8 +155,12 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataPara
     """Returns Megatron's optimizer of the wrapped chunks' parameters."""
     config = OptimizerConfig(**_fields(OptimizerConfig, args))
     with override_default_group(pg_collection.intra_dist_opt):
-        optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False, pg_collection=pg_collection)
+        overrides = group_overrides(wrapped, config, args, pg_collection)
+        optimizer = get_megatron_optimizer(
+            config, wrapped, overrides, use_gloo_process_groups=False, pg_collection=pg_collection
+        )
     for chained in optimizer.chained_optimizers:
+        chained.init_state_fn = chained.init_state_fn or create_momentum
         _number_as_grouped(chained)
         chained.init_state_fn(chained.optimizer, chained.config)  # a checkpoint may be saved before the first update
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
@@ -182,7 +217,15 @@ def _step(optimizer, accepts: Callable[[float], bool]) -> tuple[bool, float]:
     return optimizer.step_with_ready_grads(), norm
 
 
-def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerParamScheduler:
+class RateSchedule(OptimizerParamScheduler):
+    """Megatron's schedule, in which a group of parameters may have a multiple of the learning rate."""
+
+    def get_lr(self, param_group: dict) -> float:
+        """The rate of a group; of {} that of parameters without one of their own."""
+        return super().get_lr(param_group) * param_group.get("lr_mult", 1.0)
+
+
+def build_scheduler(optimizer, args, updates_per_iteration: int) -> RateSchedule:
     """Returns Megatron's schedule in updates of full batches; flags such as `--lr-warmup-iters` count iterations.
 
     Megatron's warm-up begins at a rate of 0: its first update changes nothing, which would waste a rollout. This one
@@ -195,7 +238,7 @@ def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerPar
     start = args.lr_warmup_init
     if start is None:
         start = min(args.lr, args.decoupled_lr or args.lr) / (warmup + 1)
-    return OptimizerParamScheduler(
+    return RateSchedule(
         optimizer,
         init_lr=start,
         max_lr=args.lr,

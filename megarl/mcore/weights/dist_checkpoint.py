@@ -56,9 +56,14 @@ def _object(key: str, data, rank_in_role: int) -> ShardedObject:
     return ShardedObject(key, data, global_shape=(1,), global_offset=(0,), replica_id=rank_in_role)
 
 
-def _weights(stages, pg_collection) -> dict:
-    """Returns the sharded state of each chunk; its keys number layers over the whole model."""
-    return {f"chunk{i}": chunk.sharded_state_dict(metadata=_metadata(pg_collection)) for i, chunk in enumerate(stages)}
+def _weights(stages, pg_collection, by_layer: bool = False) -> dict:
+    """Returns the sharded state of each chunk; its keys number layers over the whole model.
+
+    `by_layer`: also where all layers are alike, which Megatron stacks. A stack must have all layers, but only some may
+    have optimizer states.
+    """
+    metadata = _metadata(pg_collection) | {"non_homogeneous_layers": by_layer}
+    return {f"chunk{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(stages)}
 
 
 def trained_weights(stages, pg_collection) -> dict:
@@ -89,7 +94,8 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
         with optimizer_states.described(optimizer):
-            whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(pg_collection))
+            of_states = _weights(stages, pg_collection, by_layer=True) if stages[0].config.freezes_by_name else weights
+            whole = optimizer.sharded_state_dict(of_states, is_loading=loading, metadata=_metadata(pg_collection))
         kinds = (ShardedBase, LocalNonpersistentObject)
         sharded, rest = extract_matching_values(whole, lambda v: isinstance(v, kinds), return_lists_as_dicts=True)
         state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
@@ -111,10 +117,13 @@ def average_state(
         loading: only of the averages, which `load` will fill.
     """
     source = average_of(role)
-    weights = trained_weights(stages, pg_collection)
+    weights, reads_all = trained_weights(stages, pg_collection), stages[0].config.freezes_by_name
     for state in weights.values():
         for name, entry in list(state.items()):
-            if (average := averages.get(id(entry.data))) is not None:
+            average = averages.get(id(entry.data))
+            if average is None and loading and reads_all and isinstance(entry.data, Tensor):
+                average = torch.empty_like(entry.data)  # frozen, maybe in a stack of layers, which is read as a whole
+            if average is not None:
                 state[name] = make_sharded_optimizer_tensor(entry, average, source)
             elif loading:
                 del state[name]

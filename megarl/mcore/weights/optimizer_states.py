@@ -143,9 +143,14 @@ def _has_groups(state: dict) -> bool:
 
 
 def _matching_group(group: dict, saved: list[dict]) -> dict:
-    """Returns the group with the counters of a saved group of the same kind of parameters, whatever its rates were."""
-    match = next((other for other in saved if other["wd_mult"] == group["wd_mult"]), saved[0])
-    return match | {name: value for name, value in group.items() if name not in ("params", "step")}
+    """Returns the group with the counters of a saved group of the same optimizer and kind of parameters, whatever its
+    rates were."""
+    same = [other for other in saved if other.get("optimizer") == group.get("optimizer")] or saved
+    match = next((other for other in same if other["wd_mult"] == group["wd_mult"]), same[0])
+    own = {name: value for name, value in group.items() if name not in ("params", "step")}
+    # The rank that saved them may have no parameter of this group, and FusedAdam counts no updates of an empty one.
+    steps = [other["step"] for other in same if "step" in other]
+    return match | own | ({"step": max(steps)} if steps else {})
 
 
 def _restore_lists(state: dict):

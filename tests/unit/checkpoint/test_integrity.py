@@ -190,6 +190,8 @@ WRONG = {
     "frozen a number": {"frozen": {"reference": 1}}, "frozen null": {"frozen": None}, "lora a text": {"lora": "x"},
     "lora of nothing": {"lora": {"actor": {}}}, "data numbers": {"data": {"prompts": 1}}, "data null": {"data": None},
     "settings a list": {"settings": [1]}, "schedules numbers": {"schedules": {"actor": 3}},
+    "multipliers": {"schedules": {"actor": {"lr_multipliers": ["*=x"]}}},
+    "a frozen number": {"optimizers": {"actor": {"optimizer": "adam", "freeze": [1]}}},
     "order a list": {"prompt_order": [1]}, "order of texts": {"prompt_order": {"position": "1", "size": 3}},
     "groups null": {"waiting_groups": None}, "groups of texts": {"waiting_groups": {"complete": "1"}},
     "best a text": {"best": "step_1"}, "reward NaN": {"reward": {"count": float("nan"), "mean": 0, "squares": 0}},

@@ -177,7 +177,7 @@ def test_flags_that_megarls_own_layers_would_ignore_are_rejected(argv):
 
 @pytest.mark.parametrize("argv", [
     ["--attention-dropout", "0.1"], ["--hidden-dropout", "0.1"], ["--transformer-impl", "transformer_engine"],
-    ["--fp8-format", "hybrid"], ["--multi-latent-attention"], ["--optimizer", "sgd"],
+    ["--fp8-format", "hybrid"], ["--multi-latent-attention"], ["--optimizer", "lion"],
     ["--position-embedding-type", "mrope"], ["--moe-router-fusion"], ["--moe-enable-routing-replay"],
     ["--moe-input-jitter-eps", "0.1"], ["--moe-expert-capacity-factor", "1"], ["--moe-router-force-biased", "1"],
     ["--moe-expert-rank-capacity-factor", "1"], ["--moe-router-force-load-balancing"],

@@ -1,4 +1,4 @@
-"""Memory of the plan against real models with low-rank factors: trained and frozen bytes exactly, on every rank."""
+"""Memory of the plan against real models with low-rank factors or frozen by name: exact bytes, on every rank."""
 
 from datetime import timedelta
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megarl.comm import role_mesh
 from megarl.planning import memory, traffic
-from tests.helpers.tiers import long
+from tests.helpers.tiers import by_default, long
 from tests.helpers.tiny_models import VOCAB, parse_roles
 from tests.helpers.worlds import run_world
 
@@ -30,20 +30,43 @@ MODELS = [
 @pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
 @pytest.mark.parametrize("flags, shape, value_head, ranks", MODELS)
 def test_bytes_are_exact(flags, shape, value_head, ranks, more, targets):
+    targets = targets.replace("q_proj,v_proj", "q_b_proj,kv_a_proj_with_mqa") if shape == "latent" else targets
+    check_bytes(f"{flags} {more} --lora-rank 3 --lora-targets {targets}", shape, value_head, ranks)
+
+
+FROZEN = [
+    ("--freeze embedding.* *.layers.0.*", "gpt2", False, 1),
+    (f"{MOE} {EP2} --freeze *.mlp.experts.*", "llama", True, 4),
+    (f"{PP2} --num-layers 4 --freeze embedding.* *.layers.2.* --bf16", "llama", False, 2),
+    (f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --freeze *.layers.2.mlp.*", "llama", False, 2),
+    (f"{TP2} --optimizer sgd --freeze *layernorm.weight *.linear_qkv.*", "gpt2", False, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize("flags, shape, value_head, ranks", by_default(FROZEN, FROZEN[2:3]))
+def test_bytes_of_models_frozen_by_name_are_exact(flags, shape, value_head, ranks, more):
+    check_bytes(f"{flags} {more}", shape, value_head, ranks)
+
+
+def check_bytes(flags: str, shape: str, value_head: bool, ranks: int):
+    """The plan has the bytes of the fullest rank of each stage."""
     from megarl.mcore.lora import adapter
     from megarl.mcore.model import gpt
     from megarl.mcore.parallel import fake_world
-    from megarl.mcore.training import optimizer
+    from megarl.mcore.training import optimizer, parameter_groups
 
-    targets = targets.replace("q_proj,v_proj", "q_b_proj,kv_a_proj_with_mqa") if shape == "latent" else targets
-    kind, lora = "value" if value_head else "train", f"--lora-rank 3 --lora-targets {targets}"
+    kind = "value" if value_head else "train"
     found: dict[int, list] = {}
     for rank in range(ranks):
         with fake_world.fake_world(ranks, rank):
-            roles = parse_roles(f"{flags} {more} {lora}", ranks, shape)
-            role, groups = roles["actor"], role_mesh.create_mesh(roles, timedelta(minutes=1))["actor"].pg_collection
+            roles = parse_roles(flags, ranks, shape, "reward" if value_head and "--freeze" in flags else "sft")
+            ((name, role),) = roles.items()
+            groups = role_mesh.create_mesh(roles, timedelta(minutes=1))[name].pg_collection
             stages = gpt.build_model(role.megatron, VOCAB, groups, value_head)
-            adapter.add_factors(stages, role.lora, role.megatron, groups)
+            parameter_groups.freeze(stages, role.megatron, groups)
+            if role.lora:
+                adapter.add_factors(stages, role.lora, role.megatron, groups)
             wrapped = optimizer.wrap_for_training(stages, role.megatron, groups)
             adapter.keep_base(stages)
             built = optimizer.build_optimizer(wrapped, role.megatron, groups)

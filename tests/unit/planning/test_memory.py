@@ -1,5 +1,6 @@
 """Memory of the plan against real models: parameters, gradients and optimizer states exactly, activations nearly."""
 
+import importlib.util
 from dataclasses import replace
 from datetime import timedelta
 
@@ -45,6 +46,7 @@ MODELS = [
     (f"{DENSE_FIRST} {SP2} {EP2} {PP2}", "latent", False, 8),
     (f"{TP2} --layernorm-position post --qk-layernorm-all-heads --num-query-groups 1", "llama", False, 2),
     ("--tensor-model-parallel-size 4 --qk-layernorm", "llama", False, 4),
+    ("--optimizer sgd --bf16", "llama", False, 2), ("--optimizer sgd --sgd-momentum 0", "llama", False, 1),
 ]  # fmt: skip
 
 
@@ -91,6 +93,26 @@ def check_weights(args, pg_collection, stages, value_head: bool, rank: int, rank
     parts = [memory.trained_bytes(weights, args, stage == 0) for weights in planned]
     states, each = np.sum([part[2] for part in parts], axis=0), ranks // dist.get_world_size(pg_collection.pp)
     return sum(p[0] for p in parts), sum(p[1] for p in parts), int(states[rank % each * len(states) // each])
+
+
+MUON_MODELS = [
+    ("", "llama", True, 1), (f"{TP2} --bf16", "gpt2", False, 4), ("", "recurrent", False, 1), ("", "mamba", False, 3),
+    ("", "gpt2", True, 2),
+    (f"{DENSE_FIRST} {SP2} {EP2} {PP2} --moe-shared-expert-gate", "latent", False, 8),
+]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("emerging_optimizers") is None, reason="needs megarl[optimizers]")
+@pytest.mark.parametrize("more", ["", DISTRIBUTED])
+@pytest.mark.parametrize("flags, shape, value_head, ranks", MUON_MODELS)
+def test_states_of_muon_are_exact_on_every_rank(flags, shape, value_head, ranks, more):
+    from megarl.mcore.parallel import fake_world
+
+    for rank in range(ranks):
+        with fake_world.fake_world(ranks, rank):
+            args, pg_collection, *built = build(f"{flags} --optimizer muon {more}", shape, value_head)
+            assert check_weights(args, pg_collection, built[0], value_head, rank, ranks) == real_bytes(*built)
 
 
 @pytest.mark.parametrize("flags, shape, value_head, ranks", by_default(MODELS, MODELS[3::3]))

@@ -1,0 +1,83 @@
+"""Rules on the optimizer's flags. A rule is data, as in `layout_rules`."""
+
+import functools
+import importlib.metadata
+
+from megarl.mcore.config.layout_rules import LayoutRule, min_value, require, value_of
+
+SGD, MUON = "sgd", "muon"
+MUON_NAMES = (MUON, "dist_muon")  # the second is Megatron's older name of the first with --use-distributed-optimizer
+PACKAGE = "emerging-optimizers"  # Muon's
+# Flags that only one optimizer reads -> Megatron's default, or megarl's.
+ADAM_FLAGS = {"adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8}
+MUON_FLAGS = {
+    "muon-momentum": 0.9, "muon-nesterov": False, "muon-scale-mode": "spectral", "muon-fp32-matmul-prec": "medium",
+    "muon-coefficient-type": "quintic", "muon-num-ns-steps": 5, "muon-tp-mode": "duplicated",
+    "muon-extra-scale-factor": 1.0,
+}  # fmt: skip
+PRECISIONS = ("medium", "high", "highest")  # torch's
+
+
+def check(role: str, args):
+    """Raises UsageError for the first rule that a role's parsed flags break."""
+    require(role, rules(args))
+
+
+@functools.cache
+def has_muon() -> bool:
+    """Whether a version of Muon's package is installed that Megatron uses."""
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in version.split(".")[:2]) >= (0, 2)
+
+
+def rules(args) -> list[LayoutRule]:
+    """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
+    is_sgd, decays = args.optimizer == SGD, any(
+        (args.weight_decay, args.start_weight_decay, args.end_weight_decay)
+    )  # fmt: skip
+    multipliers = args.weight_decay_multipliers
+    return [
+        *_muon(args),
+        LayoutRule("--sgd-momentum", args.sgd_momentum, is_sgd or args.sgd_momentum == 0.9,
+                   "none without --optimizer sgd"),
+        LayoutRule("--sgd-momentum", args.sgd_momentum, 0 <= args.sgd_momentum < 1, "from 0 to below 1"),
+        *(LayoutRule(f"--{name}", value_of(args, name), not is_sgd or value_of(args, name) == default,
+                     f"none with --optimizer {args.optimizer}") for name, default in ADAM_FLAGS.items()),
+        LayoutRule("--weight-decay-multipliers", " ".join(multipliers or []), decays or not multipliers,
+                   "none without a --weight-decay above 0"),
+    ]  # fmt: skip
+
+
+def _muon(args) -> list[LayoutRule]:
+    is_on, name, where = args.optimizer in MUON_NAMES, args.optimizer, f"with --optimizer {args.optimizer}"
+    steps, momentum, factor = args.muon_num_ns_steps, args.muon_momentum, args.muon_extra_scale_factor
+    tensor, groups, kinds = args.tensor_model_parallel_size, args.num_query_groups, _coefficient_types()
+    has_groups = args.group_query_attention and not args.multi_latent_attention
+    return [
+        LayoutRule("--optimizer", name, not is_on or has_muon(),
+                   f"adam or sgd without the package {PACKAGE}; pip install 'megarl[optimizers]' has it"),
+        LayoutRule("--muon-no-split-qkv", True, is_on or args.muon_split_qkv, "none without --optimizer muon"),
+        *(LayoutRule(f"--{flag}", value_of(args, flag), is_on or value_of(args, flag) == default,
+                     "none without --optimizer muon") for flag, default in MUON_FLAGS.items()),
+        LayoutRule("--muon-momentum", momentum, 0 <= momentum < 1, "from 0 to below 1"),
+        LayoutRule("--muon-extra-scale-factor", factor, 0 < factor < float("inf"), "above 0"),
+        min_value("--muon-num-ns-steps", steps),
+        LayoutRule("--muon-coefficient-type", args.muon_coefficient_type,
+                   not is_on or not kinds or args.muon_coefficient_type in kinds, f"one of {', '.join(kinds)}"),
+        LayoutRule("--fp16", args.fp16, not is_on or not args.fp16, f"none {where}"),
+        LayoutRule("--use-torch-fsdp2", args.use_torch_fsdp2, not is_on or not args.use_torch_fsdp2, f"none {where}"),
+        LayoutRule("--tensor-model-parallel-size", tensor, not is_on or not has_groups or tensor <= groups,
+                   f"at most --num-query-groups {groups} {where}"),
+    ]  # fmt: skip
+
+
+def _coefficient_types() -> tuple[str, ...]:
+    """Sets of coefficients that Muon's package has, "custom" apart, which no flag gives; () without the package."""
+    if not has_muon():
+        return ()
+    from megatron.core.optimizer.emerging_optimizers import get_supported_coefficient_types
+
+    return tuple(name for name in get_supported_coefficient_types() if name != "custom")
