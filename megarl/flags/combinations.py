@@ -347,6 +347,7 @@ def _environments(s: Settings) -> list[FlagRule]:
     name = s.environment
     in_sessions = {
         "--serve-policy": s.serve_policy, "--over-sampling": s.over_sampling > 1, "--credit turns": s.credit == "turns",
+        "--rollout-bank": s.rollout_bank is not None,
     }  # fmt: skip
     not_in_sessions = [flag for flag, is_set in in_sessions.items() if is_set]
     return [

@@ -9,7 +9,7 @@ From a leader, about one of its episodes by its number:
 To a leader:
 
 - asked: number, ticket, request, ask: what the driver asks the policy
-- ended: number, ticket, observation or failure, retry (whether another driver may try), seconds
+- ended: number, ticket, observation or failure, retry (whether another driver may try), seconds (of the driver's work)
 """
 
 import dataclasses

@@ -27,7 +27,6 @@ class OpenSession:
     place: Place
     offer: dict[str, Any]
     session: Session
-    since: float  # of the loop's time
 
 
 class Registry:
@@ -82,7 +81,7 @@ class Registry:
         session = Session(send)
         session.shows_tokens = True
         name = secrets.token_hex(12)
-        found = self._open[name] = OpenSession(name, place, offer, session, self._time())
+        found = self._open[name] = OpenSession(name, place, offer, session)
         self._names[place] = name
         self._write("claimed", found)
         return found
@@ -101,7 +100,7 @@ class Registry:
         link, number = found.place
         link.send({
             "type": "ended", "number": number, "ticket": found.offer["ticket"], "failure": failure, "retry": retry,
-            "observation": None if end is None else dataclasses.asdict(end), "seconds": self._time() - found.since,
+            "observation": None if end is None else dataclasses.asdict(end), "seconds": found.session.worked_seconds,
         })  # fmt: skip
         self._write("failed" if end is None else "finished", found, reward=None if end is None else end.reward)
         self._forget(found)
