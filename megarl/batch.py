@@ -52,6 +52,7 @@ class Batch:
     advantages: Tensor = _token(torch.float32)  # [T]
     returns: Tensor = _token(torch.float32)  # [T]
     response_mask: Tensor = _token(torch.bool)  # [T] True where the policy generated the token
+    kept: Tensor = _token(torch.bool)  # [T] True where a rejection leaves the token in the actor's loss
     versions: Tensor = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
     staleness: Tensor = _token(torch.int32)  # [T] updates between that policy and the one that is trained on the token
     turn_rewards: Tensor = _token(torch.float32)  # [T] the environment's reward of a turn, at its last token; else 0

@@ -7,35 +7,8 @@ Some metrics depend on the clock or the machine, so that two equal runs may have
 import functools
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
-PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
-    "role": "actor|critic|reward|reference|teacher|rollout|sft|preference",
-    "phase": "[a-z_]+",
-    "term": "[^/]+",  # of --reward; a plug-in's has a colon
-    "task": ".+?",  # of a prompt's metadata: any text
-    "component": ".+",  # of an environment's rewards; any text
-    "layer": r"\d{3}",
-    "k": r"\d+",
-    "teacher": r"[\w.-]+",  # of --teachers
-}
-
-
-class Metric(NamedTuple):
-    """A metric, or a family of them. `programs`: that write it; `when`: what else it needs, "" for nothing."""
-
-    name: str
-    unit: str
-    meaning: str
-    when: str = ""
-    programs: tuple[str, ...] = ("train_rl",)
-
-    @property
-    def pattern(self) -> str:
-        """A regular expression of the names."""
-        pieces = re.split("<([a-z]+)>", self.name)
-        return "".join(f"({PLACEHOLDERS[x]})" if i % 2 else re.escape(x) for i, x in enumerate(pieces))
-
+from tools._metric import Metric
 
 TRAINING = ("train_rl", "train_sft", "train_reward", "train_preference")
 LOSSES = ("train_sft", "train_reward", "train_preference")
@@ -160,6 +133,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/ppo_kl_first", "nats", "the same for the first mini-batch, before any update; exactly 0"),
         Metric("actor/clip_fraction", "fraction", "response tokens whose ratio was clipped"),
         Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
+        Metric("actor/opsm_fraction", "fraction", "response tokens whose policy loss was dropped", "with"
+               " --opsm-threshold"),
+        Metric("actor/positive_nll", "nats", "−log π of the tokens of correct responses, mean over the updates' such"
+               " tokens", "with --positive-nll-coefficient"),
         Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
         Metric("actor/mtp_loss", "nats", "cross-entropy of the layer of multi-token prediction, mean over the tokens of"
                " responses that it predicts", "with --mtp-train", STUDENTS),
@@ -225,6 +202,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("correction/applied_mean", "ratio", "mean of the weights that multiplied the loss"),
         Metric("correction/truncated_fraction", "fraction", "weights at the cap"),
         Metric("correction/masked_fraction", "fraction", "weights set to 0"),
+        *(metric._replace(when="with --rollout-rejection") for metric in (
+            Metric("rejection/fraction", "fraction", "response tokens that were left out of the actor's loss"),
+            Metric("rejection/<bound>", "fraction", "those that break this bound"),
+            Metric("rejection/responses", "responses", "responses that lost all of their tokens"),
+            Metric("rejection/correct_responses", "responses", "those of them that are correct"))),
         Metric("correction/kl", "nats", "KL(μ ‖ π_old) by k1, mean over tokens"),
         Metric("correction/kl_k3", "nats", "the same by k3"),
         Metric("correction/kl_k3_age_<k>", "nats", "the same of the tokens with staleness k",

@@ -58,6 +58,7 @@ class AdvantageOptions:
 
     gamma: float = 1.0  # discount γ
     lam: float = 0.95  # λ of GAE
+    length_alpha: float | None = None  # GAE: α of a λ that grows with the response's length, for the advantages alone
     group_std: bool = True  # grpo: divide by the group's standard deviation
     whiten: bool = False  # mean 0 and variance 1 over the response tokens of all ranks
     credit_turns: int = 0  # rloo: one advantage per turn, of episodes with at most so many; 0: one per episode
@@ -90,7 +91,8 @@ class Estimator(NamedTuple):
 def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16); returns are A + V, with A before whitening."""
     where = step.response_mask, step.cu_seqlens
-    advantages, returns = gae(step.token_rewards, step.values, *where, options.gamma, options.lam)
+    factors = options.gamma, options.lam, options.length_alpha
+    advantages, returns = gae(step.token_rewards, step.values, *where, *factors)
     return _finished(step, options, advantages, returns)
 
 
@@ -166,7 +168,7 @@ def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Adva
 ESTIMATORS: dict[str, Estimator] = {
     name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measured)
     for name, function, needs, options, whitens, *measured in (
-        ("gae", gae_advantages, ["values"], ["gamma", "lam", "whiten"], True),
+        ("gae", gae_advantages, ["values"], ["gamma", "lam", "length_alpha", "whiten"], True),
         ("grpo", grpo_advantages, ["groups"], ["group_std", "whiten"], False),
         ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
         ("opo", opo_advantages, ["groups"], ["whiten"], False),

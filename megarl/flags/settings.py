@@ -12,8 +12,8 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
 from megarl.flags.average_settings import AverageSettings
+from megarl.flags.correction_settings import CorrectionSettings
 from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
 from megarl.flags.distill_settings import LOSS, REWARD, SIBLING, DistillSettings
@@ -64,7 +64,8 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings, ReportSettings,
-    AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings, PredictionSettings, StopSettings,
+    AverageSettings, CorrectionSettings,
+    TrackerSettings, DebugSettings, DistillSettings, JudgeSettings, PredictionSettings, StopSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -192,6 +193,9 @@ class Settings(
                            " default with --distill and no --reward: none")  # fmt: skip
     gamma: float = fraction(1.0, "discount γ (1506.02438)", when="estimator:gamma")
     gae_lambda: float = fraction(0.95, "λ of GAE (1506.02438)", when="estimator:lam")
+    gae_length_alpha: float | None = positive(None, "α: advantages of a response of l tokens have λ = 1 − 1/(α·l), the"
+                                               " critic's returns --gae-lambda (VAPO, 2504.05118: 0.05)",
+                                               when="estimator:length_alpha")  # fmt: skip
     group_std: bool = flag(True, "divide by the group's standard deviation (2402.03300); false: Dr. GRPO (2503.20783)",
                             when="estimator:group_std")  # fmt: skip
     whiten_advantages: bool | None = flag(None, "whiten advantages to mean 0 and variance 1 over the batch; default:"
@@ -208,15 +212,12 @@ class Settings(
     loss_norm_length: float | None = positive(None, "length that divides the summed token losses (Dr. GRPO,"
                                                " 2503.20783); default: --max-response-length", when="norm")  # fmt: skip
     entropy_coefficient: float = not_negative(0.0, "coefficient of the entropy bonus")
+    opsm_threshold: float | None = positive(None, "drop the policy loss of a response with a negative advantage whose"
+                                             " mean log(μ/π_θ) is above this (2512.02556)", when="trained")  # fmt: skip
+    positive_nll_coefficient: float = not_negative(0.0, "weight of the mean negative log-prob of the correct responses'"
+                                                    " tokens (VAPO, 2504.05118: 0.1)", when="trained")  # fmt: skip
     value_clip_range: float = positive(0.2, "clip range of the value loss", when="critic")
     critic_warmup_steps: int = not_negative(0, "first steps in which only the critic is trained", when="critic")
-    # Rollout correction.
-    rollout_correction: str = one_of("none", CORRECTIONS, "weight the loss by π_old/μ, where μ is the rollout policy:"
-                                      " truncated (tis), masked (mis) or icepop; none: no weights")  # fmt: skip
-    rollout_correction_level: str = one_of("token", LEVELS, "ratio per token, per sequence, or geometric mean over a"
-                                            " sequence; also of the metrics without correction")  # fmt: skip
-    rollout_correction_cap: float = positive(2.0, "largest importance ratio", when="correction")
-    rollout_correction_floor: float | None = positive(None, "icepop: smallest importance ratio", when="icepop")
     # Router replay (mixture of experts).
     router_replay: str = one_of("none", REPLAYS, "replay expert routes in the actor's training: those of the old"
                                  " log-probs (R2) or of the rollout (R3); none: no replay (2510.11370)")  # fmt: skip
@@ -321,12 +322,13 @@ class Settings(
         estimator = ESTIMATORS.get(self.advantage)
         reads_old_logprobs = self.kl_in == "reward" and self.kl_coefficient > 0 or self.distill == REWARD
         are_read = reads_old_logprobs or estimator is not None and "logprobs" in estimator.needs
-        return is_only_update and not are_read
+        return is_only_update and not are_read and not self.corrects_before_updates
 
     @property
     def only_distills(self) -> bool:
         """Whether the divergence from the teacher is all of the loss."""
-        other_terms = self.entropy_coefficient or self.kl_in == "loss" and self.kl_coefficient
+        in_loss = self.kl_in == "loss" and self.kl_coefficient
+        other_terms = self.entropy_coefficient or self.positive_nll_coefficient or in_loss
         return self.distill == LOSS and self.advantage == NO_ADVANTAGE and not other_terms
 
     @property
@@ -343,7 +345,12 @@ class Settings(
     @property
     def staleness_fields(self) -> tuple[str, ...]:
         """Batch fields that the actor gets if tokens may be of an older policy than the one that is trained."""
-        return ("staleness",) if self.generation_lag or self.partial_rollouts else ()
+        return ("staleness",) if self.has_stale_tokens else ()
+
+    @property
+    def has_stale_tokens(self) -> bool:
+        """Whether tokens may be of an older policy than the one that is trained on them."""
+        return self.generation_lag > 0 or self.partial_rollouts
 
     @property
     def can_lose_responses(self) -> bool:

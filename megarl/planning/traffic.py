@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
 from megarl.comm.exchange import HEADER, STATES
+from megarl.flags.correction_settings import RECOMPUTE
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
@@ -55,8 +56,8 @@ WHOLE = ("_down_proj.", "_latent_proj.")  # matrices that every tensor-parallel 
 class StepSizes:
     """Sizes of a step: sequences, the longest prompt and response in tokens, PPO epochs, and the actor's updates.
 
-    `greedy`: additional greedy responses (ReMax's baseline). `on_policy`: a single update, whose forward also gives the
-    old log-probs.
+    `greedy`: additional greedy responses (ReMax's baseline). `skips_old_logprobs`: no pass
+    for old log-probs, which are the rollout's, or those of a single update's forward.
     """
 
     sequences: int
@@ -65,7 +66,7 @@ class StepSizes:
     epochs: int
     updates: int
     greedy: int = 0
-    on_policy: bool = False
+    skips_old_logprobs: bool = False
 
     @property
     def tokens(self) -> int:
@@ -92,7 +93,7 @@ def step_sizes(settings) -> StepSizes:
     return StepSizes(
         sequences=s.sequences_per_step, prompt=s.max_prompt_length, response=s.max_response_length,
         epochs=s.ppo_epochs, updates=s.updates_per_step, greedy=s.prompts_per_step if s.greedy_baseline else 0,
-        on_policy=s.updates_on_policy(s.sequences_per_step),
+        skips_old_logprobs=s.old_logprobs != RECOMPUTE or s.updates_on_policy(s.sequences_per_step),
     )  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def passes(role: str, args, step: StepSizes) -> tuple[int, int]:
     if role not in ("actor", "critic"):
         return 1, 0
     again = args.recompute_granularity == "full"
-    scoring = 0 if role == "actor" and step.on_policy else 1
+    scoring = 0 if role == "actor" and step.skips_old_logprobs else 1
     return scoring + step.epochs * (2 if again else 1), step.epochs
 
 

@@ -9,18 +9,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.rejection import kept_tokens, parse_bounds, rejection_report, rejection_sums
 from megarl.algorithms.rollout_correction import correction_report, correction_sums
-from megarl.algorithms.staleness import staleness_maxima, staleness_report, staleness_sums
+from megarl.algorithms.staleness import proximal_logprobs, staleness_maxima, staleness_report, staleness_sums
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
+from megarl.flags.correction_settings import INTERPOLATE, RECOMPUTE
 from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
-from megarl.roles.loss_mask import is_all_masked, loss_mask
+from megarl.roles.loss_mask import actor_mask, is_all_masked
 from megarl.roles.policy_scores import policy_scores
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
@@ -52,17 +54,21 @@ class Actor:
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
 
         It runs the same micro-batches as the first epoch, so that every ratio is exactly 1 before the first update. If
-        the step has only one update, that update returns the log-probs, and this pass is skipped.
+        the step has only one update, that update returns the log-probs, and this pass is skipped; so it is with
+        `--old-logprobs`, which takes the rollout's instead.
         """
         if not self.role_groups.is_member:
             return
         if self._should_probe(step_batch.step):
             with self.timers.phase(self.name, "probe"):
                 self.metrics |= probe.logprob_gaps(self.trainable_model, step_batch[self.name], self._forward)
+        batch = step_batch[self.name]
+        if self.settings.old_logprobs != RECOMPUTE:
+            batch.logprobs = batch.rollout_logprobs
+            return
         if self._updates_on_policy(step_batch):
             return
         with self.timers.phase(self.name, "logprobs"):
-            batch = step_batch[self.name]
             results, of_step = [], []
             for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch=0):
                 microbatches = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
@@ -90,6 +96,10 @@ class Actor:
         """Fills the batch from [(log-probs, entropy, positions)] of the first pass; measures the gap to the rollout."""
         mb.write_back(batch, "logprobs", [(logprobs, positions) for logprobs, _, positions in results])
         mb.write_back(batch, "entropy", [(entropy, positions) for _, entropy, positions in results])
+        self._measure_gap(batch)
+
+    def _measure_gap(self, batch: Batch):
+        """Measures how far the rollout's log-probs are from those of the policy before the step."""
         gap = (batch.rollout_logprobs - batch.logprobs).abs().masked_fill(~batch.response_mask, 0.0).double()
         largest = gap.amax() if len(gap) else gap.sum()
         sums, maxima = correction_sums(
@@ -100,10 +110,13 @@ class Actor:
         measured = torch.cat([torch.stack([gap.sum(), batch.response_mask.sum().double()]), sums])
         measured = self.role_groups.dp_all_reduce(measured)
         total, count = measured[:2]
+        report = correction_report(measured[2:], maxima[1:])
+        if self.settings.rollout_correction_normalize:
+            self.loss.weight_mean = report["correction/applied_mean"] or 1.0
         self.metrics |= {
             "rollout/logprob_gap_max": float(maxima[0]),
             "rollout/logprob_gap_mean": float(total / count.clamp(min=1)),
-            **correction_report(measured[2:], maxima[1:]),
+            **report,
         }
         if batch.staleness is not None:
             self._measure_staleness(batch)
@@ -154,37 +167,63 @@ class Actor:
         """Context in which the policy on this rank, if there is one, is its moving average."""
         return self.trainable_model.averaged() if self.trainable_model else contextlib.nullcontext()
 
+    def _reject(self, batch: Batch):
+        """Takes the tokens that break a bound of `--rollout-rejection` out of the actor's loss."""
+        bounds = parse_bounds(self.settings.rollout_rejection)
+        where = batch.response_mask, batch.cu_seqlens
+        kept = [kept_tokens(batch.logprobs, batch.rollout_logprobs, *where, bound) for bound in bounds]
+        batch.kept = torch.stack(kept).all(0)
+        sums = rejection_sums(kept, batch.response_mask, batch.correct, batch.cu_seqlens)
+        self.metrics |= rejection_report(self.role_groups.dp_all_reduce(sums), bounds)
+
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         batch, on_policy = step_batch[self.name], self._updates_on_policy(step_batch)
-        passes = mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step)
+        passes = list(mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step))
         with self.timers.phase(self.name, "update"):
+            if self.settings.rollout_rejection is not None:
+                self._reject(batch)
             with self.trainable_model.present_for_updates():
-                updates = [self._update(batch, positions, kl_coefficient, on_policy) for positions in passes]
+                updates = [
+                    self._update(batch, positions, kl_coefficient, on_policy, number / len(passes))
+                    for number, positions in enumerate(passes)
+                ]
             self.metrics |= self.trainable_model.update_metrics(updates, self.loss.names, self.name)
             if updates[0].has_loss:
                 self.metrics["actor/ppo_kl_first"] = updates[0].means[self.loss.names.index(PPO_KL)].item()
             if self.settings.kl_in == "reward":
                 self.metrics.pop("actor/kl_loss", None)
 
-    def _update(self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool) -> Update:
-        """One update. `on_policy`: also sets the old log-probs."""
-        minibatch = batch.only("response_mask", "finished", "teacher_ids").select(positions)  # others are large
-        mask = loss_mask(minibatch, self.settings)
+    def _update(
+        self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool, progress: float
+    ) -> Update:
+        """One update, after the share `progress` of the step's. `on_policy`: also sets the old log-probs."""
+        fields = "response_mask", "finished", "correct", "teacher_ids", "kept"  # others are large
+        minibatch = batch.only(*fields).select(positions)
+        mask = actor_mask(minibatch, self.settings)
         counts = self.role_groups.dp_all_reduce(self.loss.local_counts(minibatch, mask))
         has_loss = not is_all_masked(counts[0], self.settings)
+        measures = on_policy or self.settings.old_logprobs != RECOMPUTE and not progress
 
         def loss(scores, microbatch):
             logprobs, entropy = scores.logprobs.detach(), scores.entropy.detach()
             old_logprobs = logprobs if on_policy else microbatch.logprobs
+            if self.settings.old_logprobs == INTERPOLATE:
+                old_logprobs = proximal_logprobs(old_logprobs, logprobs, microbatch.staleness, progress)
             value, sums = self.loss(scores, microbatch, old_logprobs, counts, kl_coefficient)
-            return value, (sums, logprobs, entropy) if on_policy else (sums,)
+            return value, (sums, logprobs, entropy) if measures else (sums,)
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         results, update = self.trainable_model.checked_update(
             microbatches, self._forward_of_update, loss, self.loss.names, self.loss.metric_counts(counts),
             self.update_check.accepts, has_loss,
         )  # fmt: skip
-        if on_policy:
+        if measures:
             scored = zip(results, microbatches, strict=True)
-            self._set_old_logprobs(batch, [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored])
+            found = [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored]
+            if on_policy:
+                self._set_old_logprobs(batch, found)
+            else:
+                first = batch.only("tokens", "response_mask", "rollout_logprobs", "staleness")
+                mb.write_back(first, "logprobs", [(logprobs, at) for logprobs, _, at in found])
+                self._measure_gap(first.select(positions))
         return update

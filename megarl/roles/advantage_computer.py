@@ -35,7 +35,8 @@ class AdvantageComputer:
         whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
         credit_turns = s.max_turns if s.credit == "turns" else 0
         self.options = AdvantageOptions(
-            gamma=s.gamma, lam=s.gae_lambda, group_std=s.group_std, whiten=whiten, credit_turns=credit_turns,
+            gamma=s.gamma, lam=s.gae_lambda, length_alpha=s.gae_length_alpha, group_std=s.group_std, whiten=whiten,
+            credit_turns=credit_turns,
             preference=(PREFERENCE_LOSSES[s.preference_loss], preference_options(s)),
         )  # fmt: skip
         weights = {term.name: term.weight for term in expression.parse(s.reward) if term.weight}
@@ -166,10 +167,12 @@ class AdvantageComputer:
         kl = torch.zeros_like(batch.logprobs)
         if batch.reference_logprobs is not None:
             kl = (batch.logprobs - batch.reference_logprobs).masked_fill(~mask, 0.0)
-        sums = kl.double().sum(), batch.entropy.double()[mask].sum(), mask.sum(), masked_tokens(batch, self.settings)
+        entropy = torch.zeros_like(kl) if batch.entropy is None else batch.entropy
+        sums = kl.double().sum(), entropy.double()[mask].sum(), mask.sum(), masked_tokens(batch, self.settings)
         metrics, sequences, of_all = step_metrics(batch, self.settings, self.role_groups, *sums)
         kl_sum, entropy, generated, masked = of_all
-        metrics["rollout/entropy"] = entropy / max(generated, 1.0)
+        if batch.entropy is not None:
+            metrics["rollout/entropy"] = entropy / max(generated, 1.0)
         if batch.teacher_logprobs is not None:
             metrics |= self._teacher_metrics(batch)
         if self.settings.mask_truncated_responses:

@@ -30,7 +30,7 @@ STATES = (  # a model with recurrent states, whose prefixes are kept
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
-    "environment": "--environment x:y", "tool_calls": "--environment x:y",
+    "estimator:length_alpha": "", "environment": "--environment x:y", "tool_calls": "--environment x:y",
     "critic": "", "reference": "", "kl": "", "refreshes": "--reference-update-interval 2",
     "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
     "jsd": "--distill loss --distill-divergence jsd", "context": CONTEXT,
@@ -62,6 +62,7 @@ HOLDS = {
 FAILS = {
     "estimator:whiten": ONLINE, "preference": "",
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
+    "estimator:length_alpha": "--advantage grpo",
     "environment": "", "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
     "context": "--distill loss",
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "refreshes": "",
@@ -87,7 +88,8 @@ FAILS = {
 VALUES = {
     "role_map": "actor=0;critic=1;reward=2;reference=3", "advantage": "grpo", "policy_loss": "gspo",
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
-    "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
+    "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric",
+    "old_logprobs": "rollout", "rollout_rejection": "mean-abs=0.5", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "rollout_server": "http://x:8000",
     "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",

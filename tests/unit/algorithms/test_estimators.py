@@ -142,7 +142,7 @@ def test_remax_gives_zero_to_the_reward_of_the_greedy_response():
 def test_declared_needs_and_options_are_those_read(name):
     estimator, data = ESTIMATORS[name], step_data(ragged_step(8, lone=False), 0.1)
     first = run(name, data, PLAIN)
-    others = dict(gamma=0.5, lam=0.5, group_std=False, whiten=True, credit_turns=20, preference=IPO)
+    others = dict(gamma=0.5, lam=0.5, length_alpha=0.3, group_std=False, whiten=True, credit_turns=20, preference=IPO)
     read = {field for field, value in others.items()
             if not torch.equal(first, run(name, data, dataclasses.replace(PLAIN, **{field: value})))}  # fmt: skip
     assert estimator.options == read and estimator.whiten == (name in ("gae", "reinforce++", "reinforce++-baseline"))
@@ -200,7 +200,7 @@ def test_plug_ins_are_wrapped():
     data = step_data(ragged_step(3, lone=True), 0.1, torch.float32)
     estimator = estimator_of(twice_the_score)
     assert estimator.needs == frozenset() and not estimator.whiten
-    assert estimator.options == {"gamma", "lam", "group_std", "whiten", "credit_turns"}
+    assert estimator.options == {"gamma", "lam", "length_alpha", "group_std", "whiten", "credit_turns"}
     advantages, returns = estimator.function(data, PLAIN)
     assert returns is None and advantages.dtype == torch.float32 and not advantages.requires_grad
     expected = (2.0 * data.token_rewards.double() + 0.97).float()
