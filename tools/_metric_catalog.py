@@ -133,6 +133,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/ppo_kl_first", "nats", "the same for the first mini-batch, before any update; exactly 0"),
         Metric("actor/clip_fraction", "fraction", "response tokens whose ratio was clipped"),
         Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
+        Metric("actor/selected_fraction", "fraction", "response tokens that the policy loss masks (m2po, clip-cov) or"
+               " holds back (kl-cov)", "with --policy-loss m2po, clip-cov or kl-cov"),
         Metric("actor/opsm_fraction", "fraction", "response tokens whose policy loss was dropped", "with"
                " --opsm-threshold"),
         Metric("actor/positive_nll", "nats", "−log π of the tokens of correct responses, mean over the updates' such"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import gae
-from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
+from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo
 from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
@@ -23,7 +23,7 @@ from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
 
-NEEDS = frozenset({"values", "groups", "baselines"})  # of plug-ins; "logprobs" is a need of built-in ones alone
+NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; "logprobs" is of built-in ones alone
 NO_ADVANTAGE = "none"
 
 
@@ -50,6 +50,10 @@ class StepData:
     # the estimator does not need log-probs
     logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    # [S, K] float64 rewards of the K terms of --reward that count and of the length penalty, before their weights [K],
+    # whose weighted sum is `raw_scores` up to rounding; None: the estimator does not need parts
+    parts: Tensor | None = None
+    part_weights: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Estimator(NamedTuple):
     """An estimator with its requirements."""
 
     function: Callable[[StepData, AdvantageOptions], Advantages]
-    needs: frozenset[str]  # critic's values, several samples per prompt, greedy baselines, log-probs before the update
+    needs: frozenset[str]  # critic's values, several samples per prompt, greedy baselines, parts of rewards, log-probs
     options: frozenset[str]  # names of the AdvantageOptions that it reads
     whiten: bool  # default of the option `whiten`
     # Computes the advantages and, with them, metrics by name, the same on every rank; None: it has no metrics.
@@ -140,6 +144,27 @@ def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     return _finished(step, options, to_go - broadcast_to_tokens(step.baselines[step.sequence_ids].double(), *where))
 
 
+def maxrl_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = (R_i − mean_G) / mean_G on every token (MaxRL, arXiv 2602.02710)."""
+    return _on_tokens(step, options, maxrl(step.scores, step.groups, raw_scores=step.raw_scores))
+
+
+def pass_at_k_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = max(0, R_i − max of the others' R) / (std_G + ε) on every token: the best of the group (arXiv 2503.19595).
+
+    With `group_std` off the numerator alone.
+    """
+    found = best_of_group(step.scores, step.groups, std=options.group_std, raw_scores=step.raw_scores)
+    return _on_tokens(step, options, found)
+
+
+def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = Σ_k w_k·(R_ki − mean_G) / (std_G + ε) over the parts k of the reward, then whitened: GDPO (arXiv
+    2601.05242). A part whose rewards are large or vary much does not hide the others."""
+    parts = [grpo(part.contiguous(), step.groups, std=options.group_std) for part in step.parts.unbind(1)]
+    return _on_tokens(step, options, torch.stack(parts, dim=1) @ step.part_weights)
+
+
 def no_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = 0: of a policy that learns from a teacher alone."""
     return Advantages(torch.zeros_like(step.token_rewards), None)
@@ -174,6 +199,9 @@ ESTIMATORS: dict[str, Estimator] = {
         ("opo", opo_advantages, ["groups"], ["whiten"], False),
         ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma", "whiten"], True),
         ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], ["whiten"], True),
+        ("maxrl", maxrl_advantages, ["groups"], ["whiten"], False),
+        ("pass-at-k", pass_at_k_advantages, ["groups"], ["group_std", "whiten"], False),
+        ("gdpo", gdpo_advantages, ["groups", "parts"], ["group_std", "whiten"], True),
         ("remax", remax_advantages, ["baselines"], ["whiten"], False),
         (NO_ADVANTAGE, no_advantages, [], [], False),
         ("preference", preference_advantages, ["groups", "logprobs"], ["preference"], False, measured_preference),

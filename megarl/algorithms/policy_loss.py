@@ -29,6 +29,7 @@ class PolicyTokens:
     response_mask: Tensor  # [T] bool, True at response tokens
     cu_seqlens: Tensor  # [N+1]
     rollout_logprobs: Tensor | None = None  # [T] log μ of the policy that generated, by its engine; None: π_old did
+    selected: Tensor | None = None  # [T] bool, what `PolicyLoss.select` has chosen in the mini-batch; None: nothing
 
     def __post_init__(self):
         require_same_shape(
@@ -65,6 +66,8 @@ class PolicyLoss(NamedTuple):
     function: Callable[..., PolicyTerms]
     options: Any  # an instance of a frozen dataclass, the second argument of `function`
     reads_rollout: bool = False  # its ratio is π_θ/μ, so that a weight π_old/μ would count twice
+    # (MinibatchTokens, options) -> `PolicyTokens.selected` of a whole mini-batch, on all ranks; None: it has none
+    select: Callable[..., Tensor] | None = None
 
     def flags(self) -> dict[str, dataclasses.Field]:
         """The fields of its options by flag, without leading dashes.
@@ -147,6 +150,14 @@ def response_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
     """[N] float64 mean of `values` [T] over the response tokens of each sequence; 0 for an empty response."""
     counts = response_counts(tokens.response_mask, tokens.cu_seqlens)
     return sums_by_sequence(values.double(), tokens.response_mask, tokens.cu_seqlens) / counts.clamp(min=1)
+
+
+def without_selected(terms: PolicyTerms, tokens: PolicyTokens) -> PolicyTerms:
+    """The terms with a loss of 0 at the selected tokens, which count as clipped."""
+    if tokens.selected is None:
+        return terms
+    loss = torch.where(tokens.selected, 0.0, terms.loss)
+    return terms._replace(loss=loss, clipped=terms.clipped | tokens.selected)
 
 
 def response_log_ratio(log_ratio: Tensor, tokens: PolicyTokens) -> Tensor:

@@ -17,7 +17,7 @@ from megarl.errors import UsageError
 from megarl.flags.correction_rules import correction, is_corrected
 from megarl.flags.distill_settings import LOSS, NONE, SIBLING
 from megarl.flags.flag_context import FlagContext, FlagRule
-from megarl.flags.learning_rules import distillation, preferences
+from megarl.flags.learning_rules import distillation, parts, preferences
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
 from megarl.rewards.expression import ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, UNVERIFIED
@@ -171,12 +171,16 @@ def warning(idle: dict[str, str]) -> list[str]:
 
 def cautions(context: FlagContext) -> list[str]:
     """Warnings about combinations that run, but seldom as the user expects."""
-    s = context.settings
+    s, found = context.settings, []
+    if "parts" in context.estimator.needs and not s.part_weights:
+        found.append(f"--advantage {s.advantage}: --reward {s.reward} has one part that counts, so that there are no "
+                     "others to tell apart")  # fmt: skip
     if not s.generation_lag or is_corrected(context) or s.debug_rollout_only:
-        return []
+        return found
     return [
+        *found,
         f"--generation-lag {s.generation_lag} without --rollout-correction: responses are up to {s.generation_lag} "
-        "updates old, and the loss takes them for the trained policy's"
+        "updates old, and the loss takes them for the trained policy's",
     ]
 
 
@@ -205,6 +209,7 @@ def rules(context: FlagContext) -> list[FlagRule]:
         _training(context),
         distillation(context),
         preferences(context),
+        parts(context),
     )
     groups = (
         *with_context, _overlap(s), _kl(s), correction(context), _evaluation(s), _export(s), _debug(s), _environments(s)

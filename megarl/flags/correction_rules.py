@@ -46,6 +46,8 @@ def _old_logprobs(context: FlagContext) -> list[FlagRule]:
     return [
         FlagRule("--old-logprobs", s.old_logprobs, s.old_logprobs != INTERPOLATE or s.has_stale_tokens,
              "moves tokens of older policies; needs --generation-lag or --partial-rollouts"),
+        FlagRule("--old-logprobs", s.old_logprobs, not other or s.policy_loss != "m2po",
+             "leaves nothing to mask: --policy-loss m2po compares π_old with the rollout; allowed is recompute"),
         FlagRule("--old-logprobs", s.old_logprobs, not other or s.router_replay != "old-logprob",
              "has no pass whose routes --router-replay old-logprob could replay; allowed is rollout"),
     ]  # fmt: skip

@@ -49,6 +49,16 @@ def distillation(context: FlagContext) -> list[FlagRule]:
     ]  # fmt: skip
 
 
+def parts(context: FlagContext) -> list[FlagRule]:
+    """Rules of estimators that read the parts of the reward."""
+    s, reads = context.settings, "parts" in context.estimator.needs
+    return [
+        FlagRule("--kl-in", s.kl_in, not reads or s.kl_in == "loss" or s.kl_coefficient == 0,
+                 f"--advantage {s.advantage} compares the parts of --reward, of which the KL is none; allowed is loss,"
+                 " or --kl-coefficient 0"),
+    ]  # fmt: skip
+
+
 def preferences(context: FlagContext) -> list[FlagRule]:
     """Rules of `--advantage preference`."""
     s, of_pairs = context.settings, [name for name, loss in PREFERENCE_LOSSES.items() if loss.reads_pairs]

@@ -43,6 +43,7 @@ from megarl.flags.server_settings import ServerSettings
 from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
+from megarl.rewards import expression
 from megarl.rewards.expression import NAMES
 
 MODELS = ("actor", "critic", "reward", "reference", "teacher")  # roles that run a model over packed sequences
@@ -322,7 +323,9 @@ class Settings(
         estimator = ESTIMATORS.get(self.advantage)
         reads_old_logprobs = self.kl_in == "reward" and self.kl_coefficient > 0 or self.distill == REWARD
         are_read = reads_old_logprobs or estimator is not None and "logprobs" in estimator.needs
-        return is_only_update and not are_read and not self.corrects_before_updates
+        loss = POLICY_LOSSES.get(self.policy_loss)
+        selects = loss is not None and loss.select is not None
+        return is_only_update and not are_read and not selects and not self.corrects_before_updates
 
     @property
     def only_distills(self) -> bool:
@@ -339,7 +342,7 @@ class Settings(
     @property
     def sampled_fields(self) -> tuple[str, ...]:
         """Batch fields that sampling adds to those of generation."""
-        verdicts = ("scores", "correct") if self.group_filter != "none" else ()
+        verdicts = ("scores", "correct", *self.part_fields) if self.group_filter != "none" else ()
         return self.environment_fields + verdicts + (("baseline_scores",) if self.greedy_baseline else ())
 
     @property
@@ -360,7 +363,23 @@ class Settings(
     @property
     def score_fields(self) -> tuple[str, ...]:
         """Batch fields of the reward role. The response mask loses the responses that have no score."""
-        return ("scores", "correct", *(("response_mask",) if self.reward_failure == "drop" else ()))
+        return ("scores", "correct", *self.part_fields, *(("response_mask",) if self.reward_failure == "drop" else ()))
+
+    @property
+    def part_weights(self) -> tuple[float, ...]:
+        """Weights of the parts of the reward, if the estimator may read several: the terms that count, then the length
+        penalty. () for a single part, which is the score."""
+        estimator = ESTIMATORS.get(self.advantage)
+        if estimator is not None and "parts" not in estimator.needs:
+            return ()
+        weights = [term.weight for term in expression.parse(self.reward) if term.weight]
+        weights += [self.overlong_penalty] if self.overlong_buffer else []
+        return tuple(weights) if len(weights) > 1 else ()
+
+    @property
+    def part_fields(self) -> tuple[str, ...]:
+        """Batch fields that hold the parts of the reward."""
+        return ("reward_parts",) if self.part_weights else ()
 
     @property
     def context_fields(self) -> tuple[str, ...]:

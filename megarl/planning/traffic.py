@@ -13,7 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
-from megarl.comm.exchange import HEADER, STATES
+from megarl.comm.exchange import HEADER, PARTS, STATES
 from megarl.flags.correction_settings import RECOMPUTE
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
@@ -129,12 +129,13 @@ def moves(settings, roles) -> list[FieldMove]:
     return [move for move in result if move.source in roles and move.destination in roles]
 
 
-def field_bytes(names: list[str], step: StepSizes, state: int = 0) -> int:
+def field_bytes(names: list[str], step: StepSizes, state: int = 0, parts: int = 1) -> int:
     """Bytes of these fields of a step's whole batch, with the header that identifies the sequences; `state`: of one of
-    the teachers' hidden states."""
+    the teachers' hidden states; `parts`: number of a reward's."""
     names = dict.fromkeys(HEADER + names)
     items = {"token": step.tokens, "sequence": step.sequences}
-    sizes = {name: state if name == STATES else FIELDS[name].dtype.itemsize for name in names}
+    sizes = {name: FIELDS[name].dtype.itemsize for name in names}
+    sizes |= {name: size for name, size in ((STATES, state), (PARTS, parts * sizes.get(PARTS, 0))) if name in sizes}
     return sum(size * items[FIELDS[name].kind] for name, size in sizes.items())
 
 
@@ -156,7 +157,7 @@ def exchanges(role_groups: dict, settings, state: int = 0, own_groups: bool = Fa
             is_free = is_free or destination in served.values()
             served[move.destination] = destination
         step = dataclasses.replace(step_sizes(settings), sequences=move.sequences)
-        payload = 0 if is_free else field_bytes(move.fields, step, state)
+        payload = 0 if is_free else field_bytes(move.fields, step, state, len(settings.part_weights))
         names = {"source": move.source, "destination": move.destination, "fields": move.fields}
         result.append(names | {"payload": payload, "sent": payload * len(destination[0])})
     return result

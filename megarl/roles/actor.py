@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.algorithms.counter_rng import stream_keys, uniforms
+from megarl.algorithms.packed import token_sequences
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.rejection import kept_tokens, parse_bounds, rejection_report, rejection_sums
 from megarl.algorithms.rollout_correction import correction_report, correction_sums
 from megarl.algorithms.staleness import proximal_logprobs, staleness_maxima, staleness_report, staleness_sums
+from megarl.algorithms.token_selection import MinibatchTokens
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb
@@ -27,6 +30,8 @@ from megarl.roles.policy_scores import policy_scores
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay import probe
+
+FIRST_SELECTION = -2  # random stream of the first update's selection; that of the n-th one is n − 1 below
 
 
 class Actor:
@@ -176,6 +181,24 @@ class Actor:
         sums = rejection_sums(kept, batch.response_mask, batch.correct, batch.cu_seqlens)
         self.metrics |= rejection_report(self.role_groups.dp_all_reduce(sums), bounds)
 
+    def _select(self, batch: Batch, positions: Tensor, step: int, number: int):
+        """Chooses the tokens of a mini-batch, the `number`-th of the step, that the policy loss treats apart."""
+        loss, names = self.loss.policy_loss, ("logprobs", "rollout_logprobs", "advantages", "response_mask")
+        part = batch.only(*names, "finished", "kept").select(positions)
+        # No prompt and no other stream has these numbers.
+        stream = torch.full_like(part.sequence_ids, FIRST_SELECTION - number)
+        keys = stream_keys(self.settings.seed, step, stream, part.sequence_ids)
+        sequences = token_sequences(part.response_mask, part.cu_seqlens)
+        places = torch.arange(len(sequences), device=sequences.device) - part.cu_seqlens[sequences]
+        tokens = MinibatchTokens(
+            logprobs=part.logprobs, rollout_logprobs=part.rollout_logprobs, advantages=part.advantages,
+            mask=actor_mask(part, self.settings), uniforms=uniforms(keys[sequences], places),
+            total=self.role_groups.dp_all_reduce,
+        )  # fmt: skip
+        selected = loss.select(tokens, loss.options)
+        batch.selected = torch.zeros_like(batch.response_mask)
+        batch.selected[batch.token_positions(positions)] = selected
+
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         batch, on_policy = step_batch[self.name], self._updates_on_policy(step_batch)
         passes = list(mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step))
@@ -183,10 +206,12 @@ class Actor:
             if self.settings.rollout_rejection is not None:
                 self._reject(batch)
             with self.trainable_model.present_for_updates():
-                updates = [
-                    self._update(batch, positions, kl_coefficient, on_policy, number / len(passes))
-                    for number, positions in enumerate(passes)
-                ]
+                updates = []
+                for number, positions in enumerate(passes):
+                    if self.loss.policy_loss.select is not None:
+                        self._select(batch, positions, step_batch.step, number)
+                    progress = number / len(passes)
+                    updates.append(self._update(batch, positions, kl_coefficient, on_policy, progress))
             self.metrics |= self.trainable_model.update_metrics(updates, self.loss.names, self.name)
             if updates[0].has_loss:
                 self.metrics["actor/ppo_kl_first"] = updates[0].means[self.loss.names.index(PPO_KL)].item()

@@ -24,7 +24,7 @@ from megarl.roles.teacher_metrics import (
 
 PPO_KL = "actor/ppo_kl"
 METRIC_NAMES = ("actor/loss", "actor/entropy", PPO_KL, "actor/clip_fraction", "actor/kl_loss")
-OPSM, NLL = "actor/opsm_fraction", "actor/positive_nll"
+SELECTED, OPSM, NLL = "actor/selected_fraction", "actor/opsm_fraction", "actor/positive_nll"
 
 
 class ActorLoss:
@@ -40,7 +40,10 @@ class ActorLoss:
         self.weight_mean = 1.0  # of the step's correction weights, which it divides
         self.norm = s.loss_norm_length or float(s.max_response_length)
         self.teachers: tuple[str, ...] = ()
-        chosen = ((OPSM, s.opsm_threshold is not None), (NLL, bool(s.positive_nll_coefficient)))
+        chosen = (
+            (SELECTED, policy_loss.select is not None), (OPSM, s.opsm_threshold is not None),
+            (NLL, bool(s.positive_nll_coefficient)),
+        )  # fmt: skip
         self.options = tuple(name for name, is_chosen in chosen if is_chosen)
         self.names: tuple[str, ...] = METRIC_NAMES + self.options
         if s.distill == LOSS:
@@ -76,6 +79,8 @@ class ActorLoss:
 
         terms = self.policy_loss.function(tokens, self.policy_loss.options)
         losses = terms.loss
+        if self.policy_loss.select is not None:
+            optional.append(token_mean(microbatch.selected))
         if s.opsm_threshold is not None:
             is_kept = off_policy_kept(tokens, s.opsm_threshold)
             losses = torch.where(is_kept, losses, 0.0)
@@ -111,7 +116,7 @@ class ActorLoss:
         )
         return PolicyTokens(
             logprobs=logprobs, old_logprobs=old, advantages=advantages, response_mask=mask,
-            cu_seqlens=microbatch.cu_seqlens, rollout_logprobs=rollout,
+            cu_seqlens=microbatch.cu_seqlens, rollout_logprobs=rollout, selected=microbatch.selected,
         )  # fmt: skip
 
     def _of_teachers(

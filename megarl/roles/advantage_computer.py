@@ -80,6 +80,8 @@ class AdvantageComputer:
         columns = [totals, raw_scores, lengths, baselines.double()]
         if reads_logprobs := "logprobs" in self.estimator.needs:
             columns += [self._sums(batch, batch.logprobs), self._sums(batch, batch.reference_logprobs)]
+        parts, first_part = self._parts(batch, raw_scores), len(columns)
+        columns += parts
         step_sums = torch.zeros(count, len(columns), dtype=torch.float64, device=rewards.device)
         step_sums[batch.sequence_ids] = torch.stack(columns, dim=1)
         step_sums = self.role_groups.dp_all_reduce(step_sums)
@@ -98,7 +100,18 @@ class AdvantageComputer:
             raw_token_rewards=self._token_rewards(batch, 0.0) if self.options.credit_turns else None,
             logprobs=step_sums[:, 4] if reads_logprobs else None,
             reference_logprobs=step_sums[:, 5] if reads_logprobs else None,
+            parts=step_sums[:, first_part:] if parts else None,
+            part_weights=step_sums.new_tensor(self.settings.part_weights or (1.0,)) if parts else None,
         )
+
+    def _parts(self, batch: Batch, raw_scores: Tensor) -> list[Tensor]:
+        """[N] float64 of each part of the reward, if the estimator reads parts; of a single one the score."""
+        if "parts" not in self.estimator.needs:
+            return []
+        if batch.reward_parts is None:
+            return [raw_scores]
+        has_tokens = batch.response_lengths > 0
+        return [torch.where(has_tokens, part.double(), 0.0) for part in batch.reward_parts.unbind(1)]
 
     def _sums(self, batch: Batch, logprobs: Tensor | None) -> Tensor:
         """[N] float64 sums over the response tokens; zeros of None."""

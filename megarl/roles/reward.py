@@ -127,17 +127,22 @@ class Reward:
                 numbers = scored.sequence_ids.tolist()
                 groups = positions_by_group(numbers, step_batch.samples_per_prompt)
                 judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
-            columns = torch.zeros(len(batch), 3, dtype=torch.float64, device=batch.tokens.device)
+            parts = self.settings.part_weights
+            columns = torch.zeros(len(batch), 3 + len(parts), dtype=torch.float64, device=batch.tokens.device)
             if self.role_groups.is_leader:
                 scores = self._scores(texts, model_scores, judged, scored, step_batch, for_training)
                 dropped = [self.drops and "failure" in row for row in self.rows]
-                rows = [(each.reward, each.correct, not drop) for each, drop in zip(scores, dropped, strict=True)]
-                columns[valid] = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 3)
+                each_row = zip(scores, dropped, self._parts, strict=True)
+                rows = [(each.reward, each.correct, not drop, *of_parts) for each, drop, of_parts in each_row]
+                rows = torch.tensor(rows, dtype=columns.dtype, device=columns.device)
+                columns[valid] = rows.reshape(-1, columns.shape[1])
                 self.rows = sorted(
                     self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
                 )
             self.role_groups.broadcast(columns)
             batch.scores, batch.correct = columns[:, 0].float(), columns[:, 1] > 0
+            if parts:
+                batch.reward_parts = columns[:, 3:].float()
             if self.drops:
                 batch.response_mask = without_unscored(batch, columns[:, 2] > 0)
 
@@ -200,7 +205,11 @@ class Reward:
             self._statistics.add({name: list(compress(column, counted)) for name, column in values.items()})
         positions = range(len(batch))
         scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in positions]
-        scores = self._with_overlong_penalty(scores, batch)
+        penalties = self._overlong_penalties(batch)
+        self._parts = self._parts_of(columns, penalties, len(batch))
+        if penalties is not None:
+            weighted = (self.settings.overlong_penalty * penalties).tolist()
+            scores = [_with_component(*item) for item in zip(scores, weighted, strict=True)]
         values = [{name: column[i] for name, column in values.items()} for i in positions]
         scored = map(_scored, scores, values)
         self.rows = [row | more for row, more in zip(self.rows, scored, strict=True)]
@@ -244,15 +253,22 @@ class Reward:
                 self._warned.add(name)
                 warn([f"{reasons[0]}; it failed on {len(reasons)} of {count} responses; {what} (--reward-failure)"])
 
-    def _with_overlong_penalty(self, scores: list[Score], batch: Batch) -> list[Score]:
-        """The scores with the penalty of `--overlong-buffer` as one more component. All turns of an episode and its
+    def _overlong_penalties(self, batch: Batch) -> Tensor | None:
+        """[N] the penalty of `--overlong-buffer` before its weight; None without one. All turns of an episode and its
         observations count, as they do for `--max-response-length`."""
         s = self.settings
         if not s.overlong_buffer:
-            return scores
+            return None
         lengths = batch.lengths - batch.prompt_lengths
-        penalties = s.overlong_penalty * overlong_penalty(lengths, s.max_response_length, s.overlong_buffer)
-        return [_with_component(*item) for item in zip(scores, penalties.tolist(), strict=True)]
+        return overlong_penalty(lengths, s.max_response_length, s.overlong_buffer)
+
+    def _parts_of(self, columns: dict[str, list[Score]], penalties: Tensor | None, count: int) -> list[list[float]]:
+        """Parts of each response's reward, in the order of `Settings.part_weights`; [] if there are not several."""
+        if not self.settings.part_weights:
+            return [[] for _ in range(count)]
+        parts = [[score.reward for score in columns[term.name]] for term in self.terms if term.weight]
+        parts += [] if penalties is None else [penalties.tolist()]
+        return [list(of_response) for of_response in zip(*parts, strict=True)]
 
     def _samples(self, texts: list[tuple[Prompt, str]], batch: Batch) -> list[Sample]:
         if self.settings.environment is None:

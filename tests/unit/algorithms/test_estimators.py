@@ -16,7 +16,8 @@ from tests.references.ragged import ragged_step, ragged_steps
 from tests.references.verl_core_algos import load_verl
 
 PLAIN, WHITE = AdvantageOptions(gamma=0.97), AdvantageOptions(gamma=0.97, whiten=True)
-BY_GROUP = ("grpo", "rloo", "opo", "reinforce++-baseline")
+BY_GROUP = ("grpo", "rloo", "opo", "reinforce++-baseline", "maxrl", "pass-at-k")
+WHITENED = ("gae", "reinforce++", "reinforce++-baseline", "gdpo")
 IPO = PREFERENCE_LOSSES["ipo"], PreferenceOptions()
 
 
@@ -43,6 +44,8 @@ def step_data(step, beta, dtype=torch.float64):
         cu_seqlens=batch.cu_seqlens,
         total=alone,
         logprobs=-10 * torch.rand(len(step.groups), generator=batch.generator, dtype=torch.float64),
+        parts=torch.randn(len(step.groups), 3, generator=batch.generator).double(),
+        part_weights=torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64),
         reference_logprobs=-10 * torch.rand(len(step.groups), generator=batch.generator, dtype=torch.float64),
     )
 
@@ -91,6 +94,53 @@ def test_estimators_equal_verl(case):
         torch.testing.assert_close(ours, batch.packed(expected[0])[batch.mask], **close)
         compared += 1
     assert compared >= 200
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_pass_at_k_equals_verl(std):
+    theirs, config = load_verl().core_algos.compute_grpo_passk_outcome_advantage, {"norm_adv_by_std_in_grpo": std}
+    for step in ragged_steps(lone=False):
+        data, batch = step_data(step, beta=0.0), step.batch
+        ours = run("pass-at-k", data, dataclasses.replace(PLAIN, group_std=std))
+        rewards, mask = batch.padded(data.token_rewards.nan_to_num()), batch.padded(batch.mask).double()
+        expected, _ = theirs(rewards, response_mask=mask, index=step.labels, config=config)
+        torch.testing.assert_close(ours, batch.packed(expected), rtol=1e-9, atol=1e-7)
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_gdpo_equals_verl(std):
+    """verl has parts in float32, so that its tolerance is that of these; and adds 1e-8 to the count in whitening."""
+    theirs, compared = load_verl().core_algos.compute_gdpo_outcome_advantage, 0
+    for step in ragged_steps(lone=False):
+        data, batch = step_data(step, beta=0.0), step.batch
+        ours = run("gdpo", data, dataclasses.replace(WHITE, group_std=std))
+        mask = batch.padded(batch.mask).float()
+        names = ["correct", "format", "length"]
+        expected, _ = theirs(
+            torch.zeros_like(mask), mask, step.labels, norm_adv_by_std_in_grpo=std,
+            config={"gdpo_reward_keys": names, "gdpo_reward_weights": data.part_weights.tolist()},
+            non_tensor_batch=dict(zip(names, data.parts.T.numpy(), strict=True)),
+            batch={"prompts": mask[:, :0], "attention_mask": torch.ones_like(mask).long()},
+        )  # fmt: skip
+        if ours.abs().max() < 1e-3:  # only rounding is left of groups of one and of equal parts
+            continue
+        torch.testing.assert_close(ours.float(), batch.packed(expected), rtol=1e-3, atol=1e-4)
+        compared += 1
+    assert compared >= 200
+
+
+def test_parts_that_are_equal_in_a_group_count_nothing():
+    for step in ragged_steps(lone=True):
+        data = step_data(step, 0.0)
+        parts = data.parts.clone()
+        parts[:, 1] = 0.1 * data.groups
+        with_part, without = (
+            run("gdpo", dataclasses.replace(data, parts=columns, part_weights=weights), PLAIN)
+            for columns, weights in ((parts, data.part_weights), (parts[:, ::2], data.part_weights[::2]))
+        )
+        torch.testing.assert_close(with_part, without, rtol=1e-12, atol=1e-12)
+        parts[:] = 0.1 * data.groups.unsqueeze(1)
+        assert not run("gdpo", dataclasses.replace(data, parts=parts), WHITE).any()
 
 
 def test_gae_equals_its_building_blocks_to_the_bit():
@@ -145,9 +195,9 @@ def test_declared_needs_and_options_are_those_read(name):
     others = dict(gamma=0.5, lam=0.5, length_alpha=0.3, group_std=False, whiten=True, credit_turns=20, preference=IPO)
     read = {field for field, value in others.items()
             if not torch.equal(first, run(name, data, dataclasses.replace(PLAIN, **{field: value})))}  # fmt: skip
-    assert estimator.options == read and estimator.whiten == (name in ("gae", "reinforce++", "reinforce++-baseline"))
+    assert estimator.options == read and estimator.whiten == (name in WHITENED)
     # Fields that are not needed may be missing; then each response is its own group.
-    missing = dict(values=None, baselines=None, logprobs=None, groups=torch.arange(len(data.groups)))
+    missing = dict(values=None, baselines=None, logprobs=None, parts=None, groups=torch.arange(len(data.groups)))
     for need, nothing in missing.items():
         if need not in estimator.needs:
             assert torch.equal(first, run(name, dataclasses.replace(data, **{need: nothing}), PLAIN))
@@ -228,7 +278,9 @@ def test_wrong_plug_ins_are_rejected():
 
     ones = torch.ones_like(data.token_rewards)
     is_rejected(
-        None, ["critic"], r"needs of .*plug_in must be from \['baselines', 'groups', 'values'\], got \['critic'\]"
+        None,
+        ["critic"],
+        r"needs of .*plug_in must be from \['baselines', 'groups', 'parts', 'values'\], got \['critic'\]",
     )
     is_rejected(Advantages(ones[:1], None), [], r"plug_in must return \[T\] = .* got \[1\]")
     is_rejected(Advantages(ones, ones), [], r"plug_in must give returns if, and only if, it needs values")

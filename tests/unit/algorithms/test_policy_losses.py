@@ -12,6 +12,7 @@ from megarl.algorithms import policy_losses
 from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts
 from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES, option_kinds, policy_loss_of
+from megarl.algorithms.token_selection import MinibatchTokens
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens
 
@@ -23,6 +24,7 @@ CLIP = ClipOptions(0.2, 0.3, dual=2.0)
 OTHERS = {
     "low": 0.4, "high": 0.6, "dual": None, "tau_positive": 0.5, "tau_negative": 2.0, "cap": 1.3, "k_positive": 1.0,
     "lambda_positive": 1.0, "k_negative": 1.0, "lambda_negative": 1.0, "half_life": 2.0, "range": 0.6,
+    "threshold": 0.5, "share": 0.5, "least": -0.5, "most": 0.5, "coefficient": 3.0,
 }  # fmt: skip
 # Losses −sg[weight]·A·log π_θ.
 WEIGHTED = ("cispo", "dppo-tv", "dppo-kl", "rollout-is", "vespo", "topr")
@@ -31,7 +33,7 @@ WEIGHTED = ("cispo", "dppo-tv", "dppo-kl", "rollout-is", "vespo", "topr")
 def options_of(name, clip=CLIP):
     """A clip for the losses that have one, the default options for the others."""
     default = POLICY_LOSSES[name].options
-    if name == "fipo":
+    if name in ("fipo", "m2po", "clip-cov"):
         return dataclasses.replace(default, **dataclasses.asdict(clip))
     return clip if isinstance(clip, type(default)) else default
 
@@ -52,9 +54,21 @@ def test_the_losses_and_their_flags():
         "vespo": ["vespo-k-positive", "vespo-lambda-positive", "vespo-k-negative", "vespo-lambda-negative"],
         "topr": ["topr-cap"],
         "luspo": clip,
+        "m2po": [*clip, "dual-clip", "m2po-threshold"],
+        "clip-cov": [*clip, "dual-clip", "clip-cov-share", "clip-cov-least", "clip-cov-most"],
+        "kl-cov": ["kl-cov-share", "kl-cov-coefficient"],
         "fipo": [*clip, "dual-clip", "fipo-half-life", "fipo-range"],
     }
     assert all(loss.name == name for name, loss in POLICY_LOSSES.items())
+
+
+def _selected(name, tokens, options):
+    """The tokens with those selected that a loss selects, in a mini-batch of their own."""
+    if (select := POLICY_LOSSES[name].select) is None:
+        return tokens
+    drawn = torch.rand(len(tokens.logprobs), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    columns = tokens.old_logprobs, 0.5 * tokens.old_logprobs, tokens.advantages, tokens.response_mask
+    return dataclasses.replace(tokens, selected=select(MinibatchTokens(*columns, drawn, lambda x: x), options))
 
 
 @EVERY_LOSS
@@ -66,7 +80,8 @@ def test_every_option_is_read(name):
         for batch in ragged_batches()[:20]:
             old = batch.normal()
             tokens = policy_tokens(batch, old + batch.normal(), old, batch.normal())
-            changed |= not function(tokens, default).loss.equal(function(tokens, other).loss)
+            losses = [function(_selected(name, tokens, options), options).loss for options in (default, other)]
+            changed |= not losses[0].equal(losses[1])
         assert changed, field.name
 
 

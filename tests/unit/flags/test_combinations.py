@@ -12,7 +12,12 @@ from tests.helpers.flag_cases import CONTEXT, FAILS, FIELDS, HOLDS, ONLINE, flag
 from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
-MINIMAL = dict.fromkeys(ESTIMATORS, "") | {"remax": "--greedy-baseline", "preference": ONLINE, "none": "--distill loss"}
+MINIMAL = dict.fromkeys(ESTIMATORS, "") | {
+    "remax": "--greedy-baseline",
+    "preference": ONLINE,
+    "none": "--distill loss",
+    "gdpo": "--kl-in loss",
+}
 
 
 def parsed(flags: str, program: str = "rl", size: int = 4):
@@ -262,9 +267,11 @@ WRONG = {
     "weights of 1": ("--old-logprobs rollout --rollout-correction mis", "--rollout-correction mis: weighs by π_old/μ"),
     "interpolation of fresh tokens": ("--old-logprobs interpolate", "--old-logprobs interpolate: moves tokens of"),
     "routes of no pass": ("--old-logprobs rollout --router-replay old-logprob", "--old-logprobs rollout: has no pass"),
+    "nothing to mask": ("--policy-loss m2po --old-logprobs rollout", "--old-logprobs rollout: leaves nothing to mask"),
     "rejection without a pass": ("--old-logprobs rollout --rollout-rejection mean-abs=0.1",
                                  "--rollout-rejection mean-abs=0.1: compares the rollout with the policy before"),
     "preferences without a pass": (f"{ONLINE} --old-logprobs rollout", "--old-logprobs rollout: --advantage"),
+    "parts and a KL": ("--advantage gdpo --reward exact-match+length", "--kl-in reward: --advantage gdpo compares"),
     "rejected pairs": (f"{ONLINE} --rollout-rejection mean-abs=0.1", "--rollout-rejection mean-abs=0.1: not allowed"),
     "routes without reference": ("--router-replay rollout --router-replay-reference --kl-coefficient 0",
                                  "--router-replay-reference True: the run has no reference"),

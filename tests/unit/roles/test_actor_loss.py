@@ -18,7 +18,10 @@ from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 WHOLE = f"{PLAIN} --minibatch-size 12 --ppo-epochs 1 --clip-grad 0 --entropy-coefficient 0.05 --advantage grpo"
-BOUNDS = {"dppo-tv": "--dppo-tv-low 0.005", "dppo-kl": "--dppo-kl-low 0.002"}  # that mask tokens of this experience
+BOUNDS = {  # that mask tokens of this experience
+    "dppo-tv": "--dppo-tv-low 0.005", "dppo-kl": "--dppo-kl-low 0.002", "m2po": "--m2po-threshold 0.01",
+    "clip-cov": "--clip-cov-least 0 --clip-cov-share 0.1", "kl-cov": "--kl-cov-share 0.3",
+}  # fmt: skip
 LOSSES = {
     **{f"{loss}, {mode}": f"--policy-loss {loss} --loss-aggregation {mode} {BOUNDS.get(loss, '')}"
        for loss, mode in itertools.product(POLICY_LOSSES, AGGREGATIONS)},
