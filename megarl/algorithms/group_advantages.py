@@ -94,8 +94,8 @@ def maxrl(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> T
     """
     sizes = group_sizes(scores, groups)
     means = (_sums(scores, groups, sizes) / sizes.clamp(min=1))[groups]
-    deviations = centred(scores, groups, raw_scores)
-    return torch.where(means > 0, deviations / torch.where(means > 0, means, 1.0), 0.0)
+    own = centred(scores, groups, raw_scores)
+    return torch.where(means > 0, own / torch.where(means > 0, means, 1.0), 0.0)
 
 
 @torch.no_grad()

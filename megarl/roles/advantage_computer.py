@@ -101,7 +101,7 @@ class AdvantageComputer:
             logprobs=step_sums[:, 4] if reads_logprobs else None,
             reference_logprobs=step_sums[:, 5] if reads_logprobs else None,
             parts=step_sums[:, first_part:] if parts else None,
-            part_weights=step_sums.new_tensor(self.settings.part_weights or (1.0,)) if parts else None,
+            part_weights=self._part_weights(step_sums) if parts else None,
         )
 
     def _parts(self, batch: Batch, raw_scores: Tensor) -> list[Tensor]:
@@ -112,6 +112,10 @@ class AdvantageComputer:
             return [raw_scores]
         has_tokens = batch.response_lengths > 0
         return [torch.where(has_tokens, part.double(), 0.0) for part in batch.reward_parts.unbind(1)]
+
+    def _part_weights(self, like: Tensor) -> Tensor:
+        """[K] weights of the parts; filled on the device, where a copy would wait."""
+        return torch.stack([like.new_full((), weight) for weight in self.settings.part_weights or (1.0,)])
 
     def _sums(self, batch: Batch, logprobs: Tensor | None) -> Tensor:
         """[N] float64 sums over the response tokens; zeros of None."""
