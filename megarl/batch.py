@@ -46,6 +46,7 @@ class Batch:
     rollout_logprobs: Tensor = _token(torch.float32)  # [T] log μ, from the engine's sampling distribution
     logprobs: Tensor = _token(torch.float32)  # [T] log π_old, recomputed by the training forward
     entropy: Tensor = _token(torch.float32)  # [T] of π_old over the vocabulary
+    squares: Tensor = _token(torch.float32)  # [T] Σπ_old² over the vocabulary, before the token
     reference_logprobs: Tensor = _token(torch.float32)  # [T]
     teacher_logprobs: Tensor = _token(torch.float32)  # [T]
     teacher_states: Tensor = _token(torch.uint8)  # [T], each [B] bytes: its teacher's hidden state before the token

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import gae
-from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo
+from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo, unequal_groups
 from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
 from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
+from megarl.algorithms.token_baseline import token_baseline_advantages
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
 
-NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; "logprobs" is of built-in ones alone
+NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; others are of built-in ones
 NO_ADVANTAGE = "none"
 
 
@@ -54,6 +55,9 @@ class StepData:
     # whose weighted sum is `raw_scores` up to rounding; None: the estimator does not need parts
     parts: Tensor | None = None
     part_weights: Tensor | None = None
+    # [T] of this rank's tokens, before the update; None: there was no pass for them, or the estimator needs none
+    token_logprobs: Tensor | None = None  # log π_old
+    squares: Tensor | None = None  # Σπ_old² over the vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +85,9 @@ class Estimator(NamedTuple):
     """An estimator with its requirements."""
 
     function: Callable[[StepData, AdvantageOptions], Advantages]
-    needs: frozenset[str]  # critic's values, several samples per prompt, greedy baselines, parts of rewards, log-probs
+    needs: frozenset[
+        str
+    ]  # critic's values, several samples per prompt, greedy baselines, parts of rewards, log-probs, Σπ²
     options: frozenset[str]  # names of the AdvantageOptions that it reads
     whiten: bool  # default of the option `whiten`
     # Computes the advantages and, with them, metrics by name, the same on every rank; None: it has no metrics.
@@ -165,6 +171,17 @@ def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     return _on_tokens(step, options, torch.stack(parts, dim=1) @ step.part_weights)
 
 
+def otb_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_t = G_t − B_t with the optimal token baseline of the group at each token position (OTB, arXiv 2602.07078)."""
+    names, groups = step.groups.unique(return_inverse=True)
+    longest = int(step.response_lengths.max()) if len(groups) else 0
+    columns = step.token_rewards, step.token_logprobs, step.squares, groups[step.sequence_ids]
+    is_unequal = unequal_groups(step.raw_scores, groups)[step.sequence_ids]
+    where = step.response_mask, step.cu_seqlens
+    shape = len(names), longest
+    return _finished(step, options, token_baseline_advantages(*columns, is_unequal, shape, *where, step.total))
+
+
 def no_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = 0: of a policy that learns from a teacher alone."""
     return Advantages(torch.zeros_like(step.token_rewards), None)
@@ -202,6 +219,7 @@ ESTIMATORS: dict[str, Estimator] = {
         ("maxrl", maxrl_advantages, ["groups"], ["whiten"], False),
         ("pass-at-k", pass_at_k_advantages, ["groups"], ["group_std", "whiten"], False),
         ("gdpo", gdpo_advantages, ["groups", "parts"], ["group_std", "whiten"], True),
+        ("otb", otb_advantages, ["groups", "squares"], ["whiten"], False),
         ("remax", remax_advantages, ["baselines"], ["whiten"], False),
         (NO_ADVANTAGE, no_advantages, [], [], False),
         ("preference", preference_advantages, ["groups", "logprobs"], ["preference"], False, measured_preference),

@@ -129,6 +129,12 @@ def _deviations(scores: Tensor, groups: Tensor, sizes: Tensor, raw_scores: Tenso
     return (squares / (sizes - 1).clamp(min=1)).sqrt()[groups]
 
 
+def unequal_groups(raw_scores: Tensor, groups: Tensor) -> Tensor:
+    """[S] bool: whether the response is in a group with different scores."""
+    sizes = group_sizes(raw_scores, groups)
+    return _with_exact_zeros(torch.ones_like(raw_scores), raw_scores, groups, sizes) > 0
+
+
 def group_sizes(scores: Tensor, groups: Tensor) -> Tensor:
     """[G] int64 responses of each group; 0 for an unused number."""
     if scores.dim() != 1 or scores.shape != groups.shape:

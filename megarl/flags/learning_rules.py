@@ -50,9 +50,11 @@ def distillation(context: FlagContext) -> list[FlagRule]:
 
 
 def parts(context: FlagContext) -> list[FlagRule]:
-    """Rules of estimators that read the parts of the reward."""
+    """Rules of estimators that read the parts of the reward, or Σπ²."""
     s, reads = context.settings, "parts" in context.estimator.needs
     return [
+        FlagRule("--advantage", s.advantage, not s.reads_squares or s.old_logprobs == RECOMPUTE,
+                 f"reads Σπ² over the vocabulary, which --old-logprobs {s.old_logprobs} does not compute"),
         FlagRule("--kl-in", s.kl_in, not reads or s.kl_in == "loss" or s.kl_coefficient == 0,
                  f"--advantage {s.advantage} compares the parts of --reward, of which the KL is none; allowed is loss,"
                  " or --kl-coefficient 0"),

@@ -322,7 +322,7 @@ class Settings(
         is_only_update = self.ppo_epochs == 1 and (self.minibatch_size or sequences) >= sequences
         estimator = ESTIMATORS.get(self.advantage)
         reads_old_logprobs = self.kl_in == "reward" and self.kl_coefficient > 0 or self.distill == REWARD
-        are_read = reads_old_logprobs or estimator is not None and "logprobs" in estimator.needs
+        are_read = reads_old_logprobs or estimator is not None and bool(estimator.needs & {"logprobs", "squares"})
         loss = POLICY_LOSSES.get(self.policy_loss)
         selects = loss is not None and loss.select is not None
         return is_only_update and not are_read and not selects and not self.corrects_before_updates
@@ -375,6 +375,12 @@ class Settings(
         weights = [term.weight for term in expression.parse(self.reward) if term.weight]
         weights += [self.overlong_penalty] if self.overlong_buffer else []
         return tuple(weights) if len(weights) > 1 else ()
+
+    @property
+    def reads_squares(self) -> bool:
+        """Whether the estimator reads Σπ_old² of each token."""
+        estimator = ESTIMATORS.get(self.advantage)
+        return estimator is not None and "squares" in estimator.needs
 
     @property
     def part_fields(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
 from megarl.flags.correction_settings import INTERPOLATE, RECOMPUTE
-from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
+from megarl.mcore.model.forward_pass import SquaredScores, TaughtScores, TokenScores
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
@@ -75,11 +75,14 @@ class Actor:
             return
         with self.timers.phase(self.name, "logprobs"):
             results, of_step = [], []
+            forward = self._forward_with_squares if self.settings.reads_squares else self._forward
             for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch=0):
                 microbatches = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
-                results += self.trainable_model.forward_only(microbatches, self._forward)
+                results += self.trainable_model.forward_only(microbatches, forward)
                 of_step += microbatches
             self._set_old_logprobs(batch, [(scores.logprobs, scores.entropy, at) for scores, at in results])
+            if self.settings.reads_squares:
+                mb.write_back(batch, "squares", [(scores.squares, at) for scores, at in results])
             if self.settings.router_replay == "old-logprob":
                 state = self.trainable_model.router_state
                 state.replayed_routes = state.record(batch, of_step)
@@ -136,6 +139,9 @@ class Actor:
 
     def _forward(self, chunk, microbatch: Batch) -> TokenScores:
         return self._scores(chunk, microbatch, None)
+
+    def _forward_with_squares(self, chunk, microbatch: Batch) -> SquaredScores:
+        return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size, squares=True)
 
     def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores | TaughtScores:
         return self._scores(chunk, microbatch, self.teacher_output, self.trainable_model.learner(microbatch))

@@ -101,6 +101,8 @@ class AdvantageComputer:
             logprobs=step_sums[:, 4] if reads_logprobs else None,
             reference_logprobs=step_sums[:, 5] if reads_logprobs else None,
             parts=step_sums[:, first_part:] if parts else None,
+            token_logprobs=batch.logprobs,
+            squares=batch.squares,
             part_weights=self._part_weights(step_sums) if parts else None,
         )
 

@@ -28,8 +28,8 @@ AXES = {
     "advantage": ["--advantage grpo", "--advantage rloo", "--advantage opo", "--advantage reinforce++",
                   "--advantage reinforce++-baseline", "--advantage remax --greedy-baseline", "--advantage gae",
                   "--advantage gae --critic-warmup-steps 1", "--advantage gae --gae-length-alpha 0.1",
-                  "--advantage grpo --group-std false", "--advantage maxrl", "--advantage pass-at-k",
-                  "--advantage gdpo --reward exact-match+0.1*length",
+                  "--advantage grpo --group-std false", "--advantage maxrl", "--advantage otb",
+                  "--advantage pass-at-k", "--advantage gdpo --reward exact-match+0.1*length",
                   f"{ONLINE} --minibatch-size 8", f"{ONLINE} --minibatch-size 8 --preference-loss ipo"],
     "loss": [f"--policy-loss {name}" for name in (
         "cispo", "gmpo", "gspo", "gspo-token", "reinforce", "sapo", "dppo-tv", "dppo-kl", "rollout-is", "vespo", "topr",

@@ -95,6 +95,8 @@ VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
     "gdpo": ("gdpo", ""),
     "m2po": ("m2po", ""),
     "clip-cov": ("dapo", "--policy-loss clip-cov --clip-cov-least 0.1 --clip-cov-share 0.2"),
+    "otb": ("rloo", "--advantage otb"),
+    "otb, two ranks": ("dr_grpo", "--advantage otb"),
     "kl-cov": ("dapo", "--policy-loss kl-cov --kl-cov-share 0.1"),
     "maxrl": ("maxrl", "--policy-loss ppo-clip"),
     "topr": ("vespo", "--policy-loss topr"),

@@ -271,6 +271,7 @@ WRONG = {
     "rejection without a pass": ("--old-logprobs rollout --rollout-rejection mean-abs=0.1",
                                  "--rollout-rejection mean-abs=0.1: compares the rollout with the policy before"),
     "preferences without a pass": (f"{ONLINE} --old-logprobs rollout", "--old-logprobs rollout: --advantage"),
+    "probabilities without a pass": ("--advantage otb --old-logprobs rollout", "--advantage otb: reads Σπ² over the"),
     "parts and a KL": ("--advantage gdpo --reward exact-match+length", "--kl-in reward: --advantage gdpo compares"),
     "rejected pairs": (f"{ONLINE} --rollout-rejection mean-abs=0.1", "--rollout-rejection mean-abs=0.1: not allowed"),
     "routes without reference": ("--router-replay rollout --router-replay-reference --kl-coefficient 0",
