@@ -173,13 +173,12 @@ def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
 
 def otb_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = G_t − B_t with the optimal token baseline of the group at each token position (OTB, arXiv 2602.07078)."""
-    names, groups = step.groups.unique(return_inverse=True)
-    longest = int(step.response_lengths.max()) if len(groups) else 0
-    columns = step.token_rewards, step.token_logprobs, step.squares, groups[step.sequence_ids]
-    is_unequal = unequal_groups(step.raw_scores, groups)[step.sequence_ids]
-    where = step.response_mask, step.cu_seqlens
-    shape = len(names), longest
-    return _finished(step, options, token_baseline_advantages(*columns, is_unequal, shape, *where, step.total))
+    is_unequal = unequal_groups(step.raw_scores, step.groups)
+    groups = torch.where(is_unequal, step.groups, 0)  # lost responses are alone in groups of large numbers
+    shape = (int(groups.max()) + 1, int(step.response_lengths.max())) if len(groups) else (0, 0)
+    columns = step.token_rewards, step.token_logprobs, step.squares
+    of_rank, where = (groups[step.sequence_ids], is_unequal[step.sequence_ids]), (step.response_mask, step.cu_seqlens)
+    return _finished(step, options, token_baseline_advantages(*columns, *of_rank, shape, *where, step.total))
 
 
 def no_advantages(step: StepData, options: AdvantageOptions) -> Advantages:

@@ -24,7 +24,7 @@ def token_baseline_advantages(
         rewards: [T] of the tokens.
         logprobs, squares: [T] log π_old of the tokens, and Σπ_old² over the vocabulary before them.
         groups: [N] int64 group of each of this rank's sequences, from 0; the same numbers on all ranks.
-        is_counted: [N] bool; False: the sequence's advantages are 0.
+        is_counted: [N] bool; False: the sequence's advantages are 0, and it is in no baseline.
         shape: number of groups, and response tokens of the longest response, of all ranks.
         response_mask: [T] bool.
         cu_seqlens: [N+1].
@@ -41,9 +41,10 @@ def token_baseline_advantages(
     weights = broadcast_to_tokens(sums_by_sequence(energy, *where), *where) - rest
     response, table = response_tokens(*where), energy.new_zeros(3, shape[0] * shape[1])
     cells, at = groups[response.sequences] * shape[1] + response.ranks, response.positions
-    rows = torch.stack([torch.ones_like(weights[at]), weights[at], weights[at] * returns[at]])
+    is_counted = is_counted[response.sequences]
+    rows = torch.stack([torch.ones_like(weights[at]), weights[at], weights[at] * returns[at]]) * is_counted
     number, weight, weighted = total(table.index_add_(1, cells, rows))[:, cells]
     baselines = torch.where((number > 1) & (weight > 0), weighted / torch.where(weight > 0, weight, 1.0), 0.0)
     advantages = torch.zeros_like(returns)
-    advantages[at] = torch.where(is_counted[response.sequences], returns[at] - baselines, 0.0)
+    advantages[at] = torch.where(is_counted, returns[at] - baselines, 0.0)
     return advantages

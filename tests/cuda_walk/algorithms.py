@@ -20,7 +20,7 @@ def _scored_batch():
     sequences, tokens = len(batch.lengths), len(batch.tokens)
     batch.scores, batch.baseline_scores = (torch.linspace(0, end, sequences) for end in (1, 2))
     batch.correct = batch.finished = torch.arange(sequences) % 2 == 0
-    batch.entropy = batch.turn_rewards = torch.linspace(0, 1, tokens)
+    batch.entropy = batch.turn_rewards = batch.squares = torch.linspace(0, 1, tokens)
     return device_batch(batch)
 
 
