@@ -159,7 +159,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     roles, teachers = _roles_and_teachers(context, values, tokens, ranks)
     folders = [role.hf_model for role in (*roles.values(), *teachers.models) if role.hf_model is not None]
     notes = dict.fromkeys(note for folder in folders for note in folder.notes)
-    warnings = *command.removed, *combinations.warning(idle), *combinations.cautions(context.settings), *notes
+    warnings = *command.removed, *combinations.warning(idle), *combinations.cautions(context), *notes
     return RunConfig(
         settings=context.settings, roles=roles, trained=tuple(role for role in trained if role in ranks),
         check=command.check, estimator=context.estimator, policy_loss=_with_options(context, values),
@@ -187,6 +187,8 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
         fields = with_defaults_of_distillation(fields)
     settings = Settings(**fields)
     estimator = named_function("--advantage", settings.advantage, ESTIMATORS, estimator_of)
+    if program == "rl":
+        by_file.check_parts(settings, estimator.needs)
     trains = not settings.debug_rollout_only
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     if "logprobs" in estimator.needs:

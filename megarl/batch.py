@@ -36,6 +36,7 @@ class Batch:
     prompt_lengths: Tensor = _sequence(torch.int64)  # [N] tokens in the prompt
     scores: Tensor = _sequence(torch.float32)  # [N] reward of the whole response
     baseline_scores: Tensor = _sequence(torch.float32)  # [N] reward of the greedy response to the same prompt
+    reward_parts: Tensor = _sequence(torch.float32)  # [N], each [K]: its K parts of several, before their weights
     correct: Tensor = _sequence(torch.bool)  # [N] verdict of the verifier
     solved: Tensor = _sequence(torch.bool)  # [N] verdict of the environment
     finished: Tensor = _sequence(torch.bool)  # [N] ended with the end token, not at the length limit
@@ -45,6 +46,7 @@ class Batch:
     rollout_logprobs: Tensor = _token(torch.float32)  # [T] log μ, from the engine's sampling distribution
     logprobs: Tensor = _token(torch.float32)  # [T] log π_old, recomputed by the training forward
     entropy: Tensor = _token(torch.float32)  # [T] of π_old over the vocabulary
+    squares: Tensor = _token(torch.float32)  # [T] Σπ_old² over the vocabulary, before the token
     reference_logprobs: Tensor = _token(torch.float32)  # [T]
     teacher_logprobs: Tensor = _token(torch.float32)  # [T]
     teacher_states: Tensor = _token(torch.uint8)  # [T], each [B] bytes: its teacher's hidden state before the token
@@ -52,6 +54,8 @@ class Batch:
     advantages: Tensor = _token(torch.float32)  # [T]
     returns: Tensor = _token(torch.float32)  # [T]
     response_mask: Tensor = _token(torch.bool)  # [T] True where the policy generated the token
+    kept: Tensor = _token(torch.bool)  # [T] True where a rejection leaves the token in the actor's loss
+    selected: Tensor = _token(torch.bool)  # [T] True where the policy loss treats a token of the mini-batch apart
     versions: Tensor = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
     staleness: Tensor = _token(torch.int32)  # [T] updates between that policy and the one that is trained on the token
     turn_rewards: Tensor = _token(torch.float32)  # [T] the environment's reward of a turn, at its last token; else 0
@@ -143,7 +147,7 @@ class HostMetadata:
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Kind ('token' or 'sequence') and dtype of a field; a token's item may be a row of that dtype."""
+    """Kind ('token' or 'sequence') and dtype of a field; an item may be a row of that dtype."""
 
     kind: str
     dtype: torch.dtype

@@ -13,6 +13,7 @@ PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
     "k": r"\d+",
     "teacher": r"[\w.-]+",  # of --teachers
     "file": r"[\w.-]+",  # of a mixture in --prompts
+    "bound": "(?:token|sum|mean|max)_(?:k1|k2|k3|abs)",  # of --rollout-rejection
 }
 
 

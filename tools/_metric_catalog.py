@@ -133,6 +133,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/ppo_kl_first", "nats", "the same for the first mini-batch, before any update; exactly 0"),
         Metric("actor/clip_fraction", "fraction", "response tokens whose ratio was clipped"),
         Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
+        Metric("actor/selected_fraction", "fraction", "response tokens that the policy loss masks (m2po, clip-cov) or"
+               " holds back (kl-cov)", "with --policy-loss m2po, clip-cov or kl-cov"),
+        Metric("actor/opsm_fraction", "fraction", "response tokens whose policy loss was dropped", "with"
+               " --opsm-threshold"),
+        Metric("actor/positive_nll", "nats", "−log π of the tokens of correct responses, mean over the updates' such"
+               " tokens", "with --positive-nll-coefficient"),
         Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
         Metric("actor/mtp_loss", "nats", "cross-entropy of the layer of multi-token prediction, mean over the tokens of"
                " responses that it predicts", "with --mtp-train", STUDENTS),
@@ -198,6 +204,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("correction/applied_mean", "ratio", "mean of the weights that multiplied the loss"),
         Metric("correction/truncated_fraction", "fraction", "weights at the cap"),
         Metric("correction/masked_fraction", "fraction", "weights set to 0"),
+        *(metric._replace(when="with --rollout-rejection") for metric in (
+            Metric("rejection/fraction", "fraction", "response tokens that were left out of the actor's loss"),
+            Metric("rejection/<bound>", "fraction", "those that break this bound"),
+            Metric("rejection/responses", "responses", "responses that lost all of their tokens"),
+            Metric("rejection/correct_responses", "responses", "those of them that are correct"))),
         Metric("correction/kl", "nats", "KL(μ ‖ π_old) by k1, mean over tokens"),
         Metric("correction/kl_k3", "nats", "the same by k3"),
         Metric("correction/kl_k3_age_<k>", "nats", "the same of the tokens with staleness k",

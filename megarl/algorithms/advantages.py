@@ -42,7 +42,13 @@ def token_rewards(
 
 @torch.no_grad()
 def gae(
-    rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float
+    rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    lam: float,
+    length_alpha: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the response tokens of each sequence.
 
@@ -56,6 +62,8 @@ def gae(
         response_mask: [T] bool.
         cu_seqlens: [N+1].
         gamma, lam: γ and λ, each in [0, 1].
+        length_alpha: α > 0 of VAPO's length-adaptive λ (arXiv 2504.05118, eq. 8): the advantages of a response of l
+            tokens have 1 − 1/(α·l), at least 0, in the place of λ. Returns keep `lam`.
 
     Returns:
         advantages [T], returns [T]: dtype of `values`, 0 outside the mask, no gradient. A sequence's results do not
@@ -75,4 +83,8 @@ def gae(
     # Plain products and sums, no fused multiply-add, so that rounding is the same at every position and backend.
     deltas[response.positions] = (rewards[response.positions] + gamma * following - current).to(values.dtype)
     advantages = discounted_to_go(deltas, response_mask, cu_seqlens, gamma * lam)
-    return advantages, torch.where(response_mask, advantages + values, torch.zeros_like(values))
+    returns = torch.where(response_mask, advantages + values, torch.zeros_like(values))
+    if length_alpha is not None:
+        of_responses = (1 - 1 / (length_alpha * response.counts.double())).clamp(min=0).to(deltas.dtype)
+        advantages = discounted_to_go(deltas, response_mask, cu_seqlens, gamma * of_responses)
+    return advantages, returns

@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import gae
-from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
+from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo, unequal_groups
 from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
 from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
+from megarl.algorithms.token_baseline import token_baseline_advantages
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
 
-NEEDS = frozenset({"values", "groups", "baselines"})  # of plug-ins; "logprobs" is a need of built-in ones alone
+NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; others are of built-in ones
 NO_ADVANTAGE = "none"
 
 
@@ -50,6 +51,13 @@ class StepData:
     # the estimator does not need log-probs
     logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    # [S, K] float64 rewards of the K terms of --reward that count and of the length penalty, before their weights [K],
+    # whose weighted sum is `raw_scores` up to rounding; None: the estimator does not need parts
+    parts: Tensor | None = None
+    part_weights: Tensor | None = None
+    # [T] of this rank's tokens, before the update; None: there was no pass for them, or the estimator needs none
+    token_logprobs: Tensor | None = None  # log π_old
+    squares: Tensor | None = None  # Σπ_old² over the vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +66,7 @@ class AdvantageOptions:
 
     gamma: float = 1.0  # discount γ
     lam: float = 0.95  # λ of GAE
+    length_alpha: float | None = None  # GAE: α of a λ that grows with the response's length, for the advantages alone
     group_std: bool = True  # grpo: divide by the group's standard deviation
     whiten: bool = False  # mean 0 and variance 1 over the response tokens of all ranks
     credit_turns: int = 0  # rloo: one advantage per turn, of episodes with at most so many; 0: one per episode
@@ -76,7 +85,9 @@ class Estimator(NamedTuple):
     """An estimator with its requirements."""
 
     function: Callable[[StepData, AdvantageOptions], Advantages]
-    needs: frozenset[str]  # critic's values, several samples per prompt, greedy baselines, log-probs before the update
+    needs: frozenset[
+        str
+    ]  # critic's values, several samples per prompt, greedy baselines, parts of rewards, log-probs, Σπ²
     options: frozenset[str]  # names of the AdvantageOptions that it reads
     whiten: bool  # default of the option `whiten`
     # Computes the advantages and, with them, metrics by name, the same on every rank; None: it has no metrics.
@@ -90,7 +101,8 @@ class Estimator(NamedTuple):
 def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16); returns are A + V, with A before whitening."""
     where = step.response_mask, step.cu_seqlens
-    advantages, returns = gae(step.token_rewards, step.values, *where, options.gamma, options.lam)
+    factors = options.gamma, options.lam, options.length_alpha
+    advantages, returns = gae(step.token_rewards, step.values, *where, *factors)
     return _finished(step, options, advantages, returns)
 
 
@@ -138,6 +150,37 @@ def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     return _finished(step, options, to_go - broadcast_to_tokens(step.baselines[step.sequence_ids].double(), *where))
 
 
+def maxrl_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = (R_i − mean_G) / mean_G on every token (MaxRL, arXiv 2602.02710)."""
+    return _on_tokens(step, options, maxrl(step.scores, step.groups, raw_scores=step.raw_scores))
+
+
+def pass_at_k_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = max(0, R_i − max of the others' R) / (std_G + ε) on every token: the best of the group (arXiv 2503.19595).
+
+    With `group_std` off the numerator alone.
+    """
+    found = best_of_group(step.scores, step.groups, std=options.group_std, raw_scores=step.raw_scores)
+    return _on_tokens(step, options, found)
+
+
+def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = Σ_k w_k·(R_ki − mean_G) / (std_G + ε) over the parts k of the reward, then whitened: GDPO (arXiv
+    2601.05242). A part whose rewards are large or vary much does not hide the others."""
+    parts = [grpo(part.contiguous(), step.groups, std=options.group_std) for part in step.parts.unbind(1)]
+    return _on_tokens(step, options, torch.stack(parts, dim=1) @ step.part_weights)
+
+
+def otb_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_t = G_t − B_t with the optimal token baseline of the group at each token position (OTB, arXiv 2602.07078)."""
+    is_unequal = unequal_groups(step.raw_scores, step.groups)
+    groups = torch.where(is_unequal, step.groups, 0)  # lost responses are alone in groups of large numbers
+    shape = (int(groups.max()) + 1, int(step.response_lengths.max())) if len(groups) else (0, 0)
+    columns = step.token_rewards, step.token_logprobs, step.squares
+    of_rank, where = (groups[step.sequence_ids], is_unequal[step.sequence_ids]), (step.response_mask, step.cu_seqlens)
+    return _finished(step, options, token_baseline_advantages(*columns, *of_rank, shape, *where, step.total))
+
+
 def no_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = 0: of a policy that learns from a teacher alone."""
     return Advantages(torch.zeros_like(step.token_rewards), None)
@@ -166,12 +209,16 @@ def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Adva
 ESTIMATORS: dict[str, Estimator] = {
     name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measured)
     for name, function, needs, options, whitens, *measured in (
-        ("gae", gae_advantages, ["values"], ["gamma", "lam", "whiten"], True),
+        ("gae", gae_advantages, ["values"], ["gamma", "lam", "length_alpha", "whiten"], True),
         ("grpo", grpo_advantages, ["groups"], ["group_std", "whiten"], False),
         ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
         ("opo", opo_advantages, ["groups"], ["whiten"], False),
         ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma", "whiten"], True),
         ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], ["whiten"], True),
+        ("maxrl", maxrl_advantages, ["groups"], ["whiten"], False),
+        ("pass-at-k", pass_at_k_advantages, ["groups"], ["group_std", "whiten"], False),
+        ("gdpo", gdpo_advantages, ["groups", "parts"], ["group_std", "whiten"], True),
+        ("otb", otb_advantages, ["groups", "squares"], ["whiten"], False),
         ("remax", remax_advantages, ["baselines"], ["whiten"], False),
         (NO_ADVANTAGE, no_advantages, [], [], False),
         ("preference", preference_advantages, ["groups", "logprobs"], ["preference"], False, measured_preference),

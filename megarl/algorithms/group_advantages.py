@@ -47,9 +47,7 @@ def grpo(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | 
     deviations = centred(scores, groups, raw_scores)
     if not std:
         return deviations
-    sizes = group_sizes(scores, groups)
-    deviation = (_sums(deviations.square(), groups, sizes) / (sizes - 1).clamp(min=1)).sqrt()
-    return deviations / (deviation[groups] + EPSILON)
+    return deviations / (_deviations(scores, groups, group_sizes(scores, groups), raw_scores) + EPSILON)
 
 
 @torch.no_grad()
@@ -84,6 +82,57 @@ def opo(scores: Tensor, groups: Tensor, response_lengths: Tensor, raw_scores: Te
     baselines = (_sums(lengths * scores, groups, sizes) / total.clamp(min=1))[groups]
     advantages = torch.where(total[groups] > 0, scores - baselines, 0.0)
     return _with_exact_zeros(advantages, scores if raw_scores is None else raw_scores, groups, sizes)
+
+
+@torch.no_grad()
+def maxrl(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Tensor:
+    """(R_i − mean_G) / mean_G: MaxRL (arXiv 2602.02710), for rewards of 0 or more; the rarer success is, the more it
+    counts. A group whose mean is 0 or less has advantages of 0.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    sizes = group_sizes(scores, groups)
+    means = (_sums(scores, groups, sizes) / sizes.clamp(min=1))[groups]
+    own = centred(scores, groups, raw_scores)
+    return torch.where(means > 0, own / torch.where(means > 0, means, 1.0), 0.0)
+
+
+@torch.no_grad()
+def best_of_group(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | None = None) -> Tensor:
+    """max(0, R_i − max of the others' R): what the response adds to the best of its group.
+
+    The leave-one-out baseline of the best of k responses, k the size of the group (arXiv 2503.19595, §3.2): only a
+    single best response has an advantage. With `std` it is divided by the group's deviation, as in `grpo`.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    sizes = group_sizes(scores, groups)
+
+    def largest(values: Tensor) -> Tensor:
+        return values.new_full(sizes.shape, -torch.inf).scatter_reduce(0, groups, values, "amax")[groups]
+
+    best = largest(scores)
+    is_best = scores == best
+    number = torch.zeros_like(sizes).index_add_(0, groups, is_best.long())[groups]
+    margin = best - largest(scores.masked_fill(is_best, -torch.inf))
+    advantages = torch.where(is_best & (number == 1) & margin.isfinite(), margin, 0.0)
+    if std:
+        advantages = advantages / (_deviations(scores, groups, sizes, raw_scores) + EPSILON)
+    return _with_exact_zeros(advantages, scores if raw_scores is None else raw_scores, groups, sizes)
+
+
+def _deviations(scores: Tensor, groups: Tensor, sizes: Tensor, raw_scores: Tensor | None) -> Tensor:
+    """[S] the unbiased standard deviation of each response's group."""
+    squares = _sums(centred(scores, groups, raw_scores).square(), groups, sizes)
+    return (squares / (sizes - 1).clamp(min=1)).sqrt()[groups]
+
+
+def unequal_groups(raw_scores: Tensor, groups: Tensor) -> Tensor:
+    """[S] bool: whether the response is in a group with different scores."""
+    sizes = group_sizes(raw_scores, groups)
+    return _with_exact_zeros(torch.ones_like(raw_scores), raw_scores, groups, sizes) > 0
 
 
 def group_sizes(scores: Tensor, groups: Tensor) -> Tensor:

@@ -7,14 +7,20 @@ from torch import Tensor
 
 from megarl.algorithms.packed import require_same_shape
 
-KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
+UNBIASED = "k3-unbiased"
+KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+", UNBIASED)
+IN_LOSS = ("k1+", "k3+", UNBIASED)  # differ from k1 and k3 in the gradient only, which a reward does not have
 # Clamp of log π_θ − log π_ref, in the loss and in the reward: exp(89) overflows float32, and one such token would give
 # a whole group of responses no finite advantage.
 REFERENCE_LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(
-    logprobs: Tensor, reference_logprobs: Tensor, kind: str, log_ratio_limit: float | None = None
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    kind: str,
+    log_ratio_limit: float | None = None,
+    old_logprobs: Tensor | None = None,
 ) -> Tensor:
     """Estimate KL(policy || reference) from one sampled token each. With d = logprobs − reference_logprobs:
 
@@ -23,12 +29,15 @@ def kl_estimate(
 
     As a loss, k1 and k3 have the right value and the wrong expected gradient (that of k1 is 0), k2 the right gradient
     and the wrong value. k1+ and k3+ are straight-through: the value of k1 and k3, the gradient of k2, which is d.
+    k3-unbiased is r·k3 with r = π_θ/π_old, whose gradient counts: tokens of π_old then give the KL of π_θ, and its
+    gradient, without bias (DeepSeek-V3.2, arXiv 2512.02556, §3.1).
 
     Args:
         logprobs, reference_logprobs: [T] log-probabilities of the same sampled tokens.
         kind: one of `KL_KINDS`.
         log_ratio_limit: clamp d to ± this first; None: no limit. In k1+ and k3+ it applies to the value, not to the
             gradient.
+        old_logprobs: [T] log π_old, only for k3-unbiased; None: the tokens are of the policy itself.
 
     Returns:
         [T]. Exactly 0 where both log-probabilities are equal.
@@ -43,6 +52,11 @@ def kl_estimate(
         gradient = 0.5 * (logprobs - reference_logprobs).square()
         value = kl_estimate(logprobs, reference_logprobs, kind[:-1], log_ratio_limit)
         return value.detach() + (gradient - gradient.detach())  # the bracket is exactly 0 and only carries the gradient
+    if kind == UNBIASED:
+        log_ratio = logprobs - (logprobs if old_logprobs is None else old_logprobs).detach()
+        limit = REFERENCE_LOG_RATIO_LIMIT if log_ratio_limit is None else log_ratio_limit
+        value = kl_estimate(logprobs, reference_logprobs, "k3", log_ratio_limit)
+        return log_ratio.clamp(-limit, limit).exp() * value
     log_ratio = logprobs - reference_logprobs
     if log_ratio_limit is not None:
         log_ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit)

@@ -28,6 +28,8 @@ class PolicyTokens:
     advantages: Tensor  # [T]
     response_mask: Tensor  # [T] bool, True at response tokens
     cu_seqlens: Tensor  # [N+1]
+    rollout_logprobs: Tensor | None = None  # [T] log μ of the policy that generated, by its engine; None: π_old did
+    selected: Tensor | None = None  # [T] bool, what `PolicyLoss.select` has chosen in the mini-batch; None: nothing
 
     def __post_init__(self):
         require_same_shape(
@@ -35,7 +37,18 @@ class PolicyTokens:
             old_logprobs=self.old_logprobs,
             advantages=self.advantages,
             response_mask=self.response_mask,
+            rollout_logprobs=self.behaviour_logprobs,
         )
+
+    @property
+    def behaviour_logprobs(self) -> Tensor:
+        """[T] log μ: `rollout_logprobs`, or π_old's without them."""
+        return self.old_logprobs if self.rollout_logprobs is None else self.rollout_logprobs
+
+    @property
+    def approx_kl(self) -> Tensor:
+        """[T] old − new log-probability, no gradient."""
+        return (self.old_logprobs - self.logprobs).detach()
 
 
 class PolicyTerms(NamedTuple):
@@ -52,6 +65,9 @@ class PolicyLoss(NamedTuple):
     name: str
     function: Callable[..., PolicyTerms]
     options: Any  # an instance of a frozen dataclass, the second argument of `function`
+    reads_rollout: bool = False  # its ratio is π_θ/μ, so that a weight π_old/μ would count twice
+    # (MinibatchTokens, options) -> `PolicyTokens.selected` of a whole mini-batch, on all ranks; None: it has none
+    select: Callable[..., Tensor] | None = None
 
     def flags(self) -> dict[str, dataclasses.Field]:
         """The fields of its options by flag, without leading dashes.
@@ -134,6 +150,25 @@ def response_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
     """[N] float64 mean of `values` [T] over the response tokens of each sequence; 0 for an empty response."""
     counts = response_counts(tokens.response_mask, tokens.cu_seqlens)
     return sums_by_sequence(values.double(), tokens.response_mask, tokens.cu_seqlens) / counts.clamp(min=1)
+
+
+def without_selected(terms: PolicyTerms, tokens: PolicyTokens) -> PolicyTerms:
+    """The terms with a loss of 0 at the selected tokens, which count as clipped."""
+    if tokens.selected is None:
+        return terms
+    loss = torch.where(tokens.selected, 0.0, terms.loss)
+    return terms._replace(loss=loss, clipped=terms.clipped | tokens.selected)
+
+
+def response_log_ratio(log_ratio: Tensor, tokens: PolicyTokens) -> Tensor:
+    """[T] float64 Σ of `log_ratio` over the response, within ± LOG_RATIO_LIMIT, on its tokens; 0 outside the mask."""
+    sums = sums_by_sequence(log_ratio.double(), tokens.response_mask, tokens.cu_seqlens)
+    return broadcast_to_tokens(sums.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), tokens.response_mask, tokens.cu_seqlens)
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """exp(log_ratio) without overflow: the logarithm within ± LOG_RATIO_LIMIT."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def on_tokens(values: Tensor, tokens: PolicyTokens) -> Tensor:

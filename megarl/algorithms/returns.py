@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import require_same_shape, response_tokens
+from megarl.algorithms.packed import require_same_shape, response_tokens, token_sequences
 
 
 @torch.no_grad()
-def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, factor: float) -> Tensor:
+def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, factor: float | Tensor) -> Tensor:
     """G_t = x_t + factor·G_{t+1} over the response tokens of each sequence, G = 0 after the last one.
 
     t + 1 is the *next response token*: observation tokens between two turns are skipped; they neither reset nor
@@ -18,7 +18,7 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
         terms: [T] x, read at response tokens only.
         response_mask: [T] bool.
         cu_seqlens: [N+1].
-        factor: in [0, 1].
+        factor: in [0, 1]; or [N], one of each sequence, which is not checked.
 
     Returns:
         [T] in the dtype of `terms`, 0 outside the mask, no gradient. A sequence's results do not depend on the other
@@ -28,7 +28,7 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
         ValueError: shapes do not fit together, or the factor is outside [0, 1].
     """
     require_same_shape(terms=terms, response_mask=response_mask)
-    if not 0 <= factor <= 1:
+    if not isinstance(factor, Tensor) and not 0 <= factor <= 1:
         raise ValueError(f"factor must be in [0, 1], got {factor}")
     response = response_tokens(response_mask, cu_seqlens)
     number_of_sequences = response.counts.numel()
@@ -44,3 +44,26 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
     to_go = torch.zeros_like(terms)
     to_go[response.positions] = rows[response.ranks, response.sequences]
     return to_go
+
+
+@torch.no_grad()
+def discounted_sums(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, factor: float) -> Tensor:
+    """`discounted_to_go` for losses: in log₂ T rounds and without waiting for the device, up to rounding.
+
+    A round lets each token take in what twice as many tokens after it sum up to. A sequence's results do not depend on
+    the other sequences of the batch, to the last bit.
+    """
+    require_same_shape(terms=terms, response_mask=response_mask)
+    total, sums = len(terms), terms.masked_fill(~response_mask, 0.0)
+    sequences, factors = token_sequences(response_mask, cu_seqlens), torch.ones_like(sums)
+    factors = torch.where(response_mask, factor, factors)  # of an observation: 1
+    if total:
+        is_last = sequences != torch.cat([sequences[1:], sequences.new_full((1,), -1)])
+        factors = factors.masked_fill(is_last, 0.0)
+    reach = 1
+    while reach < total:
+        nothing = sums.new_zeros(reach)
+        sums = sums + factors * torch.cat([sums[reach:], nothing])
+        factors = factors * torch.cat([factors[reach:], nothing])
+        reach *= 2
+    return sums.masked_fill(~response_mask, 0.0)

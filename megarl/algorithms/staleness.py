@@ -10,6 +10,23 @@ NONE = -1.0  # stands for the largest gap of no tokens
 
 
 @torch.no_grad()
+def proximal_logprobs(rollout_logprobs: Tensor, logprobs: Tensor, staleness: Tensor, progress: float) -> Tensor:
+    """[T] log π_prox = log μ + a·(log π_θ − log μ): stands for π_old of tokens that an older policy generated.
+
+    A policy that moves steadily from μ to π_θ was π_old after the share a = s / (s + progress) of its way. A token of
+    π_old itself (s = 0) has log μ; before the first update a stale token has log π_θ, which is then log π_old.
+
+    Args:
+        rollout_logprobs, logprobs: [T] log μ and log π_θ.
+        staleness: [T] s, the policy's steps between μ and π_old.
+        progress: share of the step's updates that were made, in [0, 1].
+    """
+    age = staleness.to(logprobs.dtype)
+    share = torch.where(staleness > 0, age / (age + progress).clamp(min=1e-30), 0.0)
+    return torch.lerp(rollout_logprobs, logprobs, share)  # exact at 0 and 1
+
+
+@torch.no_grad()
 def staleness_maxima(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, staleness: Tensor) -> Tensor:
     """float64 [2], to be maximized over replicas: largest |log π_old − log μ| of the tokens that are not stale, and
     largest staleness.

@@ -17,7 +17,7 @@ from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.mcore import device
 
 HEADER = ["sequence_ids", "lengths"]  # always sent: they identify the sequences of the other fields
-STATES = "teacher_states"  # the field whose items are rows of bytes
+STATES, PARTS = ROWS = ("teacher_states", "reward_parts")  # fields whose items are rows
 
 
 def _in_wire_order(names: list[str]) -> list[str]:
@@ -27,12 +27,10 @@ def _in_wire_order(names: list[str]) -> list[str]:
 
 
 def to_bytes(batch: Batch, names: list[str]) -> Tensor:
-    """Serializes fields into one uint8 tensor: count (int64), with states the bytes of a row (int64), header, fields,
-    padding to a multiple of 8 bytes."""
-    sizes = [len(batch)]
-    if STATES in names:
-        states = getattr(batch, STATES)
-        sizes.append(states.shape[1] if states.dim() > 1 else 1)
+    """Serializes fields into one uint8 tensor: count (int64), of each field of rows their length (int64), header,
+    fields, padding to a multiple of 8 bytes."""
+    rows = [getattr(batch, name) for name in ROWS if name in names]
+    sizes = [len(batch), *(field.shape[1] if field.dim() > 1 else 1 for field in rows)]
     start = torch.tensor(sizes, dtype=torch.int64, device=batch.lengths.device)
     chunks = [start.view(torch.uint8)]
     chunks += [getattr(batch, name).contiguous().flatten().view(torch.uint8) for name in _in_wire_order(names)]
@@ -43,12 +41,14 @@ def to_bytes(batch: Batch, names: list[str]) -> Tensor:
 
 def from_bytes(buffer: Tensor, names: list[str]) -> Batch:
     """Restores a batch from the bytes of `to_bytes`, as views of the buffer."""
-    position = 16 if STATES in names else 8
-    count, *width = buffer[:position].view(torch.int64).tolist()
+    rows = [name for name in ROWS if name in names]
+    position = 8 * (1 + len(rows))
+    count, *widths = buffer[:position].view(torch.int64).tolist()
     fields, total = {}, None
     for name in _in_wire_order(names):
         spec = FIELDS[name]
-        shape = (count,) if spec.kind == "sequence" else (total, *(width if name == STATES else ()))
+        number = count if spec.kind == "sequence" else total
+        shape = (number, widths[rows.index(name)]) if name in rows else (number,)
         size = math.prod(shape) * spec.dtype.itemsize
         fields[name] = buffer[position : position + size].view(spec.dtype).view(shape)
         position += size

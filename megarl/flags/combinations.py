@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 from megarl.algorithms.divergence import JSD
 from megarl.algorithms.estimators import AdvantageOptions
+from megarl.algorithms.kl import IN_LOSS
 from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
+from megarl.flags.correction_rules import correction, is_corrected
 from megarl.flags.distill_settings import LOSS, NONE, SIBLING
 from megarl.flags.environment_settings import SESSIONS
 from megarl.flags.flag_context import FlagContext, FlagRule
-from megarl.flags.learning_rules import distillation, preferences
+from megarl.flags.learning_rules import distillation, parts, preferences
 from megarl.flags.reward_rules import rewards
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
@@ -176,13 +178,18 @@ def warning(idle: dict[str, str]) -> list[str]:
     return ["without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in by_reason.items())]
 
 
-def cautions(s: Settings) -> list[str]:
+def cautions(context: FlagContext) -> list[str]:
     """Warnings about combinations that run, but seldom as the user expects."""
-    if not s.generation_lag or s.rollout_correction != "none" or s.debug_rollout_only:
-        return []
+    s, found = context.settings, []
+    if "parts" in context.estimator.needs and not s.part_weights:
+        found.append(f"--advantage {s.advantage}: --reward {s.reward} has one part that counts, so that there are no "
+                     "others to tell apart")  # fmt: skip
+    if not s.generation_lag or is_corrected(context) or s.debug_rollout_only:
+        return found
     return [
+        *found,
         f"--generation-lag {s.generation_lag} without --rollout-correction: responses are up to {s.generation_lag} "
-        "updates old, and the loss takes them for the trained policy's"
+        "updates old, and the loss takes them for the trained policy's",
     ]
 
 
@@ -211,9 +218,10 @@ def rules(context: FlagContext) -> list[FlagRule]:
         _training(context),
         distillation(context),
         preferences(context),
+        parts(context),
     )
     groups = (
-        *with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s), _environments(s)
+        *with_context, _overlap(s), _kl(s), correction(context), _evaluation(s), _export(s), _debug(s), _environments(s)
     )  # fmt: skip
     return [rule for group in groups for rule in group]
 
@@ -238,8 +246,9 @@ def _sampling(context: FlagContext) -> list[FlagRule]:
              "needs --save: a checkpoint tells which responses are no longer needed"),
         FlagRule("--partial-rollouts", partial, not partial or s.over_sampling > 1,
              "needs --over-sampling above 1: otherwise every group of a round is finished"),
-        FlagRule("--partial-rollouts", partial, not partial or s.rollout_correction != "none",
-             "needs a --rollout-correction: older policies than the trained one generated parts of a response"),
+        FlagRule("--partial-rollouts", partial, not partial or is_corrected(context),
+             "needs a --rollout-correction, an --old-logprobs of the rollout or a --policy-loss that reads them: older"
+             " policies than the trained one generated parts of a response"),
         FlagRule("--overlong-buffer", s.overlong_buffer, s.overlong_buffer <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}"),
     ]  # fmt: skip
@@ -282,28 +291,12 @@ def _training(context: FlagContext) -> list[FlagRule]:
 def _kl(s: Settings) -> list[FlagRule]:
     adapts, sequences = s.kl_controller == "adaptive", s.sequences_per_step
     return [
-        FlagRule("--kl-estimator", s.kl_estimator, s.kl_in == "loss" or not s.kl_estimator.endswith("+"),
+        FlagRule("--kl-estimator", s.kl_estimator, s.kl_in == "loss" or s.kl_estimator not in IN_LOSS,
              "needs --kl-in loss: it changes only the gradient, and a reward has none"),
         FlagRule("--kl-controller", s.kl_controller, not adapts or s.kl_target is not None, "needs --kl-target"),
         # β must stay above 0: an update multiplies it by at least 1 − 0.2·n/horizon.
         FlagRule("--kl-horizon", s.kl_horizon, not adapts or s.kl_horizon > 0.2 * sequences,
              f"allowed is more than 0.2 × {sequences} responses of a step"),
-    ]  # fmt: skip
-
-
-def _correction(s: Settings) -> list[FlagRule]:
-    kind, level, cap, floor = (
-        s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor,
-    )  # fmt: skip
-    return [
-        FlagRule("--rollout-correction", kind, kind != "icepop" or floor is not None,
-             "needs --rollout-correction-floor"),
-        FlagRule("--rollout-correction", kind, kind != "icepop" or level == "token",
-             f"masks single tokens; not allowed with --rollout-correction-level {level}"),
-        FlagRule("--rollout-correction", kind, kind != "tis" or level != "geometric",
-             "truncates importance weights, and a geometric mean is none; allowed levels are token, sequence"),
-        FlagRule("--rollout-correction-floor", floor, floor is None or floor <= cap,
-             f"allowed is at most --rollout-correction-cap {cap}"),
     ]  # fmt: skip
 
 

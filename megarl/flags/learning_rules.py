@@ -2,6 +2,7 @@
 
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.flags.correction_settings import RECOMPUTE
 from megarl.flags.distill_settings import AVERAGE, GIVEN, NONE, SIBLING
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.rewards.expression import EXACT_MATCH
@@ -49,6 +50,18 @@ def distillation(context: FlagContext) -> list[FlagRule]:
     ]  # fmt: skip
 
 
+def parts(context: FlagContext) -> list[FlagRule]:
+    """Rules of estimators that read the parts of the reward, or Σπ²."""
+    s, reads = context.settings, "parts" in context.estimator.needs
+    return [
+        FlagRule("--advantage", s.advantage, not s.reads_squares or s.old_logprobs == RECOMPUTE,
+                 f"reads Σπ² over the vocabulary, which --old-logprobs {s.old_logprobs} does not compute"),
+        FlagRule("--kl-in", s.kl_in, not reads or s.kl_in == "loss" or s.kl_coefficient == 0,
+                 f"--advantage {s.advantage} compares the parts of --reward, of which the KL is none; allowed is loss,"
+                 " or --kl-coefficient 0"),
+    ]  # fmt: skip
+
+
 def preferences(context: FlagContext) -> list[FlagRule]:
     """Rules of `--advantage preference`."""
     s, of_pairs = context.settings, [name for name, loss in PREFERENCE_LOSSES.items() if loss.reads_pairs]
@@ -67,6 +80,10 @@ def preferences(context: FlagContext) -> list[FlagRule]:
                  "compares rewards without a KL; needs --kl-coefficient 0 or --kl-in loss"),
         FlagRule("--rollout-correction", s.rollout_correction, is_other or s.rollout_correction == "none",
                  "--advantage preference needs none: a pair may be of any policy's responses"),
+        FlagRule("--old-logprobs", s.old_logprobs, is_other or s.old_logprobs == RECOMPUTE,
+                 "--advantage preference needs recompute: its gradient is at the policy before the step"),
+        FlagRule("--rollout-rejection", s.rollout_rejection, is_other or s.rollout_rejection is None,
+                 "not allowed with --advantage preference: a pair would lose one of its responses"),
         FlagRule("--mask-truncated-responses", s.mask_truncated_responses, is_other or not s.mask_truncated_responses,
                  "not allowed with --advantage preference: a pair would lose one of its responses"),
     ]  # fmt: skip

@@ -14,7 +14,8 @@ class ReferenceSettings:
     kl_in: str = one_of("reward", ("reward", "loss"), "add the KL to the reward (2203.02155) or to the loss"
                          " (2402.03300)", when="kl")  # fmt: skip
     kl_estimator: str = one_of("k1", KL_KINDS, "KL estimator: k1, k2, k3 (joschu.net/blog/kl-approx.html); k1+, k3+:"
-                                " with the gradient of k2", when="kl")  # fmt: skip
+                                " with the gradient of k2; k3-unbiased: times π_θ/π_old (2512.02556)",
+                                when="kl")  # fmt: skip
     kl_controller: str = one_of("fixed", ("fixed", "adaptive"), "fixed or adaptive β (1909.08593 §2.2)", when="kl")
     kl_target: float | None = positive(None, "target KL per response of the adaptive β, in nats (1909.08593)",
                                         when="adaptive")  # fmt: skip

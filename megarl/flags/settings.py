@@ -8,12 +8,11 @@ effect, and a warning says so.
 import dataclasses
 import math
 
-from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
 from megarl.flags.average_settings import AverageSettings
+from megarl.flags.correction_settings import CorrectionSettings
 from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
 from megarl.flags.distill_settings import LOSS, REWARD, SIBLING, DistillSettings
@@ -35,6 +34,7 @@ from megarl.flags.fields import (
 )
 from megarl.flags.judge_settings import JudgeSettings
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
+from megarl.flags.loss_settings import LossSettings
 from megarl.flags.pool_settings import PoolSettings
 from megarl.flags.prediction_settings import PredictionSettings
 from megarl.flags.preference_settings import PreferenceSettings
@@ -44,6 +44,7 @@ from megarl.flags.server_settings import ServerSettings
 from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
+from megarl.rewards import expression
 from megarl.rewards.expression import NAMES
 from megarl.rewards.shaping import parse_cosine
 
@@ -66,8 +67,8 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, PoolSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings,
-    ReportSettings, AverageSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings,
-    PredictionSettings, StopSettings,
+    ReportSettings, AverageSettings, LossSettings, CorrectionSettings, TrackerSettings, DebugSettings, DistillSettings,
+    JudgeSettings, PredictionSettings, StopSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -202,31 +203,15 @@ class Settings(
                            " default with --distill and no --reward: none")  # fmt: skip
     gamma: float = fraction(1.0, "discount γ (1506.02438)", when="estimator:gamma")
     gae_lambda: float = fraction(0.95, "λ of GAE (1506.02438)", when="estimator:lam")
+    gae_length_alpha: float | None = positive(None, "α: advantages of a response of l tokens have λ = 1 − 1/(α·l), the"
+                                               " critic's returns --gae-lambda (VAPO, 2504.05118: 0.05)",
+                                               when="estimator:length_alpha")  # fmt: skip
     group_std: bool = flag(True, "divide by the group's standard deviation (2402.03300); false: Dr. GRPO (2503.20783)",
                             when="estimator:group_std")  # fmt: skip
     whiten_advantages: bool | None = flag(None, "whiten advantages to mean 0 and variance 1 over the batch; default:"
                                            " as the estimator defines", when="estimator:whiten")  # fmt: skip
     greedy_baseline: bool = flag(False, "generate and score a greedy response to each prompt as a baseline (ReMax,"
                                   " 2310.10505)", when="baselines")  # fmt: skip
-    # Policy loss; the options of each loss are defined in its module (`algorithms.policy_losses`).
-    policy_loss: str = flag("ppo-clip", f"policy loss: {', '.join(POLICY_LOSSES)}, or package.module:function")
-    ppo_epochs: int = positive(1, "epochs over a step's batch (1707.06347)")
-    minibatch_size: int | None = positive(None, "sequences per optimizer update, in whole groups if"
-                                         " --samples-per-prompt divides it; default: the whole batch")  # fmt: skip
-    loss_aggregation: str = one_of("token-mean", AGGREGATIONS, "how token losses are averaged: "
-                                    + ", ".join(AGGREGATIONS))  # fmt: skip
-    loss_norm_length: float | None = positive(None, "length that divides the summed token losses (Dr. GRPO,"
-                                               " 2503.20783); default: --max-response-length", when="norm")  # fmt: skip
-    entropy_coefficient: float = not_negative(0.0, "coefficient of the entropy bonus")
-    value_clip_range: float = positive(0.2, "clip range of the value loss", when="critic")
-    critic_warmup_steps: int = not_negative(0, "first steps in which only the critic is trained", when="critic")
-    # Rollout correction.
-    rollout_correction: str = one_of("none", CORRECTIONS, "weight the loss by π_old/μ, where μ is the rollout policy:"
-                                      " truncated (tis), masked (mis) or icepop; none: no weights")  # fmt: skip
-    rollout_correction_level: str = one_of("token", LEVELS, "ratio per token, per sequence, or geometric mean over a"
-                                            " sequence; also of the metrics without correction")  # fmt: skip
-    rollout_correction_cap: float = positive(2.0, "largest importance ratio", when="correction")
-    rollout_correction_floor: float | None = positive(None, "icepop: smallest importance ratio", when="icepop")
     # Router replay (mixture of experts).
     router_replay: str = one_of("none", REPLAYS, "replay expert routes in the actor's training: those of the old"
                                  " log-probs (R2) or of the rollout (R3); none: no replay (2510.11370)")  # fmt: skip
@@ -337,13 +322,16 @@ class Settings(
         is_only_update = self.ppo_epochs == 1 and (self.minibatch_size or sequences) >= sequences
         estimator = ESTIMATORS.get(self.advantage)
         reads_old_logprobs = self.kl_in == "reward" and self.kl_coefficient > 0 or self.distill == REWARD
-        are_read = reads_old_logprobs or estimator is not None and "logprobs" in estimator.needs
-        return is_only_update and not are_read
+        are_read = reads_old_logprobs or estimator is not None and bool(estimator.needs & {"logprobs", "squares"})
+        loss = POLICY_LOSSES.get(self.policy_loss)
+        selects = loss is not None and loss.select is not None
+        return is_only_update and not are_read and not selects and not self.corrects_before_updates
 
     @property
     def only_distills(self) -> bool:
         """Whether the divergence from the teacher is all of the loss."""
-        other_terms = self.entropy_coefficient or self.kl_in == "loss" and self.kl_coefficient
+        in_loss = self.kl_in == "loss" and self.kl_coefficient
+        other_terms = self.entropy_coefficient or self.positive_nll_coefficient or in_loss
         return self.distill == LOSS and self.advantage == NO_ADVANTAGE and not other_terms
 
     @property
@@ -354,13 +342,18 @@ class Settings(
     @property
     def sampled_fields(self) -> tuple[str, ...]:
         """Batch fields that sampling adds to those of generation."""
-        verdicts = ("scores", "correct") if self.scores_rounds else ()
+        verdicts = ("scores", "correct", *self.part_fields) if self.scores_rounds else ()
         return self.environment_fields + verdicts + (("baseline_scores",) if self.greedy_baseline else ())
 
     @property
     def staleness_fields(self) -> tuple[str, ...]:
         """Batch fields that the actor gets if tokens may be of an older policy than the one that is trained."""
-        return ("staleness",) if self.generation_lag or self.partial_rollouts else ()
+        return ("staleness",) if self.has_stale_tokens else ()
+
+    @property
+    def has_stale_tokens(self) -> bool:
+        """Whether tokens may be of an older policy than the one that is trained on them."""
+        return self.generation_lag > 0 or self.partial_rollouts
 
     @property
     def can_lose_responses(self) -> bool:
@@ -370,7 +363,29 @@ class Settings(
     @property
     def score_fields(self) -> tuple[str, ...]:
         """Batch fields of the reward role. The response mask loses the responses that have no score."""
-        return ("scores", "correct", *(("response_mask",) if self.reward_failure == "drop" else ()))
+        return ("scores", "correct", *self.part_fields, *(("response_mask",) if self.reward_failure == "drop" else ()))
+
+    @property
+    def part_weights(self) -> tuple[float, ...]:
+        """Weights of the parts of the reward, if the estimator may read several: the terms that count, then the length
+        penalty. () for a single part, which is the score."""
+        estimator = ESTIMATORS.get(self.advantage)
+        if estimator is not None and "parts" not in estimator.needs:
+            return ()
+        weights = [term.weight for term in expression.parse(self.reward) if term.weight]
+        weights += [self.overlong_penalty] if self.overlong_buffer else []
+        return tuple(weights) if len(weights) > 1 else ()
+
+    @property
+    def reads_squares(self) -> bool:
+        """Whether the estimator reads Σπ_old² of each token."""
+        estimator = ESTIMATORS.get(self.advantage)
+        return estimator is not None and "squares" in estimator.needs
+
+    @property
+    def part_fields(self) -> tuple[str, ...]:
+        """Batch fields that hold the parts of the reward."""
+        return ("reward_parts",) if self.part_weights else ()
 
     @property
     def context_fields(self) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from math import ceil
 from typing import NamedTuple
 
 from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
-from megarl.comm.exchange import HEADER, STATES
+from megarl.comm.exchange import HEADER, PARTS, STATES
+from megarl.flags.correction_settings import RECOMPUTE
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
@@ -55,8 +56,8 @@ WHOLE = ("_down_proj.", "_latent_proj.")  # matrices that every tensor-parallel 
 class StepSizes:
     """Sizes of a step: sequences, the longest prompt and response in tokens, PPO epochs, and the actor's updates.
 
-    `greedy`: additional greedy responses (ReMax's baseline). `on_policy`: a single update, whose forward also gives the
-    old log-probs.
+    `greedy`: additional greedy responses (ReMax's baseline). `skips_old_logprobs`: no pass
+    for old log-probs, which are the rollout's, or those of a single update's forward.
     """
 
     sequences: int
@@ -65,7 +66,7 @@ class StepSizes:
     epochs: int
     updates: int
     greedy: int = 0
-    on_policy: bool = False
+    skips_old_logprobs: bool = False
 
     @property
     def tokens(self) -> int:
@@ -92,7 +93,7 @@ def step_sizes(settings) -> StepSizes:
     return StepSizes(
         sequences=s.sequences_per_step, prompt=s.max_prompt_length, response=s.max_response_length,
         epochs=s.ppo_epochs, updates=s.updates_per_step, greedy=s.prompts_per_step if s.greedy_baseline else 0,
-        on_policy=s.updates_on_policy(s.sequences_per_step),
+        skips_old_logprobs=s.old_logprobs != RECOMPUTE or s.updates_on_policy(s.sequences_per_step),
     )  # fmt: skip
 
 
@@ -128,12 +129,13 @@ def moves(settings, roles) -> list[FieldMove]:
     return [move for move in result if move.source in roles and move.destination in roles]
 
 
-def field_bytes(names: list[str], step: StepSizes, state: int = 0) -> int:
+def field_bytes(names: list[str], step: StepSizes, state: int = 0, parts: int = 1) -> int:
     """Bytes of these fields of a step's whole batch, with the header that identifies the sequences; `state`: of one of
-    the teachers' hidden states."""
+    the teachers' hidden states; `parts`: number of a reward's."""
     names = dict.fromkeys(HEADER + names)
     items = {"token": step.tokens, "sequence": step.sequences}
-    sizes = {name: state if name == STATES else FIELDS[name].dtype.itemsize for name in names}
+    sizes = {name: FIELDS[name].dtype.itemsize for name in names}
+    sizes |= {name: size for name, size in ((STATES, state), (PARTS, parts * sizes.get(PARTS, 0))) if name in sizes}
     return sum(size * items[FIELDS[name].kind] for name, size in sizes.items())
 
 
@@ -155,7 +157,7 @@ def exchanges(role_groups: dict, settings, state: int = 0, own_groups: bool = Fa
             is_free = is_free or destination in served.values()
             served[move.destination] = destination
         step = dataclasses.replace(step_sizes(settings), sequences=move.sequences)
-        payload = 0 if is_free else field_bytes(move.fields, step, state)
+        payload = 0 if is_free else field_bytes(move.fields, step, state, len(settings.part_weights))
         names = {"source": move.source, "destination": move.destination, "fields": move.fields}
         result.append(names | {"payload": payload, "sent": payload * len(destination[0])})
     return result
@@ -195,7 +197,7 @@ def passes(role: str, args, step: StepSizes) -> tuple[int, int]:
     if role not in ("actor", "critic"):
         return 1, 0
     again = args.recompute_granularity == "full"
-    scoring = 0 if role == "actor" and step.on_policy else 1
+    scoring = 0 if role == "actor" and step.skips_old_logprobs else 1
     return scoring + step.epochs * (2 if again else 1), step.epochs
 
 

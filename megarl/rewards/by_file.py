@@ -1,6 +1,6 @@
 """The rewards of a run: that of --reward, and those that files of mixtures have instead."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megarl.data.columns import RL
 from megarl.data.mixture import MixtureEntry, is_mixture, read_mixture
@@ -20,6 +20,15 @@ def expressions_of(settings) -> dict[str, tuple[Term, ...]]:
             found[entry.reward] = _parsed(entry.reward, where)
             _check(settings, found[entry.reward], found[settings.reward], where)
     return found
+
+
+def check_parts(settings, needs: Iterable[str]):
+    """UsageError for an estimator with these needs that reads the parts of a reward, where files have their own."""
+    if "parts" in needs and len(expressions_of(settings)) > 1:
+        raise UsageError(
+            f"--advantage {settings.advantage}: compares the terms of one --reward in each group; files of the mixture"
+            " have rewards of their own"
+        )
 
 
 def terms_of_run(settings) -> tuple[Term, ...]:

@@ -8,23 +8,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.algorithms.counter_rng import stream_keys, uniforms
+from megarl.algorithms.packed import token_sequences
 from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.rejection import kept_tokens, parse_bounds, rejection_report, rejection_sums
 from megarl.algorithms.rollout_correction import correction_report, correction_sums
-from megarl.algorithms.staleness import staleness_maxima, staleness_report, staleness_sums
+from megarl.algorithms.staleness import proximal_logprobs, staleness_maxima, staleness_report, staleness_sums
+from megarl.algorithms.token_selection import MinibatchTokens
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
+from megarl.flags.correction_settings import INTERPOLATE, RECOMPUTE
+from megarl.mcore.model.forward_pass import SquaredScores, TaughtScores, TokenScores
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
-from megarl.roles.loss_mask import is_all_masked, loss_mask
+from megarl.roles.loss_mask import actor_mask, is_all_masked
 from megarl.roles.policy_scores import policy_scores
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay import probe
+
+FIRST_SELECTION = -2  # random stream of the first update's selection; that of the n-th one is n − 1 below
 
 
 class Actor:
@@ -52,23 +59,30 @@ class Actor:
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
 
         It runs the same micro-batches as the first epoch, so that every ratio is exactly 1 before the first update. If
-        the step has only one update, that update returns the log-probs, and this pass is skipped.
+        the step has only one update, that update returns the log-probs, and this pass is skipped; so it is with
+        `--old-logprobs`, which takes the rollout's instead.
         """
         if not self.role_groups.is_member:
             return
         if self._should_probe(step_batch.step):
             with self.timers.phase(self.name, "probe"):
                 self.metrics |= probe.logprob_gaps(self.trainable_model, step_batch[self.name], self._forward)
+        batch = step_batch[self.name]
+        if self.settings.old_logprobs != RECOMPUTE:
+            batch.logprobs = batch.rollout_logprobs
+            return
         if self._updates_on_policy(step_batch):
             return
         with self.timers.phase(self.name, "logprobs"):
-            batch = step_batch[self.name]
             results, of_step = [], []
+            forward = self._forward_with_squares if self.settings.reads_squares else self._forward
             for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch=0):
                 microbatches = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
-                results += self.trainable_model.forward_only(microbatches, self._forward)
+                results += self.trainable_model.forward_only(microbatches, forward)
                 of_step += microbatches
             self._set_old_logprobs(batch, [(scores.logprobs, scores.entropy, at) for scores, at in results])
+            if self.settings.reads_squares:
+                mb.write_back(batch, "squares", [(scores.squares, at) for scores, at in results])
             if self.settings.router_replay == "old-logprob":
                 state = self.trainable_model.router_state
                 state.replayed_routes = state.record(batch, of_step)
@@ -90,6 +104,10 @@ class Actor:
         """Fills the batch from [(log-probs, entropy, positions)] of the first pass; measures the gap to the rollout."""
         mb.write_back(batch, "logprobs", [(logprobs, positions) for logprobs, _, positions in results])
         mb.write_back(batch, "entropy", [(entropy, positions) for _, entropy, positions in results])
+        self._measure_gap(batch)
+
+    def _measure_gap(self, batch: Batch):
+        """Measures how far the rollout's log-probs are from those of the policy before the step."""
         gap = (batch.rollout_logprobs - batch.logprobs).abs().masked_fill(~batch.response_mask, 0.0).double()
         largest = gap.amax() if len(gap) else gap.sum()
         sums, maxima = correction_sums(
@@ -100,10 +118,13 @@ class Actor:
         measured = torch.cat([torch.stack([gap.sum(), batch.response_mask.sum().double()]), sums])
         measured = self.role_groups.dp_all_reduce(measured)
         total, count = measured[:2]
+        report = correction_report(measured[2:], maxima[1:])
+        if self.settings.rollout_correction_normalize:
+            self.loss.weight_mean = report["correction/applied_mean"] or 1.0
         self.metrics |= {
             "rollout/logprob_gap_max": float(maxima[0]),
             "rollout/logprob_gap_mean": float(total / count.clamp(min=1)),
-            **correction_report(measured[2:], maxima[1:]),
+            **report,
         }
         if batch.staleness is not None:
             self._measure_staleness(batch)
@@ -118,6 +139,9 @@ class Actor:
 
     def _forward(self, chunk, microbatch: Batch) -> TokenScores:
         return self._scores(chunk, microbatch, None)
+
+    def _forward_with_squares(self, chunk, microbatch: Batch) -> SquaredScores:
+        return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size, squares=True)
 
     def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores | TaughtScores:
         return self._scores(chunk, microbatch, self.teacher_output, self.trainable_model.learner(microbatch))
@@ -154,37 +178,83 @@ class Actor:
         """Context in which the policy on this rank, if there is one, is its moving average."""
         return self.trainable_model.averaged() if self.trainable_model else contextlib.nullcontext()
 
+    def _reject(self, batch: Batch):
+        """Takes the tokens that break a bound of `--rollout-rejection` out of the actor's loss."""
+        bounds = parse_bounds(self.settings.rollout_rejection)
+        where = batch.response_mask, batch.cu_seqlens
+        kept = [kept_tokens(batch.logprobs, batch.rollout_logprobs, *where, bound) for bound in bounds]
+        batch.kept = torch.stack(kept).all(0)
+        sums = rejection_sums(kept, batch.response_mask, batch.correct, batch.cu_seqlens)
+        self.metrics |= rejection_report(self.role_groups.dp_all_reduce(sums), bounds)
+
+    def _select(self, batch: Batch, positions: Tensor, step: int, number: int):
+        """Chooses the tokens of a mini-batch, the `number`-th of the step, that the policy loss treats apart."""
+        loss, names = self.loss.policy_loss, ("logprobs", "rollout_logprobs", "advantages", "response_mask")
+        part = batch.only(*names, "finished", "kept").select(positions)
+        # No prompt and no other stream has these numbers.
+        stream = torch.full_like(part.sequence_ids, FIRST_SELECTION - number)
+        keys = stream_keys(self.settings.seed, step, stream, part.sequence_ids)
+        sequences = token_sequences(part.response_mask, part.cu_seqlens)
+        places = torch.arange(len(sequences), device=sequences.device) - part.cu_seqlens[sequences]
+        tokens = MinibatchTokens(
+            logprobs=part.logprobs, rollout_logprobs=part.rollout_logprobs, advantages=part.advantages,
+            mask=actor_mask(part, self.settings), uniforms=uniforms(keys[sequences], places),
+            total=self.role_groups.dp_all_reduce,
+        )  # fmt: skip
+        selected = loss.select(tokens, loss.options)
+        batch.selected = torch.zeros_like(batch.response_mask)
+        batch.selected[batch.token_positions(positions)] = selected
+
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         batch, on_policy = step_batch[self.name], self._updates_on_policy(step_batch)
-        passes = mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step)
+        passes = list(mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step))
         with self.timers.phase(self.name, "update"):
+            if self.settings.rollout_rejection is not None:
+                self._reject(batch)
             with self.trainable_model.present_for_updates():
-                updates = [self._update(batch, positions, kl_coefficient, on_policy) for positions in passes]
+                updates = []
+                for number, positions in enumerate(passes):
+                    if self.loss.policy_loss.select is not None:
+                        self._select(batch, positions, step_batch.step, number)
+                    progress = number / len(passes)
+                    updates.append(self._update(batch, positions, kl_coefficient, on_policy, progress))
             self.metrics |= self.trainable_model.update_metrics(updates, self.loss.names, self.name)
             if updates[0].has_loss:
                 self.metrics["actor/ppo_kl_first"] = updates[0].means[self.loss.names.index(PPO_KL)].item()
             if self.settings.kl_in == "reward":
                 self.metrics.pop("actor/kl_loss", None)
 
-    def _update(self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool) -> Update:
-        """One update. `on_policy`: also sets the old log-probs."""
-        minibatch = batch.only("response_mask", "finished", "teacher_ids").select(positions)  # others are large
-        mask = loss_mask(minibatch, self.settings)
+    def _update(
+        self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool, progress: float
+    ) -> Update:
+        """One update, after the share `progress` of the step's. `on_policy`: also sets the old log-probs."""
+        fields = "response_mask", "finished", "correct", "teacher_ids", "kept"  # others are large
+        minibatch = batch.only(*fields).select(positions)
+        mask = actor_mask(minibatch, self.settings)
         counts = self.role_groups.dp_all_reduce(self.loss.local_counts(minibatch, mask))
         has_loss = not is_all_masked(counts[0], self.settings)
+        measures = on_policy or self.settings.old_logprobs != RECOMPUTE and not progress
 
         def loss(scores, microbatch):
             logprobs, entropy = scores.logprobs.detach(), scores.entropy.detach()
             old_logprobs = logprobs if on_policy else microbatch.logprobs
+            if self.settings.old_logprobs == INTERPOLATE:
+                old_logprobs = proximal_logprobs(old_logprobs, logprobs, microbatch.staleness, progress)
             value, sums = self.loss(scores, microbatch, old_logprobs, counts, kl_coefficient)
-            return value, (sums, logprobs, entropy) if on_policy else (sums,)
+            return value, (sums, logprobs, entropy) if measures else (sums,)
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         results, update = self.trainable_model.checked_update(
             microbatches, self._forward_of_update, loss, self.loss.names, self.loss.metric_counts(counts),
             self.update_check.accepts, has_loss,
         )  # fmt: skip
-        if on_policy:
+        if measures:
             scored = zip(results, microbatches, strict=True)
-            self._set_old_logprobs(batch, [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored])
+            found = [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored]
+            if on_policy:
+                self._set_old_logprobs(batch, found)
+            else:
+                first = batch.only("tokens", "response_mask", "rollout_logprobs", "staleness")
+                mb.write_back(first, "logprobs", [(logprobs, at) for logprobs, _, at in found])
+                self._measure_gap(first.select(positions))
         return update

@@ -35,7 +35,8 @@ class AdvantageComputer:
         whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
         credit_turns = s.max_turns if s.credit == "turns" else 0
         self.options = AdvantageOptions(
-            gamma=s.gamma, lam=s.gae_lambda, group_std=s.group_std, whiten=whiten, credit_turns=credit_turns,
+            gamma=s.gamma, lam=s.gae_lambda, length_alpha=s.gae_length_alpha, group_std=s.group_std, whiten=whiten,
+            credit_turns=credit_turns,
             preference=(PREFERENCE_LOSSES[s.preference_loss], preference_options(s)),
         )  # fmt: skip
         weights = {term.name: term.weight for term in by_file.terms_of_run(s) if term.weight}
@@ -79,6 +80,8 @@ class AdvantageComputer:
         columns = [totals, raw_scores, lengths, baselines.double()]
         if reads_logprobs := "logprobs" in self.estimator.needs:
             columns += [self._sums(batch, batch.logprobs), self._sums(batch, batch.reference_logprobs)]
+        parts, first_part = self._parts(batch, raw_scores), len(columns)
+        columns += parts
         step_sums = torch.zeros(count, len(columns), dtype=torch.float64, device=rewards.device)
         step_sums[batch.sequence_ids] = torch.stack(columns, dim=1)
         step_sums = self.role_groups.dp_all_reduce(step_sums)
@@ -97,7 +100,24 @@ class AdvantageComputer:
             raw_token_rewards=self._token_rewards(batch, 0.0) if self.options.credit_turns else None,
             logprobs=step_sums[:, 4] if reads_logprobs else None,
             reference_logprobs=step_sums[:, 5] if reads_logprobs else None,
+            parts=step_sums[:, first_part:] if parts else None,
+            token_logprobs=batch.logprobs,
+            squares=batch.squares,
+            part_weights=self._part_weights(step_sums) if parts else None,
         )
+
+    def _parts(self, batch: Batch, raw_scores: Tensor) -> list[Tensor]:
+        """[N] float64 of each part of the reward, if the estimator reads parts; of a single one the score."""
+        if "parts" not in self.estimator.needs:
+            return []
+        if batch.reward_parts is None:
+            return [raw_scores]
+        has_tokens = batch.response_lengths > 0
+        return [torch.where(has_tokens, part.double(), 0.0) for part in batch.reward_parts.unbind(1)]
+
+    def _part_weights(self, like: Tensor) -> Tensor:
+        """[K] weights of the parts; filled on the device, where a copy would wait."""
+        return torch.stack([like.new_full((), weight) for weight in self.settings.part_weights or (1.0,)])
 
     def _sums(self, batch: Batch, logprobs: Tensor | None) -> Tensor:
         """[N] float64 sums over the response tokens; zeros of None."""
@@ -166,10 +186,12 @@ class AdvantageComputer:
         kl = torch.zeros_like(batch.logprobs)
         if batch.reference_logprobs is not None:
             kl = (batch.logprobs - batch.reference_logprobs).masked_fill(~mask, 0.0)
-        sums = kl.double().sum(), batch.entropy.double()[mask].sum(), mask.sum(), masked_tokens(batch, self.settings)
+        entropy = torch.zeros_like(kl) if batch.entropy is None else batch.entropy
+        sums = kl.double().sum(), entropy.double()[mask].sum(), mask.sum(), masked_tokens(batch, self.settings)
         metrics, sequences, of_all = step_metrics(batch, self.settings, self.role_groups, *sums)
         kl_sum, entropy, generated, masked = of_all
-        metrics["rollout/entropy"] = entropy / max(generated, 1.0)
+        if batch.entropy is not None:
+            metrics["rollout/entropy"] = entropy / max(generated, 1.0)
         if batch.teacher_logprobs is not None:
             metrics |= self._teacher_metrics(batch)
         if self.settings.mask_truncated_responses:

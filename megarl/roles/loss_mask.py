@@ -24,6 +24,12 @@ def loss_mask(batch: Batch, settings: Settings) -> Tensor:
     return broadcast_to_tokens(batch.finished, batch.response_mask, batch.cu_seqlens)
 
 
+def actor_mask(batch: Batch, settings: Settings) -> Tensor:
+    """[T] bool: the tokens whose losses count for the actor: without those that `--rollout-rejection` took out."""
+    mask = loss_mask(batch, settings)
+    return mask if batch.kept is None else mask & batch.kept
+
+
 def without_unscored(batch: Batch, is_scored: Tensor) -> Tensor:
     """[T] bool: the response mask without the responses that have no score. `is_scored`: [N] bool."""
     return broadcast_to_tokens(is_scored, batch.response_mask, batch.cu_seqlens)
@@ -42,7 +48,7 @@ def is_all_masked(count: Tensor, settings: Settings) -> bool:
     Its gradient is 0; an optimizer with momentum or weight decay would move the weights all the same.
     """
     can_be_empty = settings.mask_truncated_responses or settings.can_lose_responses
-    return can_be_empty and not bool(count)
+    return (can_be_empty or settings.rollout_rejection is not None) and not bool(count)
 
 
 def masked_tokens(batch: Batch, settings: Settings) -> Tensor:

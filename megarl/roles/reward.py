@@ -124,7 +124,8 @@ class Reward:
             if self.settings.environment is not None:
                 valid = valid_sequences(batch, self.settings)
                 scored = batch.select(valid.nonzero().flatten())
-            columns = torch.zeros(len(batch), 3, dtype=torch.float64, device=batch.tokens.device)
+            width = 3 + len(self.settings.part_weights)
+            columns = torch.zeros(len(batch), width, dtype=torch.float64, device=batch.tokens.device)
             places, self.rows = valid.nonzero().flatten(), []
             for part in self._expressions.parts(scored, step_batch.prompts, step_batch.count):
                 own = scored if len(part.positions) == len(scored) else scored.select(part.positions)
@@ -135,12 +136,15 @@ class Reward:
                 )
             self.role_groups.broadcast(columns)
             batch.scores, batch.correct = columns[:, 0].float(), columns[:, 1] > 0
+            if width > 3:
+                batch.reward_parts = columns[:, 3:].float()
             if self.drops:
                 batch.response_mask = without_unscored(batch, columns[:, 2] > 0)
 
     def _score_part(self, part: Part, batch: Batch, step_batch: StepBatch, for_training: bool) -> Tensor:
-        """[n, 3] float64 reward, correctness and whether it counts of each response of a part, on the replica's leader;
-        zeros on its other ranks. Adds to `rows`. A collective of the role."""
+        """[n, 3 + parts of the reward] float64 of the responses to a part of the prompts, on the leader: reward,
+        correctness, whether it counts, the reward's parts; zeros on other ranks. Adds to `rows`. A collective of the
+        role."""
         texts = self._texts(batch, step_batch.prompts) if self.role_groups.is_leader else None
         model_scores = judged = None
         if self.reward_model and MODEL in part.expression.names:
@@ -149,13 +153,15 @@ class Reward:
             numbers = batch.sequence_ids.tolist()
             groups = positions_by_group(numbers, step_batch.samples_per_prompt)
             judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
-        columns = torch.zeros(len(batch), 3, dtype=torch.float64, device=batch.tokens.device)
+        width = 3 + len(self.settings.part_weights)
+        columns = torch.zeros(len(batch), width, dtype=torch.float64, device=batch.tokens.device)
         if self.role_groups.is_leader:
             before = len(self.rows)
             scores = self._scores(part, texts, model_scores, judged, batch, step_batch, for_training)
             dropped = [self.drops and "failure" in row for row in self.rows[before:]]
-            rows = [(each.reward, each.correct, not drop) for each, drop in zip(scores, dropped, strict=True)]
-            columns = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 3)
+            each_row = zip(scores, dropped, self._parts, strict=True)
+            rows = [(each.reward, each.correct, not drop, *of_parts) for each, drop, of_parts in each_row]
+            columns = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, width)
         return columns
 
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
@@ -219,7 +225,11 @@ class Reward:
             self._statistics.add({name: list(compress(column, counted)) for name, column in values.items()})
         positions = range(len(batch))
         scores = [compose(terms, {name: column[i] for name, column in columns.items()}) for i in positions]
-        scores = self._with_overlong_penalty(scores, batch, step_batch.prompts)
+        penalties = self._overlong_penalties(batch, step_batch.prompts)
+        self._parts = self._parts_of(terms, columns, penalties, len(batch))
+        if penalties is not None:
+            weighted = (self.settings.overlong_penalty * penalties).tolist()
+            scores = [_with_component(*item) for item in zip(scores, weighted, strict=True)]
         values = [{name: column[i] for name, column in values.items()} for i in positions]
         scored = map(_scored, scores, values)
         self.rows = before + [row | more for row, more in zip(rows, scored, strict=True)]
@@ -273,15 +283,26 @@ class Reward:
             limits = torch.tensor([n or limit for n, limit in zip(own, limits.tolist(), strict=True)]).to(limits)
         return limits
 
-    def _with_overlong_penalty(self, scores: list[Score], batch: Batch, prompts: PromptSet) -> list[Score]:
-        """The scores with the penalty of `--overlong-buffer` as one more component. All turns of an episode and its
+    def _overlong_penalties(self, batch: Batch, prompts: PromptSet) -> Tensor | None:
+        """[N] the penalty of `--overlong-buffer` before its weight; None without one. All turns of an episode and its
         observations count, as they do for `--max-response-length`."""
         s = self.settings
         if not s.overlong_buffer:
-            return scores
+            return None
         lengths, limits = batch.lengths - batch.prompt_lengths, self._limits(batch, prompts)
-        penalties = s.overlong_penalty * overlong_penalty(lengths, limits, s.overlong_buffer)
-        return [_with_component(*item) for item in zip(scores, penalties.tolist(), strict=True)]
+        return overlong_penalty(lengths, limits, s.overlong_buffer)
+
+    def _parts_of(
+        self, terms: tuple[Term, ...], columns: dict[str, list[Score]], penalties: Tensor | None, count: int
+    ) -> list[list[float]]:  # fmt: skip
+        """Parts of each response's reward, in the order of `Settings.part_weights`; [] if there are not several."""
+        if not self.settings.part_weights:
+            return [[] for _ in range(count)]
+        parts = [[score.reward for score in columns[term.name]] for term in terms if term.weight]
+        parts += [] if penalties is None else [penalties.tolist()]
+        if len(parts) != len(self.settings.part_weights):  # another reward of a mixture; then no estimator reads parts
+            return [[0.0] * len(self.settings.part_weights) for _ in range(count)]
+        return [list(of_response) for of_response in zip(*parts, strict=True)]
 
     def _shaped(self, batch: Batch, prompts: PromptSet) -> list[Shaped]:
         """What the shaping terms read. As for `--max-response-length`, all turns and observations of an episode count

@@ -87,6 +87,8 @@ class RoundScorer:
                 own = scores.flatten(0, 1)[batch.sequence_ids]
                 batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
                 batch.response_mask = without_unscored(batch, own[:, 2] > 0)
+                if self.settings.part_fields:
+                    batch.reward_parts = own[:, 3:].float()
             valid = scores[..., 2] > 0
             if self._column is not None:
                 keep = _differ(scores[..., self._column], valid)
@@ -111,8 +113,8 @@ class RoundScorer:
             found.batch.response_mask = without_unscored(found.batch, own[:, 2] > 0)
 
     def _score(self, batch: Batch | None, groups: int, samples: int, step: int, for_training: bool = True) -> Tensor:
-        """[groups, samples, 3] float64 rewards, correctness and whether they count (`valid_sequences`) of a round's
-        responses, on all ranks that take part."""
+        """[groups, samples, 3 + K] float64 rewards, correctness, whether they count (`valid_sequences`), and K parts of
+        the rewards of a round's responses, on all ranks that take part."""
         count = groups * samples
         dp_assignment = load_balance.round_robin_assignment(self.mesh, count, samples)
         role = ROLLOUT if batch is not None else self.reward.name
@@ -122,15 +124,17 @@ class RoundScorer:
         step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, samples, fields)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training)
-        scores = torch.zeros(count, 3, dtype=torch.float64, device=device.device())
+        width = 3 + len(self.settings.part_weights)
+        scores = torch.zeros(count, width, dtype=torch.float64, device=device.device())
         if self.mesh["reward"].is_leader:
             scored = step_batch["reward"]
-            columns = scored.scores, scored.correct, valid_sequences(scored, self.settings)
+            columns = [scored.scores, scored.correct, valid_sequences(scored, self.settings)]
+            columns += scored.reward_parts.unbind(1) if self.settings.part_fields else []
             scores[scored.sequence_ids] = torch.stack([column.double() for column in columns], dim=1)
         with step_batch.exchange_phase("reward", ROLLOUT):
             dist.all_reduce(scores, group=self.mesh.channel("scores"))
             step_batch.wait_sends()
-        return scores.view(groups, samples, 3)
+        return scores.view(groups, samples, width)
 
     def _rows_of_round(self, keep: Tensor) -> list[dict]:
         """Samples-file rows of the round just scored, with sequence numbers that are unique in the step."""

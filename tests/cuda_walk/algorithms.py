@@ -20,7 +20,7 @@ def _scored_batch():
     sequences, tokens = len(batch.lengths), len(batch.tokens)
     batch.scores, batch.baseline_scores = (torch.linspace(0, end, sequences) for end in (1, 2))
     batch.correct = batch.finished = torch.arange(sequences) % 2 == 0
-    batch.entropy = batch.turn_rewards = torch.linspace(0, 1, tokens)
+    batch.entropy = batch.turn_rewards = batch.squares = torch.linspace(0, 1, tokens)
     return device_batch(batch)
 
 
@@ -48,6 +48,7 @@ def _losses(walk: Walk) -> dict:
     from megarl.algorithms.kl import KL_KINDS
     from megarl.algorithms.policy_losses import POLICY_LOSSES
     from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS, correction_sums
+    from megarl.algorithms.token_selection import MinibatchTokens
     from megarl.flags.settings import Settings
     from megarl.mcore.model.forward_pass import TokenScores
     from megarl.roles.actor_loss import ActorLoss
@@ -63,6 +64,10 @@ def _losses(walk: Walk) -> dict:
         batch = _scored_batch()
         logprobs, entropy = (x.clone().requires_grad_() for x in (batch.logprobs, batch.entropy))
         walk.clear()
+        if (select := POLICY_LOSSES[name].select) is not None:
+            columns = batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.response_mask
+            drawn = batch.logprobs.detach().double().exp()
+            batch.selected = select(MinibatchTokens(*columns, drawn, lambda x: x), POLICY_LOSSES[name].options)
         counts = local_counts(batch.response_mask, batch.cu_seqlens)
         loss = ActorLoss(settings, POLICY_LOSSES[name])
         value, sums = loss(TokenScores(logprobs, entropy), batch, batch.logprobs, counts, 0.1)

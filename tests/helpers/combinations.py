@@ -27,12 +27,20 @@ TURNS = (
 AXES = {
     "advantage": ["--advantage grpo", "--advantage rloo", "--advantage opo", "--advantage reinforce++",
                   "--advantage reinforce++-baseline", "--advantage remax --greedy-baseline", "--advantage gae",
-                  "--advantage gae --critic-warmup-steps 1", "--advantage grpo --group-std false",
+                  "--advantage gae --critic-warmup-steps 1", "--advantage gae --gae-length-alpha 0.1",
+                  "--advantage grpo --group-std false", "--advantage maxrl", "--advantage otb",
+                  "--advantage pass-at-k", "--advantage gdpo --reward exact-match+0.1*length",
                   f"{ONLINE} --minibatch-size 8", f"{ONLINE} --minibatch-size 8 --preference-loss ipo"],
-    "loss": [f"--policy-loss {name}" for name in ("cispo", "gmpo", "gspo", "gspo-token", "reinforce", "sapo")],
+    "loss": [f"--policy-loss {name}" for name in (
+        "cispo", "gmpo", "gspo", "gspo-token", "reinforce", "sapo", "dppo-tv", "dppo-kl", "rollout-is", "vespo", "topr",
+        "luspo", "fipo", "m2po --m2po-threshold 0.001", "clip-cov --clip-cov-least 0", "kl-cov --kl-cov-share 0.1")],
+    "old log-probs": ["--old-logprobs rollout", "--old-logprobs interpolate", "--rollout-rejection token-k1=0.9:1.1",
+                      "--rollout-rejection mean-abs=0.1 max-k3=0.5"],
+    "terms": ["--opsm-threshold 0.01", "--positive-nll-coefficient 0.1", "--rollout-correction-normalize"],
     "aggregation": [f"--loss-aggregation seq-mean-token-{name}" for name in ("mean", "sum", "sum-norm")],
     "kl": ["--kl-coefficient 0.1", "--kl-coefficient 0.1 --kl-in loss", "--kl-coefficient 0.1 --kl-in loss "
-           "--kl-estimator k3+", "--kl-coefficient 0.1 --kl-controller adaptive --kl-target 0.1",
+           "--kl-estimator k3+", "--kl-coefficient 0.1 --kl-in loss --kl-estimator k3-unbiased",
+           "--kl-coefficient 0.1 --kl-controller adaptive --kl-target 0.1",
            "--kl-coefficient 0.1 --reference-update-interval 1",
            "--kl-coefficient 0.1 --reference-update-interval 1 --reference-mixup 0.5"],
     "teacher": [f"{programs.GRADED} --distill {flags}" for flags in (

@@ -30,7 +30,7 @@ STATES = (  # a model with recurrent states, whose prefixes are kept
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
-    "environment": "--environment x:y", "tool_calls": "--environment x:y",
+    "estimator:length_alpha": "", "environment": "--environment x:y", "tool_calls": "--environment x:y",
     "workers": "--environment x:y", "listens": "--agent-sessions",
     "critic": "", "reference": "", "kl": "", "refreshes": "--reference-update-interval 2",
     "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
@@ -65,6 +65,7 @@ HOLDS = {
 FAILS = {
     "estimator:whiten": ONLINE, "preference": "",
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
+    "estimator:length_alpha": "--advantage grpo",
     "environment": "", "workers": "--agent-sessions", "listens": "",
     "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
     "context": "--distill loss",
@@ -92,7 +93,8 @@ FAILS = {
 VALUES = {
     "role_map": "actor=0;critic=1;reward=2;reference=3", "advantage": "grpo", "policy_loss": "gspo",
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
-    "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
+    "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric",
+    "old_logprobs": "rollout", "rollout_rejection": "mean-abs=0.5", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "reward_cosine": "2,1,-10,0,-10", "evals": "a=x b=y", "pool_bounds": "0.1,0.9",
     "pool_weights": "0,1,0.5", "group_filter_range": "0.2,0.8", "rollout_server": "http://x:8000",

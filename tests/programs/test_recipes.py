@@ -37,13 +37,16 @@ PREFERENCE = {  # paper, values, whether it has a reference
 MODELS = {  # besides the actor
     "ppo": ["critic", "reference"], "grpo": ["reference"], "rloo": ["reference"], "remax": ["reference"],
     "reinforce_plus_plus": ["reference"], "dr_grpo": [], "dapo": [], "gspo": [], "cispo": [], "gmpo": [],
+    "dppo": [], "vespo": [], "glm5": [], "gdpo": [], "maxrl": [], "m2po": [],
 }  # fmt: skip
 PAPERS = {
     "ppo": "1707.06347", "grpo": "2402.03300", "rloo": "2402.14740", "remax": "2310.10505", "dapo": "2503.14476",
     "reinforce_plus_plus": "2501.03262", "dr_grpo": "2503.20783", "gspo": "2507.18071", "cispo": "2506.13585",
-    "gmpo": "2507.20673",
+    "gmpo": "2507.20673", "dppo": "2602.04879", "vespo": "2602.10693", "glm5": "2602.15763",
+    "gdpo": "2601.05242", "maxrl": "2602.02710", "m2po": "2510.01161",
 }  # fmt: skip
 GROUPS, NO_KL = {"advantage": "grpo", "group-std": True}, {"kl-coefficient": 0}
+NO_PASS = {"old-logprobs": "rollout", **NO_KL}
 IN_REWARD = {"kl-in": "reward", "kl-estimator": "k1", "kl-controller": "fixed"}
 BY_TOKEN, BY_RESPONSE, SUM = (
     {"loss-aggregation": name} for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
@@ -68,6 +71,15 @@ VALUES = {
     "gspo": {**GROUPS, "policy-loss": "gspo", "clip-range": 0.0003, "clip-range-high": 0.0004, **BY_RESPONSE, **NO_KL},
     "cispo": {**GROUPS, "policy-loss": "cispo", "clip-range": 1.0, "clip-range-high": 4.0, **BY_TOKEN, **NO_KL},
     "gmpo": {**GROUPS, "policy-loss": "gmpo", "clip-range": 0.4, "clip-range-high": 0.4, **BY_RESPONSE, **NO_KL},
+    "dppo": {**GROUPS, "group-std": False, "policy-loss": "dppo-tv", "dppo-tv-low": 0.15, "dppo-tv-high": 0.15,
+             "dppo-tv-cap": 20.0, "loss-aggregation": "seq-mean-token-sum-norm", **NO_PASS},
+    "gdpo": {**GROUPS, "advantage": "gdpo", "whiten-advantages": True, "policy-loss": "ppo-clip", "clip-range": 0.2,
+             **BY_TOKEN, **NO_KL},
+    "maxrl": {"advantage": "maxrl", "policy-loss": "reinforce", "minibatch-size": None, **BY_TOKEN, **NO_KL},
+    "m2po": {**GROUPS, "policy-loss": "m2po", "m2po-threshold": 0.04, "clip-range": 0.2, **BY_TOKEN, **NO_KL},
+    "vespo": {**GROUPS, "policy-loss": "vespo", "vespo-k-positive": 2.0, "vespo-lambda-positive": 3.0,
+              "vespo-k-negative": 3.0, "vespo-lambda-negative": 2.0, **BY_TOKEN, **NO_PASS},
+    "glm5": {**GROUPS, "policy-loss": "rollout-is", "clip-range": 0.2, "clip-range-high": 0.28, **BY_TOKEN, **NO_PASS},
 }  # fmt: skip
 RUN = (
     " --prompts-per-step 4 --samples-per-prompt 4 --train-iters 2 --lr 1e-4 --rollout-buffer-gb 0.001"
@@ -77,6 +89,17 @@ VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
     "opo, sapo": ("rloo", "--advantage opo --policy-loss sapo"),
     "preference": ("rloo", "--advantage preference --kl-in loss --ppo-epochs 1"),
     "reinforce++-baseline, gspo-token": ("rloo", "--advantage reinforce++-baseline --policy-loss gspo-token"),
+    "dppo-kl": ("dppo", "--policy-loss dppo-kl"),
+    "luspo": ("gspo", "--policy-loss luspo"),
+    "fipo": ("dapo", "--policy-loss fipo --advantage pass-at-k"),
+    "gdpo": ("gdpo", ""),
+    "m2po": ("m2po", ""),
+    "clip-cov": ("dapo", "--policy-loss clip-cov --clip-cov-least 0.1 --clip-cov-share 0.2"),
+    "otb": ("rloo", "--advantage otb"),
+    "otb, two ranks": ("dr_grpo", "--advantage otb"),
+    "kl-cov": ("dapo", "--policy-loss kl-cov --kl-cov-share 0.1"),
+    "maxrl": ("maxrl", "--policy-loss ppo-clip"),
+    "topr": ("vespo", "--policy-loss topr"),
 }
 LAYOUTS = (
     "--max-tokens-per-microbatch 20",
@@ -191,7 +214,8 @@ def test_a_recipe_sets_the_values_of_its_paper_only(recipe):
     chosen = yaml.safe_load(text)
     assert PAPERS[recipe] in text.splitlines()[0]
     assert {name for name, value in chosen.items() if value is None} <= {"minibatch-size"}
-    program = parsed(Path("none"), recipe)
+    several = "--reward exact-match+0.1*length" if recipe == "gdpo" else ""  # it is told of a single one
+    program = parsed(Path("none"), recipe, several)
     assert program.warnings == ()  # every key has an effect
     assert chosen == VALUES[recipe] | {"ppo-epochs": 1}
     assert chosen.items() <= values_of(program).items()
@@ -209,5 +233,5 @@ def test_a_recipe_works_after_the_quickstarts_file(recipe):
     idle = {"value-clip-range", "critic-lr"} if "critic" not in MODELS[recipe] else set()
     idle |= {"gae-lambda"} if ours["advantage"] != "gae" else set()
     idle |= {"gamma"} if "gamma" not in ours else set()
-    idle |= {"clip-range"} if ours["policy-loss"] == "reinforce" else set()
+    idle |= {"clip-range"} if "clip-range" not in ours else set()
     assert named == idle

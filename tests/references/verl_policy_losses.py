@@ -9,9 +9,11 @@ from tests.references.ragged import RaggedBatch
 from tests.references.verl_core_algos import load_verl
 
 
-def policy_tokens(batch: RaggedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor) -> PolicyTokens:
+def policy_tokens(
+    batch: RaggedBatch, logprobs: Tensor, old: Tensor, advantages: Tensor, rollout: Tensor | None = None
+) -> PolicyTokens:
     """The batch as our losses take it."""
-    return PolicyTokens(logprobs, old, advantages, batch.mask, batch.cu_seqlens)
+    return PolicyTokens(logprobs, old, advantages, batch.mask, batch.cu_seqlens, rollout)
 
 
 def verl_loss(name: str, batch: RaggedBatch, tokens: PolicyTokens, clip: ClipOptions, mode: str | None = None, **more):

@@ -18,7 +18,7 @@ PACKAGE = Path(megarl.__file__).parent
 READERS = {*PACKAGE.glob("observe/report*.py"),
            *(PACKAGE / "observe" / f"{name}.py" for name in ("alarms", "progress"))}  # fmt: skip
 EXAMPLES = {"role": "actor", "phase": "update", "term": "format", "task": "chain_sum", "layer": "003", "k": "4",
-            "component": "format", "teacher": "math", "file": "code"}  # fmt: skip
+            "component": "format", "bound": "mean_abs", "teacher": "math", "file": "code"}  # fmt: skip
 HOLE = "\0"  # a value in an f-string
 
 

@@ -47,7 +47,10 @@ def policy_loss_of(name: str, function: Callable[[PolicyTokens, object], PolicyT
     """Wrap a plug-in policy loss.
 
     Its attribute `options`, a dataclass whose fields all have defaults, defines its options; the default is
-    `ClipOptions`. ValueError for an invalid `options`.
+    `ClipOptions`. An attribute `reads_rollout` says that its ratio is to the rollout's policy.
+
+    Raises:
+        ValueError: an invalid `options`.
     """
     kind = getattr(function, "options", ClipOptions)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
@@ -56,7 +59,7 @@ def policy_loss_of(name: str, function: Callable[[PolicyTokens, object], PolicyT
                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING]  # fmt: skip
     if without:
         raise ValueError(f"options of {name} need defaults: {', '.join(without)}")
-    loss = PolicyLoss(name, function, kind())
+    loss = PolicyLoss(name, function, kind(), bool(getattr(function, "reads_rollout", False)))
     option_kinds(loss)
     return loss
 

@@ -40,6 +40,14 @@ class TokenScores(NamedTuple):
     entropy: Tensor
 
 
+class SquaredScores(NamedTuple):
+    """`TokenScores`, and Σπ² over the vocabulary; all [T] fp32."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    squares: Tensor
+
+
 class TaughtScores(NamedTuple):
     """`TokenScores`, and the comparison with a teacher; all [T] fp32."""
 
@@ -118,7 +126,7 @@ def run_chunk(
 def token_scores(
     chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
     mask: Tensor | None = None, shared: SharedPrefix | None = None, teachers: Sequence[TeacherRows] = (),
-    only_distills: bool = False, learner: Callable | None = None,
+    only_distills: bool = False, learner: Callable | None = None, squares: bool = False,
 ):  # fmt: skip
     """Returns log-probabilities and entropies of packed tokens under a language model.
 
@@ -134,10 +142,11 @@ def token_scores(
         teachers: whose distributions are compared with the model's; each token has one, if there are any.
         only_distills: log-probs and entropies need no gradient.
         learner: as of `run_chunk`.
+        squares: also Σπ², which takes two more passes over the logits; without teachers.
 
     Returns:
-        TokenScores, or TaughtScores with teachers, from a model's last chunk; hidden states for the next stage from
-        other chunks.
+        TokenScores, SquaredScores with squares, or TaughtScores with teachers, from a model's last chunk; hidden states
+        for the next stage from other chunks.
     """
 
     def processor(hidden, output_layer, weight, targets, packing, model):
@@ -148,8 +157,8 @@ def token_scores(
         row_targets = targets if rows is None else targets[rows]
         of_head = {"softcap": model.config.final_logit_softcapping, "is_exact": is_exact(model.config)}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not only_distills):
-            logprobs, entropy, _ = head_scores(
-                hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=False,
+            logprobs, entropy, square_sums = head_scores(
+                hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=squares,
                 **of_head,
             )  # fmt: skip
 
@@ -160,14 +169,13 @@ def token_scores(
             return align_to_tokens(gather_stream(score, packing), packing)
 
         if not teachers:
-            return TokenScores(aligned(logprobs), aligned(entropy))
+            scores = aligned(logprobs), aligned(entropy)
+            return SquaredScores(*scores, aligned(square_sums)) if squares else TokenScores(*scores)
         places = packing.next_tokens if rows is None else packing.next_tokens[rows]
         of_policy = (row_targets, temperature, vocab_size, group, sequence_parallel, rows)
         if teachers[0].tokens is None:
             (teacher,) = teachers
-            divergences = head_divergence(
-                hidden, weight, teacher.states[places], teacher.head, *of_policy, **of_head
-            )  # fmt: skip
+            divergences = head_divergence(hidden, weight, teacher.states[places], teacher.head, *of_policy, **of_head)
         else:
             host_places = packing.host_next_tokens if rows is None else packing.host_next_tokens[scored.host_rows]
             taught = _taught_rows(teachers, places, host_places)

@@ -1,5 +1,7 @@
 """Token rewards and GAE: against verl, torchrl, a plain loop, closed forms; independent of the batch's composition."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -168,3 +170,21 @@ def test_wrong_arguments_are_rejected():
         gae(ones, ones, ones, borders, 1.0, 1.0)
     with pytest.raises(ValueError, match=r"scores must be \[1\]"):
         token_rewards(torch.ones(2), ones, 0.1, mask, borders)
+
+
+def test_the_length_adaptive_factor_is_that_of_each_response():
+    """VAPO: the advantages of a response are GAE's with λ = 1 − 1/(α·l), its returns those of the given λ."""
+    for case, batch in enumerate(ragged_batches()):
+        rewards, values, alpha = batch.normal(), batch.normal(), (0.05, 0.3, 2.0)[case % 3]
+        advantages, returns = gae(rewards, values, batch.mask, batch.cu_seqlens, 0.97, 0.9, alpha)
+        assert torch.equal(returns, gae(rewards, values, batch.mask, batch.cu_seqlens, 0.97, 0.9)[1])
+        for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
+            kept = batch.mask[start:stop]
+            lam, its, of_values, found = max(1 - 1 / (alpha * max(int(kept.sum()), 1)), 0.0), 0.0, [0.0], []
+            rows = [field[start:stop][kept].tolist() for field in (rewards, values)]
+            for reward, value in zip(*(row[::-1] for row in rows), strict=True):
+                its = reward + 0.97 * of_values[-1] - value + 0.97 * lam * its
+                of_values.append(value)
+                found.append(its)
+            expected = torch.tensor(found[::-1], dtype=torch.float64)
+            torch.testing.assert_close(advantages[start:stop][kept], expected, rtol=1e-12, atol=1e-12)

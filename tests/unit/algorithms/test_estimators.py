@@ -16,7 +16,8 @@ from tests.references.ragged import ragged_step, ragged_steps
 from tests.references.verl_core_algos import load_verl
 
 PLAIN, WHITE = AdvantageOptions(gamma=0.97), AdvantageOptions(gamma=0.97, whiten=True)
-BY_GROUP = ("grpo", "rloo", "opo", "reinforce++-baseline")
+BY_GROUP = ("grpo", "rloo", "opo", "reinforce++-baseline", "maxrl", "pass-at-k")
+WHITENED = ("gae", "reinforce++", "reinforce++-baseline", "gdpo")
 IPO = PREFERENCE_LOSSES["ipo"], PreferenceOptions()
 
 
@@ -30,6 +31,7 @@ def step_data(step, beta, dtype=torch.float64):
     batch, where = step.batch, (step.batch.mask, step.batch.cu_seqlens)
     penalty = batch.normal()
     rewards = token_rewards(step.scores, penalty, beta, *where).to(dtype)
+    probabilities = torch.rand(len(batch.mask), generator=batch.generator, dtype=torch.float64)
     return StepData(
         scores=sums_by_sequence(rewards.double(), *where),
         raw_scores=sums_by_sequence(token_rewards(step.scores, penalty, 0.0, *where).to(dtype).double(), *where),
@@ -43,6 +45,10 @@ def step_data(step, beta, dtype=torch.float64):
         cu_seqlens=batch.cu_seqlens,
         total=alone,
         logprobs=-10 * torch.rand(len(step.groups), generator=batch.generator, dtype=torch.float64),
+        token_logprobs=probabilities.log().masked_fill(~batch.mask, float("nan")),
+        squares=(probabilities**2 + 0.3 * (1 - probabilities) ** 2).masked_fill(~batch.mask, float("nan")),
+        parts=torch.randn(len(step.groups), 3, generator=batch.generator).double(),
+        part_weights=torch.tensor([1.0, 0.2, -0.5], dtype=torch.float64),
         reference_logprobs=-10 * torch.rand(len(step.groups), generator=batch.generator, dtype=torch.float64),
     )
 
@@ -93,6 +99,75 @@ def test_estimators_equal_verl(case):
     assert compared >= 200
 
 
+@pytest.mark.parametrize("std", [True, False])
+def test_pass_at_k_equals_verl(std):
+    theirs, config = load_verl().core_algos.compute_grpo_passk_outcome_advantage, {"norm_adv_by_std_in_grpo": std}
+    for step in ragged_steps(lone=False):
+        data, batch = step_data(step, beta=0.0), step.batch
+        ours = run("pass-at-k", data, dataclasses.replace(PLAIN, group_std=std))
+        rewards, mask = batch.padded(data.token_rewards.nan_to_num()), batch.padded(batch.mask).double()
+        expected, _ = theirs(rewards, response_mask=mask, index=step.labels, config=config)
+        torch.testing.assert_close(ours, batch.packed(expected), rtol=1e-9, atol=1e-7)
+
+
+def test_otb_equals_verl():
+    """verl adds 1e-8 to the weights; groups of one and of equal scores have advantages of 0 here, and returns there."""
+    theirs, compared = load_verl().core_algos.compute_multi_turn_optimal_token_baseline_advantage, 0
+    for step in ragged_steps(lone=True):
+        data, batch = step_data(step, beta=0.1), step.batch
+        ours = run("otb", data, PLAIN)
+        columns = [
+            batch.padded(x.nan_to_num()).double() for x in (data.token_rewards, data.token_logprobs, data.squares)
+        ]
+        mask = batch.padded(batch.mask).double()
+        expected, _ = theirs(columns[0], mask, step.labels, columns[1], columns[2])
+        is_unequal = torch.stack([
+            (data.raw_scores[data.groups == group].min() < data.raw_scores[data.groups == group].max())
+            for group in data.groups
+        ])  # fmt: skip
+        counted = torch.repeat_interleave(is_unequal, batch.cu_seqlens.diff())
+        torch.testing.assert_close(ours[counted], batch.packed(expected)[counted], rtol=1e-5, atol=1e-5)
+        assert not ours[~counted].any()
+        compared += bool(counted.any())
+    assert compared >= 150
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_gdpo_equals_verl(std):
+    """verl has parts in float32, so that its tolerance is that of these; and adds 1e-8 to the count in whitening."""
+    theirs, compared = load_verl().core_algos.compute_gdpo_outcome_advantage, 0
+    for step in ragged_steps(lone=False):
+        data, batch = step_data(step, beta=0.0), step.batch
+        ours = run("gdpo", data, dataclasses.replace(WHITE, group_std=std))
+        mask = batch.padded(batch.mask).float()
+        names = ["correct", "format", "length"]
+        expected, _ = theirs(
+            torch.zeros_like(mask), mask, step.labels, norm_adv_by_std_in_grpo=std,
+            config={"gdpo_reward_keys": names, "gdpo_reward_weights": data.part_weights.tolist()},
+            non_tensor_batch=dict(zip(names, data.parts.T.numpy(), strict=True)),
+            batch={"prompts": mask[:, :0], "attention_mask": torch.ones_like(mask).long()},
+        )  # fmt: skip
+        if ours.abs().max() < 1e-3:  # only rounding is left of groups of one and of equal parts
+            continue
+        torch.testing.assert_close(ours.float(), batch.packed(expected), rtol=1e-3, atol=1e-4)
+        compared += 1
+    assert compared >= 200
+
+
+def test_parts_that_are_equal_in_a_group_count_nothing():
+    for step in ragged_steps(lone=True):
+        data = step_data(step, 0.0)
+        parts = data.parts.clone()
+        parts[:, 1] = 0.1 * data.groups
+        with_part, without = (
+            run("gdpo", dataclasses.replace(data, parts=columns, part_weights=weights), PLAIN)
+            for columns, weights in ((parts, data.part_weights), (parts[:, ::2], data.part_weights[::2]))
+        )
+        torch.testing.assert_close(with_part, without, rtol=1e-12, atol=1e-12)
+        parts[:] = 0.1 * data.groups.unsqueeze(1)
+        assert not run("gdpo", dataclasses.replace(data, parts=parts), WHITE).any()
+
+
 def test_gae_equals_its_building_blocks_to_the_bit():
     for step in ragged_steps(lone=True):
         data = step_data(step, 0.1, torch.float32)
@@ -109,7 +184,7 @@ def test_groups_of_one_and_groups_of_equal_scores_get_exactly_zero():
         data = step_data(step, 0.1)
         lone = torch.isin(data.sequence_ids, (step.sizes == 1).nonzero())
         equal = dataclasses.replace(data, raw_scores=0.1 * data.groups.double())  # `scores` have a KL penalty
-        for name in (*BY_GROUP, "preference"):
+        for name in (*BY_GROUP, "preference", "otb"):
             of_sequence = sums_by_sequence(run(name, data, PLAIN).abs(), data.response_mask, data.cu_seqlens)
             assert not of_sequence[lone].any()
             for options in (PLAIN, WHITE):
@@ -142,12 +217,14 @@ def test_remax_gives_zero_to_the_reward_of_the_greedy_response():
 def test_declared_needs_and_options_are_those_read(name):
     estimator, data = ESTIMATORS[name], step_data(ragged_step(8, lone=False), 0.1)
     first = run(name, data, PLAIN)
-    others = dict(gamma=0.5, lam=0.5, group_std=False, whiten=True, credit_turns=20, preference=IPO)
+    others = dict(gamma=0.5, lam=0.5, length_alpha=0.3, group_std=False, whiten=True, credit_turns=20, preference=IPO)
     read = {field for field, value in others.items()
             if not torch.equal(first, run(name, data, dataclasses.replace(PLAIN, **{field: value})))}  # fmt: skip
-    assert estimator.options == read and estimator.whiten == (name in ("gae", "reinforce++", "reinforce++-baseline"))
+    assert estimator.options == read and estimator.whiten == (name in WHITENED)
     # Fields that are not needed may be missing; then each response is its own group.
-    missing = dict(values=None, baselines=None, logprobs=None, groups=torch.arange(len(data.groups)))
+    missing = dict(
+        values=None, baselines=None, logprobs=None, parts=None, squares=None, groups=torch.arange(len(data.groups))
+    )
     for need, nothing in missing.items():
         if need not in estimator.needs:
             assert torch.equal(first, run(name, dataclasses.replace(data, **{need: nothing}), PLAIN))
@@ -160,17 +237,28 @@ def part_of(data, sequences):
     """The data of a rank with only these sequences, in this order."""
     spans = [slice(int(data.cu_seqlens[i]), int(data.cu_seqlens[i + 1])) for i in sequences]
     tokens = torch.cat([torch.arange(len(data.response_mask))[span] for span in spans] or [torch.arange(0)])
-    fields = {name: getattr(data, name)[tokens] for name in ("token_rewards", "values", "response_mask")}
+    names = ("token_rewards", "values", "response_mask", "token_logprobs", "squares")
+    fields = {name: getattr(data, name)[tokens] for name in names}
     borders = torch.tensor([0, *(span.stop - span.start for span in spans)]).cumsum(0)
     return tokens, dataclasses.replace(data, sequence_ids=torch.tensor(sequences).long(), cu_seqlens=borders, **fields)
 
 
 def on_ranks(name, parts, options):
-    """Each rank's result; the first pass only collects each rank's summands."""
-    given = []
-    for part in parts:
-        ESTIMATORS[name].function(dataclasses.replace(part, total=lambda x: given.append(x) or x), options)
-    return [ESTIMATORS[name].function(dataclasses.replace(part, total=lambda _: sum(given)), options) for part in parts]
+    """Each rank's result. Ranks run again until the total of each of their sums is known."""
+    sums = []
+    while True:
+        asked, results = [[] for _ in parts], []
+        for part, of_rank in zip(parts, asked, strict=True):
+            known = iter(list(sums))
+
+            def total(x, of_rank=of_rank, known=known):
+                of_rank.append(x.clone())
+                return next(known, x)
+
+            results.append(ESTIMATORS[name].function(dataclasses.replace(part, total=total), options))
+        if len(sums) == len(asked[0]):
+            return results
+        sums.append(sum(of_rank[len(sums)] for of_rank in asked))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -183,7 +271,7 @@ def test_results_do_not_depend_on_how_sequences_are_split_over_ranks(name):
         for options in (PLAIN, WHITE):
             whole = ESTIMATORS[name].function(data, options)
             for places, result in zip(tokens, on_ranks(name, parts, options), strict=True):
-                if options.whiten:
+                if options.whiten or name == "otb":  # sums over the responses of two ranks
                     torch.testing.assert_close(result.advantages, whole.advantages[places], rtol=1e-12, atol=1e-12)
                 else:
                     assert torch.equal(result.advantages, whole.advantages[places])
@@ -200,7 +288,7 @@ def test_plug_ins_are_wrapped():
     data = step_data(ragged_step(3, lone=True), 0.1, torch.float32)
     estimator = estimator_of(twice_the_score)
     assert estimator.needs == frozenset() and not estimator.whiten
-    assert estimator.options == {"gamma", "lam", "group_std", "whiten", "credit_turns"}
+    assert estimator.options == {"gamma", "lam", "length_alpha", "group_std", "whiten", "credit_turns"}
     advantages, returns = estimator.function(data, PLAIN)
     assert returns is None and advantages.dtype == torch.float32 and not advantages.requires_grad
     expected = (2.0 * data.token_rewards.double() + 0.97).float()
@@ -228,7 +316,9 @@ def test_wrong_plug_ins_are_rejected():
 
     ones = torch.ones_like(data.token_rewards)
     is_rejected(
-        None, ["critic"], r"needs of .*plug_in must be from \['baselines', 'groups', 'values'\], got \['critic'\]"
+        None,
+        ["critic"],
+        r"needs of .*plug_in must be from \['baselines', 'groups', 'parts', 'values'\], got \['critic'\]",
     )
     is_rejected(Advantages(ones[:1], None), [], r"plug_in must return \[T\] = .* got \[1\]")
     is_rejected(Advantages(ones, ones), [], r"plug_in must give returns if, and only if, it needs values")

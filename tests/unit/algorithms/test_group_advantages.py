@@ -1,11 +1,12 @@
 """Group advantages: against verl, plain loops and closed forms; exact zeros; independent of the responses' order."""
 
 import functools
+import math
 
 import pytest
 import torch
 
-from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
+from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo
 from tests.references.ragged import ragged_steps
 from tests.references.verl_core_algos import load_verl
 
@@ -29,6 +30,24 @@ def by_group(step, function):
             for place, number in zip(members, function(members), strict=True):
                 result[place] = number
     return torch.tensor(result, dtype=torch.float64)
+
+
+def test_maxrl_and_the_best_of_a_group_equal_plain_loops():
+    for step in ragged_steps(lone=True):
+        scores = step.scores.tolist()
+
+        def by_mean(members):
+            own = [scores[i] for i in members]
+            mean = math.fsum(own) / len(own)
+            return [(score - mean) / mean if mean > 0 and min(own) < max(own) else 0.0 for score in own]
+
+        def beyond_others(members):
+            others = {i: max(scores[j] for j in members if j != i) for i in members}
+            return [max(0.0, scores[i] - others[i]) for i in members]
+
+        torch.testing.assert_close(maxrl(step.scores, step.groups), by_group(step, by_mean), **CLOSE)
+        best = best_of_group(step.scores, step.groups, std=False)
+        torch.testing.assert_close(best, by_group(step, beyond_others), **CLOSE)
 
 
 @pytest.mark.parametrize("std", [True, False])

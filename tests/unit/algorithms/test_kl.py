@@ -173,3 +173,24 @@ def test_bad_measurements_leave_the_coefficient_alone():
         with pytest.raises(ValueError, match=message):
             controller.update(measured, samples)
     assert controller.coefficient == 0.1
+
+
+def test_the_unbiased_estimator_has_the_kl_and_its_gradient_whoever_drew_the_tokens():
+    """Over all tokens, with the probabilities of another policy: value and gradient are the true KL's."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(200):
+        logits, old, reference = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+        logits = logits.requires_grad_()
+        policy, old, reference = (torch.log_softmax(row, 0) for row in (logits, old, reference))
+        true = (policy.exp() * (policy - reference)).sum()
+        ours = (old.exp() * kl_estimate(policy, reference, "k3-unbiased", old_logprobs=old)).sum()
+        torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-12)
+        gradients = [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (ours, true)]
+        torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_the_unbiased_estimator_of_a_policys_own_tokens_is_k3():
+    logprobs, reference = -torch.rand(2, 50)
+    ours = kl_estimate(logprobs, reference, "k3-unbiased")
+    assert torch.equal(ours, kl_estimate(logprobs, reference, "k3"))
+    assert torch.equal(ours, kl_estimate(logprobs, reference, "k3-unbiased", old_logprobs=logprobs))

@@ -12,6 +12,7 @@ from megarl.algorithms import policy_losses
 from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts
 from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES, option_kinds, policy_loss_of
+from megarl.algorithms.token_selection import MinibatchTokens
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens
 
@@ -20,12 +21,20 @@ CLIP = ClipOptions(0.2, 0.3, dual=2.0)
 
 
 # Option of any loss -> another value than in `options_of`, or in the defaults.
-OTHERS = {"low": 0.4, "high": 0.6, "dual": None, "tau_positive": 0.5, "tau_negative": 2.0}
+OTHERS = {
+    "low": 0.4, "high": 0.6, "dual": None, "tau_positive": 0.5, "tau_negative": 2.0, "cap": 1.3, "k_positive": 1.0,
+    "lambda_positive": 1.0, "k_negative": 1.0, "lambda_negative": 1.0, "half_life": 2.0, "range": 0.6,
+    "threshold": 0.5, "share": 0.5, "least": -0.5, "most": 0.5, "coefficient": 3.0,
+}  # fmt: skip
+# Losses −sg[weight]·A·log π_θ.
+WEIGHTED = ("cispo", "dppo-tv", "dppo-kl", "rollout-is", "vespo", "topr")
 
 
 def options_of(name, clip=CLIP):
     """A clip for the losses that have one, the default options for the others."""
     default = POLICY_LOSSES[name].options
+    if name in ("fipo", "m2po", "clip-cov"):
+        return dataclasses.replace(default, **dataclasses.asdict(clip))
     return clip if isinstance(clip, type(default)) else default
 
 
@@ -39,8 +48,27 @@ def test_the_losses_and_their_flags():
         "gmpo": clip,
         "reinforce": [],
         "sapo": ["sapo-tau-positive", "sapo-tau-negative"],
+        "dppo-tv": ["dppo-tv-low", "dppo-tv-high", "dppo-tv-cap"],
+        "dppo-kl": ["dppo-kl-low", "dppo-kl-high", "dppo-kl-cap"],
+        "rollout-is": clip,
+        "vespo": ["vespo-k-positive", "vespo-lambda-positive", "vespo-k-negative", "vespo-lambda-negative"],
+        "topr": ["topr-cap"],
+        "luspo": clip,
+        "m2po": [*clip, "dual-clip", "m2po-threshold"],
+        "clip-cov": [*clip, "dual-clip", "clip-cov-share", "clip-cov-least", "clip-cov-most"],
+        "kl-cov": ["kl-cov-share", "kl-cov-coefficient"],
+        "fipo": [*clip, "dual-clip", "fipo-half-life", "fipo-range"],
     }
     assert all(loss.name == name for name, loss in POLICY_LOSSES.items())
+
+
+def _selected(name, tokens, options):
+    """The tokens with those selected that a loss selects, in a mini-batch of their own."""
+    if (select := POLICY_LOSSES[name].select) is None:
+        return tokens
+    drawn = torch.rand(len(tokens.logprobs), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    columns = tokens.old_logprobs, 0.5 * tokens.old_logprobs, tokens.advantages, tokens.response_mask
+    return dataclasses.replace(tokens, selected=select(MinibatchTokens(*columns, drawn, lambda x: x), options))
 
 
 @EVERY_LOSS
@@ -52,7 +80,8 @@ def test_every_option_is_read(name):
         for batch in ragged_batches()[:20]:
             old = batch.normal()
             tokens = policy_tokens(batch, old + batch.normal(), old, batch.normal())
-            changed |= not function(tokens, default).loss.equal(function(tokens, other).loss)
+            losses = [function(_selected(name, tokens, options), options).loss for options in (default, other)]
+            changed |= not losses[0].equal(losses[1])
         assert changed, field.name
 
 
@@ -73,17 +102,20 @@ def test_before_any_update_the_ratio_is_exactly_one(name):
     terms = POLICY_LOSSES[name].function(tokens, options_of(name))
     assert torch.equal(terms.approx_kl, torch.zeros(10)) and not terms.clipped.any()
     assert not terms.approx_kl.requires_grad and terms.loss.dtype == torch.float32
-    of_logprob = name in ("cispo", "reinforce")
+    of_logprob = name in (*WEIGHTED, "reinforce")
     expected = -advantages * logprobs.detach() if of_logprob else -advantages
+    scale = torch.tensor([2.0, 3.0, 0.0]).repeat_interleave(lengths) if name == "luspo" else torch.ones(10)
+    expected = expected * scale
     if name == "sapo":
         expected = expected * (4 / (2 * torch.where(advantages > 0, 1.0, 1.05)))
     assert torch.equal(terms.loss.detach()[mask], expected[mask])
     torch.where(mask, terms.loss, 0.0).sum().backward()
+    gradient = torch.where(mask, -advantages * scale, 0.0)
     if name == "sapo":
-        torch.testing.assert_close(logprobs.grad, torch.where(mask, -advantages, 0.0))
+        torch.testing.assert_close(logprobs.grad, gradient)
     else:
         # gspo and gmpo: the n tokens of a response each give −A/n to each other.
-        torch.testing.assert_close(logprobs.grad, torch.where(mask, -advantages, 0.0), rtol=2e-7, atol=0)
+        torch.testing.assert_close(logprobs.grad, gradient, rtol=2e-7, atol=0)
 
 
 @EVERY_LOSS
@@ -134,12 +166,12 @@ def test_sequences_do_not_affect_each_other(name):
 
 
 @EVERY_LOSS
-def test_old_logprobs_and_advantages_are_constants(name):
-    fields = [torch.randn(8, requires_grad=True) for _ in range(3)]
+def test_only_the_logprobs_of_the_trained_policy_have_a_gradient(name):
+    fields = [torch.randn(8, requires_grad=True) for _ in range(4)]
     mask, borders = torch.ones(8, dtype=torch.bool), torch.tensor([0, 5, 8])
-    terms = POLICY_LOSSES[name].function(PolicyTokens(*fields, mask, borders), options_of(name))
+    terms = POLICY_LOSSES[name].function(PolicyTokens(*fields[:3], mask, borders, fields[3]), options_of(name))
     terms.loss.sum().backward()
-    assert fields[0].grad is not None and fields[1].grad is None and fields[2].grad is None
+    assert fields[0].grad is not None and all(field.grad is None for field in fields[1:])
     assert not terms.approx_kl.requires_grad
 
 
@@ -159,9 +191,17 @@ def smooth_tokens(number=40):
 def frozen(name, tokens):
     """The loss of `name` as a function of the log-probs whose stop-gradient parts stay at `tokens`."""
 
-    def cispo(x):
-        weights = (tokens.logprobs - tokens.old_logprobs).exp().clamp(0.8, 1.3)
-        return -weights * tokens.advantages * x
+    def weighted(x):
+        weights = POLICY_LOSSES[name].function(tokens, options_of(name)).loss.detach() / tokens.logprobs
+        return weights * x
+
+    def fipo(x):
+        options = options_of(name)
+        alone = dataclasses.replace(options, range=1e-300)  # holds the influence at 1
+        plain = POLICY_LOSSES[name].function(tokens, alone).loss
+        influence = POLICY_LOSSES[name].function(tokens, options).loss / plain
+        fields = (tokens.old_logprobs, influence * tokens.advantages, tokens.response_mask, tokens.cu_seqlens)
+        return POLICY_LOSSES["ppo-clip"].function(PolicyTokens(x, *fields), CLIP).loss
 
     def gspo_token(x):
         kept = [tokens.response_mask[a:b] for a, b in itertools.pairwise(tokens.cu_seqlens.tolist())]
@@ -174,7 +214,8 @@ def frozen(name, tokens):
         fields = (tokens.old_logprobs, tokens.advantages, tokens.response_mask, tokens.cu_seqlens)
         return POLICY_LOSSES[name].function(PolicyTokens(x, *fields), options_of(name)).loss
 
-    return {"cispo": cispo, "gspo-token": gspo_token}.get(name, plain)
+    others = dict.fromkeys(WEIGHTED, weighted) | {"gspo-token": gspo_token, "fipo": fipo}
+    return others.get(name, plain)
 
 
 @EVERY_LOSS

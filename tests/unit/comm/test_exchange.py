@@ -48,7 +48,7 @@ def test_fields_are_aligned_at_any_offset_in_the_payload(seed):
 def test_bytes_of_the_empty_batch():
     names = HEADER + OTHERS
     buffer = to_bytes(empty_batch(names, torch.device("cpu")), names)
-    assert len(buffer) == 16
+    assert len(buffer) == 24  # the number of sequences, and the lengths of two kinds of rows
     assert len(from_bytes(buffer, names)) == 0 and from_bytes(buffer, names).present() == list(FIELDS)
 
 

@@ -12,7 +12,12 @@ from tests.helpers.flag_cases import CONTEXT, FAILS, FIELDS, HOLDS, ONLINE, flag
 from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
-MINIMAL = dict.fromkeys(ESTIMATORS, "") | {"remax": "--greedy-baseline", "preference": ONLINE, "none": "--distill loss"}
+MINIMAL = dict.fromkeys(ESTIMATORS, "") | {
+    "remax": "--greedy-baseline",
+    "preference": ONLINE,
+    "none": "--distill loss",
+    "gdpo": "--kl-in loss",
+}
 
 
 def parsed(flags: str, program: str = "rl", size: int = 4):
@@ -261,6 +266,18 @@ WRONG = {
     "truncated means": ("--rollout-correction tis --rollout-correction-level geometric", "--rollout-correction tis: "),
     "floor above cap": ("--rollout-correction icepop --rollout-correction-floor 3", "--rollout-correction-floor 3.0: al"
                         "lowed is at most --rollout-correction-cap 2.0"),
+    "weights of a loss with weights": ("--policy-loss rollout-is --rollout-correction tis",
+                                       "--rollout-correction tis: would weigh twice: --policy-loss rollout-is"),
+    "weights of 1": ("--old-logprobs rollout --rollout-correction mis", "--rollout-correction mis: weighs by π_old/μ"),
+    "interpolation of fresh tokens": ("--old-logprobs interpolate", "--old-logprobs interpolate: moves tokens of"),
+    "routes of no pass": ("--old-logprobs rollout --router-replay old-logprob", "--old-logprobs rollout: has no pass"),
+    "nothing to mask": ("--policy-loss m2po --old-logprobs rollout", "--old-logprobs rollout: leaves nothing to mask"),
+    "rejection without a pass": ("--old-logprobs rollout --rollout-rejection mean-abs=0.1",
+                                 "--rollout-rejection mean-abs=0.1: compares the rollout with the policy before"),
+    "preferences without a pass": (f"{ONLINE} --old-logprobs rollout", "--old-logprobs rollout: --advantage"),
+    "probabilities without a pass": ("--advantage otb --old-logprobs rollout", "--advantage otb: reads Σπ² over the"),
+    "parts and a KL": ("--advantage gdpo --reward exact-match+length", "--kl-in reward: --advantage gdpo compares"),
+    "rejected pairs": (f"{ONLINE} --rollout-rejection mean-abs=0.1", "--rollout-rejection mean-abs=0.1: not allowed"),
     "routes without reference": ("--router-replay rollout --router-replay-reference --kl-coefficient 0",
                                  "--router-replay-reference True: the run has no reference"),
     "equal responses": ("--eval-prompts x --eval-responses 2", "--eval-responses 2: needs --eval-temperature above 0"),
@@ -305,6 +322,9 @@ RIGHT = [
     "--over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction icepop"
     " --rollout-correction-floor 0.5 --group-filter reward --dynamic-sampling --router-replay rollout",
     "--rollout-correction-level sequence", "--rollout-correction tis --rollout-correction-level sequence",
+    "--old-logprobs rollout --policy-loss rollout-is --router-replay rollout",
+    "--generation-lag 1 --old-logprobs interpolate", "--over-sampling 2 --partial-rollouts --policy-loss vespo",
+    "--rollout-rejection mean-abs=0.1 token-k1=0.5:2 --rollout-correction tis --rollout-correction-normalize",
     "--rollout-correction mis --rollout-correction-level geometric --rollout-correction-cap 1.01",
     "--rollout-correction icepop --rollout-correction-floor 0.5 --rollout-correction-cap 5",
     "--kl-controller adaptive --kl-target 1 --kl-horizon 12.9",

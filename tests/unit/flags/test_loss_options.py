@@ -117,7 +117,7 @@ def test_options_of_another_loss_are_dropped_with_a_warning():
 def test_only_rl_has_loss_options(tmp_path):
     """An evaluation passes over them in a file."""
     flags = {flag for loss in policy_losses.POLICY_LOSSES.values() for flag in loss.flags()}
-    assert len(flags) == 5
+    assert len(flags) == 24
     (tmp_path / "c.yaml").write_text("".join(f"{flag}: 2\n" for flag in flags) + "policy-loss: sapo\n")
     parsed(f"--config {tmp_path}/c.yaml", "evaluate")
     for flag in flags:

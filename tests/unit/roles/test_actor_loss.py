@@ -18,8 +18,12 @@ from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 WHOLE = f"{PLAIN} --minibatch-size 12 --ppo-epochs 1 --clip-grad 0 --entropy-coefficient 0.05 --advantage grpo"
+BOUNDS = {  # that mask tokens of this experience
+    "dppo-tv": "--dppo-tv-low 0.005", "dppo-kl": "--dppo-kl-low 0.002", "m2po": "--m2po-threshold 0.01",
+    "clip-cov": "--clip-cov-least 0 --clip-cov-share 0.1", "kl-cov": "--kl-cov-share 0.3",
+}  # fmt: skip
 LOSSES = {
-    **{f"{loss}, {mode}": f"--policy-loss {loss} --loss-aggregation {mode}"
+    **{f"{loss}, {mode}": f"--policy-loss {loss} --loss-aggregation {mode} {BOUNDS.get(loss, '')}"
        for loss, mode in itertools.product(POLICY_LOSSES, AGGREGATIONS)},
     "dual clip": "--dual-clip 1.01 --clip-range 0.005 --clip-range-high 0.01",
     **{f"KL {kind} in the loss": f"--kl-in loss --kl-coefficient 0.7 --kl-estimator {kind}" for kind in KL_KINDS},
@@ -29,6 +33,10 @@ LOSSES = {
     "mis of sequences": "--rollout-correction mis --rollout-correction-level sequence --rollout-correction-cap 1.1",
     "mis, geometric": "--rollout-correction mis --rollout-correction-level geometric --rollout-correction-cap 1.05",
     "icepop": "--rollout-correction icepop --rollout-correction-floor 0.9 --rollout-correction-cap 1.1",
+    "dropped responses": "--opsm-threshold 0.02",
+    "correct responses": "--positive-nll-coefficient 0.3",
+    "rejected tokens": "--rollout-rejection token-k1=0.9:1.1",
+    "rejected responses, weights": "--rollout-rejection mean-abs=0.2 max-k3=0.05 --rollout-correction mis",
 }  # fmt: skip
 # Each policy loss with one aggregation, each aggregation with a policy loss; and all the rest.
 PAIRS = {f"{loss}, {mode}" for loss, mode in zip(POLICY_LOSSES, itertools.cycle(AGGREGATIONS))}

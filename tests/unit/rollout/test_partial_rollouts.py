@@ -42,7 +42,7 @@ def carried(rank: int, flags: str) -> tuple:
     again = responses([0]) if any(r.partial[1].tokens for r in popped[:1]) else None
     if again is not None:
         again.prompt_lengths, again.response_mask = again.lengths.clone(), torch.zeros_like(again.response_mask)
-        buffer._restore_continued(again)
+        buffer._restore_continued(again, [])
     return data, held, popped, again
 
 
@@ -93,6 +93,12 @@ class Episodes:
 
     def have_ended(self, keys) -> list[bool]:
         return [False for _ in keys]
+
+    def are_relaid(self, keys) -> list[bool]:
+        return [False for _ in keys]
+
+    def learn_versions(self, keys, versions):
+        assert [len(of_episode) > 0 for of_episode in versions] == [True for _ in keys]
 
 
 def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:

@@ -135,6 +135,7 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
         return forward_pass.sequence_scores(chunk, part.tokens, part.host_metadata.lengths)
 
     def surrogate(out, part):
+        part.selected = part.response_mask  # what `PolicyLoss.select` would have chosen before the update
         return sum(loss(out, part, part.logprobs, counts, 0.1)[0] for loss in losses), out.logprobs.detach()
 
     def regression(out, part):
