@@ -153,3 +153,8 @@ def test_wrong_rewards_of_files_are_refused(key, folder, tmp_path):
 def test_rewards_of_files_and_of_turns_have_one_weight(folder, tmp_path):
     flags = f"{FLAGS} --environment tests.helpers.sum_environments:Sums --prompts {folder / 'mix.yaml'}"
     assert "needs the term environment as often as --reward has it" in refusal(rl_argv(tmp_path / "run", flags))
+
+
+def test_an_estimator_that_compares_parts_needs_one_reward(folder, tmp_path):
+    flags = f"{FLAGS} --prompts {folder / 'mix.yaml'} --advantage gdpo --reward exact-match+length --kl-coefficient 0"
+    assert "--advantage gdpo: compares the terms of one --reward" in refusal(rl_argv(tmp_path / "run", flags))
