@@ -87,6 +87,11 @@ class PromptSet:
             return None
         return self.entries[bisect.bisect_right(self._source.firsts, self._line(index)) - 1]
 
+    def response_limit(self, index: int) -> int | None:
+        """Tokens that a response to a prompt may have by its file in a mixture; None: the limit of the flags."""
+        entry = self.entry_of(index)
+        return None if entry is None else entry.max_response_length
+
     def of_entries(self, numbers: Container[int]) -> PromptSet:
         """The prompts of these entries of the mixture, by their numbers."""
         ends = np.cumsum(self.sizes())
