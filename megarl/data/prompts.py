@@ -263,7 +263,8 @@ class PromptSet:
         try:
             return prompt_tokens(prompt, encoder, limit)
         except UsageError as error:
-            raise UsageError(f"{where}: {error}") from None
+            is_own = isinstance(error, TooLong) and limit != max_prompt_length
+            raise UsageError(f"{where}: {error}" + " (the limit of its file in the mixture)" * is_own) from None
 
     def _limit(self, index: int, max_prompt_length: int) -> int:
         """Tokens that a prompt may have."""
