@@ -149,7 +149,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     tokens = _tokens_of_roles(command, program, idle)
     megatron = megatron_flags.destinations()
     attributes = role_flags.attributes_set(command.others, role_flags.ROLES_OF[program], megatron)
-    values = {name: value for name, value in command.values.items() if f"--{name}" not in idle}
+    values = _without(command.values, idle)
     context = _context(program, command.flags, values)
     combinations.check(context)
 
@@ -223,7 +223,17 @@ def _flags_without_effect(
     given |= dict.fromkeys(role_flags.reward_model_options(command.others, context.program, megatron), "scoring_model")
     # For flags of an absent role, the condition has the role's name.
     given |= role_flags.with_prefix([*given, *command.others], absent, megatron)
-    return combinations.without_effect(context, given)
+    idle: dict[str, str] = {}
+    while more := combinations.without_effect(context, given):
+        idle |= more  # then without them others may have none
+        given = {flag: when for flag, when in given.items() if flag not in more}
+        context = _context(context.program, command.flags, _without(command.values, idle))
+    return idle
+
+
+def _without(values: dict[str, object], idle: dict[str, str]) -> dict[str, object]:
+    """Values of megarl's own flags but for idle ones."""
+    return {name: value for name, value in values.items() if f"--{name}" not in idle}
 
 
 def _tokens_of_roles(command: CommandLine, program: str, idle: dict[str, str]) -> dict[str, list[str]]:

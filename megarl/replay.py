@@ -44,10 +44,11 @@ from megarl.trainers.policy import load_policy
 from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
 from megarl.trainers.setup import build_role_encoder, check_vocabulary, read_inputs
 
-# Flags of the run that decide what its rollout generates: those of an evaluation but these, and some more.
-_OF_EVALUATION = ("eval-", "judge-", "reward", "rollout-server", "load", "save", "role-map", "verify-weights")
+# Flags of the run that decide what its rollout generates: those of an evaluation but these, and some more. Drafts of
+# --mtp-drafts change no text.
+_OF_EVALUATION = ("eval-", "judge-", "reward", "rollout-server", "load", "save", "role-map", "verify-weights", "mtp-")
 _MORE = (
-    "prompts", "prompts-per-step", "samples-per-prompt", "temperature", "mtp-train", "mtp-drafts", "hf-mtp",
+    "prompts", "prompts-per-step", "samples-per-prompt", "temperature", "hf-mtp",
     "lora-rank", "lora-alpha", "lora-rslora", "lora-targets", "lora-adapter", "actor-lora-rank", "actor-lora-alpha",
     "actor-lora-rslora", "actor-lora-targets", "actor-lora-adapter",
 )  # fmt: skip
@@ -192,7 +193,8 @@ def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundR
     """The request for the response's group, as the step that drew its prompt made it."""
     line = saved.place[0]
     step, draw = saved.draw
-    prompt = PromptRequest(line=line, tokens=inputs.prompt_tokens.view(line), draw_index=draw, step=step)
+    tokens, limit = inputs.prompt_tokens.view(line), inputs.prompts.response_limit(line)
+    prompt = PromptRequest(line=line, tokens=tokens, draw_index=draw, step=step, limit=limit)
     return RoundRequests([prompt], s.samples_per_prompt, s.seed, step, s.max_response_length)
 
 

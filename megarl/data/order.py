@@ -110,7 +110,8 @@ class MixtureOrder:
 
     The next source is the one that is furthest behind its share of the draws so far, the first of equal ones. In any
     number of draws that the sum of the weights divides, each source has exactly its share; between, no source is a draw
-    or more ahead of its share. A source whose prompts pools have all left out is passed over.
+    or more ahead of its share. A source whose prompts pools have all left out is passed over: the others keep the
+    proportions of their weights, and it does not catch up when it has prompts again.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[int], seed: int, pools: DifficultyPools | None = None):
@@ -119,28 +120,40 @@ class MixtureOrder:
         self._orders = [PromptOrder(n, seed, number, part(pools, sizes, number)) for number, n in enumerate(sizes)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self.counts = [0] * len(sizes)  # draws of each source so far
+        self._turns = [0] * len(sizes)  # the same, with those for which it was passed over
 
     def take(self, count: int) -> list[int]:
         """The next `count` prompt indices; advances the position. RunStopped if every prompt is left out."""
         sources = [number for number, order in enumerate(self._orders) if order.has_prompts]
         if not sources:
             raise RunStopped(NOTHING_LEFT)
-        return [self._next(sources) for _ in range(count)]
+        taken = [self._next(sources) for _ in range(count)]
+        turns, total = self._turns_of(sources)
+        for number in set(range(len(self._orders))).difference(sources):
+            self._turns[number] = max(self._turns[number], self.weights[number] * turns // total)
+        return taken
 
     def _next(self, sources: Sequence[int]) -> int:
-        drawn, total = sum(self.counts) + 1, sum(self.weights)
-        source = max(sources, key=lambda number: self.weights[number] * drawn - self.counts[number] * total)
+        turns, total = self._turns_of(sources)
+        source = max(sources, key=lambda number: self.weights[number] * (turns + 1) - self._turns[number] * total)
         self.counts[source] += 1
+        self._turns[source] += 1
         return self._starts[source] + self._orders[source].take(1)[0]
+
+    def _turns_of(self, sources: Sequence[int]) -> tuple[int, int]:
+        """(turns, weights) of these sources together."""
+        return sum(self._turns[number] for number in sources), sum(self.weights[number] for number in sources)
 
     def state_dict(self) -> dict[str, Any]:
         positions = [order.position for order in self._orders]
-        return {"position": sum(self.counts), "size": self.size, "counts": [*self.counts], "positions": positions}
+        counts, turns = [*self.counts], [*self._turns]
+        return {"position": sum(counts), "size": self.size, "counts": counts, "turns": turns, "positions": positions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As of `PromptOrder`."""
         _check_counts(state, len(self._orders))
         self.counts = [*state["counts"]]
+        self._turns = [*state.get("turns", self.counts)]  # older checkpoints have none
         for order, position in zip(self._orders, state["positions"], strict=True):
             order.position = position
 
@@ -150,7 +163,7 @@ def _check_counts(state: dict[str, Any], sources: int):
     counts, positions = (state.get(name, [state["position"]]) for name in ("counts", "positions"))
     are_right = all(
         isinstance(numbers, list) and len(numbers) == sources and all(type(n) is int and n >= 0 for n in numbers)
-        for numbers in (counts, positions)
+        for numbers in (counts, positions, state.get("turns", counts))
     )
     if not are_right or sum(counts) != state["position"]:
         raise UsageError("--load: the checkpoint was written with another mixture of --prompts, or is damaged")

@@ -87,6 +87,11 @@ class PromptSet:
             return None
         return self.entries[bisect.bisect_right(self._source.firsts, self._line(index)) - 1]
 
+    def response_limit(self, index: int) -> int | None:
+        """Tokens that a response to a prompt may have by its file in a mixture; None: the limit of the flags."""
+        entry = self.entry_of(index)
+        return None if entry is None else entry.max_response_length
+
     def of_entries(self, numbers: Container[int]) -> PromptSet:
         """The prompts of these entries of the mixture, by their numbers."""
         ends = np.cumsum(self.sizes())
@@ -258,7 +263,8 @@ class PromptSet:
         try:
             return prompt_tokens(prompt, encoder, limit)
         except UsageError as error:
-            raise UsageError(f"{where}: {error}") from None
+            is_own = isinstance(error, TooLong) and limit != max_prompt_length
+            raise UsageError(f"{where}: {error}" + " (the limit of its file in the mixture)" * is_own) from None
 
     def _limit(self, index: int, max_prompt_length: int) -> int:
         """Tokens that a prompt may have."""

@@ -279,7 +279,7 @@ class Reward:
         """[N] int64 tokens that each response may have: those of the flag, or of its file in a mixture."""
         limits = torch.full_like(batch.lengths, self.settings.max_response_length)
         if prompts.entries:
-            own = [prompts.entry_of(line).max_response_length for line in batch.prompt_ids.tolist()]
+            own = [prompts.response_limit(line) for line in batch.prompt_ids.tolist()]
             limits = torch.tensor([n or limit for n, limit in zip(own, limits.tolist(), strict=True)]).to(limits)
         return limits
 

@@ -184,8 +184,7 @@ class GroupCollector:
 
     def _with_limit(self, request: PromptRequest) -> PromptRequest:
         """The request with the limit that a mixture gives its line."""
-        entry = self.prompts.entry_of(request.line)
-        return request if entry is None else request._replace(limit=entry.max_response_length)
+        return request._replace(limit=self.prompts.response_limit(request.line))
 
     def _generate_groups(
         self, requests: list[PromptRequest], step: int, statistics: SamplingStatistics, wanted: int

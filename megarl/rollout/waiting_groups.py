@@ -86,6 +86,12 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
             f"wait for their batch to be full; allowed is more than {complete}"
         )
     check_unfinished(unfinished, samples, "turn_rewards" in found["fields"], s)
+    environment = manifest.get("settings", {}).get("--environment", s.environment)
+    if unfinished and environment != s.environment:  # each answers otherwise, and an agent's turns are no environment's
+        raise UsageError(
+            f"--environment {s.environment}: the checkpoint of --load {s.load} holds {unfinished} unfinished groups of "
+            f"--environment {environment}; resume with it, or from a step without them"
+        )
 
 
 def check_complete(saved: tuple[int, set[str]], wanted: tuple[int, set[str]]):

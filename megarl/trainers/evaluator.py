@@ -88,11 +88,8 @@ class Evaluator:
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
         self._running: StepBatch | None = None  # what is being scored
-        entries = map(prompts.entry_of, lines)
-        limits = [None if entry is None else entry.max_response_length for entry in entries]
         self.requests = [
-            PromptRequest(line=line, tokens=tokens.view(line), limit=limit)
-            for line, limit in zip(lines, limits, strict=True)
+            PromptRequest(line=line, tokens=tokens.view(line), limit=prompts.response_limit(line)) for line in lines
         ]
 
     def evaluate(self) -> dict[str, float] | None:

@@ -1,5 +1,6 @@
 """Flags of train_rl by what they are about, for small runs with some of them."""
 
+import functools
 from pathlib import Path
 
 from tests.helpers import programs
@@ -22,6 +23,8 @@ TURNS = (
     "--environment tests.helpers.sum_environments:Sums --max-turns 3 --max-turn-length 4 --max-response-length 18"
     " --max-tokens-per-microbatch 100 --environment-timeout 60 --reward environment"
 )
+AGENT = TURNS.replace("sum_environments:Sums", "agents:sums")
+BRANCHES = AGENT.replace("agents:sums", "agents:branching") + " --max-turns 8 --max-response-length 80"
 
 # A case has one value of some of these axes. A value may need another one's: then the case is not accepted, and ends.
 AXES = {
@@ -64,7 +67,12 @@ AXES = {
                 f"{APART} --generation-lag 1 --rollout-correction tis --generation-schedule recorded",
                 "--partial-rollouts --over-sampling 2 --rollout-correction tis"],
     "turns": [TURNS, f"{TURNS} --partial-rollouts --over-sampling 2 --rollout-correction tis",
-              f"{TURNS} {APART} --generation-lag 1 --rollout-correction tis --tool-call-parser mistral"],
+              f"{TURNS} {APART} --generation-lag 1 --rollout-correction tis --tool-call-parser mistral",
+              AGENT, f"{AGENT} --partial-rollouts --over-sampling 2 --rollout-correction tis",
+              f"{AGENT} {APART} --generation-lag 1 --rollout-correction tis --prompts {{environments}}",
+              f"{BRANCHES} --max-prompt-length 20 --max-tokens-per-microbatch 400"],
+    "data": ["--prompts {limits}", "--prompts {rewards}"],
+    "kept": ["--rollout-bank {save}-bank", "--save-rollouts", "--rollout-bank {save}-bank --save-rollouts"],
     "experts": [f"{EXPERTS} {flags}" for flags in (
         "", "--moe-z-loss-coeff 0.1", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
         "--moe-shared-expert-intermediate-size 16", "--moe-latent-size 16", "--moe-layer-freq 2",
@@ -79,7 +87,8 @@ AXES = {
     "optimizer": ["--adam-beta2 0.9", "--use-distributed-optimizer", "--clip-grad 0", "--weight-decay 0.1",
                   "--use-distributed-optimizer --overlap-grad-reduce", "--lr-decay-style cosine --lr-warmup-iters 0",
                   "--optimizer sgd", "--optimizer sgd --sgd-momentum 0 --use-distributed-optimizer",
-                  "--lr-multipliers *.mlp.*=0.5 --weight-decay-multipliers *.linear_proj.*=2"],
+                  "--lr-multipliers *.mlp.*=0.5 --weight-decay-multipliers *.linear_proj.*=2",
+                  "--freeze *.mlp.*", "--optimizer sgd --freeze embedding.* --use-distributed-optimizer"],
     "recompute": ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
                   "--recompute-granularity selective --recompute-modules mlp"],
     "factors": ["--lora-rank 2", "--lora-rank 2 --lora-targets q_proj"],
@@ -100,10 +109,25 @@ NEUTRAL = [
 ]  # fmt: skip
 
 
+@functools.cache
+def mixtures() -> dict[str, Path]:
+    """Mixtures of prompt files, whose second file has a limit, a reward, or an environment of its own."""
+    folder = programs.inputs()
+    rows = [programs.addition(35, number) for number in range(6)]
+    few = programs.write_lines(folder / "few.jsonl", rows)
+    own = {"limits": "max-response-length: 2", "rewards": "reward: length+0.2*repetition",
+           "environments": "environment: tests.helpers.agents:sums"}  # fmt: skip
+    for name, line in own.items():
+        text = f"many:\n  prompts: {folder / 'train.jsonl'}\n  weight: 2\nfew:\n  prompts: {few}\n  {line}\n"
+        (folder / f"{name}.yaml").write_text(text)
+    return {name: folder / f"{name}.yaml" for name in own}
+
+
 def argv_of(values: list[str], save: Path) -> list[str]:
     """Command line of a case: a small run of one step, without a warm start."""
     folder = programs.inputs()
-    flags = " ".join([BASE, *values]).format(heldout=folder / "heldout.jsonl", sft=folder / "sft")
+    files = {"heldout": folder / "heldout.jsonl", "sft": folder / "sft", "save": save, **mixtures()}
+    flags = " ".join([BASE, *values]).format(**files)
     has_critic = "--advantage" not in flags or "--advantage gae" in flags
     return programs.rl_argv(
         save, flags + " --critic-lr 1e-3" * (has_critic and "--advantage" in flags), warm_start=False

@@ -98,7 +98,7 @@ def test_speed_and_layout_change_nothing(agent, replicas, flags, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("start, replicas", [(2, 2), (1, 1), (3, 1)])
 def test_a_resumed_run_plays_agents_again(start, replicas, tmp_path):
-    whole = undisturbed("wandering")
+    whole = undisturbed("late_wandering")
     assert carried(whole, start)
     found = run(tmp_path / "run", "late_wandering", f"--load {whole}/checkpoints/step_{start:08d}", replicas)
     assert_same(found, whole, start + 1)

@@ -24,6 +24,7 @@ def mixture(tmp_path_factory) -> Path:
         f"many:\n  prompts: {inputs() / 'train.jsonl'}\n  weight: 3\n"
         f"few:\n  prompts: {folder / 'few.jsonl'}\n  max-response-length: {SHORT}\n"
     )
+    (folder / "mix.yaml.own.yaml").write_text(f"few:\n  prompts: {folder / 'few.jsonl'}\n  max-prompt-length: 4\n")
     return folder / "mix.yaml"
 
 
@@ -109,6 +110,7 @@ REFUSALS = {
     "--max-response-length 1": "few: max-response-length 2: allowed is at most --max-response-length 1",
     "--overlong-buffer 3": "few: max-response-length 2: allowed is at least --overlong-buffer 3",
     "--environment tests.helpers.sum_environments:Sums": "few: max-response-length: not allowed with --environment",
+    "--prompts {}.own.yaml": "allows 4; --filter-long-prompts drops such lines (the limit of its file in the mixture)",
     "--eval-interval 1 --eval-prompts {}": "--eval-prompts {}: many: weight is unknown here; allowed: environm",
 }  # fmt: skip
 

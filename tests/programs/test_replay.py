@@ -12,7 +12,7 @@ import pytest
 from megarl.environments.protocol import Task, Turn
 from megarl.errors import UsageError
 from megarl.replay import ReplayRequest, prepared
-from tests.helpers.programs import rl_argv, samples, train
+from tests.helpers.programs import inputs, rl_argv, samples, train
 from tests.helpers.replays import played
 from tests.helpers.sum_environments import Sums
 from tests.helpers.tiers import by_default
@@ -43,6 +43,8 @@ RUNS = {  # ranks, ranks of the replay, flags
         f"{SHAPE} --environment tests.helpers.agents:branching --max-turns 8 --max-response-length 80"
         " --max-prompt-length 20 --max-tokens-per-microbatch 400",
     ),
+    "a file's limit": (1, 1, "--advantage rloo --kl-coefficient 0 --prompts {folder}/mix.yaml"),
+    "drafts of a trained layer": (1, 1, "--advantage rloo --kl-coefficient 0 --mtp-train --mtp-drafts"),
     "low rank": (1, 1, f"{TURNS} --lora-rank 4"),
     "partial": (2, 1, f"{TURNS} --over-sampling 2 --partial-rollouts --rollout-correction tis"),
 }  # fmt: skip
@@ -51,13 +53,16 @@ SAME = "the same tokens and log-probs"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("replays")
+    folder = tmp_path_factory.mktemp("replays")
+    (folder / "mix.yaml").write_text(f"short:\n  prompts: {inputs()}/train.jsonl\n  max-response-length: 1\n")
+    return folder
 
 
 @functools.cache
 def saved(folder: Path, name: str) -> Path:
     size, _, flags = RUNS[name]
     save = folder / name.replace(" ", "-")
+    flags = flags.format(folder=folder)
     train("rl", rl_argv(save, f"--train-iters 3 --save-interval 1 {flags} --save-rollouts"), size)
     return save
 

@@ -122,12 +122,19 @@ EVALUATED = {  # flags of an evaluation that asks a server
     "one turn": "--top-k 5", "stop strings": '--stop ["7","1+"] --stop-token-ids 6',
     "an environment": EPISODES.format("sum_environments:Sums"), "an agent": EPISODES.format("agents:late_sums"),
     "an agent with its own stop strings": EPISODES.format("agents:stopping"),
+    "files with limits and rewards": "--evals short=FOLDER/short.yaml",
+    "files with environments": EPISODES.format("sum_environments:Sums") + " --evals played=FOLDER/played.yaml",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", by_default(EVALUATED, ("stop strings", "an agent with its own stop strings")))
 def test_evaluate_gives_the_same_bytes_with_a_server(case, tmp_path):
-    flags = f"--eval-responses 3 --eval-temperature 0.8 {EVALUATED[case]}"
+    flags = f"--eval-responses 3 --eval-temperature 0.8 {EVALUATED[case].replace('FOLDER', str(tmp_path))}"
+    entry = f"{{}}:\n  prompts: {inputs() / 'heldout.jsonl'}\n  {{}}\n"
+    short = entry.format("a", "max-response-length: 2") + entry.format("b", "reward: length+exact-match")
+    played = entry.format("a", "environment: tests.helpers.agents:sums") + entry.format("b", "max-prompt-length: 6")
+    (tmp_path / "short.yaml").write_text(short)
+    (tmp_path / "played.yaml").write_text(played)
     run_evaluate(evaluate_argv(tmp_path / "own", flags))
     with served(serve_argv("--max-response-length 40")) as running:
         argv = evaluate_argv(tmp_path / "remote", f"{flags} --rollout-server {running.url}")

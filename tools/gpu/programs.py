@@ -37,7 +37,8 @@ def flags_of_all() -> tuple[list[str], list[str]]:
     """The flags of each program on one rank: of the algorithm; of the model, its kernels and memory."""
     from tests.helpers import combinations
 
-    apart = ("--kernels blas", "--exact-rollout", "--verify-weights", "--generation-lag")
+    agents = "--environment tests.helpers.agents"  # which need a package
+    apart = ("--kernels blas", "--exact-rollout", "--verify-weights", "--generation-lag", agents)
     of_model = ("experts", "attention", "model", "optimizer", "recompute", "factors", "memory", "sampling")
     found: tuple[list[str], list[str]] = [], [*combinations.NEUTRAL, *MORE]
     for axis, values in combinations.AXES.items():

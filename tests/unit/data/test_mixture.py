@@ -9,6 +9,7 @@ import pytest
 from megarl.data.columns import RL, SFT, Columns
 from megarl.data.mixture import MixtureEntry, read_mixture, whole_weights
 from megarl.data.order import MixtureOrder
+from megarl.data.pools import DifficultyPools
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.errors import UsageError
 
@@ -154,10 +155,25 @@ def test_a_resumed_mixture_goes_on():
     assert resumed.take(200) == order.take(200)
 
 
+def test_files_keep_their_proportions_beside_one_that_pools_leave_out():
+    pools = DifficultyPools(30, (0.2, 0.8), (1, 1, 0))
+    orders = [MixtureOrder([10, 10, 10], [3, 1, 4], 3, pools) for _ in range(2)]
+    solved = range(20, 30)
+    for share, expected in ((1.0, [60, 20, 0]), (0.5, [30, 10, 40])):  # and the third does not catch up later
+        for line in solved:
+            pools.add(line, share)
+        pools.end_step()
+        before = [*orders[0].counts]
+        taken = orders[0].take(80)
+        orders[1].load_state_dict(json.loads(json.dumps(orders[1].state_dict())))
+        assert [line for _ in range(16) for line in orders[1].take(5)] == taken
+        assert [after - count for after, count in zip(orders[0].counts, before, strict=True)] == expected
+
+
 @pytest.mark.parametrize("state", [
     {"position": 3, "size": 50}, {"position": 3, "size": 50, "counts": [3]},
     {"position": 3, "size": 50, "counts": [4, -1, 0]}, {"position": 3, "size": 50, "counts": [1, 1, "1"]},
-    {"position": 3, "size": 50, "counts": [1, 1, 2]},
+    {"position": 3, "size": 50, "counts": [1, 1, 2]}, {"position": 3, "size": 50, "counts": [1, 1, 1], "turns": [1]},
 ])  # fmt: skip
 def test_a_state_of_another_mixture_is_refused(state):
     with pytest.raises(UsageError, match="^--load: the checkpoint was written with another mixture"):

@@ -117,6 +117,15 @@ def test_all_flags_without_effect_are_listed_in_one_line_with_reasons(tmp_path):
     assert (program.settings, program.policy_loss, program.roles) == (plain.settings, plain.policy_loss, plain.roles)
 
 
+def test_a_flag_that_needs_one_without_effect_has_none():
+    flags = "--debug-train-only --load-rollouts x --save y --evals a=x --eval-interval 1 --best-metric a/accuracy"
+    program = parsed(flags)
+    assert program.settings.best_metric is None and program.warnings == (
+        "without effect: --evals, --eval-interval (--debug-train-only and --debug-rollout-only evaluate nothing);"
+        " --best-metric (needs --eval-prompts, --eval-interval and --save)",
+    )
+
+
 def test_a_dropped_flag_breaks_no_rule():
     """A switch of another algorithm has no effect and is not rejected."""
     assert parsed("--advantage rloo --greedy-baseline --reward-normalize").settings.greedy_baseline is False

@@ -35,14 +35,19 @@ RESUMES = [
     (f"{SIX} {PARTIAL}", 0, 4, SIX, "4 unfinished groups of 2 responses; add --partial-rollouts"),
     (f"{SIX} {PARTIAL} {TURNS}", 0, 4, f"{SIX} {PARTIAL} {TURNS}", None),
     (f"{SIX} {PARTIAL} {TURNS}", 0, 4, f"{SIX} {PARTIAL}", "that were generated with --environment; resume like that"),
+    (f"{SIX} {PARTIAL} {TURNS}", 0, 4, f"{SIX} {PARTIAL} --environment x:z",
+     "--environment x:z: the checkpoint of --load"),
+    (f"{SIX} {FILTER} {TURNS}", 3, 0, f"{SIX} {FILTER} --environment x:z", None),
     (f"{SIX} {PARTIAL}", 0, 4, f"{SIX} {PARTIAL} {TURNS}", "that were generated without --environment; resume"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("before, complete, unfinished, after, says", RESUMES)
 def test_which_runs_continue_the_groups_of_a_checkpoint(before, complete, unfinished, after, says, tmp_path):
-    entry = {"step": 4, **waiting_groups.manifest_entry(settings(tmp_path, before), complete, unfinished)}
-    manifest, present = json.loads(json.dumps(entry)), settings(tmp_path, after)
+    first, present = settings(tmp_path, before), settings(tmp_path, after)
+    entry = {"step": 4, **waiting_groups.manifest_entry(first, complete, unfinished)}
+    entry["settings"] = {"--environment": first.environment}
+    manifest = json.loads(json.dumps(entry))
     if says is None:
         waiting_groups.check(manifest, present, has_new_prompts=False)
     else:
