@@ -38,6 +38,7 @@ _LEARNING = (
     "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",
     "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size", "bf16", "fp16", "sgd_momentum",
 )  # fmt: skip
+_MOMENTS, _BY_BYTES = ("exp_avg_dtype", "exp_avg_sq_dtype"), {4: "fp32", 2: "bf16"}
 PROMPTS, EVAL_PROMPTS, EVALS = "prompts", "eval_prompts", "evals "  # sets in DATA; a name of --evals follows the last
 
 
@@ -88,6 +89,7 @@ def settings_entry(config: RunConfig) -> dict[str, object]:
     for role in config.trained:
         args = config.roles[role].megatron
         found |= {flag_of(f"{role}-{name}"): getattr(args, name) for name in _LEARNING}
+        found |= {flag_of(f"{role}-{name}"): _BY_BYTES[getattr(args, name).itemsize] for name in _MOMENTS}
     return found
 
 

@@ -153,9 +153,12 @@ def _lay_out(weights: list[Weight], limit: int | None, ranks: int, args):
 
 
 def _states(args, itemsize: int, is_of_muon: bool = False) -> int:
-    """Optimizer bytes per element: two fp32 moments, or the momentum of SGD or Muon, and an fp32 copy of 16-bit
+    """Optimizer bytes per element: two moments, or the fp32 momentum of SGD or Muon, and an fp32 copy of 16-bit
     weights."""
-    moments = 4 if is_of_muon else 8 if args.optimizer != SGD else 4 if args.sgd_momentum else 0
+    if is_of_muon or args.optimizer == SGD:
+        moments = 4 if is_of_muon or args.sgd_momentum else 0
+    else:
+        moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     return moments + (4 if is_half(args) and itemsize < 4 else 0)
 
 

@@ -135,6 +135,7 @@ def test_a_moe_checkpoint_continues_in_other_layouts(tmp_path, flags, route):
 
 
 SGD = "--num-layers 4 --optimizer sgd --lr 0.05 --weight-decay 0.1 --clip-grad 1"
+SMALL = "--num-layers 4 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 RATES = "--lr-multipliers *.mlp.*=0.5 *.layers.1.*=2 --weight-decay-multipliers *.linear_qkv.*=0"
 FROZEN = f"{DENSE} {RATES} --freeze embedding.* *.layers.2.*"
@@ -146,6 +147,8 @@ FROZEN_ROUTE = [(1, ""), (4, f"{TP2} {PP2}"), (2, CP2), (2, f"{TP2} {SP}"), (1, 
     (f"{SGD} {RATES} --freeze embedding.* *.layers.2.*", [(1, ""), (2, PP2)]),
     *(long((shape, route)) for shape in (SGD, f"{SGD} --sgd-momentum 0", f"{DENSE} {RATES}")
       for route in (DENSE_ROUTE, SHARDED_ROUTE)),
+    *(long((f"{SMALL} --adam-eps 1 --lr 0.01 {more}", route)) for more, route in (
+        ("", DENSE_ROUTE), ("--use-distributed-optimizer", DISTRIBUTED_ROUTE), (EXPERTS, EXPERT_ROUTE))),
     *(long((f"{FROZEN} {more}", FROZEN_ROUTE)) for more in ("", "--use-distributed-optimizer")),
     long((f"{FROZEN} --use-torch-fsdp2", [(2, ""), (4, TP2), (2, "")])),
     long((f"{SGD} {EXPERTS}", EXPERT_ROUTE)),
@@ -209,6 +212,7 @@ EVERY_KIND = [
     (DENSE, "recurrent", [(1, f"--bf16 {SHARDED}"), (2, FSDP), (1, "--bf16"), (2, SHARDED), (1, "")]),
     *(long((f"{shape} {more}", "llama", EVERY_KIND)) for shape in (DENSE, MOE) for more in ("", "--lora-rank 2")),
     long((f"{SGD} {RATES}", "llama", EVERY_KIND)),
+    *(long((f"{shape} {SMALL}", "llama", EVERY_KIND)) for shape in (DENSE, MOE, f"{DENSE} --lora-rank 2")),
     long((f"{FROZEN} --bf16", "llama", [(1, ""), (2, TP2), (2, PP2), (1, "")])),
 ])  # fmt: skip
 def test_an_optimizer_of_another_kind_takes_weights_moments_and_steps_to_the_bit(shape, model, kinds, tmp_path):

@@ -86,6 +86,7 @@ AXES = {
     "precision": ["--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --accumulate-allreduce-grads-in-fp32"],
     "optimizer": ["--adam-beta2 0.9", "--use-distributed-optimizer", "--clip-grad 0", "--weight-decay 0.1",
                   "--use-distributed-optimizer --overlap-grad-reduce", "--lr-decay-style cosine --lr-warmup-iters 0",
+                  "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
                   "--optimizer sgd", "--optimizer sgd --sgd-momentum 0 --use-distributed-optimizer",
                   "--lr-multipliers *.mlp.*=0.5 --weight-decay-multipliers *.linear_proj.*=2",
                   "--freeze *.mlp.*", "--optimizer sgd --freeze embedding.* --use-distributed-optimizer"],

@@ -9,7 +9,7 @@ import pytest
 from tests.emulator.programs import needs_emulator
 from tests.helpers.judges import judge_flags, rows, write
 from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, samples, timeless, train
-from tests.helpers.tiers import by_default
+from tests.helpers.tiers import by_default, long
 from tools.gpu.programs import texts_of
 
 pytestmark = needs_emulator
@@ -17,6 +17,10 @@ pytestmark = needs_emulator
 LENGTHS = "--max-response-length 12 --max-tokens-per-microbatch 60 --train-iters 3"
 EVALUATION = "--eval-interval 1 --eval-samples 4"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-grouped-gemm --router-replay rollout"
+SMALL_MOMENTS = (
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
+    " --offload --use-distributed-optimizer"
+)
 TP2, EP2 = "--tensor-model-parallel-size 2 --sequence-parallel", "--expert-model-parallel-size 2"
 # Evaluations of other weights between the steps, and a reference that changes.
 COPIES = "--ema-decay 0.5 --evaluate-ema --reference-update-interval 1 --reference-mixup 0.5"
@@ -108,8 +112,9 @@ def test_layouts_pass_the_checks(name, emulator, tmp_path):
         assert all(rows[step]["router/replayed_fraction"] == 1.0 for step in (1, 2, 3))
 
 
-def test_the_device_computes_what_a_cpu_does_in_fp32(emulator, tmp_path):
-    emulated, cpu = (argv(tmp_path / name, f"--train-iters 2 {GRADED}") for name in ("emulated", "cpu"))
+@pytest.mark.parametrize("flags", ["", long(SMALL_MOMENTS)])
+def test_the_device_computes_what_a_cpu_does_in_fp32(flags, emulator, tmp_path):
+    emulated, cpu = (argv(tmp_path / name, f"--train-iters 2 {GRADED} {flags}") for name in ("emulated", "cpu"))
     counts = emulator.run("rl", emulated)
     assert counts["aten::mm"] > 100
     train("rl", cpu)

@@ -84,7 +84,9 @@ COMPANY = {
     "--recompute-granularity selective": "recompute_modules",
     "--decoupled-lr 1e-4": "decoupled_min_lr",
     "--optimizer sgd": "sgd_momentum",
-    "--optimizer muon": " ".join(MUON),
+    "--use-precision-aware-optimizer --exp-avg-dtype bf16 --adam-beta2 0.9": "exp_avg_sq_dtype",
+    "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.9": "exp_avg_dtype",
+    **({"--optimizer muon": " ".join(MUON)} if has_muon() else {}),
     "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2":
         "start_weight_decay end_weight_decay weight_decay_incr_style",
     TP2: "sequence_parallel",
@@ -122,10 +124,12 @@ ALREADY_SO = {
 }  # fmt: skip
 # Read by runs that resume (tests/unit/checkpoint/test_schedules.py).
 ON_RESUME = {("flags", f"{name}_opt_param_scheduler") for name in ("override", "use_checkpoint")}
-# Refused by Megatron without a GPU or Transformer Engine, or without one of those that `ONLY` refuses; by megarl: gloo.
+# Refused by Megatron without a GPU or Transformer Engine, or without one of those that `ONLY` refuses; by megarl: gloo,
+# a switch without the types that it allows.
 REFUSED_HERE = {
     "ep_overlap_early_attn_memory_release", "moe_permute_fusion", "moe_pad_expert_input_to_capacity",
     "log_max_attention_logit", "expert_tensor_parallel_size", "nccl_ub", "microbatch_group_size_per_vp_stage",
+    "use_precision_aware_optimizer",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from tests.helpers.tiers import long
 FROZEN = ("embedding.*", "*.layers.0.*")
 RATES = "--lr-multipliers *.mlp.*=0.5 --weight-decay-multipliers *.mlp.*=3"
 STEPS = "--train-iters 3 --save-interval 1 --lr-warmup-iters 0"
+SMALL = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 ARGV = {"sft": sft_argv, "rl": rl_argv, "reward": reward_argv, "preference": preference_argv}
 needs_muon = pytest.mark.skipif(
     importlib.util.find_spec("emerging_optimizers") is None,
@@ -33,6 +34,9 @@ RUNS = [  # program, ranks, flags
     long(("sft", 2, f"--freeze {' '.join(FROZEN)} --optimizer sgd --bf16 --lr 0.1 --use-distributed-optimizer")),
     long(("reward", 2, f"--freeze {' '.join(FROZEN)} --use-torch-fsdp2")),
     long(("preference", 1, f"--freeze {' '.join(FROZEN)}")),
+    long(("rl", 1, f"{SMALL} --critic-offload --actor-offload --ema-decay 0.5 --bf16")),
+    long(("sft", 2, f"{SMALL} --use-distributed-optimizer --lora-rank 2")),
+    long(("rl", 2, f"{SMALL} --use-torch-fsdp2 --critic-exp-avg-sq-dtype fp32")),
     long(("rl", 2, f"--freeze {' '.join(FROZEN)} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
           " --expert-model-parallel-size 2 --actor-offload --bf16 --mtp-train --mtp-drafts")),
     *(pytest.param(*row, marks=[pytest.mark.long, needs_muon]) for row in MUON_RUNS),

@@ -54,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
             action.choices, action.type = None, str
         if action.dest == "muon_fp32_matmul_prec":
             action.choices = optimizer_rules.PRECISIONS  # torch has no "low"
+        if action.dest in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            action.choices = optimizer_rules.MOMENT_TYPES
+        if action.dest == "use_precision_aware_optimizer":
+            action.help = "Keep Adam's moments in the types of --exp-avg-dtype and --exp-avg-sq-dtype"
         if action.dest == "lr_warmup_init":
             action.help = "Learning rate of the first update of a warm-up; by default the first of equal rises from 0"
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)

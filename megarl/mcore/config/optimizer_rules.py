@@ -15,6 +15,9 @@ MUON_FLAGS = {
     "muon-coefficient-type": "quintic", "muon-num-ns-steps": 5, "muon-tp-mode": "duplicated",
     "muon-extra-scale-factor": 1.0,
 }  # fmt: skip
+MOMENT_TYPES = ("fp32", "bf16")  # others would need a scale for each tensor
+# A moment of bf16 does not move by changes below 2^-9 to 2^-8 of itself. With Megatron's 0.999 it would never fall.
+MAX_BETA_BF16 = 0.99
 PRECISIONS = ("medium", "high", "highest")  # torch's
 
 
@@ -41,6 +44,7 @@ def rules(args) -> list[LayoutRule]:
     multipliers = args.weight_decay_multipliers
     return [
         *_muon(args),
+        *_moments(args),
         LayoutRule("--sgd-momentum", args.sgd_momentum, is_sgd or args.sgd_momentum == 0.9,
                    "none without --optimizer sgd"),
         LayoutRule("--sgd-momentum", args.sgd_momentum, 0 <= args.sgd_momentum < 1, "from 0 to below 1"),
@@ -48,6 +52,22 @@ def rules(args) -> list[LayoutRule]:
                      f"none with --optimizer {args.optimizer}") for name, default in ADAM_FLAGS.items()),
         LayoutRule("--weight-decay-multipliers", " ".join(multipliers or []), decays or not multipliers,
                    "none without a --weight-decay above 0"),
+    ]  # fmt: skip
+
+
+def _moments(args) -> list[LayoutRule]:
+    first, second, is_on = args.exp_avg_dtype, args.exp_avg_sq_dtype, args.use_precision_aware_optimizer
+    types = (("--exp-avg-dtype", first), ("--exp-avg-sq-dtype", second))
+    betas = (("--adam-beta1", args.adam_beta1, first), ("--adam-beta2", args.adam_beta2, second))
+    switch = "--use-precision-aware-optimizer"
+    return [
+        *(LayoutRule(flag, name, is_on or name == "fp32", f"fp32 without {switch}") for flag, name in types),
+        LayoutRule(switch, True, not is_on or args.optimizer == "adam", "none without --optimizer adam"),
+        LayoutRule(switch, True, not is_on or (first, second) != ("fp32", "fp32"),
+                   "none without --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"),
+        *(LayoutRule(flag, beta, name != "bf16" or beta <= MAX_BETA_BF16,
+                     f"at most {MAX_BETA_BF16} with a moment of bf16, which would not follow the gradients")
+          for flag, beta, name in betas),
     ]  # fmt: skip
 
 

@@ -96,7 +96,6 @@ ONLY = {
     ),
     "optimizer": (("adam", "sgd", "muon", "dist_muon"), "other optimizers are not supported yet"),
     "muon_scalar_optimizer": ("adam", "vectors, embeddings and heads are trained by Adam"),
-    "use_precision_aware_optimizer": (False, "optimizer states have the type of the main weights, fp32"),
     "optimizer_cpu_offload": (False, "--offload keeps optimizer states on the host between updates"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
@@ -136,9 +135,9 @@ WITHOUT_EFFECT = {
     # communication
     "align_param_gather", "pipeline_model_parallel_comm_backend", "use_ring_exchange_p2p",
     "nccl_all_reduce_for_prefill",
-    # optimizer: without the precision-aware one, and on the device
-    "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_torch_optimizer_for_cpu_offload",
-    "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
+    # optimizer: fp32 weights and gradients, on the device
+    "main_params_dtype", "main_grads_dtype", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
+    "pin_cpu_grads", "pin_cpu_params",
     # measurements of Megatron's training loop
     "log_num_zeros_in_grad", "barrier_with_L1_time",
 }  # fmt: skip

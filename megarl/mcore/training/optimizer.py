@@ -1,6 +1,8 @@
 """Optimizer, gradient buffers and learning-rate schedule of a role: Megatron's, with an Adam for plain PyTorch."""
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from itertools import chain
@@ -18,9 +20,8 @@ from megatron.core.optimizer import (
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import local_multi_tensor_l2_norm, to_local_if_dtensor
+from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megarl.mcore import device
 from megarl.mcore.config.optimizer_rules import SGD
@@ -29,6 +30,7 @@ from megarl.mcore.moe.buffer_layout import stacked_experts
 from megarl.mcore.parallel.default_group import override_default_group
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 from megarl.mcore.training import layer_wise  # noqa: F401  it replaces a class of Megatron
+from megarl.mcore.training.adam import Adam, SmallMomentsAdam
 from megarl.mcore.training.parameter_groups import group_overrides
 
 # To exempt these methods from compilation, torch would import its compiler, which takes half a second of each start.
@@ -36,45 +38,6 @@ from megarl.mcore.training.parameter_groups import group_overrides
 for _exempt in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
     _method = getattr(torch.optim.Optimizer, _exempt).__wrapped__
     _method.__dynamo_disable = _method
-
-
-class Adam(torch.optim.Optimizer):
-    """Adam (1412.6980) or AdamW (1711.05101) with FusedAdam's interface: the step counter is in the param group.
-
-    torch's AdamW keeps a step in every parameter's state, which a distributed-optimizer checkpoint cannot load.
-    If Transformer Engine or Apex is installed, Megatron uses their FusedAdam instead of this class.
-    """
-
-    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
-        self.adam_w_mode = adam_w_mode
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """Updates every parameter that has a gradient."""
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                self._update(group, params)
-
-    def _update(self, group: dict, params: list):
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        columns = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params]
-        # Each rank updates its own rows of a sharded parameter.
-        weights, grads, first, second = [list(map(to_local_if_dtensor, c)) for c in zip(*columns, strict=True)]
-        decay = group["weight_decay"]
-        if not self.adam_w_mode:
-            grads, decay = [g.add(p, alpha=decay) for g, p in zip(grads, weights, strict=True)], 0.0
-        # One tensor for all: one for each would be as many copies to a device.
-        steps = list(torch.full((len(weights),), group["step"] - 1.0, device=weights[0].device).unbind())
-        adamw(
-            weights, grads, first, second, [], steps, fused=True, amsgrad=False,
-            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=decay, eps=group["eps"],
-            maximize=False,
-        )  # fmt: skip
 
 
 def create_momentum(sgd: torch.optim.SGD, config: OptimizerConfig):
@@ -153,19 +116,36 @@ def finish_gradients(wrapped, pg_collection):
 
 def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataParallel], args, pg_collection):
     """Returns Megatron's optimizer of the wrapped chunks' parameters."""
-    config = OptimizerConfig(**_fields(OptimizerConfig, args))
-    with override_default_group(pg_collection.intra_dist_opt):
+    moments = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
+    # Megatron's own way would keep fp32 weights and gradients elsewhere, too, and wants Transformer Engine.
+    fields = _fields(OptimizerConfig, args) | {"use_precision_aware_optimizer": False}
+    config = OptimizerConfig(**fields | {f"{name}_dtype": torch.float32 for name in moments})
+    with override_default_group(pg_collection.intra_dist_opt), _adam_with(moments):
         overrides = group_overrides(wrapped, config, args, pg_collection)
         optimizer = get_megatron_optimizer(
             config, wrapped, overrides, use_gloo_process_groups=False, pg_collection=pg_collection
         )
     for chained in optimizer.chained_optimizers:
+        if isinstance(chained.optimizer, SmallMomentsAdam):  # Megatron's function would create them in fp32
+            chained.optimizer.create_all_moments()
         chained.init_state_fn = chained.init_state_fn or create_momentum
         _number_as_grouped(chained)
         chained.init_state_fn(chained.optimizer, chained.config)  # a checkpoint may be saved before the first update
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
     optimizer.routers = balanced_routers(wrapped)
     return optimizer
+
+
+@contextlib.contextmanager
+def _adam_with(moments: dict[str, torch.dtype]):
+    """Context in which Megatron builds optimizers with moments of these types."""
+    adam = megatron_optimizer.Adam
+    if any(dtype != torch.float32 for dtype in moments.values()):
+        megatron_optimizer.Adam = functools.partial(SmallMomentsAdam, moments=moments)
+    try:
+        yield
+    finally:
+        megatron_optimizer.Adam = adam
 
 
 def _number_as_grouped(part):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megarl.checkpoint import schedules, trained_states
+from megarl.checkpoint import resume, schedules, trained_states
 from megarl.errors import UsageError
 from tests.helpers.programs import program, rl_argv, sft_argv
 
@@ -45,6 +45,15 @@ def test_other_states_are_refused(name, before, after, says, tmp_path):
 @pytest.mark.parametrize("name, before, after", ACCEPTED)
 def test_the_same_states_are_accepted(name, before, after, tmp_path):
     trained_states.check(*resumed(tmp_path, name, before, after))
+
+
+def test_moments_of_another_type_are_a_changed_setting(tmp_path):
+    small = "--use-precision-aware-optimizer --exp-avg-dtype bf16"
+    before, after = (program("sft", sft_argv(tmp_path, flags), 1) for flags in ("", small))
+    stored = {resume.SETTINGS: json.loads(json.dumps(resume.settings_entry(before)))}
+    changed = resume.changed_settings(stored, resume.settings_entry(after))
+    assert changed == "--actor-exp-avg-dtype bf16 (before: fp32)"
+    trained_states.check(trained_states.manifest_entry(before), after)
 
 
 def test_a_checkpoint_without_the_entry_is_of_adam(tmp_path):

@@ -20,6 +20,8 @@ DENSE_FIRST = f"{MOE} --moe-layer-freq [0,1] --moe-shared-expert-intermediate-si
 TP2, PP2, EP2 = (f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipeline", "expert"))
 SP2, CP2, DISTRIBUTED = f"{TP2} --sequence-parallel", "--context-parallel-size 2", "--use-distributed-optimizer"
 VPP = f"{PP2} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+SMALL_SECOND = "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
+SMALL_MOMENTS = f"{SMALL_SECOND} --exp-avg-dtype bf16"
 SHARDED = "--use-torch-fsdp2 --untie-embeddings-and-output-weights"
 FACTOR = 1.3  # measured over planned activations, or the inverse; experts are unevenly loaded, the rest is within 1.1
 LENGTHS = [40, 40, 32, 48, 1, 47, 48]
@@ -47,6 +49,7 @@ MODELS = [
     (f"{TP2} --layernorm-position post --qk-layernorm-all-heads --num-query-groups 1", "llama", False, 2),
     ("--tensor-model-parallel-size 4 --qk-layernorm", "llama", False, 4),
     ("--optimizer sgd --bf16", "llama", False, 2), ("--optimizer sgd --sgd-momentum 0", "llama", False, 1),
+    (f"{SMALL_MOMENTS} --bf16", "llama", False, 2), (f"{SMALL_SECOND} {TP2}", "gpt2", False, 2),
 ]  # fmt: skip
 
 

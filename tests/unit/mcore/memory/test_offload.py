@@ -14,6 +14,7 @@ from tests.helpers.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.worlds import run_world
 from tools.bench.offload import run_rounds
 
+SMALL_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-load-balancing-type none"
 
 
@@ -96,7 +97,7 @@ def steps_with_offload(rank: int, flags: str, folder: Path):
 
 
 @pytest.mark.parametrize("size, flags", [
-    (1, MOE), long((2, f"--bf16 {DISTRIBUTED} {MOE} {BIAS}")),
+    (1, MOE), long((2, f"--bf16 {DISTRIBUTED} {MOE} {BIAS}")), long((2, f"--bf16 {DISTRIBUTED} {SMALL_MOMENTS}")),
 ])  # fmt: skip
 def test_moves_to_host_and_back_are_exact_and_free_device_memory(size, flags, tmp_path):
     for held, copies in run_world(steps_with_offload, size, flags, tmp_path / "checkpoint"):

@@ -1,4 +1,5 @@
-"""Frozen parameters, multiples of learning rates and weight decays, and SGD: against torch's own optimizers."""
+"""Frozen parameters, multiples of learning rates and weight decays, SGD, Adam with moments of 16 bits: against torch's
+own optimizers."""
 
 import fnmatch
 
@@ -15,6 +16,8 @@ FSDP, SHARDED = "--use-torch-fsdp2", "--use-distributed-optimizer"
 MULTIPLIERS = "--lr-multipliers *.mlp.*=0.1 *.layers.1.*=3 --weight-decay-multipliers *.linear_qkv.*=0.5 *.mlp.*=0"
 SGD = "--optimizer sgd --lr 0.05 --weight-decay 0.2 --clip-grad 0"
 ADAM = "--lr 0.01 --weight-decay 0.2 --clip-grad 0 --adam-eps 1"
+SMALL_SECOND = f"{ADAM} --adam-beta2 0.95 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16"
+SMALL = f"{SMALL_SECOND} --exp-avg-dtype bf16"
 FROZEN = ("embedding.*", "*.layers.0.*")
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
@@ -78,17 +81,37 @@ def expected_of_torch(flags: str, kind, **settings) -> dict:
     return {name: weight.detach() for name, weight in weights.items()}
 
 
+class RoundedAdamW(torch.optim.AdamW):
+    """torch's, whose moments are rounded to bf16 after each update."""
+
+    rounded = ("exp_avg", "exp_avg_sq")
+
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            state |= {name: state[name].bfloat16().float() for name in self.rounded}
+
+
+class RoundedSecondAdamW(RoundedAdamW):
+    """torch's, whose second moments are rounded to bf16 after each update."""
+
+    rounded = ("exp_avg_sq",)
+
+
 LAYOUTS = {"one": (1, ""), "dp2": (2, ""), "tp2": (2, TP2), "sharded": (2, SHARDED), "fsdp": (2, FSDP)}
 
 
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, ("one", "sharded")))
 @pytest.mark.parametrize("more", by_default(
-    [f"{SGD} {MULTIPLIERS}", f"{SGD} --sgd-momentum 0", f"{ADAM} {MULTIPLIERS} --lr-warmup-iters 2 --train-iters 5"],
-    [f"{SGD} {MULTIPLIERS}"],
+    [f"{SGD} {MULTIPLIERS}", f"{SGD} --sgd-momentum 0", f"{ADAM} {MULTIPLIERS} --lr-warmup-iters 2 --train-iters 5",
+     SMALL, SMALL_SECOND],
+    [f"{SGD} {MULTIPLIERS}", SMALL],
 ))  # fmt: skip
 def test_updates_equal_torchs(layout, more):
     is_sgd, momentum = "sgd" in more, 0.0 if "--sgd-momentum 0" in more else 0.9
     kind, settings = (torch.optim.SGD, {"momentum": momentum}) if is_sgd else (torch.optim.AdamW, {"eps": 1.0})
+    if "bf16" in more:
+        kind, settings = RoundedAdamW if more == SMALL else RoundedSecondAdamW, {"eps": 1.0, "betas": (0.9, 0.95)}
     expected = expected_of_torch(more, kind, **settings)
     size, flags = LAYOUTS[layout]
     for _, _, found in run_world(updates, size, f"{more} {flags}"):
