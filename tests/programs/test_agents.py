@@ -128,8 +128,9 @@ def groups_of(run: Path) -> list[list[tuple]]:
     return [rows[i : i + 2] for i in range(0, len(rows), 2)]
 
 
+@pytest.mark.long  # by default agents with partial rollouts are over-sampled, too (test_carried_agents.py)
 @pytest.mark.parametrize("agent, late, flags", [
-    ("branching", "late_branching", BRANCHES), long(("sums", "late_sums", "--max-turn-length 6")),
+    ("branching", "late_branching", BRANCHES), ("sums", "late_sums", "--max-turn-length 6"),
 ])  # fmt: skip
 def test_groups_whose_agents_need_the_fewest_tokens_are_taken_at_any_speed(agent, late, flags, tmp_path):
     flags = f"{flags} --train-iters 1 --max-tokens-per-microbatch 800"

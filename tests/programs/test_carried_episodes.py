@@ -120,7 +120,7 @@ def test_over_sampling_alone_drops_what_is_not_taken(flags, tmp_path):
 def test_a_resumed_run_plays_environments_again(start, replicas, tmp_path):
     assert unfinished(undisturbed(), start)
     flags = f"{PARTIAL} --load {undisturbed() / 'checkpoints' / f'step_{start:08d}'}"
-    found = run(tmp_path / "run", flags, "CountedSums", replicas)
+    found = run(tmp_path / "run", flags, "Sums", replicas)
     assert_same_steps(found, undisturbed(), range(start + 1, STEPS + 1))
 
 

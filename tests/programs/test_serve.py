@@ -127,7 +127,7 @@ EVALUATED = {  # flags of an evaluation that asks a server
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", by_default(EVALUATED, ("stop strings", "an agent with its own stop strings")))
+@pytest.mark.parametrize("case", by_default(EVALUATED, ("an agent with its own stop strings",)))
 def test_evaluate_gives_the_same_bytes_with_a_server(case, tmp_path):
     flags = f"--eval-responses 3 --eval-temperature 0.8 {EVALUATED[case].replace('FOLDER', str(tmp_path))}"
     entry = f"{{}}:\n  prompts: {inputs() / 'heldout.jsonl'}\n  {{}}\n"

@@ -11,6 +11,7 @@ from megarl.environments.journal import Journal
 from megarl.environments.processes import MAX_ALONE
 from megarl.environments.protocol import Task
 from tests.helpers.odd_environments import MEETING, Plays, Wrong
+from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import wait_until
 
@@ -127,7 +128,7 @@ def test_a_worker_that_blocks_its_loop_is_replaced(play, tmp_path):
 
 @pytest.mark.parametrize("text, reason, replayed", [
     ("die", "its process ended with status 3", 2),  # the first time, each of those that waited may have done it
-    ("stick", "no answer within ", 1),
+    long(("stick", "no answer within ", 1)),
 ])  # fmt: skip
 def test_one_that_breaks_its_process_each_time_fails_alone(text, reason, replayed, play):
     """Its neighbours wait for an answer at that moment, and have no failure of their own."""

@@ -50,10 +50,17 @@ def test_of_fewer_responses_than_k_all_count():
     assert (found["pass@4"], found["mean@4"], found["maj@4"]) == (1.0, 0.5, 0.5)
 
 
+class Prompts(list):
+    """Stands where a set of prompts is."""
+
+    def response_limit(self, index: int) -> None:
+        """No file has its own."""
+
+
 def evaluated(rows: list[dict], tasks: list[str], monkeypatch) -> dict[str, float]:
     """Metrics of two responses to a prompt of each task."""
     alone = types.SimpleNamespace(gather=lambda items: [items])
-    prompts = [types.SimpleNamespace(task=task) for task in tasks]
+    prompts = Prompts(types.SimpleNamespace(task=task) for task in tasks)
     settings = Settings(eval_responses=2, eval_temperature=1.0)
     tokens = Ragged.of_rows([[1]] * len(tasks))
     evaluator = Evaluator(settings, alone, None, None, prompts, tokens, Timers())

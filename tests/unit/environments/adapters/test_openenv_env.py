@@ -127,6 +127,7 @@ def test_sessions_are_ended():
     assert closed == [True]
 
 
+@pytest.mark.long
 def test_a_server_that_is_gone_is_a_failure_of_the_environment():
     async def orphaned():
         with openenv_server() as (url, _):
