@@ -85,9 +85,8 @@ class Estimator(NamedTuple):
     """An estimator with its requirements."""
 
     function: Callable[[StepData, AdvantageOptions], Advantages]
-    needs: frozenset[
-        str
-    ]  # critic's values, several samples per prompt, greedy baselines, parts of rewards, log-probs, Σπ²
+    # Critic's values, several samples per prompt, greedy baselines, parts of rewards, log-probs, Σπ².
+    needs: frozenset[str]
     options: frozenset[str]  # names of the AdvantageOptions that it reads
     whiten: bool  # default of the option `whiten`
     # Computes the advantages and, with them, metrics by name, the same on every rank; None: it has no metrics.

@@ -125,14 +125,10 @@ class TurnTokens:
             return None
         if whole.startswith(kept):
             says_who_is_next = end > len(alone)
-            return end if not says_who_is_next or whole[:end].endswith(self._special_of(last)) else None
+            return end if not says_who_is_next or self._tokenizer.special[self._last_of(whole[:end])] == last else None
         opened = self._template.render(messages[:-1], add_generation_prompt=True, tools=tools)
         has_thoughts = "reasoning_content" in messages[-1] or "<think>" in messages[-1]["content"]
         return end_after_empty_thoughts(self._encoder, whole, opened, has_thoughts)
-
-    def _special_of(self, token: int) -> str:
-        """The string of a special token."""
-        return next((text for text, number in self._tokenizer.special.items() if number == token), "\0")
 
     def bridge(self, messages: Messages) -> list[int]:
         """Tokens after a turn that ended with one of the end tokens: the messages, and the opening of the next turn.
@@ -171,7 +167,11 @@ class TurnTokens:
     def _end_before(self, messages: Messages) -> str:
         """The token that ends a turn which these messages follow."""
         rendered, end = self._rendered_after_turn(messages)
-        return max((token for token in self._tokenizer.end_tokens if rendered[:end].endswith(token)), key=len)
+        return self._last_of(rendered[:end])
+
+    def _last_of(self, text: str) -> str:
+        """The end token with which a text ends."""
+        return max((token for token in self._tokenizer.end_tokens if text.endswith(token)), key=len)
 
     def _rendered_after_turn(self, messages: Messages) -> tuple[str, int]:
         """(a conversation with a turn and these messages after it, as text, where the turn ends)."""

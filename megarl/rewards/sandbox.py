@@ -101,19 +101,25 @@ def _run(source: str, stdin: str, limits: Limits) -> Outcome:
     return Outcome(status, stdout, stderr)
 
 
-# Tries from the inside what must not work.
-_PROBE = f"""
+def probe_of_processes(limit: int) -> str:
+    """Source that tries from the inside to have more processes than allowed; it has imported os, socket and sys."""
+    return f"""
 import os, socket, sys
 children = 0
 try:
-    while children <= {jail.PROCESSES}:
+    while children <= {limit}:
         if not os.fork():
             os.read(os.pipe()[0], 1)
         children += 1
 except BlockingIOError:
     pass
-if children > {jail.PROCESSES}:
+if children > {limit}:
     sys.exit("the number of processes cannot be limited here (RLIMIT_NPROC does not hold for this user)")
+"""
+
+
+# Tries from the inside what must not work.
+_PROBE = f"""{probe_of_processes(jail.PROCESSES)}
 for family in (socket.AF_INET, socket.AF_INET6):
     try:
         socket.socket(family)

@@ -90,12 +90,16 @@ class RolloutBank:
 
     def add(self, number: int, completion: Completion):
         """Appends a response of the round of the last `take`, unless it was stopped early. Not a collective."""
-        (request,) = self._requests.build([number])
-        self._append(request, number, completion)
+        if self._writes:
+            (request,) = self._requests.build([number])
+            self._append(request, number, completion)
+
+    @property
+    def _writes(self) -> bool:
+        return self.role_groups.is_leader and not self._is_full
 
     def _append(self, request: GenerationRequest, number: int, completion: Completion):
-        is_finished = completion.finished or len(completion.tokens) == request.max_new_tokens
-        if not is_finished or not self.role_groups.is_leader or self._is_full:
+        if not completion.finished and len(completion.tokens) < request.max_new_tokens:
             return
         try:
             if self._file is None:

@@ -38,7 +38,7 @@ class ProgramEnvironment(Agent):
             variables: further environment variables. The program gets OPENAI_BASE_URL, OPENAI_API_KEY,
                 ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, HOME (its folder), and of the run's variables only PATH, those of
                 language and time zone, and Python's.
-            max_file_mb: MiB that a file may have.
+            max_file_mb: MiB that a file may have outside of a sandbox, which has limits of its own.
             sandbox: True, or what the program may use: it sees no files of the machine but those, and reaches nothing
                 but the endpoint. False: it runs as the run does.
 

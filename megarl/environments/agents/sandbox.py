@@ -16,21 +16,12 @@ from urllib.parse import urlsplit
 from megarl.environments.agents import confined
 from megarl.environments.agents.agent import Address
 from megarl.errors import UsageError
+from megarl.rewards.sandbox import probe_of_processes
 
 _PROBE_SECONDS = 60.0
+_PROBE_PROCESSES = 8
 # Tries from the inside what must not work; then the program may run.
-_PROBE = """
-import os, socket, sys
-children = 0
-try:
-    while children <= 8:
-        if not os.fork():
-            os.read(os.pipe()[0], 1)
-        children += 1
-except BlockingIOError:
-    pass
-if children > 8:
-    sys.exit("the number of processes cannot be limited here (RLIMIT_NPROC does not hold for this user)")
+_PROBE = f"""{probe_of_processes(_PROBE_PROCESSES)}
 try:
     socket.create_connection(("192.0.2.1", 80), 1)
     sys.exit("the network cannot be shut off here")
@@ -143,7 +134,7 @@ def check_sandbox():
         for folder in ("workspace", "door"):
             Path(name, folder).mkdir()
         command = [sys.executable, "-IS", "-c", _PROBE]
-        limits = ProgramSandbox(processes=8)
+        limits = ProgramSandbox(processes=_PROBE_PROCESSES)
         arguments = limits._arguments(command, f"{name}/workspace", [], f"{name}/door/socket", 80)
         with _open_pipe() as stdin:  # its end would stop the program
             done = subprocess.run(

@@ -84,7 +84,7 @@ class AgentEpisode(Episode):
     def room_of_open_turn(self) -> int:
         """Tokens that it may still get; below 1 if other limits than those of its run leave none."""
         turn = self._turns[self.open_turn]
-        return min(turn.limit, self.limits.turn) - len(turn.tokens) if turn.limit <= self.limits.turn else 0
+        return turn.limit - len(turn.tokens) if turn.limit <= self.limits.turn else 0
 
     def ask(self, asked: TurnRequest):
         """Takes in that the agent has asked for a turn."""

@@ -66,4 +66,5 @@ class TurnBank(RolloutBank):
 
     def keep(self, request: GenerationRequest, completion: Completion):
         """Appends a turn, unless a round has cut it. Not a collective."""
-        self._append(request, 0, completion)
+        if self._writes:
+            self._append(request, 0, completion)

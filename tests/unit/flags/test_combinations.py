@@ -12,12 +12,8 @@ from tests.helpers.flag_cases import CONTEXT, FAILS, FIELDS, HOLDS, ONLINE, flag
 from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
-MINIMAL = dict.fromkeys(ESTIMATORS, "") | {
-    "remax": "--greedy-baseline",
-    "preference": ONLINE,
-    "none": "--distill loss",
-    "gdpo": "--kl-in loss",
-}
+MINIMAL = dict.fromkeys(ESTIMATORS, "") | {"remax": "--greedy-baseline", "preference": ONLINE, "none": "--distill loss",
+                                           "gdpo": "--kl-in loss"}  # fmt: skip
 
 
 def parsed(flags: str, program: str = "rl", size: int = 4):
