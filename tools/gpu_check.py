@@ -17,12 +17,12 @@ ROOT = Path(__file__).parent.parent
 STAGES = {  # name -> (seconds at most, command after the interpreter)
     "versions": (20, ["-m", "tools.gpu.versions"]),
     "kernels": (60, ["-m", "tools.gpu.kernels"]),
-    "decode": (130, ["-m", "tools.gpu.decode"]),
+    "decode": (160, ["-m", "tools.gpu.decode"]),
     "difference": (60, ["-m", "tools.gpu.difference"]),
     "gap": (50, ["-m", "tools.gpu.gap"]),
-    "update": (80, ["-m", "tools.gpu.update"]),
-    "ppo": (200, ["-m", "tools.gpu.ppo"]),
-    "programs": (240, ["-m", "tools.gpu.programs"]),
+    "update": (110, ["-m", "tools.gpu.update"]),
+    "ppo": (150, ["-m", "tools.gpu.ppo"]),
+    "programs": (250, ["-m", "tools.gpu.programs"]),
     "tests": (240, ["-m", "tools.gpu.tests"]),
 }
 

@@ -5,12 +5,12 @@ import pytest
 from tests.emulator.programs import needs_emulator
 from tests.helpers import combinations
 from tests.helpers.programs import RL_RECIPES, metrics, reward_argv, samples, sft_argv, timeless, train
-from tools.gpu import programs
+from tools.gpu import program_rows, programs
 
 pytestmark = [needs_emulator, pytest.mark.long]
-ALGORITHM, MODEL = programs.flags_of_all()
+ALGORITHM, MODEL = program_rows.flags_of_all()
 RECIPES = [f"--config {path}" for path in RL_RECIPES]
-TP2, PP2, EXPERTS = combinations.TP2, combinations.PP2, f"{programs.ROUTED} --moe-grouped-gemm"
+TP2, PP2, EXPERTS = combinations.TP2, combinations.PP2, f"{program_rows.ROUTED} --moe-grouped-gemm"
 APART = "--role-map actor=0;critic=0;reference=0;reward=0;rollout=1"
 LAGGING = "--role-map actor=0;critic=0;reference=0;reward=1;rollout=2 --generation-lag 2 --rollout-correction tis"
 OVER_SAMPLED = "--partial-rollouts --over-sampling 2 --rollout-correction tis"
@@ -21,7 +21,7 @@ LAYOUTS = {  # flags -> ranks
     f"{APART} --verify-weights": 2, f"{APART} --generation-lag 1 --rollout-correction tis": 2,
     f"--actor{TP2[1:]} --rollout{TP2[1:-1]}1 --role-map actor=0-1;critic=2;reference=2;reward=2;rollout=2": 3,
     f"{PP2} --num-layers 3 --decoder-first-pipeline-num-layers 2": 2,
-    f"{programs.ROUTED} --expert-model-parallel-size 2": 2,
+    f"{program_rows.ROUTED} --expert-model-parallel-size 2": 2,
 }  # fmt: skip
 OF_16_BITS = {  # flags -> ranks
     f"{EXPERTS} --expert-model-parallel-size 2": 2, f"{EXPERTS} {TP2} --sequence-parallel": 2,
@@ -37,8 +37,8 @@ OF_16_BITS = {  # flags -> ranks
     "flags, ranks", [*((flags, 1) for flags in ["", *MODEL, *ALGORITHM, *RECIPES]), *LAYOUTS.items()], ids=str
 )
 def test_a_device_computes_in_fp32_what_a_cpu_does(flags, ranks, emulator, tmp_path):
-    emulator.run("rl", programs.argv_of(flags, tmp_path / "device"), ranks)
-    train("rl", programs.argv_of(flags, tmp_path / "cpu"), ranks)
+    emulator.run("rl", program_rows.argv_of(flags, tmp_path / "device"), ranks)
+    train("rl", program_rows.argv_of(flags, tmp_path / "cpu"), ranks)
     found, wanted = (metrics(tmp_path / name) for name in ("device", "cpu"))
     steps = [step for step in wanted if step]
     assert len(steps) == 2 and ("dapo" in flags or any(wanted[step].get("actor/grad_norm") for step in steps))
@@ -51,7 +51,7 @@ def test_a_device_computes_in_fp32_what_a_cpu_does(flags, ranks, emulator, tmp_p
     "flags, ranks", [*((flags, 1) for flags in MODEL), *LAYOUTS.items(), *OF_16_BITS.items()], ids=str
 )
 def test_rollout_and_training_agree_in_bf16(flags, ranks, emulator, tmp_path):
-    counts = emulator.run("rl", programs.argv_of(f"--bf16 {flags}", tmp_path / "run"), ranks)
+    counts = emulator.run("rl", program_rows.argv_of(f"--bf16 {flags}", tmp_path / "run"), ranks)
     rows = [row for step, row in metrics(tmp_path / "run").items() if step]
     assert len(rows) == 2 and counts["aten::mm"] > 10
     first, second = (row.get("rollout/logprob_gap_max", 0.0) for row in rows)
@@ -77,9 +77,9 @@ def test_other_programs_train_as_on_a_cpu(name, command, emulator, tmp_path):
 )  # fmt: skip
 def test_a_resumed_run_is_the_whole_one_to_the_bit(flags, ranks, emulator, tmp_path):
     flags = f"--save-interval 1 {flags}"
-    emulator.run("rl", programs.argv_of(flags, tmp_path / "whole"), ranks)
+    emulator.run("rl", program_rows.argv_of(flags, tmp_path / "whole"), ranks)
     for steps in (1, 2):
-        emulator.run("rl", programs.argv_of(f"{flags} --train-iters {steps}", tmp_path / "resumed"), ranks)
+        emulator.run("rl", program_rows.argv_of(f"{flags} --train-iters {steps}", tmp_path / "resumed"), ranks)
     found, wanted = (metrics(tmp_path / place) for place in ("resumed", "whole"))
     assert timeless(found[2]) == timeless(wanted[2]) and wanted[2]["actor/grad_norm"] > 0
     assert samples(tmp_path / "resumed", 2) == samples(tmp_path / "whole", 2)
@@ -93,9 +93,9 @@ EPISODES = (
 
 def test_episodes_are_those_of_a_cpu_and_in_bf16_the_same_with_graphs_and_without(emulator, tmp_path):
     flags = {"fp32": "", "graphs": "--bf16", "steps": "--bf16 --decode-graphs off"}
-    counts = {name: emulator.run("rl", programs.argv_of(f"{EPISODES} {more}", tmp_path / name))
+    counts = {name: emulator.run("rl", program_rows.argv_of(f"{EPISODES} {more}", tmp_path / name))
               for name, more in flags.items()}  # fmt: skip
-    train("rl", programs.argv_of(EPISODES, tmp_path / "cpu"))
+    train("rl", program_rows.argv_of(EPISODES, tmp_path / "cpu"))
     assert counts["graphs"]["graph launch"] >= 4 and "graph launch" not in counts["steps"]
     for name, other in (("fp32", "cpu"), ("graphs", "steps")):
         assert metrics(tmp_path / other)[1]["environment/turns_mean"] > 1
@@ -114,8 +114,8 @@ STATES = (
 @pytest.mark.parametrize("layers", ["RECURRENT", "MAMBA"])
 def test_turns_that_continue_recurrent_states_are_those_of_a_cpu(emulator, layers, tmp_path):
     flags = f"{getattr(combinations, layers)} {STATES}"
-    emulator.run("rl", programs.argv_of(flags, tmp_path / "device"))
-    train("rl", programs.argv_of(flags, tmp_path / "cpu"))
+    emulator.run("rl", program_rows.argv_of(flags, tmp_path / "device"))
+    train("rl", program_rows.argv_of(flags, tmp_path / "cpu"))
     rows = [row for step, row in metrics(tmp_path / "device").items() if step]
     assert sum(row["rollout/reused_tokens"] for row in rows) >= 64
     assert all(row["rollout/logprob_gap_max"] < 1e-5 for row in rows)

@@ -1,8 +1,9 @@
-"""Speed of decode steps of a model with 1.7 billion parameters, and of Hugging Face's `generate` beside it.
+"""Speed of decode steps of a model with 1.7 billion parameters, and of Hugging Face's `generate` beside it; and of
+twelve layers with the experts of Qwen3-30B-A3B.
 
-A decode step reads each weight, except for the table of embeddings, and each cached key and value once. What it would
-take at the device's memory bandwidth, which is measured here by a copy, is the bound; the share of it is what a step
-reaches.
+A decode step reads each weight, except for the table of embeddings, and each cached key and value once; of experts the
+expected number that its tokens choose. What it would take at the device's memory bandwidth, which is measured here by a
+copy, is the bound; the share of it is what a step reaches.
 """
 
 import gc
@@ -15,6 +16,12 @@ from tools.bench import common
 from tools.gpu import profiles, report, run_all
 
 SHAPE = common.Shape(layers=28, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=8)
+EXPERTS, CHOSEN = 128, 8
+EXPERTS_SHAPE = common.Shape(layers=12, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=4)
+EXPERTS_FLAGS = (
+    f"--num-experts {EXPERTS} --moe-router-topk {CHOSEN} --moe-ffn-hidden-size 768 --moe-router-dtype fp32"
+    " --moe-router-load-balancing-type none --moe-grouped-gemm"
+)
 CONTEXT, NEW_TOKENS = 1536, 64
 BATCHES = (1, 32, 256)
 PROFILED = range(20, 28)  # decode steps
@@ -37,14 +44,25 @@ def timed(function) -> float:
     return time.perf_counter() - start
 
 
-def build_engine(model, pg_collection, requests: int):
+def token_bytes(shape: common.Shape) -> int:
+    """Bytes of a token's keys and values."""
+    return 2 * shape.groups * (shape.hidden // shape.heads) * 2 * shape.layers
+
+
+def weight_bytes(model, shape: common.Shape, count: int) -> float:
+    """Bytes of weights that a decode step of so many requests reads, if the router's choices are uniform."""
+    of_experts = sum(value.numel() for name, value in model.named_parameters() if ".experts." in name)
+    read = 1 - (1 - CHOSEN / EXPERTS) ** count
+    return 2 * (common.multiplied_parameters(model, shape) - of_experts * (1 - read))
+
+
+def build_engine(model, pg_collection, shape: common.Shape, requests: int):
     """An engine for so many requests."""
     from megarl.mcore.inference.engine import RolloutEngine
 
-    token_bytes = 2 * SHAPE.groups * (SHAPE.hidden // SHAPE.heads) * 2 * SHAPE.layers
-    gib = 1.1 * requests * (CONTEXT + NEW_TOKENS + 64) * token_bytes / 2**30
+    gib = 1.1 * requests * (CONTEXT + NEW_TOKENS + 64) * token_bytes(shape) / 2**30
     return RolloutEngine(
-        model, pg_collection, SHAPE.vocab, CONTEXT + NEW_TOKENS, gib + 0.5, requests, step_tokens=16384
+        model, pg_collection, shape.vocab, CONTEXT + NEW_TOKENS, gib + 0.5, requests, step_tokens=16384
     )
 
 
@@ -80,20 +98,20 @@ def step_seconds(engine, count: int) -> tuple[list[float], dict]:
     return seconds[5 : PROFILED.start] + seconds[PROFILED.stop :], found
 
 
-def ours(model, pg_collection, bytes_per_second: float):
+def ours(name: str, shape: common.Shape, flags: str, bytes_per_second: float):
     """Reports steps of each batch, with and without graphs."""
-    weights = 2 * common.multiplied_parameters(model, SHAPE)  # bytes
+    model, pg_collection, _ = common.build(shape, (CONTEXT, NEW_TOKENS), f"--bf16 {flags}")
     for count in BATCHES:
-        engine = build_engine(model, pg_collection, count)
+        engine = build_engine(model, pg_collection, shape, count)
         for has_graphs in (True, False):
             engine.engine.device_decode.has_graphs = has_graphs
             times, kernels = step_seconds(engine, count)
             seconds = statistics.median(times)
-            cached = count * CONTEXT * 2 * SHAPE.groups * (SHAPE.hidden // SHAPE.heads) * 2 * SHAPE.layers
-            share = (weights + cached) / bytes_per_second / seconds
+            read = weight_bytes(model, shape, count) + count * CONTEXT * token_bytes(shape)
+            share = read / bytes_per_second / seconds
             report(
-                decode=count, graphs=has_graphs, step_ms=round(1e3 * seconds, 3), tokens_per_s=round(count / seconds),
-                share_of_bandwidth=round(share, 3), **kernels,
+                decode=count, model=name, graphs=has_graphs, step_ms=round(1e3 * seconds, 3),
+                tokens_per_s=round(count / seconds), share_of_bandwidth=round(share, 3), **kernels,
             )  # fmt: skip
         del engine
         gc.collect()  # it is part of cycles
@@ -134,9 +152,9 @@ def main():
     bytes_per_second = bandwidth()
     report(copy_gb_per_s=round(bytes_per_second / 1e9))
     torch.cuda.empty_cache()
-    model, pg_collection, _ = common.build(SHAPE, (CONTEXT, NEW_TOKENS), "--bf16")
     run_all({
-        "megarl": lambda: ours(model, pg_collection, bytes_per_second),
+        "megarl": lambda: ours("1.7 B", SHAPE, "", bytes_per_second),
+        "megarl, experts": lambda: ours("experts", EXPERTS_SHAPE, EXPERTS_FLAGS, bytes_per_second),
         "Hugging Face": lambda: hugging_face((256, 128, 64)),
     })  # fmt: skip
 

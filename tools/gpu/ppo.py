@@ -1,6 +1,7 @@
 """Three PPO steps of small models: dense, experts with router replay, offload; which runs are equal to the bit.
 
-`python -m tools.gpu.ppo [CASE…]`, of `CASES`; default: all.
+`python -m tools.gpu.ppo [CASE…]`, of `CASES`; default: all. The first runs alone, so its times are those of the device;
+the others run several at a time.
 """
 
 import functools
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.helpers import programs
@@ -22,21 +24,33 @@ SHAPE = (
 )
 RL = (
     "--prompts-per-step 32 --samples-per-prompt 8 --max-prompt-length 32 --max-response-length 256 --train-iters 3"
-    " --reward exact-match --advantage gae --lr 1e-5 --critic-lr 1e-5 --bf16 --trackers none"
+    " --reward exact-match --advantage gae --lr 1e-5 --critic-lr 1e-5 --bf16 --rollout-buffer-gb 4 --trackers none"
 )
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512"
+RECURRENT = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-key-heads 8"
+    " --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64 --attention-output-gate"
+)
+MAMBA = "--hybrid-layer-pattern M-M*-M-* --mamba-num-heads 32 --mamba-head-dim 64 --mamba-num-groups 8"
+AT_ONCE = 5  # runs, after the first
 CASES = {
     "dense": "",
     "dense, no graphs": "--decode-graphs off",
     "experts": f"{EXPERTS} --moe-grouped-gemm --router-replay rollout",
     "experts, no graphs": f"{EXPERTS} --moe-grouped-gemm --router-replay rollout --decode-graphs off",
+    "recurrent": RECURRENT,
+    "recurrent, no graphs": f"{RECURRENT} --decode-graphs off",
+    "mamba": MAMBA,
+    "mamba, no graphs": f"{MAMBA} --decode-graphs off",
+    "drafts": "--mtp-train --mtp-drafts",
     "offload": "--offload",
     "exact": "--exact-rollout",
     "exact experts": f"{EXPERTS} --exact-rollout --router-replay rollout",
     "deterministic 1": "--deterministic",
     "deterministic 2": "--deterministic",
 }
-SAME = [("dense", "dense, no graphs"), ("experts", "experts, no graphs"), ("deterministic 1", "deterministic 2")]
+SAME = [*((name, f"{name}, no graphs") for name in ("dense", "experts", "recurrent", "mamba")),
+        ("deterministic 1", "deterministic 2")]  # fmt: skip
 SHOWN = ("rollout/logprob_gap_max", "rollout/logprob_gap_mean", "actor/ppo_kl_first", "rollout/tokens_per_s",
          "perf/tokens_per_s", "time/actor/rollout_s", "time/actor/update_s", "memory/actor/peak_bytes")  # fmt: skip
 
@@ -64,9 +78,10 @@ def main(names: list[str]):
     from tools._metric_catalog import reproducible
 
     found: dict[str, list[dict]] = {}
+    names = names or [*CASES]
 
-    def run(name: str, folder: Path, flags: str) -> bool:
-        rows = found[name] = train(folder / "".join(x for x in name if x.isalnum()), f"{flags} {CASES[name]}")
+    def run(name: str, wait) -> bool:
+        rows = found[name] = wait()
         report(ppo=name, steps=[{key: row[key] for key in SHOWN if key in row} for row in rows])
         gaps = [row["rollout/logprob_gap_max"] for row in rows if "rollout/logprob_gap_max" in row]
         return "exact" not in name or max(gaps) == 0
@@ -80,8 +95,14 @@ def main(names: list[str]):
 
     with tempfile.TemporaryDirectory() as folder:
         flags = data(Path(folder))
-        cases = {name: functools.partial(run, name, Path(folder), flags) for name in names or CASES}
-        run_all(cases | {"equal runs": are_equal})
+        calls = {name: functools.partial(train, Path(folder, str(number)), f"{flags} {CASES[name]}")
+                 for number, name in enumerate(names)}  # fmt: skip
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            first = calls.pop(names[0])
+            cases = {names[0]: functools.partial(run, names[0], first)}
+            started = functools.cache(lambda: {name: pool.submit(call) for name, call in calls.items()})
+            cases |= {name: functools.partial(run, name, lambda name=name: started()[name].result()) for name in calls}
+            run_all(cases | {"equal runs": are_equal})
 
 
 if __name__ == "__main__":

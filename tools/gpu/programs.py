@@ -1,136 +1,137 @@
-"""Two steps of train_rl with each of many flags, on the device and on the CPU of this machine, and what differs.
+"""Programs of `program_rows` on the device and on a CPU, two steps each, and what differs.
 
 In fp32 the device must draw the same tokens and find the same numbers as the CPU, up to rounding; in bf16 the gap
 between log-probs of rollout and training must be small. Programs are forks of one process that has imported
-everything, several at a time.
+everything, several at a time. What the CPU finds may be made before, on another machine, which leaves a check's time
+and processors to the device: `python -m tools.gpu.programs --prepare build/gpu_programs`.
 """
 
+import argparse
 import json
 import math
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from tools.gpu import report, run_all
 
 ROOT = Path(__file__).parent.parent.parent
-AT_ONCE, SECONDS = {"cpu": 6, "device": 13}, 100  # programs; of one of them at most
+PREPARED = ROOT / "build" / "gpu_programs"
+SECONDS = 100  # of one program at most
+BEGIN = 130  # seconds after which no further program of the device begins
 TOLERANCE, GAP = 2e-3, 0.05  # relative, of a number in fp32; nats, in bf16
 ABSOLUTE = 1e-4  # of numbers near 0
-LATENT = (
-    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
-)
-ROUTED = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
-MORE = [LATENT, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2", "--decode-graphs off",
-        "--window-size 3,0 --softmax-type learnable --use-distributed-optimizer"]  # fmt: skip
-GROUPED = [f"{ROUTED} --moe-grouped-gemm{more}" for more in ("", " --offload", " --use-distributed-optimizer")]
-EXACT = ["--exact-rollout", f"{ROUTED} --exact-rollout"]
 NUMBERS = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/reference",
-           "rollout/entropy")  # fmt: skip
-
-
-def flags_of_all() -> tuple[list[str], list[str]]:
-    """The flags of each program on one rank: of the algorithm; of the model, its kernels and memory."""
-    from tests.helpers import combinations
-
-    agents = "--environment tests.helpers.agents"  # which need a package
-    apart = ("--kernels blas", "--exact-rollout", "--verify-weights", "--generation-lag", agents)
-    of_model = ("experts", "attention", "model", "optimizer", "recompute", "factors", "memory", "sampling")
-    found: tuple[list[str], list[str]] = [], [*combinations.NEUTRAL, *MORE]
-    for axis, values in combinations.AXES.items():
-        if axis not in ("layout", "precision"):
-            found[axis in of_model].extend(values)
-    algorithm, model = ([value for value in row if not value.startswith(apart)] for row in found)
-    return algorithm, ["", *model]
-
-
-def programs(is_cpu: bool) -> dict[str, str]:
-    """name -> flags of the programs of a device."""
-    algorithm, model = flags_of_all()
-    rows = {f"fp32 {flags}": flags for flags in [*model, *algorithm]}
-    if not is_cpu:
-        rows |= {f"bf16 {flags}": f"--bf16 {flags}" for flags in [*EXACT, *GROUPED, *model]}
-        rows["fp16"] = "--fp16 --initial-loss-scale 1024"
-    return rows
-
-
-def argv_of(flags: str, save: Path) -> list[str]:
-    """The command line of a program."""
-    from tests.helpers import combinations
-    from tests.helpers import programs as small
-
-    both = f"--train-iters 2 --use-cpu-initialization {small.GRADED}"
-    argv = combinations.argv_of([both, flags], save)
-    if LATENT in flags:  # which has no groups
-        place = argv.index("--group-query-attention")
-        del argv[place : place + 3]
-    return argv
+           "rollout/entropy", "sft/loss", "sft/grad_norm", "preference/loss", "preference/grad_norm",
+           "reward/loss", "reward/grad_norm")  # fmt: skip
 
 
 # -- programs of one device, in a process of their own -------------------------------------------------------------
 
 
-def _child(argv: list[str], place: Path):
+def _child(program: str, argv: list[str], place: Path):
     from tests.helpers import forked_programs
 
     place.mkdir(parents=True)
     forked_programs.redirect(place)
-    forked_programs.run_here("rl", argv, {})
+    forked_programs.run_here(program, argv, {})
 
 
-def run_programs(folder: Path, is_cpu: bool):
-    """Runs the programs of a device; writes the exit status of each, and why it failed."""
+def run_programs(folder: Path, data: Path, is_cpu: bool, at_once: int, only: list[str], begin: float):
+    """Runs the programs of a device; appends to `folder/statuses.jsonl` the name, exit status, place and last errors
+    of each that has ended."""
     import torch
 
     from megarl import train_rl  # noqa: F401  imported once, before the forks
     from megarl.mcore.model import gpt  # noqa: F401
     from tests.helpers import programs as small
+    from tools.gpu import program_rows
 
-    small.inputs = lambda: folder.parent / "data"  # type: ignore[assignment]  # training it would start CUDA here
+    small.inputs = lambda: data  # type: ignore[assignment]  # training it would start CUDA here
     if torch.cuda.is_initialized():
         raise RuntimeError("CUDA has started in the process that forks the programs")
-    waiting = [*programs(is_cpu).items()]
+    rows = program_rows.rows(is_cpu)
+    waiting = [name for name in rows if not only or any(text in name for text in only)]
     running: list[tuple] = []
-    statuses = {}
-    while waiting or running:
-        while waiting and len(running) < AT_ONCE["cpu" if is_cpu else "device"]:
-            name, flags = waiting.pop(0)
-            place = folder / str(len(waiting))
-            arguments = argv_of(flags, place / "run")
-            process = multiprocessing.get_context("fork").Process(target=_child, args=(arguments, place))
-            process.start()
-            running.append((name, place, process, time.monotonic()))
-        for name, place, process, started in list(running):
-            if process.is_alive() and time.monotonic() - started < SECONDS:
-                continue
-            process.kill()
-            process.join()
-            running.remove((name, place, process, started))
-            log = place / "err"
-            text = log.read_text()[-1500:] if log.exists() else "it has not begun"
-            statuses[name] = [process.exitcode, str(place), text]
-        time.sleep(0.05)
-    (folder / "statuses").write_text(json.dumps(statuses))
+    began = time.monotonic()
+    with (folder / "statuses.jsonl").open("w") as file:
+
+        def end(name: str, place: str | None, status: int | None, text: str):
+            print(json.dumps([name, status, place, text]), file=file, flush=True)
+
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                if time.monotonic() - began > begin:
+                    end(name, None, None, "")
+                    continue
+                program, command = rows[name]
+                place = folder / str(len(waiting))
+                arguments = program, command(place / "run"), place
+                process = multiprocessing.get_context("fork").Process(target=_child, args=arguments)
+                process.start()
+                running.append((name, place, process, time.monotonic()))
+            for name, place, process, started in list(running):
+                if process.is_alive() and time.monotonic() - started < SECONDS:
+                    continue
+                process.kill()
+                process.join()
+                running.remove((name, place, process, started))
+                log = place / "err"
+                text = log.read_text()[-1500:] if log.exists() else "it has not begun"
+                end(name, place.name, process.exitcode, text)
+            time.sleep(0.05)
 
 
-def start(folder: Path, is_cpu: bool) -> subprocess.Popen:
+def start(folder: Path, data: Path, is_cpu: bool, at_once: int, only: Iterable[str] = ()) -> subprocess.Popen:
     """Starts a process that runs the programs of a device."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if is_cpu else {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    folder.mkdir()
-    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu.programs", str(folder), "cpu" * is_cpu]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **hidden})
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu.programs", "--at-once", str(at_once)]
+    command += [*(token for text in only for token in ("--only", text)), "--run", str(folder), str(data)]
+    return subprocess.Popen([*command, "--cpu"][: None if is_cpu else -1],
+                            env={**os.environ, "OMP_NUM_THREADS": "1", **hidden})  # fmt: skip
+
+
+def make_data(folder: Path):
+    """Makes what the programs read and is not there, in a process without the device."""
+    script = f"from pathlib import Path; from tools.gpu import program_rows; program_rows.make_data(Path({str(folder)!r}))"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
+
+
+def prepare(folder: Path, only: list[str]):
+    """Writes the programs' data, and what this machine's CPU finds, without checkpoints."""
+    shutil.rmtree(folder, ignore_errors=True)
+    make_data(folder / "data")
+    start(folder / "cpu", folder / "data", True, os.cpu_count() or 1, only).wait()
+    shutil.rmtree(folder / "data" / "hf")  # a check makes it again: the same weights
+    for place in (folder / "cpu").glob("*/run/*"):
+        if place.name not in ("metrics.jsonl", "samples"):
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
+    statuses = statuses_of(folder / "cpu")
+    faults = {name: text for name, (status, _, text) in statuses.items() if status}
+    report(prepared=len(statuses), faults=faults)
 
 
 # -- comparison ----------------------------------------------------------------------------------------------------
 
 
-def steps_of(place: str) -> list[dict]:
+def statuses_of(folder: Path) -> dict[str, tuple[int | None, Path, str]]:
+    """By program: exit status (None: it was not begun), folder and last errors."""
+    rows = [json.loads(line) for line in (folder / "statuses.jsonl").read_text().splitlines()]
+    return {name: (status, folder / str(place), text) for name, status, place, text in rows}
+
+
+def steps_of(place: Path) -> list[dict]:
     """Metrics of each step of a program."""
-    rows = [json.loads(line) for line in Path(place, "run/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["step"]]
 
 
@@ -153,15 +154,18 @@ def difference(found: list[dict], wanted: list[dict]) -> tuple[float, str]:
     return max(shares)
 
 
-def compare(name: str, on_device: list, on_cpu: list | None) -> dict:
+def compare(name: str, on_device: tuple, on_cpu: tuple | None) -> dict:
     """What is wrong with a program, and numbers of it; nothing wrong: no "fault"."""
     status, place, error = on_device
+    if status is None:
+        return {"waiting": True}
     if status:
         refused = status == 2 and error.count("\n") == 1
         return {"refused" if refused else "fault": error if refused else f"exit status {status}: {error}"}
     steps = steps_of(place)
     gaps = [step.get("rollout/logprob_gap_max", 0.0) for step in steps]
-    found: dict = {"gap_max": max(gaps), "grad_norms": [step.get("actor/grad_norm") for step in steps]}
+    norms = [value for step in steps for key, value in step.items() if key.endswith("grad_norm")]
+    found: dict = {"gap_max": max(gaps), "norms": norms}
     limit = 0.0 if "--exact-rollout" in name else GAP if name.startswith("bf16") else TOLERANCE
     if "--partial-rollouts" not in name and not max(gaps) <= limit:  # there an older policy drew some tokens
         found["fault"] = "gap"
@@ -169,39 +173,65 @@ def compare(name: str, on_device: list, on_cpu: list | None) -> dict:
         found["fault"] = f"fails on the CPU: {on_cpu[2]}"
     elif on_cpu is not None:
         found["share"], found["of"] = difference(steps, steps_of(on_cpu[1]))
-        found["same_text"] = texts_of(Path(place, "run")) == texts_of(Path(on_cpu[1], "run"))
+        found["same_text"] = texts_of(place / "run") == texts_of(on_cpu[1] / "run")
         if found["share"] > 1 or not found["same_text"]:
             found["fault"] = "differs from the CPU"
     return found
 
 
-def check() -> bool:
+def check(only: list[str]) -> bool:
     """Runs all programs; False if one is at fault."""
-    with tempfile.TemporaryDirectory() as folder:
-        make_data = "import shutil; from tests.helpers.programs import inputs; shutil.copytree(inputs(), %r)"
-        command = [sys.executable, "-W", "ignore", "-c", make_data % str(Path(folder, "data"))]
-        subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
-        folders = {is_cpu: Path(folder, "cpu" if is_cpu else "device") for is_cpu in (True, False)}
-        for started in [start(place, is_cpu) for is_cpu, place in folders.items()]:
-            started.wait()
-        cpu, on_device = (json.loads((folders[is_cpu] / "statuses").read_text()) for is_cpu in (True, False))
+    is_prepared = PREPARED.is_dir()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data, on_cpu = (PREPARED if is_prepared else folder) / "data", (PREPARED if is_prepared else folder) / "cpu"
+        cores = os.cpu_count() or 1
+        make_data(data)
+        if is_prepared:
+            started = [start(folder / "device", data, False, cores + cores // 4, only)]
+        else:
+            shares = ((on_cpu, True, cores * 3 // 8), (folder / "device", False, cores * 13 // 16))
+            started = [start(place, data, is_cpu, count, only) for place, is_cpu, count in shares]
+        for process in started:
+            process.wait()
+        cpu, on_device = statuses_of(on_cpu), statuses_of(folder / "device")
         found = {name: compare(name, status, cpu.get(name)) for name, status in on_device.items()}
-        faults = {name: row for name, row in found.items() if "fault" in row}
-        for name, row in faults.items():
-            report(program=name, **row)
-        refused = {name: row["refused"] for name, row in found.items() if "refused" in row}
-        gaps = {kind: max((row.get("gap_max", 0.0) for name, row in found.items() if name.startswith(kind)), default=0)
-                for kind in ("fp32", "bf16")}  # fmt: skip
-        shares = sorted(
-            ((row["share"], name, row["of"]) for name, row in found.items() if "share" in row), reverse=True
-        )
-        report(programs=len(found), compared=len(shares), faults=len(faults), refused=refused, gaps=gaps,
-               largest=shares[:3])  # fmt: skip
-        return not faults and len(shares) > 40
+    return summarise(found)
+
+
+def summarise(found: dict[str, dict]) -> bool:
+    """Reports the faults among the programs, and what holds of all; False if one is at fault."""
+    faults = {name: row for name, row in found.items() if "fault" in row}
+    for name, row in faults.items():
+        report(program=name, **row)
+    refused = {name: row["refused"] for name, row in found.items() if "refused" in row}
+    gaps = {kind: max((row.get("gap_max", 0.0) for name, row in found.items() if name.startswith(kind)), default=0)
+            for kind in ("fp32", "bf16")}  # fmt: skip
+    shares = sorted(((row["share"], name, row["of"]) for name, row in found.items() if "share" in row), reverse=True)
+    trained = sum(any(row["norms"]) for row in found.values() if "norms" in row)
+    waiting = [name for name, row in found.items() if "waiting" in row]
+    report(programs=len(found) - len(waiting), compared=len(shares), trained=trained, faults=len(faults),
+           refused=refused, gaps=gaps, largest=shares[:3], not_begun=waiting)  # fmt: skip
+    return not faults and bool(shares)
+
+
+def main():
+    """The stage, or one of its parts."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.programs", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="programs whose name has this text")
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make data and the CPU's numbers there")
+    parser.add_argument("--run", type=Path, nargs=2, metavar=("FOLDER", "DATA"), help=argparse.SUPPRESS)
+    parser.add_argument("--at-once", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.prepare:
+        prepare(args.prepare, args.only)
+    elif args.run:
+        folder, data = args.run
+        run_programs(folder, data, args.cpu, args.at_once, args.only, math.inf if args.cpu else BEGIN)
+    else:
+        run_all({"programs": lambda: check(args.only)})
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        run_programs(Path(sys.argv[1]), bool(sys.argv[2]))
-    else:
-        run_all({"programs": check})
+    main()

@@ -1,4 +1,5 @@
-"""Speed and memory of a policy's update of a model with 1.7 billion parameters, and what waits for the device in it.
+"""Speed and memory of a policy's update of a model with 1.7 billion parameters, and of four layers with the experts of
+Qwen3-30B-A3B; and what waits for the device in it.
 
 MFU is model FLOPs over the device's bf16 peak, which is measured here by a large product. They are 6 per parameter and
 token without the table of embeddings, and 6·L·H·context per token for causal attention (PaLM 2204.02311 appendix B,
@@ -7,20 +8,23 @@ halved for causality).
 
 import functools
 import gc
+from dataclasses import replace
 
 import torch
 
 from tools.bench import common
 from tools.gpu import profiles, report, run_all
-from tools.gpu.decode import SHAPE, timed
+from tools.gpu.decode import CHOSEN, EXPERTS, EXPERTS_FLAGS, EXPERTS_SHAPE, SHAPE, timed
 
 LENGTH = 2048  # tokens of a sequence
 STEPS = 4
 FLAGS = "--bf16 --use-distributed-optimizer"
-CASES = {  # name -> (tokens, more flags)
-    "4096 tokens": (4096, ""),
-    "8192 tokens": (8192, ""),
-    "16384 tokens": (16384, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+FOUR_LAYERS = replace(EXPERTS_SHAPE, layers=4)
+CASES = {  # name -> (shape, tokens, more flags)
+    "4096 tokens": (SHAPE, 4096, ""),
+    "8192 tokens": (SHAPE, 8192, ""),
+    "16384 tokens": (SHAPE, 16384, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "experts, 8192 tokens": (FOUR_LAYERS, 8192, EXPERTS_FLAGS),
 }
 
 
@@ -36,26 +40,33 @@ def microbatch(tokens: int):
     return torch.randint(3, SHAPE.vocab, (tokens,), device="cuda"), lengths
 
 
+def multiplied(model, shape: common.Shape) -> float:
+    """Parameters that a token is multiplied by."""
+    of_experts = sum(value.numel() for name, value in model.named_parameters() if ".experts." in name)
+    return common.multiplied_parameters(model, shape) - of_experts * (1 - CHOSEN / EXPERTS)
+
+
 def update(name: str, peak: float):
     """Reports the time of forward and backward of a micro-batch and of the optimizer's step."""
     from megarl.mcore.model import forward_pass
     from megarl.mcore.training import optimizer
 
-    tokens, more = CASES[name]
+    shape, tokens, more = CASES[name]
     gc.collect()  # what the case before left, in cycles
     torch.cuda.empty_cache()
-    model, pg_collection, args = common.build(SHAPE, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}")
+    torch.cuda.reset_peak_memory_stats()
+    model, pg_collection, args = common.build(shape, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}")
     wrapped = optimizer.wrap_for_training([model], args, pg_collection)
     adam = optimizer.build_optimizer(wrapped, args, pg_collection)
     packed, lengths = microbatch(tokens)
 
     def passes():
-        scores = forward_pass.token_scores(wrapped[0], packed, lengths, 1.0, SHAPE.vocab)
+        scores = forward_pass.token_scores(wrapped[0], packed, lengths, 1.0, shape.vocab)
         (scores.logprobs.sum() / tokens).backward()
 
     seconds = [(timed(passes), timed(lambda: optimizer.update(adam))) for _ in range(STEPS)]
     best, step = (min(column) for column in zip(*seconds[1:], strict=True))
-    flops = tokens * (6 * common.multiplied_parameters(model, SHAPE) + 6 * SHAPE.layers * SHAPE.hidden * LENGTH)
+    flops = tokens * (6 * multiplied(model, shape) + 6 * shape.layers * shape.hidden * LENGTH)
     report(
         update=name, flags=f"{FLAGS} {more}", passes_s=round(best, 4), optimizer_s=round(step, 4),
         mfu=round(flops / best / peak, 3), peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1),

@@ -1,0 +1,105 @@
+"""The programs of the stage `programs`: command lines by name.
+
+Three kinds: folders of published model families, made with their own layouts and random weights; the other programs;
+train_rl with each flag of algorithms, models, optimizers and memory that runs on one rank.
+"""
+
+import functools
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.helpers import combinations, hf_folders
+from tests.helpers import programs as small
+
+Row = tuple[str, Callable[[Path], list[str]]]  # program, and save folder -> command line
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
+)
+ROUTED = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
+MORE = [LATENT, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2", "--decode-graphs off",
+        "--window-size 3,0 --softmax-type learnable --use-distributed-optimizer"]  # fmt: skip
+GROUPED = [f"{ROUTED} --moe-grouped-gemm{more}" for more in ("", " --offload", " --use-distributed-optimizer")]
+EXACT = ["--exact-rollout", f"{ROUTED} --exact-rollout"]
+MUON = ["--optimizer muon", "--optimizer muon --use-distributed-optimizer"]
+# Without reward models, and a folder whose biases megarl refuses.
+FAMILIES = [case for case in hf_folders.CASES if not case.endswith("_reward") and case != "llama_bias"]
+BOTH = f"--train-iters 2 --use-cpu-initialization {small.GRADED}"
+FAMILY = (
+    f"{BOTH} --max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256 --prompts-per-step 4"
+    " --samples-per-prompt 2 --minibatch-size 4 --lr 1e-3 --advantage grpo --kl-coefficient 0"
+    " --rollout-buffer-gb 0.02 --rollout-max-requests 8"
+)
+SUPERVISED = f"--use-cpu-initialization --train-iters 3{' {}'}"
+OTHERS = {  # name -> (program, its command line, flags)
+    "sft": ("sft", small.sft_argv, ""),
+    "sft LoRA": ("sft", small.sft_argv, "--lora-rank 2"),
+    "reward": ("reward", small.reward_argv, ""),
+    "preference dpo": ("preference", small.preference_argv, "--preference-loss dpo"),
+    "preference kto": ("preference", small.preference_argv, "--preference-loss kto"),
+    "preference orpo": ("preference", small.preference_argv, "--preference-loss orpo"),
+}
+
+
+def flags_of_all() -> tuple[list[str], list[str]]:
+    """The flags of each program on one rank: of the algorithm; of the model, its kernels and memory."""
+    agents = "--environment tests.helpers.agents"  # which need a package
+    needs_more = "--old-logprobs interpolate"
+    apart = (needs_more, "--kernels blas", "--exact-rollout", "--verify-weights", "--generation-lag", agents)
+    of_model = ("experts", "attention", "model", "optimizer", "recompute", "factors", "memory", "sampling")
+    found: tuple[list[str], list[str]] = [], [*combinations.NEUTRAL, *MORE]
+    for axis, values in combinations.AXES.items():
+        if axis not in ("layout", "precision"):
+            found[axis in of_model].extend(values)
+    has_muon = importlib.util.find_spec("emerging_optimizers") is not None
+    algorithm, model = ([value for value in row if not value.startswith(apart)] for row in found)
+    return [value for value in algorithm if "--role-map" not in value], ["", *model, *MUON * has_muon]
+
+
+def argv_of(flags: str, save: Path) -> list[str]:
+    """The command line of train_rl with these flags."""
+    argv = combinations.argv_of([BOTH, flags], save)
+    if LATENT in flags:  # which has no groups
+        place = argv.index("--group-query-attention")
+        del argv[place : place + 3]
+    return argv
+
+
+def family_argv(case: str, flags: str, save: Path) -> list[str]:
+    """The command line of train_rl with a family's folder, which `make_data` has made."""
+    folder = small.inputs() / "hf" / case
+    tensors = hf_folders.stored(case)["tensors"]
+    replay = ["--router-replay", "rollout"] * any("experts" in tensor[0] for tensor in tensors)
+    files = ["--hf-model", str(folder), "--prompts", str(small.inputs() / "train.jsonl"), "--save", str(save)]
+    return [*FAMILY.split(), *files, *replay, *flags.split()]
+
+
+def other_argv(name: str, flags: str, save: Path) -> list[str]:
+    """The command line of a supervised run."""
+    _, command, own = OTHERS[name]
+    return command(save, SUPERVISED.format(f"{own} {flags}"))
+
+
+def make_data(folder: Path):
+    """Writes what the programs read and is not there: prompts, tokenizer, a warm start; folders of model families."""
+    if not folder.exists():
+        shutil.copytree(small.preferences(), folder)
+    if not (folder / "hf").exists():
+        for case in FAMILIES:
+            hf_folders.write_folder(case, folder / "hf" / case)
+
+
+def rows(is_cpu: bool) -> dict[str, Row]:
+    """name -> program of a device, those first that a check must not miss."""
+    algorithm, model = flags_of_all()
+    partial = functools.partial
+    found: dict[str, Row] = {}
+    for precision, flag in [("fp32", ""), ("bf16", "--bf16")][: 1 if is_cpu else 2]:
+        found |= {f"{precision} {case}": ("rl", partial(family_argv, case, flag)) for case in FAMILIES}
+        found |= {f"{precision} {name}": (OTHERS[name][0], partial(other_argv, name, flag)) for name in OTHERS}
+    if not is_cpu:
+        of_16_bits = {f"bf16 {flags}": f"--bf16 {flags}" for flags in [*EXACT, *GROUPED, *model]}
+        of_16_bits["fp16"] = "--fp16 --initial-loss-scale 1024"
+        found |= {name: ("rl", partial(argv_of, flags)) for name, flags in of_16_bits.items()}
+    return found | {f"fp32 {flags}": ("rl", partial(argv_of, flags)) for flags in [*model, *algorithm]}
