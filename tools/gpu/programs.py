@@ -101,8 +101,8 @@ def start(folder: Path, data: Path, is_cpu: bool, at_once: int, only: Iterable[s
 
 def make_data(folder: Path):
     """Makes what the programs read and is not there, in a process without the device."""
-    script = f"from pathlib import Path; from tools.gpu import program_rows; program_rows.make_data(Path({str(folder)!r}))"
-    command = [sys.executable, "-W", "ignore", "-c", script]
+    script = "import pathlib, sys; from tools.gpu.program_rows import make_data; make_data(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-W", "ignore", "-c", script, str(folder)]
     subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
 
 
