@@ -37,11 +37,12 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """With --claims, runs the tests of the files that no other process has claimed, file by file, as pytest would."""
+    """With --claims, runs the tests of the files that no other process has claimed, file by file, as pytest would; the
+    tests on emulated devices together, whose process takes long to start."""
     folder = session.config.getoption("--claims")
     if folder is None or session.testsfailed or session.config.option.collectonly:
         return None
-    files = itertools.groupby(session.items, key=lambda item: item.path)
+    files = itertools.groupby(session.items, lambda item: "emulator" if "emulator" in item.fixturenames else item.path)
     mine = (item for path, items in files if _claims(folder, path) for item in items)
     item = next(mine, None)
     while item is not None:
@@ -55,8 +56,8 @@ def pytest_runtestloop(session):
     return True
 
 
-def _claims(folder: Path, file: Path) -> bool:
-    """Whether this process is the first to claim a test file."""
+def _claims(folder: Path, file: Path | str) -> bool:
+    """Whether this process is the first to claim a test file, or that name."""
     try:
         (folder / str(file).replace("/", ":")).touch(exist_ok=False)
     except FileExistsError:

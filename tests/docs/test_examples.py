@@ -19,6 +19,7 @@ from tests.helpers import documents
 from tests.helpers.played_environments import play
 from tests.helpers.programs import ROOT, environment, metrics, rl_argv, samples, train
 from tests.helpers.session_driver import free_port
+from tests.helpers.tiers import long
 from tools._metric_catalog import METRICS
 
 DOCS = ROOT / "docs"
@@ -70,7 +71,7 @@ ASKS = (
 )
 
 
-@pytest.mark.parametrize("name, environment", [("guess", "guess:agent"), ("fixer", "fixer:fixer")])
+@pytest.mark.parametrize("name, environment", [("guess", "guess:agent"), long(("fixer", "fixer:fixer"))])
 def test_the_agents_of_the_page_run_unchanged(name, environment, tmp_path, plug_ins):
     blocks = [b.text for b in documents.blocks(documents.text_of(DOCS / "agents.md")) if b.language == "python"]
     for module, code in zip(("guess", "fixer"), blocks[:2], strict=True):

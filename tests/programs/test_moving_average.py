@@ -116,7 +116,7 @@ def parts(row: dict) -> tuple[dict, dict]:
 PLACES = ("rl", "other ranks", "bf16 factors", "generation ahead", "a schedule", "factors", "sharded", "tensor")
 
 
-@pytest.mark.parametrize("name", by_default(PLACES, ("rl", "other ranks")))
+@pytest.mark.parametrize("name", by_default(PLACES, ("other ranks",)))
 def test_an_evaluation_of_the_average_changes_no_byte_of_the_training(name, folder, tmp_path):
     (size, flags), save = RUNS[name], run_of(folder, name)
     schedule = f" --replay-schedule {save}" if name == "a schedule" else ""

@@ -223,7 +223,7 @@ def run_of(folder: Path, flags: str, size: int = 1) -> Path:
 FILTER = f"{ROUNDS} --max-sampling-rounds 1"
 
 
-@pytest.mark.parametrize("flags", ["", FILTER], ids=["plain", "with an unfinished batch"])
+@pytest.mark.parametrize("flags", [long(""), FILTER], ids=["plain", "with an unfinished batch"])
 def test_partial_responses_survive_an_interruption(flags, folder):
     whole = run_of(folder, f"--save-interval 1 {flags}")
     for size in (1,) if flags else (1, 2):

@@ -154,7 +154,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("colocated on 2, CP2", "disjoint on 4")))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("disjoint on 4",)))
 def test_placement_does_not_change_the_run(layout, folder):
     expected, found = run_of(folder), run_of(folder, *LAYOUTS[layout])
     assert samples(found, 1) == samples(expected, 1)

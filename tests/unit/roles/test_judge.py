@@ -215,7 +215,7 @@ TOGETHER = {
 
 @pytest.mark.parametrize("mode, name", by_default(
     [(mode, name) for mode in ("pair", "group") for name in TOGETHER],
-    [("pair", "two replicas"), ("group", "two replicas")],
+    [("group", "two replicas")],
 ))  # fmt: skip
 def test_responses_judged_together_meet_in_every_layout(mode, name, tmp_path):
     size, flags = TOGETHER[name]

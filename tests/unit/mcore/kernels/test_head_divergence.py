@@ -17,6 +17,7 @@ from megarl.mcore.kernels.head_divergence import (
     heads_divergence,
 )
 from tests.helpers.output_heads import cut_chunks
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 CASES = 200
@@ -104,7 +105,7 @@ def worst_differences(rank, numbers, kept):
     return worst
 
 
-@pytest.mark.parametrize("size, kept", [(1, 2**26), (1, 0), (2, 2**26), (4, 0)])
+@pytest.mark.parametrize("size, kept", [long((1, 2**26)), (1, 0), (2, 2**26), long((4, 0))])
 def test_values_and_gradients_are_those_of_full_logits_in_float64(size, kept):
     numbers = range(0, CASES, 1 if size == 1 else 4)
     for scores, gradients in run_world(worst_differences, size, numbers, kept):
