@@ -7,14 +7,14 @@
 
 The task is the quickstart's: sums of two two-digit numbers; the warm start ends earlier, so that every recipe has
 something to gain. Writes to `--out`: data/ and sft/ (prompts, tokenizer and warm start, unless `--warm-start` has
-them), a folder RECIPE/seedN per run, curves.png and curves.json. Runs are
-parallel, each on one rank with one thread. Complete runs are not repeated, so the same command resumes after an
+them), a folder RECIPE/seedN per run, curves.png and curves.json. Runs are parallel, each on one rank with one thread.
+Complete runs are not repeated, so the same command resumes after an
 interruption; a run whose command or config files have changed is repeated. With `--runs` nothing is run: the figure is
 of runs that are there, of any task.
 
-`--variants` runs a recipe with several sets of flags. A seed is the same prompts and random numbers in each of them, so
-a second table has their differences to the first, seed by seed. A name GROUP/VARIANT belongs to the panel of its group,
-a name without a group to all panels.
+A seed is the same prompts and random numbers in each recipe, so a second table has their differences to the first one,
+seed by seed, with a 95 % interval of the mean. `--variants` runs one recipe with several sets of flags, and compares
+them likewise. A name GROUP/VARIANT belongs to the panel of its group, a name without a group to all panels.
 
 Exit status 1: a run failed, or a run gained fewer than `--min-gain` points of held-out accuracy; 2: wrong use.
 """
@@ -44,6 +44,8 @@ CONFIGS = ROOT / "configs"
 RECIPES = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "dapo")
 START = 2  # seed of prompts and warm start
 START_LOSS = "0.3"  # held-out loss at which the warm start ends
+# Student's t of 95 % for 1, 2 … degrees of freedom.
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 DONE = "done.json"  # command and file hashes of a complete folder
 
 
@@ -256,20 +258,30 @@ def table(curves: list[Curve]) -> str:
     return _markdown(lines)
 
 
+def interval(values: list[float]) -> str:
+    """Mean of paired differences, and its 95 % confidence interval by Student's t where there are two or more."""
+    mean, count = statistics.fmean(values), len(values)
+    if count == 1:
+        return f"{mean:+.1f}"
+    half = T_95[min(count - 1, len(T_95)) - 1] * statistics.stdev(values) / count**0.5
+    return f"{mean:+.1f} ({mean - half:+.1f} to {mean + half:+.1f})"
+
+
 def paired_table(curves: list[Curve]) -> str:
     """Markdown: mean accuracy of each run's evaluations, their difference to the first name seed by seed as mean and
-    range, and the metrics."""
+    95 % interval, and the metrics."""
     first, *_ = grouped = by_recipe(curves)
     base = {curve.seed: curve.mean for curve in grouped[first]}
     names = list(dict.fromkeys(name for curve in curves for name in curve.metrics))
-    lines = [["run", "mean accuracy over the run", f"difference to {first}", *names], ["---"] * (3 + len(names))]
+    titles = ["run", "mean accuracy over the run", f"difference to {first} (95 % interval)", *names]
+    lines = [titles, ["---"] * len(titles)]
     for name, of_seeds in grouped.items():
         differences = [curve.mean - base[curve.seed] for curve in of_seeds if curve.seed in base]
-        text = f"{statistics.fmean(differences):+.1f} ({min(differences):+.1f} to {max(differences):+.1f})"
         found = ([curve.metrics[metric] for curve in of_seeds if metric in curve.metrics] for metric in names)
         means = [f"{statistics.fmean(values):.4g}" if values else "" for values in found]
         accuracy = statistics.fmean(curve.mean for curve in of_seeds)
-        lines.append([name, f"{accuracy:.1f} %", "" if name == first or not differences else text, *means])
+        difference = interval(differences) if differences and name != first else ""
+        lines.append([name, f"{accuracy:.1f} %", difference, *means])
     return _markdown(lines)
 
 
