@@ -38,6 +38,7 @@ TRACKERS = [
     "mlflow-skinny>=3.17,<4",
 ]
 PARQUET = ["pyarrow>=20,<27"]
+MUON = "emerging-optimizers>=0.3,<0.4"
 ENVIRONMENTS = [
     "gymnasium>=1.1,<2",
     "websockets>=15,<18",  # OpenEnv's servers
@@ -49,7 +50,7 @@ EXTRAS = {
     "environments": ENVIRONMENTS,  # adapters in megarl/environments/adapters/
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
-    "optimizers": ["emerging-optimizers>=0.3,<0.4"],  # --optimizer muon
+    "optimizers": [MUON],  # --optimizer muon
     "parquet": PARQUET,  # prompts in Parquet, Arrow and Zstandard files
     "serve": SERVE,  # the generation server
     "trackers": TRACKERS,  # --trackers wandb,mlflow
@@ -59,6 +60,7 @@ EXTRAS = {
         "math-verify>=0.8,<1",
         "peft>=0.21,<0.22",
         "gguf>=0.17,<1",  # these two: what the tests compare with, or read; megarl needs neither of them
+        MUON,
         *PARQUET,
         *ENVIRONMENTS,
         *SERVE,

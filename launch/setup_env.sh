@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Creates, completes or reuses the Python environment of megarl.
-#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, math, parquet, serve, trackers,
-#                                                          test, clients, bench, docs, smollm2; default none
+#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, math, optimizers, parquet, serve,
+#                                                          trackers, environments, test, clients, bench, docs,
+#                                                          smollm2; default none
 #   bash launch/setup_env.sh --which-python                print the interpreter that would be used, and exit
 # The last line of stdout is the path of the environment's python; all messages go to stderr.
 # Reads: PYTHON (interpreter, used without fallback); MEGARL_VENV (folder, default .venv of this checkout).
