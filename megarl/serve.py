@@ -69,7 +69,7 @@ class WeightLoader:
             weights = self._read(path)
         except UsageError as problem:
             error = str(problem)
-        except Exception as problem:  # a wrong file may raise anything; the server goes on with the old weights
+        except Exception as problem:  # a wrong file may raise anything; the server continues with the old weights
             error = f"weights {path}: cannot be read ({type(problem).__name__}: {' '.join(str(problem).split())})"
         errors: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error)

@@ -186,5 +186,5 @@ def _gap(model, episodes) -> float:
 def content(episodes):
     """What must be the same in every layout: all but log-probs and routes."""
     names = ("tokens", "prompt_length", "turns", "rewards", "end", "solved")
-    # Copies: a later round goes on with the same lists.
+    # Copies: a later round continues with the same lists.
     return {number: tuple(copy.copy(getattr(e, name)) for name in names) for number, e in sorted(episodes.items())}

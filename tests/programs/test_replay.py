@@ -1,4 +1,4 @@
-"""`megarl.replay`: a saved response is generated again to the bit, and goes on from a turn with another answer."""
+"""`megarl.replay`: a saved response is generated again to the bit, and continues from a turn with another answer."""
 
 import functools
 import json

@@ -5,7 +5,7 @@ the batch, with one score; a turn that several rows have counts in the first of 
 tokens alone, not on when the agent has asked.
 
 With `--partial-rollouts` an agent asks for one turn at a time, so that an episode that has not ended has one open turn,
-the last one. A later round goes on with it, whether or not the agent still runs.
+the last one. A later round continues with it, whether or not the agent still runs.
 """
 
 import copy

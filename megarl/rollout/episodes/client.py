@@ -156,7 +156,7 @@ class EnvironmentClient:
         self._kept[key] = played
 
     def keep_agent(self, number: int, key: str, open_turn: int):
-        """Keeps an agent's episode for a later round, which goes on with that turn. The agent goes on if it waits for
+        """Keeps an agent's episode for a later round, which continues with that turn. The agent goes on if it waits for
         the turn; else it will be run again, and gets the turns before it at once."""
         played = self._round.pop(number)
         self._numbers.pop(played.slot, None)

@@ -102,7 +102,7 @@ class MessageTree:
         return self._was_refused or any(reply is not None and reply.is_budget for reply in ends)
 
     def cut(self, number: int) -> bool:
-        """Leaves the turns before `number`, and that one without tokens: the next round goes on with it.
+        """Leaves the turns before `number`, and that one without tokens: the next round continues with it.
 
         Returns whether the agent has seen what is undone, or has asked after it.
         """

@@ -1,4 +1,4 @@
-"""Generates the turns of a saved response again, and goes on from one of them with another answer."""
+"""Generates the turns of a saved response again, and continues from one of them with another answer."""
 
 import dataclasses
 from collections.abc import Callable

@@ -250,7 +250,7 @@ def best_of(folder: Path) -> tuple[int, float]:
 
 
 def test_a_supervised_run_keeps_the_best_evaluation_whatever_is_due(tmp_path):
-    """The rate is so high that the loss gets worse. A resumed run goes on with what was the best."""
+    """The rate is so high that the loss gets worse. A resumed run continues with what was the best."""
     started = f"--pretrained-checkpoint {inputs()}/sft --lr-decay-style constant --lr-warmup-iters 0"
     held_out = f"--lr 0.03 {started} --eval-prompts {inputs()}/heldout.jsonl --eval-interval 1"
     flags = f"{held_out} --save-interval 3 --keep-last 1 --async-save"

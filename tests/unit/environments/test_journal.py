@@ -70,7 +70,7 @@ def test_another_layout_reads_all_files_and_forgets_them(tmp_path):
 
 
 def test_an_answer_is_forgotten_with_the_step_that_got_it(tmp_path):
-    """The second step goes on with an episode of the first."""
+    """The second step continues with an episode of the first."""
     journal = Journal(tmp_path, 0, 1)
     for journal.step, texts in ((1, ["x"]), (2, ["x", "y"])):
         journal.add("1/7/0", turns(*texts), entry("a"))

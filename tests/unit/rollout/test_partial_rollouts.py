@@ -102,7 +102,7 @@ class Episodes:
 
 
 def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:
-    """(lines of the groups that a round keeps, episodes that go on, metrics, episodes that go on when all are old)."""
+    """(lines of the groups that a round keeps, its episodes that continue, metrics, those when all are old)."""
     from megarl.comm import role_mesh
     from megarl.rollout.partial_rollouts import PartialRolloutBuffer
     from megarl.rollout.requests import PromptRequest

@@ -1,4 +1,4 @@
-"""The client between rounds: environments that go on, and those that are made again because they have seen more."""
+"""The client between rounds: environments that continue, and those that are made again because they have seen more."""
 
 import itertools
 import json
