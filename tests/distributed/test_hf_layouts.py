@@ -136,6 +136,25 @@ def later_names(held):
         held["model." + name.replace("language_model.model.", "language_model.")] = held.pop(name)
 
 
+def names_since(held):
+    """Those of Qwen2-VL in folders of later versions of transformers."""
+    for name in list(held):
+        if not name.startswith("lm_head"):
+            plain = name.removeprefix("model.")
+            held["model." + (plain if plain.startswith("visual") else f"language_model.{plain}")] = held.pop(name)
+
+
+def flat(folder: Path):
+    """The published config.json of Qwen2.5-VL: the language model's entries are beside those of the tower."""
+    path = folder / "config.json"
+    entries = json.loads(path.read_text())
+    text = entries.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "model_type": entries["model_type"],
+             "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}  # fmt: skip
+    path.write_text(json.dumps(text | entries))
+
+
 def names_in_memory(held):
     """Those of transformers' Nemotron-H in memory."""
     for name in list(held):
@@ -163,6 +182,7 @@ STORED_OTHERWISE = {
     "llama2+rotary_buffers": (1, tensors(rotary_buffers)),
     "deepseek_v3+prediction_layer": (1, in_order(with_prediction, tensors(integers))),
     "glm4_moe+prediction_layer": (1, with_prediction),
+    "glm4_moe_lite+prediction_layer": (1, with_prediction),
     "qwen3_next+prediction_module": (1, tensors(add_module)),
     "nemotron_h_moe+prediction_module": (1, tensors(add_module)),
     "nemotron_h+names_in_memory": (1, tensors(names_in_memory)),
@@ -171,6 +191,8 @@ STORED_OTHERWISE = {
     "llama3+unnamed_tensor": (2, unnamed_tensor),
     "gemma3_vision+later_names": (1, tensors(later_names)),
     "gemma3_vision+untied_without_head": (1, config(tie_word_embeddings=False)),
+    "qwen2_vl+names_since": (1, tensors(names_since)),
+    "qwen2_5_vl+flat": (1, flat),
     "qwen3_vl_moe+transposed_experts": (1, transposed_experts),
     "qwen3_vl+tied_with_another_head": (1, text_config(tie_word_embeddings=True)),
 }

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="ne
 TP2, TP4, SP = (*(f"--tensor-model-parallel-size {size}" for size in (2, 4)), "--sequence-parallel")
 PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
 DENSE, MOE = (
-    ("llama3", "qwen2", "phi4", "gemma2", "olmo2", "qwen35_dense", "nemotron_h"),
+    ("llama3", "qwen2", "phi4", "gemma2", "olmo2", "glm4", "qwen35_dense", "nemotron_h"),
     (
         "qwen3_moe",
         "qwen2_moe",

@@ -16,10 +16,13 @@ from tests.helpers.worlds import SAFETY
 DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
          "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "llama_yarn", "qwen3_yarn", "qwen3_yarn_old_style",
          "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3", "olmo2", "olmo3",
-         "gemma3_vision", "qwen3_vl", "mistral3")  # fmt: skip
-LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite")
+         "gemma3_vision", "qwen3_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3", "glm", "glm4",
+         "ernie4_5")  # fmt: skip
+LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite",
+          "glm4_moe_lite")  # fmt: skip
 MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe", "qwen3_moe_window", "mixtral",
-       "glm4_moe", "glm4_moe_bf16", "gpt_oss", "qwen3_vl_moe", "glm4v_moe", *LATENT)  # fmt: skip
+       "glm4_moe", "glm4_moe_bf16", "gpt_oss", "qwen3_vl_moe", "glm4v_moe", "solar_open", "olmoe", "minimax_m2",
+       "dots1", *LATENT)  # fmt: skip
 RECURRENT = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_dense", "qwen35_moe",
              "qwen35_vision", "qwen35_moe_vision")  # fmt: skip
 MOE += ("nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_moe", "qwen35_moe_vision")
@@ -30,6 +33,8 @@ SUPPORTED = DENSE + MOE + REWARD
 FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "gemma2", "gemma3", "olmo2", "olmo3",
             "qwen2_moe_window", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_yarn", "kimi_k2",
             "deepseek_v2", "deepseek_v2_lite", "gemma3_vision", "qwen3_vl", "mistral3", "qwen3_vl_moe", "glm4v_moe",
+            "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3", "glm", "glm4", "ernie4_5", "glm4_moe_lite", "solar_open",
+            "olmoe", "minimax_m2", "dots1",
             *(case for case in RECURRENT if case != "nemotron_h_moe"), *REWARD)  # fmt: skip
 SHORT = 24  # tokens that several ranks generate; with the prompt more than any case's attention window
 

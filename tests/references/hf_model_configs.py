@@ -35,6 +35,9 @@ DEEPSEEK_V3 = DEEPSEEK | {
     "routed_scaling_factor": 2.5, "q_lora_rank": 24, "num_mtp_layers": 0,
 }  # fmt: skip
 
+SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 32,
+           "n_group": 1, "topk_group": 1, "norm_topk_prob": True}  # fmt: skip
+
 
 # Layers with a recurrent state; sequences cross a border of the 64 tokens that transformers computes at a time.
 DELTA_NET = {"num_hidden_layers": 4, "head_dim": 32, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32,
@@ -135,6 +138,8 @@ def basic() -> dict[str, Case]:
                         intermediate_size=96, rms_norm_eps=1e-5),
         "glm4_moe": case("Glm4Moe", {}, end=[2, 0, 1], **GLM_4_MOE),
         "glm4_moe_bf16": case("Glm4Moe", {}, dtype="bfloat16", end=[2, 0, 1], **GLM_4_MOE),
+        "seed_oss": case("SeedOss", theta(1e7), head_dim=32),
+        "solar_open": case("SolarOpen", theta(1e6), **SIGMOID, head_dim=32, routed_scaling_factor=1.5),
         "llama_reward": scalar("Llama", theta(1e4), rms_norm_eps=1e-5),
         "qwen3_reward": scalar("Qwen3", theta(1e6), head_dim=32),
     }  # fmt: skip
@@ -192,6 +197,27 @@ def further() -> dict[str, Case]:
             "Mistral3", 2, tower | {"model_type": "pixtral"},
             {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "rope_parameters": theta(1e6)},
             image_token_index=10, tie_word_embeddings=False),
+        "qwen2_5_vl": multimodal(
+            "Qwen2_5_VL", [2, 0], vision | {
+                "depth": 2, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 28},
+            {"rope_parameters": theta(1e6) | {"mrope_section": [2, 3, 3]}},
+            image_token_id=100, video_token_id=101, vision_start_token_id=102, vision_end_token_id=103),
+        "qwen2_vl": multimodal(
+            "Qwen2VL", [2, 0], {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "mlp_ratio": 2},
+            {"rope_parameters": theta(1e6) | {"mrope_section": [2, 3, 3]}},
+            image_token_id=100, video_token_id=101, vision_start_token_id=102, vision_end_token_id=103),
+        "glm": case("Glm", theta(1e4) | {"partial_rotary_factor": 0.5}, head_dim=32),
+        "glm4": case("Glm4", theta(1e4) | {"partial_rotary_factor": 0.5}, head_dim=32, end=[2, 0]),
+        "ernie4_5": case("Ernie4_5", theta(5e5), head_dim=32, tie_word_embeddings=True),
+        "smollm3": case("SmolLM3", theta(2e6), num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0]),
+        "olmoe": case("Olmoe", theta(1e4), num_experts=8, num_experts_per_tok=2, intermediate_size=48,
+                      norm_topk_prob=False),
+        "minimax_m2": case("MiniMaxM2", theta(5e6) | {"partial_rotary_factor": 0.5}, head_dim=32, num_local_experts=8,
+                           num_experts_per_tok=3, intermediate_size=48),
+        "dots1": case("Dots1", theta(1e7), **SIGMOID, first_k_dense_replace=1, routed_scaling_factor=2.5, head_dim=32,
+                      sliding_window=None),
+        "glm4_moe_lite": case("Glm4MoeLite", theta(1e6), **DEEPSEEK | SIGMOID | {
+            "q_lora_rank": 24, "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
         "olmo2": case("Olmo2", theta(5e5)),
         "olmo3": case("Olmo3", yarn_on_full, num_hidden_layers=4, sliding_window=8),
         "gpt_oss": case("GptOss", YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}, num_hidden_layers=4,

@@ -15,7 +15,7 @@ from megarl.mcore.lora.projections import factor_shapes
 from megarl.mcore.lora.settings import IN_PROJ_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, RecurrentPart, StackedExperts
+from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, NeighbourHeads, RecurrentPart, StackedExperts
 
 KEY = re.compile(r"lora\.decoder\.layers\.(\d+)\.(.+)\.(\w+)\.lora_A")
 
@@ -91,10 +91,10 @@ def _outputs(mappings: dict[Mapping, int], name: str, heads: HeadLayout, before:
         before: members of the module in front of this one.
     """
     mapping, rows = next(iter(mappings.items()))
-    if isinstance(mapping, GatedHeads | RecurrentPart):  # heads take turns
+    if isinstance(mapping, GatedHeads | NeighbourHeads | RecurrentPart):  # heads take turns, or their channels
         ranges = [each for part, size in mappings.items() for each in part.ranges(size, heads, None)]
         ranges = [each for each in ranges if each.name == f"{name}.weight"]
-        return torch.cat([torch.arange(each.source_row, each.source_row + each.rows) for each in ranges])
+        return torch.cat([each.source_row + each.step * torch.arange(each.rows) for each in ranges])
     first, step = sum(member.rows for member in before), 1
     if isinstance(mapping, StackedExperts) and mapping.projections > 1:  # their rows take turns
         first, step = len(before), mapping.projections

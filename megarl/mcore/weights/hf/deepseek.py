@@ -1,6 +1,6 @@
 """What the DeepSeek families share: multi-latent attention, dense layers before those with experts, shared experts."""
 
-from megarl.mcore.weights.hf.experts import expert_flags, layer_pattern
+from megarl.mcore.weights.hf.experts import dense_then_experts, expert_flags, shared_experts
 from megarl.mcore.weights.hf.family import model_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.rotary import rotary_flags
@@ -18,10 +18,7 @@ def deepseek_flags(config: ModelConfig) -> dict[str, object]:
         del found[name]
     found |= _latent_attention_flags(config)
     found |= expert_flags(config, config.whole("moe_intermediate_size"))
-    shared = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")
-    found["moe-shared-expert-intermediate-size"] = shared
-    dense, layers = config.whole("first_k_dense_replace", minimum=0), config.whole("num_hidden_layers")
-    return found | layer_pattern([i >= dense for i in range(layers)])
+    return found | shared_experts(config) | dense_then_experts(config)
 
 
 def _latent_attention_flags(config: ModelConfig) -> dict[str, object]:

@@ -2,6 +2,10 @@
 
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
+# Gates are sigmoids, normalized over the chosen experts; a bias takes part in the choice alone, and is not trained.
+SIGMOID_GATES: dict[str, object] = {
+    "moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True, "moe-router-bias-update-rate": 0,
+}  # fmt: skip
 # Names of one entry in different families and versions; defaults have the second.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -26,19 +30,14 @@ def softmax_gates(config: ModelConfig) -> dict[str, object]:
 
 
 def sigmoid_gates(config: ModelConfig) -> dict[str, object]:
-    """Gates are sigmoids, normalized over the chosen experts and scaled; a bias takes part in the choice alone."""
+    """`SIGMOID_GATES` with a factor and groups of experts."""
     config.require("norm_topk_prob", True)
     if config.whole("num_experts_per_tok") < 2:
         raise config.error("num_experts_per_tok", "2 or more: Megatron does not normalize a single gate")
     groups, group_topk = config.whole("n_group"), config.whole("topk_group")
     if groups > 1 and group_topk <= groups and config.whole("num_experts_per_tok") != 2 * group_topk:
         raise config.error("num_experts_per_tok", "2 for each of topk_group groups, whose two best experts are added")
-    flags = {
-        "moe-router-score-function": "sigmoid",
-        "moe-router-enable-expert-bias": True,
-        "moe-router-bias-update-rate": 0,
-        "moe-router-topk-scaling-factor": config.number("routed_scaling_factor"),
-    }
+    flags = SIGMOID_GATES | {"moe-router-topk-scaling-factor": config.number("routed_scaling_factor")}
     return flags | ({"moe-router-num-groups": groups, "moe-router-group-topk": group_topk} if groups > 1 else {})
 
 
@@ -47,6 +46,24 @@ def sparse_layers(config: ModelConfig) -> dict[str, object]:
     layers, step = config.whole("num_hidden_layers"), config.whole("decoder_sparse_step")
     dense = config.items("mlp_only_layers", int, "layers")
     return layer_pattern([i not in dense and (i + 1) % step == 0 for i in range(layers)])
+
+
+def dense_then_experts(config: ModelConfig) -> dict[str, object]:
+    """Which layers have experts: those of a list of kinds where the class has one, else all but the first ones."""
+    layers = config.whole("num_hidden_layers")
+    if config.is_known("mlp_layer_types"):
+        kinds = config.items("mlp_layer_types", str, "names")
+        if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"} or "sparse" not in kinds:
+            raise config.error("mlp_layer_types", "dense or sparse for each layer, sparse for one at least")
+        return layer_pattern([kind == "sparse" for kind in kinds])
+    dense = config.whole("first_k_dense_replace", minimum=0)
+    return layer_pattern([i >= dense for i in range(layers)])
+
+
+def shared_experts(config: ModelConfig) -> dict[str, object]:
+    """The size of the experts that every token has."""
+    size = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")
+    return {"moe-shared-expert-intermediate-size": size}
 
 
 def layer_pattern(has_experts: list[bool]) -> dict[str, object]:

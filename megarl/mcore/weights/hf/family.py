@@ -38,11 +38,13 @@ SANDWICH: dict[str, Mapping] = {
     "mlp.linear_fc1.layer_norm_weight": rows("pre_feedforward_layernorm.weight"),
     "post_mlp_layernorm.weight": rows("post_feedforward_layernorm.weight"),
 }
-# With norms after attention and MLP alone, and norms of queries and keys over all heads.
-POST_NORM = {key: value for key, value in SANDWICH.items() if "layer_norm_weight" not in key} | {
+# With norms of queries and keys over all heads.
+ALL_HEADS_NORMS: dict[str, Mapping] = {
     "self_attention.q_norm.weight": rows("self_attn.q_norm.weight"),
     "self_attention.k_norm.weight": rows("self_attn.k_norm.weight"),
 }
+# With norms after attention and MLP alone, and those.
+POST_NORM = {key: value for key, value in SANDWICH.items() if "layer_norm_weight" not in key} | ALL_HEADS_NORMS
 # Multi-latent attention.
 LATENT = MLP | {
     "input_layernorm.weight": rows("input_layernorm.weight"),
@@ -107,7 +109,7 @@ class Prediction(NamedTuple):
 
     pattern: str
     copies: dict[str, str]  # pattern of tensors that are copies -> the model's tensor
-    counts: tuple[str, ...]  # entries of config.json with the number of prediction layers; the class has the first
+    counts: tuple[str, ...]  # entries of config.json with the number of prediction layers; the first that is there
     layer: str = ""  # prefix of the tensors that a layer of the model has, too; "": the policy cannot have this layer
     others: dict[str, str] | None = None  # Megatron's key without `mtp.layers.0.` -> tensor
 
@@ -138,6 +140,7 @@ class Multimodal(NamedTuple):
     # Prefix of the language model's tensors, instead of `model.`, and name of its head; the first that a folder has
     names: tuple[tuple[str, str], ...]
     kept: str  # pattern of the other parts' tensors
+    is_flat: bool = False  # config.json may have the language model's entries at its top, without `text_config`
 
 
 # Names of transformers since 4.52, and those before, which it still writes for some classes.
@@ -146,6 +149,8 @@ LLAVA = Multimodal(
     r"(model\.)?(vision_tower|multi_modal_projector)\..+",
 )
 QWEN_VL = Multimodal((("model.language_model.", "lm_head.weight"),), r"model\.visual\..+")
+# With the names and the config.json of the published folders of Qwen2-VL and Qwen2.5-VL, too.
+QWEN2_VL = Multimodal((*QWEN_VL.names, ("model.", "lm_head.weight")), r"(model\.)?visual\..+", is_flat=True)
 
 
 class OwnNames(NamedTuple):

@@ -53,9 +53,11 @@ class HFModel(NamedTuple):
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
+        if multimodal.is_kept(self.family, name):
+            return True
         plain = self.naming.plain(name)
         if plain is None:
-            return multimodal.is_kept(self.family, name)
+            return False
         return bool(ROTARY_BUFFER.fullmatch(plain)) or self.prediction.has(plain)
 
     def tokens(self) -> list[str]:

@@ -102,6 +102,31 @@ def _by_group(names: tuple[str, ...], starts: tuple[int, ...], heads: HeadLayout
     return found
 
 
+class NeighbourHeads(NamedTuple):
+    """Separate tensors of queries, keys and values, whose rotary positions turn channels 2i and 2i + 1 together.
+
+    Megatron turns channels i and i + r/2 of the first r: it has the even ones first, then the odd ones.
+    """
+
+    names: tuple[str, str, str]
+    rotated: float  # share of a head's channels
+
+    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows."""
+        size, half = heads.channels, int(heads.channels * self.rotated) // 2
+        found = []
+        for each in _by_group(self.names, (0, 0, 0), heads):
+            if each.name == self.names[2]:
+                found.append(each)
+                continue
+            for at in range(0, each.rows, size):
+                row, source = each.row + at, each.source_row + at
+                found += [RowRange(each.name, row + i * half, source + i, half, 2) for i in (0, 1)]
+                if rest := size - 2 * half:
+                    found.append(RowRange(each.name, row + 2 * half, source + 2 * half, rest))
+        return found
+
+
 class GatedHeads(NamedTuple):
     """Separate tensors of queries, keys and values; each query head's rows are followed by those of its gate.
 
@@ -142,7 +167,7 @@ class RecurrentPart(NamedTuple):
         return [RowRange(self.names[0], i * size, i * period + start, size) for i in range(blocks)]
 
 
-Mapping = Rows | StackedExperts | Heads | FusedHeads | GatedHeads | RecurrentPart
+Mapping = Rows | StackedExperts | Heads | FusedHeads | NeighbourHeads | GatedHeads | RecurrentPart
 
 
 def rows(*names: str) -> Rows:
@@ -158,6 +183,14 @@ def heads(query: str, key: str, value: str) -> Heads:
 def fused_heads(name: str) -> FusedHeads:
     """One tensor of queries, keys and values."""
     return FusedHeads((name,))
+
+
+def neighbour_heads(query: str, key: str, value: str, *, rotated: float = 1.0) -> NeighbourHeads:
+    """Separate tensors of queries, keys and values, whose rotary positions turn neighbouring channels together.
+
+    `rotated`: share of a head's channels that turn.
+    """
+    return NeighbourHeads((query, key, value), rotated)
 
 
 def gated_heads(query: str, key: str, value: str) -> GatedHeads:

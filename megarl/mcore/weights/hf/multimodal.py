@@ -62,6 +62,8 @@ def is_kept(family: Family, name: str) -> bool:
 def text_config(folder: HFFolder, family: Family, longest: int) -> ModelConfig:
     """The language model's part of a folder's config.json. UsageError for another kind of language model."""
     values, kind = folder.config.get(TEXT), family.config_type
+    if values is None and family.multimodal is not None and family.multimodal.is_flat:
+        values = ModelConfig(folder.config, family.model_type, longest, folder.error).get(TEXT).to_dict()
     if not isinstance(values, dict):
         raise folder.error(f"config.json: {TEXT} {values!r}: allowed is an object")
     if values.get("model_type", kind) != kind:

@@ -49,5 +49,6 @@ class PredictionTensors(NamedTuple):
 def prediction_tensors(family: Family, config: ModelConfig, is_kept: bool, is_trained: bool) -> PredictionTensors:
     """Those of a folder of this family."""
     layers, described = config.whole("num_hidden_layers"), family.prediction
-    count = config.get(described.counts[0]) if described is not None else 0
-    return PredictionTensors(described, range(layers, layers + (count or 0)), is_kept, is_trained)
+    named = map(config.get, described.counts) if described is not None else ()
+    count = next((value for value in named if value is not None), 0)  # some classes lack the first
+    return PredictionTensors(described, range(layers, layers + count), is_kept, is_trained)

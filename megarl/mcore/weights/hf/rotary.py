@@ -9,12 +9,15 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def rotary_flags(config: ModelConfig) -> dict[str, object]:
-    """Base, rotated fraction of the channels, and scaling; UsageError for kinds that the layers do not compute."""
+def rotary_flags(config: ModelConfig, rotates_part: bool = False) -> dict[str, object]:
+    """Base, rotated fraction of the channels, and scaling; UsageError for kinds that the layers do not compute.
+
+    `rotates_part`: the family's models may rotate a part of the channels, though the class has no such default.
+    """
     parameters = config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in parameters.values()):
         raise config.error("rope_parameters", "one set for all layers")
-    return _flags(config, parameters)
+    return _flags(config, parameters, rotates_part)
 
 
 def rotary_flags_by_kind(config: ModelConfig) -> dict[str, object]:
@@ -29,22 +32,22 @@ def rotary_flags_by_kind(config: ModelConfig) -> dict[str, object]:
     return _flags(config, full) | {"window-rotary-base": base}
 
 
-def _flags(config: ModelConfig, parameters: dict) -> dict[str, object]:
+def _flags(config: ModelConfig, parameters: dict, rotates_part: bool = False) -> dict[str, object]:
     theta = parameters.get("rope_theta")
     if not _is_positive(theta):
         raise config.error("rope_parameters", "a rope_theta above 0")
     flags = {"position-embedding-type": "rope", "rotary-base": theta}
-    return flags | _fraction(config, parameters) | _scaling(config, parameters)
+    return flags | _fraction(config, parameters, rotates_part) | _scaling(config, parameters)
 
 
-def _fraction(config: ModelConfig, parameters: dict) -> dict[str, object]:
+def _fraction(config: ModelConfig, parameters: dict, rotates_part: bool) -> dict[str, object]:
     """Transformers rotates all channels in families whose class has no such entry, whatever config.json says."""
     fraction = parameters.get("partial_rotary_factor", 1)
     if not _is_positive(fraction) or fraction > 1:
         raise config.error("rope_parameters", "a partial_rotary_factor above 0, at most 1")
     if fraction == 1:
         return {}
-    if not config.rotates_part():
+    if not rotates_part and not config.rotates_part():
         raise config.error("rope_parameters", "a partial_rotary_factor of 1 in this family")
     return {"rotary-percent": fraction}
 

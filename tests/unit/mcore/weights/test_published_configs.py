@@ -114,6 +114,44 @@ PUBLISHED = {
         "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05,
         "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
     },
+    "MiniMax-M2": {
+        "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type": "minimax_m2",
+        "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62,
+        "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_mtp": True, "use_qk_norm": True,
+        "use_routing_bias": True, "vocab_size": 200064,
+    },
+    "Qwen2.5-VL-7B": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "attention_dropout": 0.0, "hidden_act": "silu",
+        "hidden_size": 3584, "image_token_id": 151655, "intermediate_size": 18944, "max_position_embeddings": 128000,
+        "max_window_layers": 28, "model_type": "qwen2_5_vl", "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.41.2", "use_sliding_window": False,
+        "vision_config": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "in_chans": 3, "out_hidden_size": 3584,
+                          "patch_size": 14, "spatial_merge_size": 2, "window_size": 112},
+        "vocab_size": 152064,
+    },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 10240, "kv_lora_rank": 512,
+        "max_position_embeddings": 202752, "model_type": "glm4_moe_lite", "moe_intermediate_size": 1536, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 20,
+        "num_experts_per_tok": 4, "num_hidden_layers": 47, "num_key_value_heads": 20, "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8,
+        "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880,
+    },
+    "SmolLM3-3B": {
+        "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 11008, "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False,
+        "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 128256,
+    },
 }  # fmt: skip
 
 # Flags that were read off the models' papers and cards, for what the comparison with the class cannot show.
@@ -130,10 +168,15 @@ KNOWN = {
                       "window-attn-skip-freq": str(([1] * 5 + [0]) * 4 + [1, 1]).replace(" ", "")},
     "gemma-3-4b-it": {"window-rotary-base": 10000, "rotary-seq-len-interpolation-factor": 8.0, "kv-channels": 256,
                       "window-attn-skip-freq": str(([1] * 5 + [0]) * 5 + [1] * 4).replace(" ", "")},
+    "MiniMax-M2": {"rotary-percent": 0.5, "rotary-base": 5000000, "moe-router-score-function": "sigmoid"},
+    "Qwen2.5-VL-7B": {"add-qkv-bias": True, "rotary-base": 1000000.0, "kv-channels": 128},
+    "GLM-4.7-Flash": {"kv-lora-rank": 512, "moe-router-topk-scaling-factor": 1.8,
+                      "moe-layer-freq": str([0] + [1] * 46).replace(" ", "")},
+    "SmolLM3-3B": {"no-rope-freq": str([0, 0, 0, 1] * 9).replace(" ", ""), "rotary-base": 5000000.0},
     "Olmo-3-7B": {"rotary-scaling-factor": 8.0, "window-rotary-base": 500000,
                   "window-attn-skip-freq": str([1, 1, 1, 0] * 8).replace(" ", "")},
 }  # fmt: skip
-TIED = {"Qwen3-0.6B", "Llama-3.2-1B", "gemma-2-2b", "gemma-3-1b-it", "gemma-3-4b-it"}
+TIED = {"Qwen3-0.6B", "Llama-3.2-1B", "gemma-2-2b", "gemma-3-1b-it", "gemma-3-4b-it", "SmolLM3-3B"}
 
 
 def flags_of(folder, entries: dict) -> dict[str, object]:
@@ -168,6 +211,8 @@ def test_absent_entries_are_those_of_transformers(model_type, tmp_path):
     needed = {"model_type": model_type}
     if model_type == "deepseek_v2":
         needed |= {"num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+    if model_type == "dots1":
+        needed |= {"num_experts_per_tok": 6, "n_routed_experts": 128, "n_shared_experts": 2, "norm_topk_prob": True}
     if families()[model_type].multimodal:
         needed["text_config"] = {"model_type": families()[model_type].config_type}
     config = type(of_class(model_type)).from_dict(needed)

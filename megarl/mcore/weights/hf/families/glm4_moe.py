@@ -1,17 +1,14 @@
 """GLM-4.5 and 4.6 (2508.06471): sigmoid gates with a correction bias, shared experts, first layers dense."""
 
-from megarl.mcore.weights.hf.experts import expert_flags, layer_pattern, sigmoid_gates
+from megarl.mcore.weights.hf.experts import dense_then_experts, expert_flags, shared_experts, sigmoid_gates
 from megarl.mcore.weights.hf.family import LAYERS, PREDICTION_LAYERS, Family, expert_layers, model_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds experts, shared experts, biases of queries, keys and values, and norms of queries and keys."""
-    dense, layers = config.whole("first_k_dense_replace", minimum=0), config.whole("num_hidden_layers")
     found = model_flags(config) | expert_flags(config, config.whole("moe_intermediate_size"))
-    found |= sigmoid_gates(config) | layer_pattern([i >= dense for i in range(layers)])
-    shared = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")
-    found["moe-shared-expert-intermediate-size"] = shared
+    found |= sigmoid_gates(config) | shared_experts(config) | dense_then_experts(config)
     if config.switch("attention_bias"):
         found["add-qkv-bias"] = True
     return found | ({"qk-layernorm": True} if config.switch("use_qk_norm") else {})
