@@ -93,7 +93,7 @@ def start(folder: Path, data: Path, is_cpu: bool, at_once: int, only: Iterable[s
     """Starts a process that runs the programs of a device."""
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if is_cpu else {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     folder.mkdir(parents=True)
-    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu.programs", "--at-once", str(at_once)]
+    command = [sys.executable, "-W", "ignore", "-m", "tools.gpu.programs", "--at-once", str(max(at_once, 1))]
     command += [*(token for text in only for token in ("--only", text)), "--run", str(folder), str(data)]
     return subprocess.Popen([*command, "--cpu"][: None if is_cpu else -1],
                             env={**os.environ, "OMP_NUM_THREADS": "1", **hidden})  # fmt: skip
