@@ -14,11 +14,11 @@ import os
 import platform
 import runpy
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import megarl
 from megarl import bundled, launcher
+from megarl.observe.settings_file import installed_version
 
 # Programs of one process, by name.
 MODULES = {"plan": "megarl.plan", "build_kernels": "megarl.mcore.kernels.native.build"}
@@ -64,15 +64,8 @@ def _run_tool(path: Path, flags: list[str]) -> int:
 
 def _version() -> str:
     """Versions that decide what a run computes, on one line."""
-    others = ", ".join(f"{name} {_installed(name)}" for name in ("torch", "megatron-core"))
+    others = ", ".join(f"{name} {installed_version(name) or 'not installed'}" for name in ("torch", "megatron-core"))
     return f"megarl {megarl.__version__} (Python {platform.python_version()}, {others})"
-
-
-def _installed(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _help() -> str:

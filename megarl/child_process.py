@@ -32,11 +32,13 @@ class Child:
             environment: its variables, without PYTHONPATH; None: those of this process.
         """
         self.connection, theirs = Pipe()
+        variables = dict(os.environ if environment is None else environment)
+        # With it a child finds the modules that this process finds.
+        variables["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
         with theirs, stop_signals.blocked(), numa.unbound():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
-                stdout=2, pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**(os.environ if environment is None else environment), "PYTHONPATH": search_path()},
+                stdout=2, pass_fds=[theirs.fileno()], start_new_session=True, env=variables,
             )  # fmt: skip
 
     def send(self, message: object):
@@ -75,8 +77,3 @@ def parent(dies_with_thread: bool = True) -> Connection:
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     return connection
-
-
-def search_path() -> str:
-    """The value of PYTHONPATH with which a child finds the modules that this process finds."""
-    return os.pathsep.join(os.path.abspath(path) for path in sys.path)

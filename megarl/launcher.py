@@ -206,7 +206,6 @@ class _Signals:
             process.kill()
 
     def release(self):
-        """Gives the signals back."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)

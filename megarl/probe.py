@@ -16,7 +16,6 @@ _PATIENCE = 60.0  # seconds by the clock, for a machine that is busy
 
 
 def limits() -> str:
-    """The limits in words."""
     return f"{SECONDS} s, or {BYTES // 2**30} GiB of memory"
 
 

@@ -95,14 +95,12 @@ class ByteLevelText:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """See Detokenizer."""
         if token in self._vocabulary.special:
             return ""
         data = self._vocabulary.piece_bytes(token)
         return self.finish() + REPLACEMENT if data is None else self._decoder.decode(data)
 
     def finish(self) -> str:
-        """See Detokenizer."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
@@ -115,12 +113,10 @@ class MarkedText:
         self._inner, self._marks = inner, marks
 
     def feed(self, token: int) -> str:
-        """See Detokenizer."""
         mark = self._marks.get(token)
         return self._inner.feed(token) if mark is None else self._inner.finish() + mark
 
     def finish(self) -> str:
-        """See Detokenizer."""
         return self._inner.finish()
 
 
@@ -138,7 +134,6 @@ class SegmentText:
         self._segment: list[int] = []
 
     def feed(self, token: int) -> str:
-        """See Detokenizer."""
         if token in self._vocabulary.special:
             return self._feed_special(token)
         self._segment.append(token)
@@ -154,7 +149,6 @@ class SegmentText:
         return text
 
     def finish(self) -> str:
-        """See Detokenizer."""
         return self._release(self._segment[-1]) if self._segment else ""
 
     def _release(self, last: int) -> str:

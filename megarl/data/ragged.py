@@ -28,7 +28,6 @@ class Ragged:
         return cls(arrays["values"], arrays["offsets"])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Both arrays by name."""
         return {"values": self.values, "offsets": self.offsets}
 
     def __len__(self) -> int:
@@ -58,10 +57,8 @@ class RaggedBuilder:
         self._offsets = array.array("q", [0])
 
     def add(self, row: list):
-        """Appends a row."""
         self._values.extend(row)
         self._offsets.append(len(self._values))
 
     def build(self) -> Ragged:
-        """The rows so far."""
         return Ragged(np.frombuffer(self._values, self._dtype), np.frombuffer(self._offsets, np.int64))

@@ -196,7 +196,7 @@ class TurnTokens:
         if not is_long and self._count(content) <= self._max_length:
             return content
         has_place = 2 * self._count(_mark(len(content))) <= self._max_length
-        mark = _mark if has_place else _short_mark
+        mark = _mark if has_place else lambda _: "..."
         budget = self._max_length - self._count(mark(len(content)))
         while budget > 0:
             head = self._fitting(content, budget - budget // 2)
@@ -293,10 +293,6 @@ def _dummy_calls(results: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, 
 
 def _mark(count: int) -> str:
     return f"\n[... {count} characters cut ...]\n"
-
-
-def _short_mark(count: int) -> str:
-    return "..."
 
 
 def valid_unicode(text: str) -> str:

@@ -68,7 +68,6 @@ class Processes:
             self.shared[self.shared.index(process)] = None
 
     def close(self):
-        """Ends all of them."""
         for process in self:
             process.end()
         self.shared, self.others = [None] * len(self.shared), []

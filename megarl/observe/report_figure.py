@@ -270,7 +270,6 @@ def _tick_formatter():
 
 
 def set_title(axes, text: str) -> None:
-    """Write the panel's title."""
     axes.set_title(text, fontsize=13, loc="left", pad=10)
 
 

@@ -16,7 +16,7 @@ PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 8_000, 16_000  # of a text; the rest is
 TOKENS = 30_000  # shown one by one in a whole report: about 3 MB
 DIGITS = 7  # significant ones of a token's numbers
 
-# Per-token numbers of a file of tokens/, in the order of the page's menu.
+# Per-token fields of a batch that a file of tokens/ has, in the order of the page's menu.
 QUANTITIES = (
     "advantages", "rollout_logprobs", "logprobs", "reference_logprobs", "values", "returns", "entropy",
 )  # fmt: skip

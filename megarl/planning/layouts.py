@@ -159,7 +159,6 @@ def text(found: Found, cluster: Cluster) -> str:
 
 
 def data(found: Found) -> dict:
-    """The layouts as plain data."""
     return {
         "available": found.available, "legal": found.legal, "fitting": found.fitting,
         "best": [layout._asdict() for layout in found.best], "closest": found.closest._asdict(),

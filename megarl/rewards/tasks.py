@@ -69,7 +69,6 @@ def may_share(metadata: dict[str, Any] | None) -> bool:
 
 
 def warm_up():
-    """Import what takes long."""
     import reasoning_gym  # noqa: F401
 
 

@@ -82,7 +82,6 @@ class Judge:
         self.begin_step()
 
     def begin_step(self):
-        """Resets the step's statistics."""
         # Judgements, those with numbers, tokens written, prompt tokens read, and those found in the cache; pairs whose
         # orders agree, pairs with numbers in both orders.
         self._counts = torch.zeros(7, dtype=torch.float64)

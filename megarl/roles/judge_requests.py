@@ -207,7 +207,6 @@ class ArrivingResponses:
 
     @property
     def is_done(self) -> bool:
-        """Whether all have been received."""
         return self._receiver.is_done
 
     def receive(self) -> list[list[JudgedText]]:

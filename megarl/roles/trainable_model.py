@@ -62,7 +62,6 @@ class Update(NamedTuple):
 
     @property
     def is_applied(self) -> bool:
-        """Whether it changed the weights."""
         return self.has_loss and not self.is_skipped and not self.is_overflow
 
 

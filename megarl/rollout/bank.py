@@ -142,7 +142,6 @@ class RolloutBank:
                 warn([f"--rollout-bank {path}: is ignored: {error.strerror}"])
 
     def close(self):
-        """Closes the file."""
         if self._file is not None:
             os.close(self._file)
         self._file = None

@@ -42,7 +42,6 @@ class BatchHeader(NamedTuple):
     generated_on: Tensor  # [N] int64 dp rank of the rollout that generated it
 
     def encode(self) -> dict[str, list[int]]:
-        """The header as JSON."""
         return {name: column.tolist() for name, column in self._asdict().items()}
 
     @classmethod

@@ -39,7 +39,6 @@ class GroupBuffer:
         self.clear()
 
     def clear(self):
-        """Removes all groups."""
         self.batch: Batch | None = None  # this rank's sequences
         self.groups = 0  # of all replicas
 

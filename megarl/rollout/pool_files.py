@@ -10,7 +10,6 @@ from megarl.mcore.weights.safe_reading import load_plain
 
 
 def to_bytes(pools: DifficultyPools) -> bytes:
-    """The state of the pools."""
     file = io.BytesIO()
     torch.save({name: torch.from_numpy(values) for name, values in pools.state_dict().items()}, file)
     return file.getvalue()

@@ -43,7 +43,6 @@ class LayerHolders:
 
     @property
     def roles(self) -> list[str]:
-        """Roles that replay routes."""
         return sorted({role for held in self._held for role in held} - {ROLLOUT})
 
     def layers(self, role: str, rank: int) -> tuple[int, ...]:

@@ -140,7 +140,6 @@ class OpenAIAnswer:
         return JSONResponse(self._envelope(self.kind, choices) | {"usage": self._usage})
 
     async def _chunks(self) -> Parts:
-        """The objects of the stream."""
         async with aclosing(self.parts()) as parts:
             async for part in parts:
                 chunk = self._envelope(self.chunk_kind, [part])

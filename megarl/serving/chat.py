@@ -50,7 +50,6 @@ class ChatAnswer(OpenAIAnswer):
         ]
 
     def empty_choices(self) -> list[dict[str, Any]]:
-        """See OpenAIAnswer."""
         return [
             {
                 "index": index,
@@ -61,7 +60,6 @@ class ChatAnswer(OpenAIAnswer):
         ]
 
     def merge(self, choice: dict[str, Any], part: dict[str, Any]):
-        """See OpenAIAnswer."""
         message, delta = choice["message"], part["delta"]
         message["content"] += delta.get("content", "")
         if "reasoning_content" in delta:

@@ -72,12 +72,10 @@ class CompletionAnswer(OpenAIAnswer):
         return messages
 
     def empty_choices(self) -> list[dict[str, Any]]:
-        """See OpenAIAnswer."""
         count = len(self._prompts) * self._count
         return [{"index": index, "text": "", "logprobs": None} for index in range(count)]
 
     def merge(self, choice: dict[str, Any], part: dict[str, Any]):
-        """See OpenAIAnswer."""
         choice["text"] += part["text"]
         if part["logprobs"] is not None:
             choice["logprobs"] = choice["logprobs"] or {name: [] for name in part["logprobs"]}

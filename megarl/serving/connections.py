@@ -61,7 +61,6 @@ class LimitedProtocol(H11Protocol):
             self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None):
-        """The client is gone."""
         self._stop_timer()
         super().connection_lost(exc)
 

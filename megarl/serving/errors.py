@@ -41,13 +41,11 @@ class RequestError(Exception):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The answer's JSON."""
         message, param = _clean(str(self), _MAX_MESSAGE_LENGTH), self.param and _clean(self.param, _MAX_ECHO_LENGTH)
         return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:
-        """The whole answer."""
         return JSONResponse(self.content, self.status, self.headers)
 
 
@@ -59,11 +57,6 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 def unavailable(message: str) -> RequestError:
     """The error of a server that cannot take a request now, status 503; the client may retry after a second."""
     return RequestError(503, message, headers={"Retry-After": "1"})
-
-
-def overloaded(message: str) -> RequestError:
-    """The error of a full queue, status 429; the client may retry after a second."""
-    return RequestError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 def timed_out(seconds: float) -> RequestError:

@@ -16,7 +16,6 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self):
-        """Leaves signals alone."""
         yield
 
 

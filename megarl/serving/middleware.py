@@ -27,7 +27,6 @@ class Observed:
         self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
 
     async def __call__(self, scope, receive, send):
-        """The ASGI application."""
         if scope["type"] != "http":
             return
         status = CLOSED_REQUEST
@@ -57,7 +56,6 @@ class OneLength:
         self._app = app
 
     async def __call__(self, scope, receive, send):
-        """The ASGI application."""
         names = [name for name, _ in scope["headers"]]
         if b"transfer-encoding" in names and b"content-length" in names or names.count(b"content-length") > 1:
             error = RequestError(400, "allowed is one of Content-Length and Transfer-Encoding", code="invalid_length")
@@ -78,7 +76,6 @@ class SameOrigin:
         self._app, self._hosts = app, {"localhost", "127.0.0.1", "::1", host.lower()}
 
     async def __call__(self, scope, receive, send):
-        """The ASGI application."""
         headers = dict(scope["headers"])
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin")
         if _name_of(host) not in self._hosts:
@@ -108,7 +105,6 @@ class KeyCheck:
         self._api, self._admin = (list(map(_digest, map(str.encode, keys))) for keys in (api_keys, admin_keys))
 
     async def __call__(self, scope, receive, send):
-        """The ASGI application."""
         path = scope["path"]
         if path == "/admin" or path.startswith("/admin/"):
             keys = self._admin
@@ -131,7 +127,6 @@ class BodyAndDisconnect:
         self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
 
     async def __call__(self, scope, receive, send):
-        """The ASGI application."""
         try:
             body = await self._read(scope, receive)
         except RequestError as error:

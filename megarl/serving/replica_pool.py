@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.serving.errors import RequestError, invalid, overloaded, timed_out, unavailable
+from megarl.serving.errors import RequestError, invalid, timed_out, unavailable
 from megarl.serving.fair_queue import FairQueue
 from megarl.serving.links import Link, Message
 from megarl.serving.metrics import ServerMetrics
@@ -144,7 +144,7 @@ class ReplicaPool:
         if len(self._waiting) + count > self.max_queue + free:
             if self.is_paused or not all(replica.is_open for replica in self.replicas.values()):
                 raise unavailable("generation is paused, and the queue is full")
-            raise overloaded("the queue is full")
+            raise RequestError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"})
 
     def submit(self, messages: Sequence[Message], session: str | None, updates: asyncio.Queue) -> list[int]:
         """Queues requests and returns their ids; (id, RequestUpdate) are put into `updates`.
@@ -235,7 +235,6 @@ class ReplicaPool:
             raise invalid(control.errors[0], code="control_failed")
 
     def stop(self):
-        """Tells all leaders to end."""
         self._send_all({"type": "stop"})
 
     def _send_all(self, message: Message):

@@ -16,7 +16,6 @@ _GRACE = 60.0  # seconds that a slow reader gets after the request's own time
 
 
 def event(content: Any) -> bytes:
-    """One server-sent event."""
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -34,7 +33,6 @@ class EventStream(Response):
         self._first, self._parts, self._seconds = first, parts, seconds
 
     async def __call__(self, scope, receive, send):
-        """The ASGI application."""
         try:
             async with asyncio.timeout(self._seconds + _GRACE), aclosing(self._parts) as parts:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -97,7 +97,6 @@ class _TrimmedText:
         return shown
 
     def drop_space(self):
-        """Drops white space here."""
         self.held, self._drops = "", True
 
 

@@ -31,7 +31,6 @@ class TextCursor:
         return found
 
     def rest(self) -> str:
-        """The text that is left."""
         return self._text[self._at :]
 
 

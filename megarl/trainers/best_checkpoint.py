@@ -32,9 +32,7 @@ class BestCheckpoint:
         return is_best
 
     def state_dict(self) -> dict:
-        """State for a checkpoint's manifest."""
         return {self.metric: self.value, "step": self.step}
 
     def load_state_dict(self, state: dict):
-        """Restores the state of `state_dict`."""
         self.value, self.step = state.get(self.metric), state["step"]

@@ -36,7 +36,6 @@ class Evaluations:
 
     @property
     def prompts(self) -> int:
-        """Prompts of all evaluations."""
         return sum(len(evaluator.requests) for evaluator in self._by_name.values())
 
     def evaluate(self) -> dict[str, float] | None:

@@ -41,7 +41,6 @@ class KTOTrainer(PreferenceTrainer):
 
     @staticmethod
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> LabelledResponses:
-        """The responses of the lines."""
         s = config.settings
         responses = LabelledResponses(
             prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts

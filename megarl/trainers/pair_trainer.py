@@ -1,7 +1,5 @@
 """Training of a policy on pairs of a chosen and a rejected response: the loss, accuracy on held-out pairs."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,6 @@ from megarl.data.columns import REWARD
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.response_pairs import ResponsePair, ResponsePairs
-from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.trainers.preference_trainer import (
     PreferenceTrainer,
@@ -22,20 +19,17 @@ from megarl.trainers.preference_trainer import (
     preference_task,
     response_sums,
 )
-from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
-from megarl.trainers.supervised_trainer import ExampleBatch
+from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer
 
 
-class PairTrainer(PreferenceTrainer):
+class PairTrainer(PairwiseTrainer, PreferenceTrainer):
     """Trains a policy to prefer the chosen response of each pair."""
 
     task = preference_task(REWARD, ("chosen", "rejected"))
-    sequences_together = 2
     metric_names = PAIR_METRICS  # means over pairs
 
     @staticmethod
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> ResponsePairs:
-        """The pair of each line."""
         s = config.settings
         pairs = ResponsePairs(prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts)
         note_unread_margins(pairs, s)
@@ -47,14 +41,7 @@ class PairTrainer(PreferenceTrainer):
         return [example.chosen, example.rejected]
 
     def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
-        return torch.cat([self._reference_of(pairs, set_name), self._margins(pairs).unsqueeze(1)], 1)
-
-    def _margins(self, pairs: ExampleBatch) -> Tensor:
-        """[P] float64 by number in the batch; only those of this replica's pairs are set."""
-        margins = torch.zeros(pairs.count, dtype=torch.float64)
-        for number, pair in pairs.examples.items():
-            margins[number] = pair.margin + self.settings.preference_margin
-        return margins.to(device.device())
+        return torch.cat([self._reference_of(pairs, set_name), self._margins(pairs, torch.float64).unsqueeze(1)], 1)
 
     def _measure(self, scores: forward_pass.TokenScores, microbatch: Batch, known: Tensor) -> tuple[Tensor, Tensor]:
         """(sum of the pairs' losses, float64 sums of `metric_names`) of a micro-batch, in which pairs are adjacent.
@@ -73,23 +60,3 @@ class PairTrainer(PreferenceTrainer):
         terms = self._loss.function(pairs, self._options)
         sums = [masked_sum(values, is_pair) for values in pair_metrics(pairs, terms)]
         return masked_sum(terms.loss, is_pair), torch.stack(sums)
-
-    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
-        """The mean loss of the pairs."""
-        known = self._known(examples, PROMPTS)
-
-        def loss(scores, microbatch):
-            total, sums = self._measure(scores, microbatch, known)
-            return total / examples.count, (sums / examples.count,)
-
-        return loss
-
-    def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
-        """The metrics of `metric_names` of held-out pairs. Collective."""
-        known = self._known(examples, EVAL_PROMPTS)
-        sums = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
-        for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
-            if len(positions):
-                sums += self._measure(scores, examples.batch.select(positions), known)[1]
-        means = (self.role_groups.dp_all_reduce(sums) / examples.count).tolist()
-        return {f"eval/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)}

@@ -22,13 +22,7 @@ from megarl.mcore.weights.safe_reading import load_plain
 from megarl.observe.progress import PREFERENCE_FIELDS
 from megarl.roles.policy_scores import policy_scores
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
-from megarl.trainers.supervised_trainer import (
-    ExampleBatch,
-    SupervisedInputs,
-    SupervisedTrainer,
-    TaskSpec,
-    check_target_accuracy,
-)
+from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedInputs, SupervisedTrainer, TaskSpec
 
 REFERENCE_FILE = "reference_logprobs.pt"  # in a checkpoint
 
@@ -41,12 +35,6 @@ class PreferenceTrainer(SupervisedTrainer):
     """
 
     fields = PREFERENCE_FIELDS
-
-    @staticmethod
-    def check(settings: Settings):
-        """The checks of `SupervisedTrainer`, and that a target accuracy has evaluations."""
-        SupervisedTrainer.check(settings)
-        check_target_accuracy(settings)
 
     @staticmethod
     def check_resumed(config: RunConfig, inputs: SupervisedInputs):
@@ -97,11 +85,6 @@ class PreferenceTrainer(SupervisedTrainer):
         file = io.BytesIO()
         torch.save(self._reference, file)
         return {REFERENCE_FILE: file.getvalue()}
-
-    def has_reached_target(self) -> bool:
-        """Whether the run has reached its target loss or its target accuracy on held-out pairs."""
-        target = self.settings.target_eval_accuracy
-        return super().has_reached_target() or target is not None and self.metrics["eval/accuracy"] >= target
 
     def _logprobs(self, examples: Examples, count: int) -> Tensor:
         """[count, 2] float64 on the host: Σ log π of chosen and rejected of the first examples. Collective."""

@@ -69,7 +69,7 @@ class RLTrainer(Trainer):
         self._token_samples = TokenSamples(self.settings.token_samples, self.tokenizer) if self.folder else None
         self._batch: StepBatch | None = None
         if self.folder:
-            samples.keep_for_failure(self.folder, self._samples_so_far)
+            samples.keep_for_failure(self.folder, lambda: rows_so_far(self.reward, self._batch, self.rollout.episodes))
         self._is_best = False  # whether the step's evaluation is the best so far
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
@@ -165,7 +165,6 @@ class RLTrainer(Trainer):
         return {name: model for name, model in models.items() if model}
 
     def trained_models(self) -> list[TrainableModel]:
-        """Actor and critic."""
         return [model for model in (self.actor.trainable_model, self.critic.trainable_model) if model]
 
     def _load_pretrained(self):
@@ -276,9 +275,6 @@ class RLTrainer(Trainer):
         if self._token_samples and self._batch is not None and self.mesh["actor"].is_leader:
             samples += self._token_samples.rows(self._batch)
         return StepRecord(metrics, samples, self.reward.moments.state_dict())
-
-    def _samples_so_far(self) -> list[dict]:
-        return rows_so_far(self.reward, self._batch, self.rollout.episodes)
 
     def log(self, step: int):
         """Publishes the step's metrics and samples; rank 0 writes them once all ranks have ended the step."""

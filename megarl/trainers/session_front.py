@@ -49,5 +49,4 @@ class SessionFront:
             self.pool = SessionPool(link, parser, settings.environment_retries)
 
     def close(self):
-        """Ends the process."""
         self._stack.close()

@@ -67,7 +67,6 @@ class SFTTrainer(SupervisedTrainer):
 
     @staticmethod
     def sequences(example) -> list[tuple[list[int], list[bool]]]:
-        """The example is one sequence."""
         return [example]
 
     def prepare(self):

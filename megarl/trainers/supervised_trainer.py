@@ -92,6 +92,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """UsageError for flags that do not work together."""
         if settings.target_eval_loss and not settings.eval_interval:
             raise UsageError(f"--target-eval-loss {settings.target_eval_loss}: needs --eval-interval")
+        if settings.target_eval_accuracy is not None and not settings.eval_interval:
+            raise UsageError(f"--target-eval-accuracy {settings.target_eval_accuracy}: needs --eval-interval")
 
     @staticmethod
     def check_resumed(config: RunConfig, inputs: "SupervisedInputs"):
@@ -129,13 +131,14 @@ class SupervisedTrainer(Trainer, abc.ABC):
         return {}
 
     def trained_models(self) -> list[TrainableModel]:
-        """The one model."""
         return [self.trainable_model]
 
     def has_reached_target(self) -> bool:
-        """Whether the last evaluation has reached the run's target."""
-        target = self.settings.target_eval_loss
-        return target is not None and self.metrics["eval/loss"] <= target
+        """Whether the last evaluation has reached the run's target loss, or its target accuracy."""
+        loss, accuracy = self.settings.target_eval_loss, self.settings.target_eval_accuracy
+        if loss is not None and self.metrics["eval/loss"] <= loss:
+            return True
+        return accuracy is not None and self.metrics["eval/accuracy"] >= accuracy
 
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean loss of a batch; sets `metrics`."""
@@ -230,10 +233,45 @@ class SupervisedTrainer(Trainer, abc.ABC):
         self.trainable_model.restore(loaded[self.task.role])
 
 
-def check_target_accuracy(settings: Settings):
-    """UsageError for a target accuracy without evaluations."""
-    if settings.target_eval_accuracy is not None and not settings.eval_interval:
-        raise UsageError(f"--target-eval-accuracy {settings.target_eval_accuracy}: needs --eval-interval")
+class PairwiseTrainer(SupervisedTrainer):
+    """Trains on pairs of a chosen and a rejected response, whose sequences are adjacent in a micro-batch."""
+
+    sequences_together = 2
+
+    @abc.abstractmethod
+    def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
+        """What the loss reads of each pair besides the model's output, by the pair's number in the batch."""
+
+    @abc.abstractmethod
+    def _measure(self, scores: Any, microbatch: Batch, known: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the pairs' losses, float64 sums of `metric_names`) of a micro-batch. `known`: of `_known`."""
+
+    def _margins(self, pairs: ExampleBatch, dtype: torch.dtype) -> Tensor:
+        """[P] by number in the batch; only those of this replica's pairs are set."""
+        margins = torch.zeros(pairs.count, dtype=dtype)
+        for number, pair in pairs.examples.items():
+            margins[number] = pair.margin + self.settings.preference_margin
+        return margins.to(device.device())
+
+    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
+        """The mean loss of the pairs."""
+        known = self._known(examples, PROMPTS)
+
+        def loss(scores, microbatch):
+            total, sums = self._measure(scores, microbatch, known)
+            return total / examples.count, (sums / examples.count,)
+
+        return loss
+
+    def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
+        """The metrics of `metric_names` of held-out pairs. Collective."""
+        sums = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
+        known = self._known(examples, EVAL_PROMPTS)
+        for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
+            if len(positions):
+                sums += self._measure(scores, examples.batch.select(positions), known)[1]
+        means = (self.role_groups.dp_all_reduce(sums) / examples.count).tolist()
+        return {f"eval/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)}
 
 
 class SupervisedInputs:

@@ -12,11 +12,8 @@ from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
+from megarl.observe.report_samples import QUANTITIES
 
-# Per-token fields of a batch that are recorded if the run has them.
-QUANTITIES = (
-    "advantages", "rollout_logprobs", "logprobs", "reference_logprobs", "values", "returns", "entropy",
-)  # fmt: skip
 _WRITTEN = "response_mask"
 MAX_TOKENS = 1024  # tokens of a response; the rest of a longer one is left out, which bounds a step's file
 
@@ -65,7 +62,8 @@ class TokenSamples:
             "tokens": [self._vocabulary.token(number)[0] for number in shown],
             "token_ids": shown,
             **observed,
-            **{name: _shortest(of_field) for name, of_field in fields.items()},
+            # The shortest decimals that name the 32-bit numbers.
+            **{name: [float(str(value)) for value in of_field] for name, of_field in fields.items()},
         }
 
 
@@ -78,7 +76,3 @@ def _sequences(batch: Batch, fields: np.ndarray):
     for number, of_sequence in enumerate(columns):
         response = slice(starts[number] + prompt_lengths[number], starts[number + 1])
         yield dict(zip(names, of_sequence, strict=True)), tokens[response].tolist(), fields[:, response]
-
-
-def _shortest(values: np.ndarray) -> list[float]:
-    return [float(str(value)) for value in values]

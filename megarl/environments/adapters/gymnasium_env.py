@@ -64,7 +64,6 @@ class GymnasiumEnvironment(BaseEnvironment):
         return Observation([] if done else [user_message(self._render(observation))], float(reward), done)
 
     def close(self) -> None:
-        """Closes the environment."""
         if self.env is not None:
             self.env.close()
 

@@ -73,7 +73,6 @@ class _KeyCheck:
         self._app, self._session = app, session
 
     async def __call__(self, scope, receive, send):
-        """The ASGI application."""
         if scope["type"] != "http":
             return None
         if not hmac.compare_digest(given_key(scope), self._session.key.encode()):

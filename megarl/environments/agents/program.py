@@ -58,7 +58,6 @@ class ProgramEnvironment(Agent):
             check_sandbox()
 
     async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
-        """See Agent."""
         self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="megarl_agent_"))
         workspace = self._folder / "workspace"
         workspace.mkdir()
@@ -110,7 +109,6 @@ class ProgramEnvironment(Agent):
         }  # fmt: skip
 
     async def close(self):
-        """Removes the folder."""
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 

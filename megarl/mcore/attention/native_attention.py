@@ -65,7 +65,6 @@ def softmax_scale(channels: int, scale: float | None) -> float:
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None) -> Tensor:
-    """As that of `sdpa`."""
     scale = softmax_scale(query.shape[-1], scale)
     outputs = [_attend(query, key, value, batch, scale) for batch in segments.batches]
     return torch.cat(outputs)[segments.restore]
@@ -98,7 +97,6 @@ def plan_cache_reads(
     queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: None = None,
     token_bytes: int | None = None,
 ) -> NativeReads:  # fmt: skip
-    """As that of `sdpa`."""
     first, single = queries.cumsum(0) - queries, queries == 1
     if bool(single.all()):
         return NativeReads(_decode_reads(slice(len(keys)), keys, pages, cache), [], total)

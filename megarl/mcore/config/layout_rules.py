@@ -31,11 +31,6 @@ class LayoutRule(NamedTuple):
     allowed: str
 
 
-def check(role: str, args):
-    """Raises UsageError for the first rule that a role's parsed flags break; `args.world_size` is the role's."""
-    require(role, rules(role, args))
-
-
 def require(role: str, rules: list[LayoutRule], where: str = ""):
     """Raises UsageError for the first broken rule; `where` the rules hold, for its message."""
     for rule in rules:
@@ -44,7 +39,10 @@ def require(role: str, rules: list[LayoutRule], where: str = ""):
 
 
 def rules(role: str, args) -> list[LayoutRule]:
-    """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
+    """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant.
+
+    `args.world_size` is the role's.
+    """
     groups = (_sizes(args), _ranges(args), _ranks(args), _attention(args), _pipeline(args), _virtual(args))
     groups += (_experts(args), _balancing(args), _training(role, args), _sharding(args))
     return [rule for group in groups for rule in group]

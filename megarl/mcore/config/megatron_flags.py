@@ -28,6 +28,7 @@ from megarl.mcore.config import (
     recurrent_rules,
     transformer_engine,
 )
+from megarl.mcore.config.layout_rules import require
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
 from megarl.mcore.kernels.silu import silu
@@ -182,10 +183,10 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
     _choose_channels(role, args)
-    layout_rules.check(role, args)
-    model_rules.check(role, args)
-    recurrent_rules.check(role, args)
-    optimizer_rules.check(role, args)
+    require(role, layout_rules.rules(role, args))
+    require(role, model_rules.rules(args))
+    require(role, recurrent_rules.rules(args))
+    require(role, optimizer_rules.rules(args))
     exact_rules.check(role, args)
     transformer_engine.check(role, args)
     if args.overlap_grad_reduce is None:

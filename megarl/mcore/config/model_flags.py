@@ -18,7 +18,6 @@ class ModelFlag(NamedTuple):
 
     @property
     def attribute(self) -> str:
-        """The attribute that it sets."""
         return self.name.replace("-", "_")
 
 

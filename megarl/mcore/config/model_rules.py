@@ -5,7 +5,7 @@ A rule is data, as in `layout_rules`.
 
 import math
 
-from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, require, value_of
+from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, value_of
 from megarl.mcore.config.model_flags import ROTARY, is_gated
 
 # Megatron's; others are None.
@@ -20,11 +20,6 @@ NOT_LATENT = {
     "no-rope-freq": None, "query-pre-attn-scalar": None, "rotary-percent": 1.0, "attn-logit-softcapping": None,
     "softmax-type": "vanilla",
 }  # fmt: skip
-
-
-def check(role: str, args):
-    """Raises UsageError for the first rule that a role's parsed flags break."""
-    require(role, rules(args))
 
 
 def rules(args) -> list[LayoutRule]:

@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata
 
-from megarl.mcore.config.layout_rules import LayoutRule, min_value, require, value_of
+from megarl.mcore.config.layout_rules import LayoutRule, min_value, value_of
 
 SGD, MUON = "sgd", "muon"
 MUON_NAMES = (MUON, "dist_muon")  # the second is Megatron's older name of the first with --use-distributed-optimizer
@@ -19,11 +19,6 @@ MOMENT_TYPES = ("fp32", "bf16")  # others would need a scale for each tensor
 # A moment of bf16 does not move by changes below 2^-9 to 2^-8 of itself. With Megatron's 0.999 it would never fall.
 MAX_BETA_BF16 = 0.99
 PRECISIONS = ("medium", "high", "highest")  # torch's
-
-
-def check(role: str, args):
-    """Raises UsageError for the first rule that a role's parsed flags break."""
-    require(role, rules(args))
 
 
 @functools.cache

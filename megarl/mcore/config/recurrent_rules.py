@@ -5,7 +5,7 @@ A rule is data, as in `layout_rules`.
 """
 
 from megarl.errors import UsageError
-from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, require, value_of
+from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, value_of
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
 SIZES = {"linear-conv-kernel-dim": 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128,
@@ -25,11 +25,6 @@ def flag_of(args) -> str:
     """The flag, with its value, that gives a model its layers with a recurrent state."""
     variant = args.experimental_attention_variant
     return f"{PATTERN} {args.hybrid_layer_pattern}" if variant is None else f"{FLAG} {variant}"
-
-
-def check(role: str, args):
-    """Raises UsageError for the first rule that a role's parsed flags break."""
-    require(role, rules(args))
 
 
 def rules(args) -> list[LayoutRule]:

@@ -33,7 +33,6 @@ class DraftSequences:
         self.clear()
 
     def clear(self):
-        """Drops all sequences."""
         self._ended.clear()
         self._rest.clear()
         self._free = list(range(len(self.lengths)))
@@ -44,7 +43,6 @@ class DraftSequences:
         return not self._free
 
     def begin(self, request_id: int, prompt: Sequence[int]):
-        """Adds a sequence."""
         row, size = self._free.pop(), len(prompt)
         if request_id >= len(self._row_of):
             self._row_of = np.resize(self._row_of, 2 * request_id)

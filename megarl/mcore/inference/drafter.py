@@ -99,7 +99,6 @@ class Drafter:
         self._end_ids = np.array(sorted(end_ids), np.int64)
 
     def begin(self, request_id: int, prompt: Sequence[int]):
-        """Adds a request."""
         if self._sequences.is_full:
             self._index(())
         self._sequences.begin(request_id, prompt)

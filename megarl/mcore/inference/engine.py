@@ -42,11 +42,9 @@ class RequestList:
         self._queue = deque(requests)
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
-        """Returns the next requests."""
         return [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
 
     def is_empty(self) -> bool:
-        """Whether all requests were taken."""
         return not self._queue
 
     def wait(self):

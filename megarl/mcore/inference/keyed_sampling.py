@@ -44,7 +44,6 @@ class KeyedSampling(Sampling):
             by_id.clear()
 
     def begin(self, request_id: int, request: GenerationRequest):
-        """Adds a request."""
         settings = request.sampling or self.settings
         self.keys[request_id] = request.key
         self.temperatures[request_id], self.greedy[request_id] = settings.temperature, settings.greedy
@@ -56,7 +55,6 @@ class KeyedSampling(Sampling):
             self._top_counts[request_id], self._top_logprobs[request_id] = request.top_logprobs, {}
 
     def finish(self, request_id: int):
-        """Removes a request."""
         for by_id in (self._own, self._top_counts, self._top_logprobs):
             by_id.pop(request_id, None)
         self._restricted.discard(request_id)

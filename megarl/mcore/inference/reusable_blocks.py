@@ -47,7 +47,6 @@ class ReusableBlocks(KVBlockAllocator):
         self._clock = 0
 
     def reset(self):
-        """Drops all blocks."""
         super().reset()
         self._clock = 0
 

@@ -34,14 +34,12 @@ class SequenceGroups:
         self.reset()
 
     def reset(self):
-        """Begins without requests."""
         self._prompts: dict[tuple[int, ...], int] = {}
         self._known: dict[int, tuple[int, int]] = {}  # request -> its group, and the length of that group's sequence
         self._unseen: set[int] = set()  # requests that wait for their first step
         self._next, self._are_apart = 0, True
 
     def begin(self, request_id: int, prompt: Sequence[int]):
-        """Adds a request."""
         group = self._prompts.setdefault(tuple(prompt), self._next)
         self._next += group == self._next
         self._known[request_id] = group, len(prompt)

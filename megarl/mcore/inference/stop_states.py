@@ -36,11 +36,9 @@ class StopStates:
         self._places[request_id] = matcher, 0, place
 
     def finish(self, request_id: int):
-        """Removes a request."""
         self._places.pop(request_id, None)
 
     def clear(self):
-        """Removes all requests."""
         self._places.clear()
 
     def have_ended(self, request_id: int, tokens: Sequence[int]) -> bool:

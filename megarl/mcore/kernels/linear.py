@@ -338,12 +338,10 @@ def install():
     """Makes Megatron's parallel linear layers use `parallel_linear` on a CPU; see `_on_cuda`."""
     for kind in (ColumnParallelLinear, RowParallelLinear):
         kind._forward_impl = _on_cuda(kind._forward_impl) if device.has_cuda() else parallel_linear
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=_apex_kernel)
-
-
-def _apex_kernel(x: Tensor, grad: Tensor, total: Tensor):
-    """In place of Apex's kernel, which multiplies in the same way, for Megatron's fusion of the sum."""
-    add_weight_gradient(total, grad, x)
+    # In place of Apex's kernel, which multiplies in the same way, for Megatron's fusion of the sum.
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=lambda x, grad, total: add_weight_gradient(total, grad, x)
+    )
 
 
 def _on_cuda(of_megatron: Callable) -> Callable:

@@ -70,7 +70,6 @@ class ZeroCentredRMSNorm(torch.nn.RMSNorm):
     """
 
     def reset_parameters(self):
-        """Sets the weights to 0."""
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,7 +82,6 @@ class ZeroCentredLayerNorm(torch.nn.LayerNorm):
     """LayerNorm that multiplies by 1 + weight; otherwise like `ZeroCentredRMSNorm`."""
 
     def reset_parameters(self):
-        """Sets weights and biases to 0."""
         torch.nn.init.zeros_(self.weight)
         torch.nn.init.zeros_(self.bias)
 

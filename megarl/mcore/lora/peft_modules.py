@@ -38,7 +38,6 @@ class PeftModule(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of the module's output."""
         return sum(member.rows for member in self.members)
 
 

@@ -66,6 +66,5 @@ class PolicyTransfer:
         return [transfer.source_checksums(group) for transfer in self._transfers]
 
     def check(self, expected: list[dict[str, int]], group):
-        """As of `WeightTransfer`."""
         for transfer, sums in zip(self._transfers, expected, strict=True):
             transfer.check(sums, group)

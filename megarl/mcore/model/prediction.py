@@ -77,7 +77,6 @@ class PredictionLayer(MegatronModule):
 
     @property
     def layer(self) -> _Parts:
-        """The only layer."""
         return self.mtp.layers[0]  # type: ignore[index, return-value]
 
     def combined(self, hidden: Tensor, embedded: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ class SharedColumns(NamedTuple):
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return self.sent.stop - self.sent.start
 
 

@@ -65,11 +65,9 @@ class Inputs(NamedTuple):
     biases: Tensor  # [H] added to a
 
     def at(self, rows: Tensor) -> "Inputs":
-        """Those of some rows."""
         return self._replace(x=self.x[rows], a=self.a[rows], b=self.b[rows])
 
     def apply(self, sizes, runs: Runs, states: States) -> Tensor:
-        """`gated_delta_rule`."""
         return gated_delta_rule(self, sizes, runs, states)
 
 

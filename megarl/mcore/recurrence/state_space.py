@@ -61,11 +61,9 @@ class SpaceInputs(NamedTuple):
     skips: Tensor  # [H] D
 
     def at(self, rows: Tensor) -> "SpaceInputs":
-        """Those of some rows."""
         return self._replace(x=self.x[rows], steps=self.steps[rows])
 
     def apply(self, sizes, runs: Runs, states: States) -> Tensor:
-        """`state_space`."""
         return state_space(self, sizes, runs, states)
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import (
     DistributedOptimizer,
@@ -27,7 +28,6 @@ from megarl.mcore import device
 from megarl.mcore.config.optimizer_rules import SGD
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.buffer_layout import stacked_experts
-from megarl.mcore.parallel.default_group import override_default_group
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 from megarl.mcore.training import layer_wise  # noqa: F401  it replaces a class of Megatron
 from megarl.mcore.training.adam import Adam, SmallMomentsAdam
@@ -120,7 +120,7 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataPara
     # Megatron's own way would keep fp32 weights and gradients elsewhere, too, and wants Transformer Engine.
     fields = _fields(OptimizerConfig, args) | {"use_precision_aware_optimizer": False}
     config = OptimizerConfig(**fields | {f"{name}_dtype": torch.float32 for name in moments})
-    with override_default_group(pg_collection.intra_dist_opt), _adam_with(moments):
+    with _default_group(pg_collection.intra_dist_opt), _adam_with(moments):
         overrides = group_overrides(wrapped, config, args, pg_collection)
         optimizer = get_megatron_optimizer(
             config, wrapped, overrides, use_gloo_process_groups=False, pg_collection=pg_collection
@@ -134,6 +134,22 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataPara
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
     optimizer.routers = balanced_routers(wrapped)
     return optimizer
+
+
+@contextlib.contextmanager
+def _default_group(group):
+    """Makes `group` the default of object gathers, world size and rank inside: some Megatron calls take no group.
+
+    `get_megatron_optimizer` gathers its parameter groups over the world, but ranks outside the role never call it.
+    """
+    gather, size, rank = dist.all_gather_object, dist.get_world_size, dist.get_rank
+    dist.all_gather_object = lambda objects, item, group=group: gather(objects, item, group=group)  # type: ignore[assignment]
+    dist.get_world_size = lambda group=group: size(group)
+    dist.get_rank = lambda group=group: rank(group)
+    try:
+        yield
+    finally:
+        dist.all_gather_object, dist.get_world_size, dist.get_rank = gather, size, rank
 
 
 @contextlib.contextmanager

@@ -97,7 +97,6 @@ class _HashedFile:
         return count
 
     def tell(self) -> int:
-        """Bytes so far."""
         return self.size
 
     def flush(self):

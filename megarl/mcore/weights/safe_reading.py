@@ -80,7 +80,6 @@ class _PlainObjects:
     """Mixin of a planner that reads objects as plain data and tensors only."""
 
     def load_bytes(self, read_item, value: io.BytesIO):
-        """Reads one object."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 

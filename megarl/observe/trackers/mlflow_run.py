@@ -75,7 +75,6 @@ class MlflowTracker:
             self._client.log_batch(self._id, tags=changed[start : start + PARAMS])
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """One point of each metric."""
         now = int(time.time() * 1000)
         self._send([Metric(allowed(name), value, now, step) for name, value in scalars.items()])
 

@@ -36,13 +36,11 @@ class SafeTracker:
             self._tracker = open_tracker()
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """As the tracker's."""
         with self._failures():
             if self._tracker:
                 self._tracker.write(step, scalars)
 
     def close(self) -> None:
-        """As the tracker's."""
         with self._failures():
             if self._tracker:
                 self._tracker.close()

@@ -112,7 +112,6 @@ class AgentEpisode(Episode):
         return None if turn.is_open else Completion(turn.tokens, turn.logprobs, turn.finished)
 
     def finish(self, end: AgentEnd):
-        """Ends the episode."""
         if end.failed:
             return self.fail()
         self._how, self.end = end, TRUNCATED_BY_BUDGET if end.truncated else DONE
@@ -121,7 +120,6 @@ class AgentEpisode(Episode):
         return None
 
     def fail(self):
-        """See Episode."""
         self.tokens, self.prompt_length = list(self.line_prompt), len(self.line_prompt)
         self.end = FAILED
 

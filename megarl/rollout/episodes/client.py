@@ -210,7 +210,6 @@ class EnvironmentClient:
         return taken
 
     def close(self):
-        """Ends the worker processes."""
         self.pool.close()
 
     def _result_of(self, event: Event | Asked) -> Result | None:

@@ -97,7 +97,6 @@ class Episode:
 
     @property
     def solved(self) -> bool:
-        """Whether the task is solved."""
         return bool(self.verdicts) and self.verdicts[-1]
 
     @property
@@ -179,7 +178,6 @@ class Episode:
             self.end = LENGTH if self._room < 1 else TURN_LENGTH
 
     def turn_tokens(self, turn: int) -> list[int]:
-        """Tokens of a turn."""
         start, end = self.turns[turn]
         return self.tokens[start:end]
 

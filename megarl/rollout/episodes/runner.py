@@ -72,7 +72,6 @@ class EpisodeRound:
 
     @property
     def episodes(self) -> list[Episode]:
-        """All of them."""
         return self.running + self.idle
 
 
@@ -237,7 +236,6 @@ class EpisodeRunner:
             self.client.journal.discard(folders.step_of(latest))
 
     def close(self):
-        """Ends the environments."""
         if self.client is not None:
             self.client.close()
 
@@ -278,7 +276,6 @@ class EpisodeRunner:
         )
 
     def _seed(self, step: int, line: int, stream: int) -> int:
-        """A seed of 63 bits."""
         numbers = torch.tensor([line]), torch.tensor([stream])
         return int(stream_keys(self.settings.seed, step, *numbers)) & ((1 << 63) - 1)
 

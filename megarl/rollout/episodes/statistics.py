@@ -28,7 +28,6 @@ class EpisodeStatistics:
         self.failures: list[str] = []  # why environments failed
 
     def add(self, other: "EpisodeStatistics"):
-        """Adds what another has counted."""
         for own, added in ((self.counts, other.counts), (self.parts, other.parts)):
             for name, value in added.items():
                 own[name] += value

@@ -56,7 +56,6 @@ class Player:
         self._sampling = SamplingSettings(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
 
     def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        """The policy's turns."""
         assert self._rollout.engine is not None  # every rank is one of the rollout's
         return self._rollout.engine.generate(requests, self._rollout.ends.ids, self._sampling)
 
@@ -91,7 +90,6 @@ class Player:
     # -- forks -------------------------------------------------------------------------------------------------------
 
     def begun(self) -> Episode:
-        """The episode before it began."""
         assert self._limits is not None  # it has an environment
         return Episode(number=0, request=self._request, line=self._saved.place[0], limits=self._limits)
 

@@ -13,7 +13,6 @@ _INDENT = "    "
 
 
 def heading(saved: SavedResponse) -> str:
-    """What the response is."""
     line, number = saved.place
     of = f", drawn in step {saved.draw[0]}" if saved.draw[0] != saved.manifest["step"] else ""
     return f"step {saved.manifest['step']}, sample {saved.sample}: line {line}{of}, number {number} of its group"
@@ -41,7 +40,6 @@ def forked_turns(episode: Episode, first: int, seen: Sequence[Observation], text
 
 
 def answer(messages: Sequence[Message]) -> Iterator[str]:
-    """The lines of an answer."""
     for message in messages:
         name = f" {message['name']}" if message.get("name") else ""
         yield f"  {printable(message['role'] + name)}"

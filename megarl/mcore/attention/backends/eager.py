@@ -117,7 +117,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
 def attend_segments(
     query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale, softcap=None, sinks=None
 ) -> Tensor:
-    """As that of `sdpa`."""
     query, mask = sdpa.gather_rows(query, segments.queries), segments.mask
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]

@@ -38,7 +38,6 @@ class FolderReader:
         return found
 
     def close(self):
-        """Releases the mapped files."""
         self._files, self._mapped = {}, 0
 
 

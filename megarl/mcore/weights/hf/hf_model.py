@@ -61,7 +61,6 @@ class HFModel(NamedTuple):
         return bool(ROTARY_BUFFER.fullmatch(plain)) or self.prediction.has(plain)
 
     def tokens(self) -> list[str]:
-        """The flags as command-line tokens."""
         pairs = ((f"--{name}", value) for name, value in self.flags.items())
         return [token for name, value in pairs for token in ([name] if value is True else [name, str(value)])]
 

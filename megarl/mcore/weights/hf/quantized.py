@@ -72,12 +72,9 @@ def dequantized(
         )
     hidden = {name for tensor in found.values() for name in tensor.stored}
     if method != MXFP4:
-        hidden |= {name for name, tensor in tensors.items() if _is_of_activations(name, tensor)}
+        of_activations = (name for name in tensors if name.rpartition(".")[2] in ACTIVATIONS)
+        hidden |= {name for name in of_activations if tensors[name].shape in ONE_SCALE}
     return {name: tensor for name, tensor in tensors.items() if name not in hidden} | dict(found)
-
-
-def _is_of_activations(name: str, tensor: StoredTensor) -> bool:
-    return name.rpartition(".")[2] in ACTIVATIONS and tensor.shape in ONE_SCALE
 
 
 def _fp8(tensors: dict[str, StoredTensor], config: dict[str, Any], error: MakeError) -> dict[str, Fp8Tensor]:

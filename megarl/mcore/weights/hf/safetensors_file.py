@@ -27,7 +27,6 @@ class Header(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """Size of the whole file."""
         return len(self.content) + max((entry["data_offsets"][1] for entry in self.tensors.values()), default=0)
 
 

@@ -191,15 +191,15 @@ def test_right_layouts(text, ranks):
 
 def test_each_rule_can_be_broken(monkeypatch):
     """Every rule is the one that stops some case of the tables: none is covered by those before it."""
-    stopped, total, check = set(), set(), layout_rules.check
+    stopped, total, rules = set(), set(), layout_rules.rules
 
     def recorded(role, args):
-        rules = layout_rules.rules(role, args)
-        total.add(len(rules))
-        stopped.update(next(([i] for i, rule in enumerate(rules) if not rule.holds), []))
-        check(role, args)
+        found = rules(role, args)
+        total.add(len(found))
+        stopped.update(next(([i] for i, rule in enumerate(found) if not rule.holds), []))
+        return found
 
-    monkeypatch.setattr(layout_rules, "check", recorded)
+    monkeypatch.setattr(layout_rules, "rules", recorded)
     from megarl.mcore.parallel import fake_world
 
     for text, ranks, _ in WRONG.values():
@@ -208,7 +208,7 @@ def test_each_rule_can_be_broken(monkeypatch):
         with fake_world.fake_world(ranks):
             error_of(text, ranks)
     (count,) = total  # always as many, in the same order
-    names = [rule.flag for rule in layout_rules.rules("actor", parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]
+    names = [rule.flag for rule in rules("actor", parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]
     assert [f"{i}: {names[i]}" for i in range(count) if i not in stopped] == []
 
 
