@@ -25,7 +25,7 @@ FEATURES = [
     f"{EXPERTS} {SHARED} --moe-shared-expert-gate", f"{LATENT} {EXPERTS} {MTP}", f"{combinations.RECURRENT} {EXPERTS}",
     f"{EXPERTS} --lora-rank 2", f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     f"{EXPERTS} --moe-latent-size 16 {SHARED}", "--window-size 3,0 --softmax-type learnable --num-query-groups 1",
-    "--add-qkv-bias --qk-layernorm --num-query-groups 1", "--add-bias-linear --untie-embeddings-and-output-weights",
+    "--add-qkv-bias --qk-layernorm --num-query-groups 1", f"{EXPERTS} --moe-latent-size 16 --lora-rank 2",
 ]  # fmt: skip
 
 
