@@ -10,6 +10,7 @@ import torch
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.packed import broadcast_to_tokens
+from megarl.algorithms.policy_loss import MinibatchResponses
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rejection import kept_tokens, parse_bounds
 from megarl.mcore.model.forward_pass import TokenScores
@@ -36,12 +37,13 @@ LOSSES = {
     "mis, geometric": "--rollout-correction mis --rollout-correction-level geometric --rollout-correction-cap 1.05",
     "icepop": "--rollout-correction icepop --rollout-correction-floor 0.9 --rollout-correction-cap 1.1",
     "dropped responses": "--opsm-threshold 0.02",
+    "real, two updates": "--policy-loss real --ppo-epochs 2",
     "correct responses": "--positive-nll-coefficient 0.3",
     "rejected tokens": "--rollout-rejection token-k1=0.9:1.1",
     "rejected responses, weights": "--rollout-rejection mean-abs=0.2 max-k3=0.05 --rollout-correction mis",
 }  # fmt: skip
 # Each policy loss with one aggregation, each aggregation with a policy loss; and all the rest.
-PAIRS = {f"{loss}, {mode}" for loss, mode in zip(POLICY_LOSSES, itertools.cycle(AGGREGATIONS))}
+PAIRS = {f"{loss}, {mode}" for loss, mode in zip(POLICY_LOSSES, itertools.cycle(AGGREGATIONS))} | {"real, two updates"}
 SOME = {name: flags for name, flags in LOSSES.items() if name in PAIRS or "--policy-loss" not in flags}
 WITH_ALL = "two replicas, micro-batches of one"
 LAYOUTS = {
@@ -137,6 +139,28 @@ def test_rejected_tokens_leave_numerators_and_denominators(folder):
     rejected = expected(folder)["rejected tokens"][0]
     assert all(rejected[name] == pytest.approx(value, rel=1e-6) for name, value in found.items())
     assert 0.2 < rejected["rejection/fraction"] < 0.9
+
+
+def compared(rank: int, parsed) -> tuple:
+    """After an update: advantages by the policy loss; by log-probs of a pass of its own; of an unchanged policy."""
+    role, _ = role_of("actor", parsed)
+    batch, loss = experience(0, 1), parsed.policy_loss
+    old, positions = batch.logprobs.clone(), torch.arange(len(batch))
+    role._updates_on_policy = lambda *_: False
+    role.update(LocalStepBatch(actor=batch), 0.0)
+    found = role._compare(batch, positions, len(batch), batch.advantages, False)
+    role.old_logprobs(LocalStepBatch(actor=batch))
+    columns = batch.advantages, batch.response_mask, batch.cu_seqlens, batch.sequence_ids // 2, len(batch) // 2
+    inputs = (MinibatchResponses(x, *columns, lambda x: x) for x in (batch.logprobs - old, torch.zeros_like(old)))
+    return found, *(loss.compare(responses, loss.options) for responses in inputs)
+
+
+def test_responses_are_compared_by_the_policy_before_the_update(folder):
+    ((found, expected, unchanged),) = run_world(
+        compared, 1, program("rl", rl_argv(folder, f"{WHOLE} --policy-loss real --real-tau 0.1"), 1)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (found - unchanged).abs().max() > 1e-3 and found.any()
 
 
 def test_the_loss_is_that_of_the_policy_less_an_entropy_bonus_plus_the_other_terms(folder):
