@@ -51,6 +51,18 @@ class PolicyTokens:
         return (self.old_logprobs - self.logprobs).detach()
 
 
+class MinibatchResponses(NamedTuple):
+    """What is known of a mini-batch before its update: this rank's N whole sequences, T tokens."""
+
+    log_ratios: Tensor  # [T] log π_θ/π_old of the policy that the update starts from
+    advantages: Tensor  # [T] of the estimator
+    mask: Tensor  # [T] bool, the tokens with a loss
+    cu_seqlens: Tensor  # [N+1]
+    groups: Tensor  # [N] int64 prompt that a response is to, from 0; the same numbers on all ranks
+    group_count: int  # of all ranks
+    total: Callable[[Tensor], Tensor]  # sums a tensor over the ranks
+
+
 class PolicyTerms(NamedTuple):
     """Per-token terms of a policy loss. Entries outside the response mask are undefined: the aggregation skips them."""
 
@@ -68,6 +80,9 @@ class PolicyLoss(NamedTuple):
     reads_rollout: bool = False  # its ratio is π_θ/μ, so that a weight π_old/μ would count twice
     # (MinibatchTokens, options) -> `PolicyTokens.selected` of a whole mini-batch, on all ranks; None: it has none
     select: Callable[..., Tensor] | None = None
+    # (MinibatchResponses, options) -> advantages [T] in the place of the estimator's, before each update, on all ranks;
+    # None: the estimator's
+    compare: Callable[..., Tensor] | None = None
 
     def flags(self) -> dict[str, dataclasses.Field]:
         """The fields of its options by flag, without leading dashes.

@@ -18,7 +18,7 @@ from megarl.flags.correction_rules import correction, is_corrected
 from megarl.flags.distill_settings import LOSS, NONE, SIBLING
 from megarl.flags.environment_settings import SESSIONS
 from megarl.flags.flag_context import FlagContext, FlagRule
-from megarl.flags.learning_rules import distillation, parts, preferences
+from megarl.flags.learning_rules import comparisons, distillation, parts, preferences
 from megarl.flags.reward_rules import rewards
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
@@ -219,6 +219,7 @@ def rules(context: FlagContext) -> list[FlagRule]:
         distillation(context),
         preferences(context),
         parts(context),
+        comparisons(context),
     )
     groups = (
         *with_context, _overlap(s), _kl(s), correction(context), _evaluation(s), _export(s), _debug(s), _environments(s)

@@ -2,8 +2,8 @@
 
 from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.flags.correction_settings import RECOMPUTE
-from megarl.flags.distill_settings import AVERAGE, GIVEN, NONE, SIBLING
+from megarl.flags.correction_settings import INTERPOLATE, RECOMPUTE
+from megarl.flags.distill_settings import AVERAGE, GIVEN, NONE, REWARD, SIBLING
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.rewards.expression import EXACT_MATCH
 
@@ -59,6 +59,24 @@ def parts(context: FlagContext) -> list[FlagRule]:
         FlagRule("--kl-in", s.kl_in, not reads or s.kl_in == "loss" or s.kl_coefficient == 0,
                  f"--advantage {s.advantage} compares the parts of --reward, of which the KL is none; allowed is loss,"
                  " or --kl-coefficient 0"),
+    ]  # fmt: skip
+
+
+def comparisons(context: FlagContext) -> list[FlagRule]:
+    """Rules of a policy loss that compares the responses of a group."""
+    s, is_other = context.settings, context.policy_loss.compare is None
+    size, group = s.minibatch_size or s.sequences_per_step, s.samples_per_prompt
+    return [
+        FlagRule("--policy-loss", s.policy_loss, is_other or group > 1,
+             "compares the responses of a group; needs --samples-per-prompt 2 or more"),
+        FlagRule("--minibatch-size", s.minibatch_size, is_other or size >= s.sequences_per_step or not size % group,
+             f"would split groups, whose responses --policy-loss {s.policy_loss} compares; allowed are multiples of"
+             f" --samples-per-prompt {group}"),
+        FlagRule("--old-logprobs", s.old_logprobs, is_other or s.old_logprobs != INTERPOLATE,
+             f"changes between the updates; allowed with --policy-loss {s.policy_loss} are recompute, rollout"),
+        FlagRule("--distill", s.distill, is_other or s.distill != REWARD,
+             f"adds to the advantages, of which --policy-loss {s.policy_loss} reads the sign alone; allowed are loss,"
+             " none"),
     ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
 from megarl.comm.exchange import HEADER, PARTS, STATES
 from megarl.flags.correction_settings import RECOMPUTE
@@ -57,7 +58,8 @@ class StepSizes:
     """Sizes of a step: sequences, the longest prompt and response in tokens, PPO epochs, and the actor's updates.
 
     `greedy`: additional greedy responses (ReMax's baseline). `skips_old_logprobs`: no pass
-    for old log-probs, which are the rollout's, or those of a single update's forward.
+    for old log-probs, which are the rollout's, or those of a single update's forward. `compares`: the policy loss has a
+    pass before each update, except where the policy is the one before the step.
     """
 
     sequences: int
@@ -67,6 +69,7 @@ class StepSizes:
     updates: int
     greedy: int = 0
     skips_old_logprobs: bool = False
+    compares: bool = False
 
     @property
     def tokens(self) -> int:
@@ -90,10 +93,12 @@ class StepSizes:
 def step_sizes(settings) -> StepSizes:
     """The sizes of a step from the settings; with dynamic sampling, of one round."""
     s = settings
+    loss, recomputes = POLICY_LOSSES.get(s.policy_loss), s.old_logprobs == RECOMPUTE
+    compares = loss is not None and loss.compare is not None and (s.updates_per_step > 1 or not recomputes)
     return StepSizes(
         sequences=s.sequences_per_step, prompt=s.max_prompt_length, response=s.max_response_length,
         epochs=s.ppo_epochs, updates=s.updates_per_step, greedy=s.prompts_per_step if s.greedy_baseline else 0,
-        skips_old_logprobs=s.old_logprobs != RECOMPUTE or s.updates_on_policy(s.sequences_per_step),
+        skips_old_logprobs=not recomputes or s.updates_on_policy(s.sequences_per_step), compares=compares,
     )  # fmt: skip
 
 
@@ -198,6 +203,7 @@ def passes(role: str, args, step: StepSizes) -> tuple[int, int]:
         return 1, 0
     again = args.recompute_granularity == "full"
     scoring = 0 if role == "actor" and step.skips_old_logprobs else 1
+    scoring += step.epochs if role == "actor" and step.compares else 0
     return scoring + step.epochs * (2 if again else 1), step.epochs
 
 

@@ -6,7 +6,7 @@ from megarl.data.columns import RL
 from megarl.data.mixture import MixtureEntry, is_mixture, read_mixture
 from megarl.errors import UsageError
 from megarl.named_paths import parse_named_paths
-from megarl.rewards.expression import ENVIRONMENT, JUDGE, Term, parse
+from megarl.rewards.expression import ENVIRONMENT, Term, parse
 
 
 def expressions_of(settings) -> dict[str, tuple[Term, ...]]:
@@ -72,8 +72,6 @@ def _parsed(text: str, where: str) -> tuple[Term, ...]:
 
 def _check(settings, terms: tuple[Term, ...], common: tuple[Term, ...], where: str):
     """UsageError for terms that all rewards must have alike."""
-    if any(term.name == JUDGE for term in (*terms, *common)):
-        raise UsageError(f"{where}: not allowed with a judge, which reads the responses to all files")
     own, others = ([term.weight for term in of if term.name == ENVIRONMENT] for of in (terms, common))
     if settings.environment is not None and own != others:
         raise UsageError(f"{where}: needs the term environment as often as --reward has it: turns have one weight")

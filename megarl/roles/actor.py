@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys, uniforms
 from megarl.algorithms.packed import token_sequences
-from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.policy_loss import MinibatchResponses, PolicyLoss
 from megarl.algorithms.rejection import kept_tokens, parse_bounds, rejection_report, rejection_sums
 from megarl.algorithms.rollout_correction import correction_report, correction_sums
 from megarl.algorithms.staleness import proximal_logprobs, staleness_maxima, staleness_report, staleness_sums
@@ -205,8 +205,37 @@ class Actor:
         batch.selected = torch.zeros_like(batch.response_mask)
         batch.selected[batch.token_positions(positions)] = selected
 
+    def _compare(self, batch: Batch, positions: Tensor, count: int, advantages: Tensor, is_first: bool) -> Tensor:
+        """[T] the advantages of a mini-batch by which the policy loss compares the responses of a group; 0 elsewhere.
+
+        Args:
+            count: sequences of the step.
+            advantages: [T] of the estimator.
+            is_first: it is the step's first update, in which the policy is still the one before the step.
+        """
+        loss, at = self.loss.policy_loss, batch.token_positions(positions)
+        log_ratios = torch.zeros_like(batch.rollout_logprobs)
+        if not is_first or self.settings.old_logprobs != RECOMPUTE:
+            present = batch.only("tokens")
+            results = self.trainable_model.forward_only(
+                self.trainable_model.microbatches(batch, positions), self._forward
+            )
+            mb.write_back(present, "logprobs", [(scores.logprobs, where) for scores, where in results])
+            log_ratios = present.logprobs - batch.logprobs
+        samples = self.settings.samples_per_prompt
+        part = batch.only("response_mask", "finished", "kept").select(positions)
+        responses = MinibatchResponses(
+            log_ratios=log_ratios[at], advantages=advantages[at], mask=actor_mask(part, self.settings),
+            cu_seqlens=part.cu_seqlens, groups=part.sequence_ids // samples, group_count=-(-count // samples),
+            total=self.role_groups.dp_all_reduce,
+        )  # fmt: skip
+        compared = torch.zeros_like(advantages)
+        compared[at] = loss.compare(responses, loss.options)
+        return compared
+
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         batch, on_policy = step_batch[self.name], self._updates_on_policy(step_batch)
+        loss, advantages = self.loss.policy_loss, batch.advantages
         passes = list(mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step))
         with self.timers.phase(self.name, "update"):
             if self.settings.rollout_rejection is not None:
@@ -214,10 +243,13 @@ class Actor:
             with self.trainable_model.present_for_updates():
                 updates = []
                 for number, positions in enumerate(passes):
-                    if self.loss.policy_loss.select is not None:
+                    if loss.select is not None:
                         self._select(batch, positions, step_batch.step, number)
+                    if loss.compare is not None:
+                        batch.advantages = self._compare(batch, positions, step_batch.count, advantages, not number)
                     progress = number / len(passes)
                     updates.append(self._update(batch, positions, kl_coefficient, on_policy, progress))
+            batch.advantages = advantages
             self.metrics |= self.trainable_model.update_metrics(updates, self.loss.names, self.name)
             if updates[0].has_loss:
                 self.metrics["actor/ppo_kl_first"] = updates[0].means[self.loss.names.index(PPO_KL)].item()

@@ -87,13 +87,18 @@ class Judge:
         self._counts = torch.zeros(7, dtype=torch.float64)
 
     def judge_early(self, arrivals: Arrivals | None, step: int):
-        """Judges the replica's responses to a round's prompts while they arrive, for the next `judge` for training.
+        """Judges the replica's responses to a round's prompts while they arrive, for `judge` for training, until
+        `forget_early`.
 
         `arrivals`: on the leader; None elsewhere. A collective as `judge`.
         """
         requests = self._requests(step, arrivals)
         self._answer(requests, for_training=True)
         self._early = requests.answers
+
+    def forget_early(self):
+        """Ends a round: equal responses of later ones are judged anew, with random numbers of their own."""
+        self._early = {}
 
     def judge(
         self, texts: list[tuple[Prompt, str]] | None, sequence_ids: list[int], groups: list[list[int]], step: int,
@@ -116,7 +121,6 @@ class Judge:
             self._answer(requests, for_training)
         answers = list(requests.answers.values())
         if for_training:
-            self._early = {}
             self._count(answers)
         return self._judged(answers, sequence_ids) if texts else []
 

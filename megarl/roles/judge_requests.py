@@ -191,19 +191,19 @@ class ArrivingResponses:
     """`Arrivals` of the responses to this replica's prompts of a round, as the rollout ends them."""
 
     def __init__(
-        self, receiver: ResponseReceiver, prompts: Sequence[Prompt], samples: int, decode: Callable[[list[int]], str],
-        together: bool,
+        self, receiver: ResponseReceiver, prompts: Sequence[Prompt | None], samples: int,
+        decode: Callable[[list[int]], str], together: bool,
     ):  # fmt: skip
         """
         Args:
-            prompts: of the round, by group.
+            prompts: of the round, by group; None: its responses are not judged.
             samples: responses to a prompt.
             decode: the text of a response's tokens.
             together: the judge reads several responses to a prompt together: groups arrive when they are complete.
         """
         self._receiver, self._prompts, self._samples = receiver, prompts, samples
         self._decode, self._together = decode, together
-        self._groups: dict[int, list[JudgedText | None]] = {}  # None: an environment has failed
+        self._groups: dict[int, list[JudgedText | None]] = {}  # None: not judged, or an environment has failed
 
     @property
     def is_done(self) -> bool:
@@ -214,7 +214,9 @@ class ArrivingResponses:
         complete: list[Collection[JudgedText | None]] = []
         for sequence, tokens in self._receiver.receive():
             group = sequence // self._samples
-            text = None if tokens is None else JudgedText(sequence, self._prompts[group], self._decode(tokens))
+            prompt, text = self._prompts[group], None
+            if tokens is not None and prompt is not None:
+                text = JudgedText(sequence, prompt, self._decode(tokens))
             members = self._groups.setdefault(group, [])
             members.append(text)
             if not self._together:

@@ -98,10 +98,9 @@ class Reward:
         if groups.is_leader:
             samples = self.settings.samples_per_prompt
             receiver = ResponseReceiver(step, number, samples, len(groups.replicas), groups.dp_rank, len(lines))
-            together = self.judge.config.compares
-            arrivals = ArrivingResponses(
-                receiver, [prompts[line] for line in lines], samples, self.tokenizer.decode, together
-            )
+            are_judged = (JUDGE in self._expressions.of_line(prompts, line).names for line in lines)
+            of_lines = [prompts[line] if is_judged else None for line, is_judged in zip(lines, are_judged, strict=True)]
+            arrivals = ArrivingResponses(receiver, of_lines, samples, self.tokenizer.decode, self.judge.config.compares)
         self.judge.judge_early(arrivals, step)
 
     def score(self, step_batch: StepBatch, for_training: bool = True):
@@ -130,6 +129,8 @@ class Reward:
             for part in self._expressions.parts(scored, step_batch.prompts, step_batch.count):
                 own = scored if len(part.positions) == len(scored) else scored.select(part.positions)
                 columns[places[part.positions]] = self._score_part(part, own, step_batch, for_training)
+            if self.judge and for_training:
+                self.judge.forget_early()
             if self.role_groups.is_leader:
                 self.rows = sorted(
                     self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
@@ -149,7 +150,7 @@ class Reward:
         model_scores = judged = None
         if self.reward_model and MODEL in part.expression.names:
             model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
-        if self.judge:
+        if self.judge and JUDGE in part.expression.names:
             numbers = batch.sequence_ids.tolist()
             groups = positions_by_group(numbers, step_batch.samples_per_prompt)
             judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)

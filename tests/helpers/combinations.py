@@ -36,7 +36,8 @@ AXES = {
                   f"{ONLINE} --minibatch-size 8", f"{ONLINE} --minibatch-size 8 --preference-loss ipo"],
     "loss": [f"--policy-loss {name}" for name in (
         "cispo", "gmpo", "gspo", "gspo-token", "reinforce", "sapo", "dppo-tv", "dppo-kl", "rollout-is", "vespo", "topr",
-        "luspo", "fipo", "m2po --m2po-threshold 0.001", "clip-cov --clip-cov-least 0", "kl-cov --kl-cov-share 0.1")],
+        "luspo", "fipo", "real", "m2po --m2po-threshold 0.001", "clip-cov --clip-cov-least 0",
+        "kl-cov --kl-cov-share 0.1")],
     "old log-probs": ["--old-logprobs rollout", "--old-logprobs interpolate", "--rollout-rejection token-k1=0.9:1.1",
                       "--rollout-rejection mean-abs=0.1 max-k3=0.5"],
     "terms": ["--opsm-threshold 0.01", "--positive-nll-coefficient 0.1", "--rollout-correction-normalize"],

@@ -3,6 +3,7 @@
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -207,7 +208,7 @@ def characters(folder: Path) -> str:
 
 def sentence_piece(path: Path, **options) -> str:
     """A SentencePiece model for any text, with byte fallback."""
-    settings = dict(
+    settings: dict[str, Any] = dict(
         model_type="bpe",
         vocab_size=330,
         hard_vocab_limit=False,

@@ -100,6 +100,7 @@ VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
     "kl-cov": ("dapo", "--policy-loss kl-cov --kl-cov-share 0.1"),
     "maxrl": ("maxrl", "--policy-loss ppo-clip"),
     "topr": ("vespo", "--policy-loss topr"),
+    "real": ("grpo", "--policy-loss real"),
 }
 LAYOUTS = (
     "--max-tokens-per-microbatch 20",

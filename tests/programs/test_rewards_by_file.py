@@ -1,12 +1,15 @@
 """Rewards of a mixture's files: each response is scored by the reward of its file alone, in every layout."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import refusal
+from tests.helpers.judges import judge_flags, write
 from tests.helpers.programs import addition, metrics, reward_argv, rl_argv, samples, train, write_lines
 from tests.helpers.tiers import by_default
 
@@ -133,6 +136,45 @@ def test_a_reward_model_scores_the_lines_of_its_file_alone(size, folder, tmp_pat
         own = [row["reward_values"].get("model") for row in rows_of(tmp_path / "run", step)]
         values = [value for value in own if value is not None]
         assert metrics(tmp_path / "run")[step]["reward/model/mean"] == pytest.approx(sum(values) / len(values))
+
+
+@pytest.fixture(scope="module")
+def judged(folder, tmp_path_factory) -> Callable[[str, int, str], Path]:
+    """(name, ranks, flags) -> folder of a run in which a judge reads the responses to two of three files."""
+    base = tmp_path_factory.mktemp("judged")
+    text = (folder / "mix.yaml").read_text().replace(SETS["free"], "judge").replace(SETS["shaped"], "0.5*judge+length")
+    (base / "mix.yaml").write_text(text)
+    flags = f"{FLAGS} --prompts {base / 'mix.yaml'} --reward-failure fallback --reward-max-failures 1"
+    config = write(base / "judge.yaml", messages=[{"role": "user", "content": "{question}{response}="}])
+
+    @functools.cache
+    def run(name: str, size: int, more: str) -> Path:
+        train("rl", rl_argv(base / name, judge_flags(config, f"{flags} {more}", "exact-match")), size)
+        return base / name
+
+    return run
+
+
+JUDGED = {
+    "two replicas": (2, ""), "as they end": (2, "--role-map actor=0;rollout=0;reward=1"),
+    "as they end, a filter": (2, "--role-map actor=0;rollout=0;reward=1 --group-filter reward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", by_default(JUDGED, ["as they end"]))
+def test_a_judge_reads_the_lines_of_its_files_alone(layout, judged):
+    """Also while the rollout generates, each response once."""
+    runs = [judged("alone", 1, ""), judged(layout, *JUDGED[layout])]
+    names = ("sequence", "response", "reward", "reward_values", "correct", "judgements")
+    found = [[{name: row.get(name) for name in names} for row in rows_of(run, 1)] for run in runs]
+    assert found[0] == found[1]
+    for row in rows_of(runs[0], 1):
+        assert ("judge" in row["reward_values"]) == ("judgements" in row) == (file_of(row) != "known")
+        judge = row["reward_values"].get("judge")
+        expected = {"known": float(row["correct"]), "free": judge}.get(file_of(row))
+        assert row["reward"] == (0.5 * judge + row["reward_values"]["length"] if expected is None else expected)
+    assert any(row.get("judgements") for row in rows_of(runs[0], 1))
+    assert metrics(runs[0])[1]["judge/tokens"] == metrics(runs[1])[1]["judge/tokens"] > 0
 
 
 REFUSALS = {

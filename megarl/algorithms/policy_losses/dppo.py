@@ -10,7 +10,7 @@ from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens,
 
 @dataclasses.dataclass(frozen=True)
 class TvOptions:
-    """Bounds of π_θ − μ."""
+    """Bounds of π_θ − μ. The defaults of both kinds are those of verl's example by the paper's authors."""
 
     low: float = positive(0.15, "δ: by how much a token's probability may fall below the rollout's (2602.04879)")
     high: float | None = positive(None, "by how much it may rise above; default: as --dppo-tv-low")

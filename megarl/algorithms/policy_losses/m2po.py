@@ -12,7 +12,7 @@ from megarl.algorithms.token_selection import MinibatchTokens, lowest_that_fit, 
 
 @dataclasses.dataclass(frozen=True)
 class M2poOptions(ClipOptions):
-    """PPO's clip range, and the bound of the second moment."""
+    """PPO's clip range, and the bound of the second moment: that of the authors' scripts (Infini-AI-Lab/M2PO)."""
 
     threshold: float = positive(0.04, "τ: mean of (log π_old/μ)² below which the tokens that are left are (2510.01161)")
 

@@ -10,7 +10,7 @@ import torch
 
 from megarl.algorithms import policy_losses
 from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts
-from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens
+from megarl.algorithms.policy_loss import ClipOptions, MinibatchResponses, PolicyLoss, PolicyTerms, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES, option_kinds, policy_loss_of
 from megarl.algorithms.token_selection import MinibatchTokens
 from tests.references.ragged import ragged_batches
@@ -24,7 +24,7 @@ CLIP = ClipOptions(0.2, 0.3, dual=2.0)
 OTHERS = {
     "low": 0.4, "high": 0.6, "dual": None, "tau_positive": 0.5, "tau_negative": 2.0, "cap": 1.3, "k_positive": 1.0,
     "lambda_positive": 1.0, "k_negative": 1.0, "lambda_negative": 1.0, "half_life": 2.0, "range": 0.6,
-    "threshold": 0.5, "share": 0.5, "least": -0.5, "most": 0.5, "coefficient": 3.0,
+    "threshold": 0.5, "share": 0.5, "least": -0.5, "most": 0.5, "coefficient": 3.0, "tau": 2.0,
 }  # fmt: skip
 # Losses −sg[weight]·A·log π_θ.
 WEIGHTED = ("cispo", "dppo-tv", "dppo-kl", "rollout-is", "vespo", "topr")
@@ -58,13 +58,20 @@ def test_the_losses_and_their_flags():
         "clip-cov": [*clip, "dual-clip", "clip-cov-share", "clip-cov-least", "clip-cov-most"],
         "kl-cov": ["kl-cov-share", "kl-cov-coefficient"],
         "fipo": [*clip, "dual-clip", "fipo-half-life", "fipo-range"],
+        "real": ["real-tau"],
     }
     assert all(loss.name == name for name, loss in POLICY_LOSSES.items())
 
 
-def _selected(name, tokens, options):
-    """The tokens with those selected that a loss selects, in a mini-batch of their own."""
-    if (select := POLICY_LOSSES[name].select) is None:
+def _prepared(name, tokens, options):
+    """The tokens with what a loss selects, or the advantages by which it compares, in a mini-batch of their own."""
+    select, compare = POLICY_LOSSES[name].select, POLICY_LOSSES[name].compare
+    if compare is not None:
+        columns = tokens.logprobs - tokens.old_logprobs, tokens.advantages, tokens.response_mask, tokens.cu_seqlens
+        groups = torch.zeros(len(tokens.cu_seqlens) - 1, dtype=torch.int64)
+        found = compare(MinibatchResponses(*columns, groups, 1, lambda x: x), options)
+        return dataclasses.replace(tokens, advantages=found)
+    if select is None:
         return tokens
     drawn = torch.rand(len(tokens.logprobs), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     columns = tokens.old_logprobs, 0.5 * tokens.old_logprobs, tokens.advantages, tokens.response_mask
@@ -80,7 +87,7 @@ def test_every_option_is_read(name):
         for batch in ragged_batches()[:20]:
             old = batch.normal()
             tokens = policy_tokens(batch, old + batch.normal(), old, batch.normal())
-            losses = [function(_selected(name, tokens, options), options).loss for options in (default, other)]
+            losses = [function(_prepared(name, tokens, options), options).loss for options in (default, other)]
             changed |= not losses[0].equal(losses[1])
         assert changed, field.name
 
@@ -102,7 +109,7 @@ def test_before_any_update_the_ratio_is_exactly_one(name):
     terms = POLICY_LOSSES[name].function(tokens, options_of(name))
     assert torch.equal(terms.approx_kl, torch.zeros(10)) and not terms.clipped.any()
     assert not terms.approx_kl.requires_grad and terms.loss.dtype == torch.float32
-    of_logprob = name in (*WEIGHTED, "reinforce")
+    of_logprob = name in (*WEIGHTED, "reinforce", "real")
     expected = -advantages * logprobs.detach() if of_logprob else -advantages
     scale = torch.tensor([2.0, 3.0, 0.0]).repeat_interleave(lengths) if name == "luspo" else torch.ones(10)
     expected = expected * scale

@@ -197,8 +197,7 @@ WRONG = {
     "a judge without a file": ("--reward judge --judge-load x", "--reward judge: needs --judge-config"),
     "a judge without weights": ("--reward judge --judge-config x", "--reward judge: needs --judge-hf-model or "),
     "rewards of no environment": ("--reward 0.5*environment", "--reward 0.5*environment: needs --environment"),
-    "turns against whole episodes": ("--environment x:y --advantage grpo --credit turns", "--credit turns: needs "
-                                     "--advantage rloo"),
+    "turns against whole episodes": ("--environment x:y --advantage grpo --credit turns", "--credit turns: needs --ad"),
     "the clock and turns": ("--environment x:y --over-sampling 2 --generation-lag 1 --rollout-correction tis --save w"
                             " --generation-schedule recorded", "--environment x:y: not allowed with --over-sampling"),
     "a turn longer than all": ("--environment x:y --max-turn-length 65 --max-response-length 64",
@@ -214,21 +213,18 @@ WRONG = {
     "an average of nothing": ("--distill loss --teacher ema", "--teacher ema: needs --ema-decay"),
     "an average ahead of itself": ("--distill loss --teacher ema --ema-decay 0.9 --generation-lag 1"
                                    " --rollout-correction tis", "--teacher ema: needs --generation-lag 0"),
-    "folders of a start": ("--distill loss --teacher self --teachers a=b", "--teachers a=b: names the teachers'"
-                           " folders; not allowed with --teacher self"),
+    "folders of a start": ("--distill loss --teacher self --teachers a=b", "--teachers a=b: names the teachers' folde"),
     "a response alone": (CONTEXT.replace("grpo --samples-per-prompt 4", "reinforce++ --samples-per-prompt 1"),
                          "--teacher-context sibling: needs --samples-per-prompt 2 or more"),
     "siblings without rewards": (CONTEXT.replace("--reward exact-match --advantage grpo", ""),
                                  "--teacher-context sibling: needs a --reward that says which responses are correct"),
-    "no room for a sibling": (CONTEXT.replace("9000", "512"), "--teacher-context sibling: needs"
-                              " --teacher-max-prompt-length above --max-prompt-length 512"),
+    "no room for a sibling": (CONTEXT.replace("9000", "512"), "--teacher-context sibling: needs --teacher-max-prompt"),
     "siblings of an environment": (f"{CONTEXT.replace('exact-match', 'environment')} --environment x:y",
                                    "--teacher-context sibling: not allowed with --environment"),
     "an evaluation of nothing": ("--distill loss --eval-prompts x", "--eval-prompts x: needs a --reward that measures"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),
-    "the mean of one": ("--reward exact-match+adaptive-length --samples-per-prompt 1", "--samples-per-prompt 1: adapt"
-                        "ive-length in --reward needs 2 or more"),
+    "the mean of one": ("--reward exact-match+adaptive-length --samples-per-prompt 1", "--samples-per-prompt 1: adap"),
     "pools of single responses": ("--pool-bounds 0.1,0.9 --samples-per-prompt 1", "--pool-bounds 0.1,0.9: needs --sam"),
     "pools without a reward": ("--distill loss --pool-bounds 0.1,0.9", "--pool-bounds 0.1,0.9: needs a --reward that"),
     "pools of saved responses": ("--pool-bounds 0.1,0.9 --debug-train-only --load-rollouts x",
@@ -244,8 +240,7 @@ WRONG = {
     "older than the lag allows": ("--generation-lag 3 --over-sampling 2 --partial-rollouts --rollout-correction tis"
                                   " --max-staleness 2", "--max-staleness 2: allowed is 0, or at least --generation-l"),
     "a choice of one": ("--generation-schedule recorded --save x", "--generation-schedule recorded: needs --generati"),
-    "a schedule nowhere": ("--generation-schedule recorded --generation-lag 1", "--generation-schedule recorded: needs "
-                           "--save"),
+    "a schedule nowhere": ("--generation-schedule recorded --generation-lag 1", "--generation-schedule recorded: need"),
     "a schedule and the clock": ("--generation-schedule recorded --generation-lag 1 --save x --replay-schedule y",
                                  "--generation-schedule recorded: not allowed with --replay-schedule"),
     "a schedule without a choice": ("--replay-schedule x", "--replay-schedule x: needs the --generation-lag of the"),
@@ -277,6 +272,11 @@ WRONG = {
     "interpolation of fresh tokens": ("--old-logprobs interpolate", "--old-logprobs interpolate: moves tokens of"),
     "routes of no pass": ("--old-logprobs rollout --router-replay old-logprob", "--old-logprobs rollout: has no pass"),
     "nothing to mask": ("--policy-loss m2po --old-logprobs rollout", "--old-logprobs rollout: leaves nothing to mask"),
+    "comparison of one": ("--policy-loss real --samples-per-prompt 1", "--policy-loss real: compares the responses of"),
+    "half a group": ("--policy-loss real --minibatch-size 6", "--minibatch-size 6: would split groups, whose response"),
+    "classes that move": ("--generation-lag 1 --policy-loss real --old-logprobs interpolate",
+                          "--old-logprobs interpolate: changes between the updates"),
+    "classes of a teacher": ("--policy-loss real --distill reward", "--distill reward: adds to the advantages, of"),
     "rejection without a pass": ("--old-logprobs rollout --rollout-rejection mean-abs=0.1",
                                  "--rollout-rejection mean-abs=0.1: compares the rollout with the policy before"),
     "preferences without a pass": (f"{ONLINE} --old-logprobs rollout", "--old-logprobs rollout: --advantage"),

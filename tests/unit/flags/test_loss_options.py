@@ -114,10 +114,38 @@ def test_options_of_another_loss_are_dropped_with_a_warning():
     assert parsed("--policy-loss gspo --dual-clip 3").policy_loss == parsed("--policy-loss gspo").policy_loss
 
 
+@pytest.mark.parametrize("name", policy_losses.POLICY_LOSSES)
+def test_all_options_of_other_losses_are_named_once(name):
+    """Those that several losses share, too, where this one does not read them."""
+    losses = policy_losses.POLICY_LOSSES
+    values = {"clip-range-high": 0.3, "dual-clip": 3.0, "dppo-tv-high": 0.3, "dppo-kl-high": 0.3}
+    values = {flag: value for loss in losses.values() for flag, value in loss.values().items() if value} | values
+    others = {flag: value for flag, value in values.items() if flag not in losses[name].flags()}
+    words = " ".join(f"--{flag} {value}" for flag, value in others.items())
+    program = parsed(f"--policy-loss {name} {words} --advantage grpo")
+    assert program.policy_loss == losses[name] and len(others) >= 19
+    (line,) = program.warnings
+    flags = ", ".join(f"--{flag}" for flag in others)
+    assert sorted(line.removeprefix("without effect: ").partition(" (")[0].split(", ")) == sorted(flags.split(", "))
+    assert line.endswith(f" (--policy-loss {name} does not use them)")
+
+
+@pytest.mark.parametrize("flags, line", {
+    "--samples-per-prompt 1 --advantage gae": "--policy-loss real: compares the responses of a group; needs",
+    "--minibatch-size 6 --samples-per-prompt 4": "--minibatch-size 6: would split groups, whose responses --policy-los",
+    "--generation-lag 1 --old-logprobs interpolate": "--old-logprobs interpolate: changes between the updates; allowed",
+    "--distill reward --teacher self": "--distill reward: adds to the advantages, of which --policy-loss real reads",
+}.items())  # fmt: skip
+def test_what_a_comparison_of_groups_excludes(flags, line):
+    assert refused(f"--policy-loss real {flags}").startswith(line)
+    allowed = "--minibatch-size 8 --samples-per-prompt 4 --old-logprobs rollout --advantage grpo"
+    assert not parsed(f"--policy-loss real {allowed}").warnings
+
+
 def test_only_rl_has_loss_options(tmp_path):
     """An evaluation passes over them in a file."""
     flags = {flag for loss in policy_losses.POLICY_LOSSES.values() for flag in loss.flags()}
-    assert len(flags) == 24
+    assert len(flags) == 25
     (tmp_path / "c.yaml").write_text("".join(f"{flag}: 2\n" for flag in flags) + "policy-loss: sapo\n")
     parsed(f"--config {tmp_path}/c.yaml", "evaluate")
     for flag in flags:

@@ -286,6 +286,8 @@ def test_sizes_of_a_step():
     ("--kl-in loss", 1, 0, True), ("--kl-coefficient 0", 1, 0, True), ("--kl-in loss --minibatch-size 32", 2, 0, False),
     ("--kl-in loss --ppo-epochs 3 --minibatch-size 32", 6, 0, False),
     ("--advantage remax --greedy-baseline --kl-coefficient 0", 1, 16, True),
+    ("--policy-loss real --kl-coefficient 0", 1, 0, True),
+    ("--policy-loss real --kl-coefficient 0 --ppo-epochs 2 --minibatch-size 32", 4, 0, False),
 ])  # fmt: skip
 def test_flags_give_the_planned_step_sizes(flags, updates, greedy, on_policy):
     found = program(flags)
@@ -295,6 +297,7 @@ def test_flags_give_the_planned_step_sizes(flags, updates, greedy, on_policy):
     of_actor = Actor._updates_on_policy(SimpleNamespace(settings=found.settings), SimpleNamespace(count=64, step=1))
     assert of_actor == on_policy
     forwards, backwards = traffic.passes("actor", found.roles["actor"].megatron, step)
-    assert (forwards, backwards) == (step.epochs + (0 if on_policy else 1), step.epochs)
+    compares = "real" in flags and updates > 1
+    assert (forwards, backwards) == (step.epochs * (1 + compares) + (0 if on_policy else 1), step.epochs)
     assert traffic.passes("critic", found.roles["actor"].megatron, step)[0] == step.epochs + 1
     assert traffic.passes("rollout", found.roles["actor"].megatron, step) == (1, 0)

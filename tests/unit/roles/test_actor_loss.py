@@ -7,11 +7,14 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.aggregation import AGGREGATIONS, local_counts
+from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_KINDS
+from megarl.algorithms.packed import broadcast_to_tokens
+from megarl.algorithms.policy_loss import MinibatchResponses
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.rejection import kept_tokens, parse_bounds
 from megarl.mcore.model.forward_pass import TokenScores
-from megarl.roles.actor_loss import METRIC_NAMES, ActorLoss
+from megarl.roles.actor_loss import ActorLoss
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default, long
@@ -34,12 +37,13 @@ LOSSES = {
     "mis, geometric": "--rollout-correction mis --rollout-correction-level geometric --rollout-correction-cap 1.05",
     "icepop": "--rollout-correction icepop --rollout-correction-floor 0.9 --rollout-correction-cap 1.1",
     "dropped responses": "--opsm-threshold 0.02",
+    "real, two updates": "--policy-loss real --ppo-epochs 2",
     "correct responses": "--positive-nll-coefficient 0.3",
     "rejected tokens": "--rollout-rejection token-k1=0.9:1.1",
     "rejected responses, weights": "--rollout-rejection mean-abs=0.2 max-k3=0.05 --rollout-correction mis",
 }  # fmt: skip
 # Each policy loss with one aggregation, each aggregation with a policy loss; and all the rest.
-PAIRS = {f"{loss}, {mode}" for loss, mode in zip(POLICY_LOSSES, itertools.cycle(AGGREGATIONS))}
+PAIRS = {f"{loss}, {mode}" for loss, mode in zip(POLICY_LOSSES, itertools.cycle(AGGREGATIONS))} | {"real, two updates"}
 SOME = {name: flags for name, flags in LOSSES.items() if name in PAIRS or "--policy-loss" not in flags}
 WITH_ALL = "two replicas, micro-batches of one"
 LAYOUTS = {
@@ -49,7 +53,7 @@ LAYOUTS = {
 }
 
 
-def several_turns(batch, nonsense: float):
+def several_turns(nonsense: float, batch):
     """The batch with an observation inside its longer responses, and `nonsense` at tokens of the environment."""
     ends = batch.cu_seqlens[1:].tolist()
     for end, length in zip(ends, batch.response_lengths.tolist(), strict=True):
@@ -60,14 +64,21 @@ def several_turns(batch, nonsense: float):
     return batch
 
 
-def updated(rank: int, parsed: dict, nonsense: float | None) -> dict:
+def without_rejected(batch):
+    """The batch as if the policy had not generated the tokens that break the bound of the losses above."""
+    (bound,) = parse_bounds("token-k1=0.9:1.1")
+    batch.response_mask = kept_tokens(
+        batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.cu_seqlens, bound
+    )
+    return batch
+
+
+def updated(rank: int, parsed: dict, changed=lambda batch: batch) -> dict:
     """{loss: (metrics, log-probs after the update in the order of the step)} on this rank."""
     found = {}
     for name, settings in parsed.items():
         role, place = role_of("actor", settings)
-        batch = experience(place.dp_rank, len(place.replicas))
-        if nonsense is not None:
-            batch = several_turns(batch, nonsense)
+        batch = changed(experience(place.dp_rank, len(place.replicas)))
         role._updates_on_policy = lambda *_: False  # the old policy of this experience is another one
         role.update(LocalStepBatch(actor=batch), settings.settings.kl_coefficient)
         metrics, old = role.metrics, batch.logprobs
@@ -77,9 +88,9 @@ def updated(rank: int, parsed: dict, nonsense: float | None) -> dict:
     return found
 
 
-def updates(folder, layout: str, size: int, losses: dict, nonsense: float | None = None) -> list[dict]:
+def updates(folder, layout: str, size: int, losses: dict, *changed) -> list[dict]:
     parsed = {name: program("rl", rl_argv(folder, f"{WHOLE} {layout} {flags}"), size) for name, flags in losses.items()}
-    return run_world(updated, size, parsed, nonsense)
+    return run_world(updated, size, parsed, *changed)
 
 
 @functools.cache
@@ -117,24 +128,57 @@ def test_every_loss_is_another_one(has_all, folder):
 def test_observations_and_prompts_count_nowhere(folder):
     """Multi-turn responses: values at tokens that the policy did not generate change no bit."""
     whole = "--max-tokens-per-microbatch 1000"
-    (one,), (other,) = (updates(folder, whole, 1, SOME, nonsense) for nonsense in (1e3, float("nan")))
+    nonsense = [functools.partial(several_turns, number) for number in (1e3, float("nan"))]
+    (one,), (other,) = (updates(folder, whole, 1, SOME, changed) for changed in nonsense)
     for name, (metrics, logprobs) in one.items():
         assert metrics == other[name][0] and all(map(math.isfinite, metrics.values())), name
         assert all(torch.equal(row, other[name][1][number]) for number, row in logprobs.items()), name
 
 
-def test_the_loss_is_that_of_the_policy_less_an_entropy_bonus_plus_the_kl(folder):
-    parsed = program("rl", rl_argv(folder, f"{WHOLE} --kl-in loss --kl-coefficient 0.7 --kl-estimator k2"), 1)
+def test_rejected_tokens_leave_numerators_and_denominators(folder):
+    """Not so with weights of 0, as of `mis`."""
+    ((found, _),) = updates(folder, "", 1, {"plain": ""}, without_rejected)[0].values()
+    rejected = expected(folder)["rejected tokens"][0]
+    assert all(rejected[name] == pytest.approx(value, rel=1e-6) for name, value in found.items())
+    assert 0.2 < rejected["rejection/fraction"] < 0.9
+
+
+def compared(rank: int, parsed) -> tuple:
+    """After an update: advantages by the policy loss; by log-probs of a pass of its own; of an unchanged policy."""
+    role, _ = role_of("actor", parsed)
+    batch, loss = experience(0, 1), parsed.policy_loss
+    old, positions = batch.logprobs.clone(), torch.arange(len(batch))
+    role._updates_on_policy = lambda *_: False
+    role.update(LocalStepBatch(actor=batch), 0.0)
+    found = role._compare(batch, positions, len(batch), batch.advantages, False)
+    role.old_logprobs(LocalStepBatch(actor=batch))
+    columns = batch.advantages, batch.response_mask, batch.cu_seqlens, batch.sequence_ids // 2, len(batch) // 2
+    inputs = (MinibatchResponses(x, *columns, lambda x: x) for x in (batch.logprobs - old, torch.zeros_like(old)))
+    return found, *(loss.compare(responses, loss.options) for responses in inputs)
+
+
+def test_responses_are_compared_by_the_policy_before_the_update(folder):
+    ((found, expected, unchanged),) = run_world(
+        compared, 1, program("rl", rl_argv(folder, f"{WHOLE} --policy-loss real --real-tau 0.1"), 1)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert (found - unchanged).abs().max() > 1e-3 and found.any()
+
+
+def test_the_loss_is_that_of_the_policy_less_an_entropy_bonus_plus_the_other_terms(folder):
+    terms = "--kl-in loss --kl-coefficient 0.7 --kl-estimator k2 --positive-nll-coefficient 0.3"
+    parsed = program("rl", rl_argv(folder, f"{WHOLE} {terms}"), 1)
     batch = experience(0, 1)
     mask, generator = batch.response_mask, torch.Generator().manual_seed(0)
     logprobs, entropy = -torch.rand(2, len(mask), generator=generator)
-    scores = TokenScores(logprobs, -entropy)
-    value, found = ActorLoss(parsed.settings, parsed.policy_loss)(
-        scores, batch, logprobs, local_counts(mask, batch.cu_seqlens), 0.7
-    )
+    scores, loss = TokenScores(logprobs, -entropy), ActorLoss(parsed.settings, parsed.policy_loss)
+    value, found = loss(scores, batch, logprobs, loss.local_counts(batch, mask), 0.7)
     policy, bonus = -batch.advantages[mask].mean(), -entropy[mask].mean()  # of equal policies: the ratio is 1
     kl = 0.5 * (logprobs - batch.reference_logprobs)[mask].square().mean()
-    assert float(value) == pytest.approx(float(policy - 0.05 * bonus + 0.7 * kl), rel=1e-5)
-    named = dict(zip(METRIC_NAMES, found.tolist(), strict=True))
+    correct = mask & broadcast_to_tokens(batch.correct, mask, batch.cu_seqlens)
+    nll = -logprobs[correct].mean()
+    assert float(value) == pytest.approx(float(policy - 0.05 * bonus + 0.7 * kl + 0.3 * nll), rel=1e-5)
+    named = dict(zip(loss.names, found.tolist(), strict=True))
+    assert named["actor/positive_nll"] == pytest.approx(float(nll), rel=1e-5) and correct.sum() < mask.sum()
     assert named["actor/entropy"] == pytest.approx(float(bonus), rel=1e-5) and bonus > 0.1
     assert named["actor/kl_loss"] == pytest.approx(float(kl), rel=1e-5) and kl > 1e-3

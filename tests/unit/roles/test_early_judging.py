@@ -182,13 +182,16 @@ class Received(list):
 
 
 @pytest.mark.parametrize("together, expected", [
-    (False, [[[0]], [[5], [3]], [[2]], []]),
-    (True, [[], [], [[0, 2]], [[3, 5]]]),
+    (False, [[[0]], [[5], [3]], [[2]], [], []]),
+    (True, [[], [], [[0, 2]], [[3, 5]], []]),
 ])  # fmt: skip
 def test_what_arrives_without_episodes_that_failed(together, expected):
-    """Of the first two groups of three the second response failed, of the third group two."""
-    received = Received([[(0, [1])], [(5, [1]), (3, [1]), (6, None)], [(1, None), (2, [9])], [(4, None), (7, None)]])
-    arriving = ArrivingResponses(received, [Prompt(10), Prompt(11), Prompt(12)], 3, repr, together)
+    """Of the first two groups of three the second response failed, of the third group two; the fourth has no judge."""
+    received = Received([
+        [(0, [1])], [(5, [1]), (3, [1]), (6, None)], [(1, None), (2, [9]), (9, [2])], [(4, None), (7, None)],
+        [(10, [1]), (11, None)],
+    ])  # fmt: skip
+    arriving = ArrivingResponses(received, [Prompt(10), Prompt(11), Prompt(12), None], 3, repr, together)
     found = []
     while not arriving.is_done:
         found.append(arriving.receive())
