@@ -1,4 +1,4 @@
-"""The tables of curves are those of docs/curves.json and docs/lag_curves.json."""
+"""The tables of curves are those of docs/curves.json, docs/curves_newer.json and docs/lag_curves.json."""
 
 import json
 from statistics import fmean
@@ -7,19 +7,27 @@ import pytest
 
 from tests.helpers import documents
 from tests.helpers.programs import RL_RECIPES, ROOT
+from tools.curves import interval
 
 
 def test_the_table_has_the_numbers_of_the_curves():
-    curves = json.loads((ROOT / "docs" / "curves.json").read_text())
+    older, newer = (json.loads((ROOT / "docs" / f"{name}.json").read_text()) for name in ("curves", "curves_newer"))
+    again = {curve["seed"]: curve["accuracy"] for curve in newer if curve["recipe"] == "grpo"}
+    base = {curve["seed"]: 100 * fmean(curve["accuracy"][1:]) for curve in older if curve["recipe"] == "grpo"}
+    assert again == {curve["seed"]: curve["accuracy"] for curve in older if curve["recipe"] == "grpo"}
+    curves = older + [curve for curve in newer if curve["recipe"] != "grpo"]
     recipes = sorted({curve["recipe"] for curve in curves})
-    assert len(recipes) == 10 and set(recipes) <= {path.stem for path in RL_RECIPES}
+    assert len(recipes) == 16 and set(recipes) <= {path.stem for path in RL_RECIPES}
     page = documents.text_of(ROOT / "docs" / "recipes.md")
     for recipe in recipes:
         seeds = [curve for curve in curves if curve["recipe"] == recipe]
         middle, last = ([100 * c["accuracy"][c["steps"].index(step)] for c in seeds] for step in (50, 110))
         tokens = sum(curve["tokens"][-1] for curve in seeds) / len(seeds)
         found = f"{sum(last) / len(last):.1f} % ({min(last):.1f}–{max(last):.1f})"
-        assert len(seeds) == 3 and f"| `{recipe}` | {sum(middle) / 3:.1f} % | {found} | {tokens:,.0f} |" in page
+        means = {curve["seed"]: 100 * fmean(curve["accuracy"][1:]) for curve in seeds}
+        difference = interval([mean - base[seed] for seed, mean in means.items()]) * (recipe != "grpo")
+        found += f" | {fmean(means.values()):.1f} % | {difference} | {tokens:,.0f} |"
+        assert len(seeds) == 3 and f"| `{recipe}` | {sum(middle) / 3:.1f} % | {found}" in page
     assert f"({100 * curves[0]['accuracy'][0]:.1f} %)" in page
 
 
