@@ -14,7 +14,6 @@ import sys
 
 os.environ["NEMO_GYM_CONFIG_DICT"] = "{}"  # no command line, no files
 
-import httpx
 import uvicorn
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.global_config import get_global_config_dict
@@ -25,8 +24,8 @@ from responses_api_agents.gymnasium_agent.app import GymnasiumAgent
 from responses_api_agents.simple_agent.app import SimpleAgent
 from responses_api_models.openai_model.app import SimpleModelServer
 from responses_api_models.vllm_model.app import VLLMModel
+from session_loop import play_all
 
-CLIENTS = 2  # sessions at a time
 WEATHER = {
     "type": "function", "name": "get_weather", "description": "", "strict": True,
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": ""}},
@@ -67,60 +66,34 @@ class Gym:
         await asyncio.gather(*(task for _, task in self._servers))
 
 
-async def play(gym: Gym, url: str, kind: str, session: dict) -> dict | None:
-    """Plays a session; returns NeMo Gym's result, None if it has failed."""
-    name, task = session["id"], session["task"]
-    _, agent, server = KINDS[kind]
-    model = {"type": "responses_api_models", "name": f"policy-{name}"}
-    place = {"base_url": url + session["path"], "api_key": session["key"], "model": "policy"}
-    if server is VLLMModel:
-        place |= {"return_token_id_information": True, "uses_reasoning_parser": True}
-    else:
-        place = {f"openai_{field}": value for field, value in place.items()}
-    await gym.start(server, model["name"], **place)
-    resources = {"type": "resources_servers", "name": "resources"}
-    await gym.start(agent, f"agent-{name}", resources_server=resources, model_server=model, max_steps=STEPS)
-    tools = [] if kind == "game" else [WEATHER]
-    row = {
-        "responses_create_params": {"input": task["messages"], "tools": tools},
-        "follow_ups": ["and?", "so?"], "expected_answer": task["answer"],
-    }  # fmt: skip
-    answer = await gym.client.post(server_name=f"agent-{name}", url_path="/run", json=row)
-    return json.loads(await answer.read()) if answer.status == 200 else None
-
-
 async def drive(url: str, out: str, kind: str):
-    """Plays sessions, several at a time."""
+    """Plays sessions until the run has ended."""
     gym = Gym()
-    await gym.start(KINDS[kind][0], "resources", domain="agent")
-    came = False
+    resources, agent, server = KINDS[kind]
+    await gym.start(resources, "resources", domain="agent")
 
-    async def one(client: httpx.AsyncClient):
-        nonlocal came
-        while True:
-            try:
-                answer = await client.post(f"{url}/sessions")
-            except httpx.TransportError:  # it has not begun to listen, or has ended
-                if came:
-                    return
-                await asyncio.sleep(0.1)
-                continue
-            came = True
-            if answer.status_code == 503:
-                await asyncio.sleep(0.1)
-                continue
-            session = answer.raise_for_status().json()
-            result = await play(gym, url, kind, session)
-            if result is not None:
-                with open(out, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"reward": result["reward"], "output": result["response"]["output"]}) + "\n")
-            headers = {"Authorization": f"Bearer {session['key']}"}
-            end = {"failure": "NeMo Gym has failed"} if result is None else {"reward": result["reward"]}
-            answer = await client.post(f"{url}/sessions/{session['id']}/finish", headers=headers, json=end)
-            answer.raise_for_status()
+    async def play(address: str, session: dict) -> dict | None:
+        name, task = session["id"], session["task"]
+        model = {"type": "responses_api_models", "name": f"policy-{name}"}
+        place = {"base_url": address, "api_key": session["key"], "model": "policy"}
+        if server is VLLMModel:
+            place |= {"return_token_id_information": True, "uses_reasoning_parser": True}
+        else:
+            place = {f"openai_{field}": value for field, value in place.items()}
+        await gym.start(server, model["name"], **place)
+        verifier = {"type": "resources_servers", "name": "resources"}
+        await gym.start(agent, f"agent-{name}", resources_server=verifier, model_server=model, max_steps=STEPS)
+        row = {
+            "responses_create_params": {"input": task["messages"], "tools": [] if kind == "game" else [WEATHER]},
+            "follow_ups": ["and?", "so?"], "expected_answer": task["answer"],
+        }  # fmt: skip
+        answer = await gym.client.post(server_name=f"agent-{name}", url_path="/run", json=row)
+        if answer.status != 200:
+            return None
+        found = json.loads(await answer.read())
+        return {"reward": found["reward"], "output": found["response"]["output"]}
 
-    async with httpx.AsyncClient(timeout=None) as client:
-        await asyncio.gather(*(one(client) for _ in range(CLIENTS)))
+    await play_all(url, out, play)
     await gym.stop()
 
 

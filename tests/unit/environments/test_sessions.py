@@ -106,8 +106,8 @@ def test_fields_of_clients_that_train(leader, threads):
     for wrong in ({"logprobs": True}, {**fields, "top_logprobs": 1}, {**fields, "stream": True}):
         status, answer = post(chat, found["key"], {**plain, **wrong})
         assert (status, answer["error"]["param"]) == (400, "logprobs")
-    items = [*HELLO, {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}", **TOKEN_FIELDS,
-                      "routed_experts": None}, {"type": "function_call_output", "call_id": "c", "output": "5"}]  # fmt: skip
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}", "routed_experts": None}
+    items = [*HELLO, call | TOKEN_FIELDS, {"type": "function_call_output", "call_id": "c", "output": "5"}]
     waiting = threads.submit(post, f"{leader.url}{found['path']}/responses", found["key"], {"input": items})
     leader.answer()
     assert waiting.result()[0] == 200
