@@ -102,6 +102,7 @@ def _read_to_the_end(app, seconds: float):
     """
 
     async def answer(scope, receive, send):
+        """The ASGI application."""
         if scope["type"] != "http":
             return await app(scope, receive, send)
         comes = b"expect" not in dict(scope["headers"])  # the body; after a refusal such a client sends none
