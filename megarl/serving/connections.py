@@ -5,6 +5,7 @@ a health check, could reach the server.
 """
 
 import asyncio
+import contextlib
 import resource
 from typing import Any
 
@@ -37,7 +38,8 @@ class LimitedProtocol(H11Protocol):
         Args:
             limit: clients at a time; `RESERVED` more are answered at `OPEN_PATHS` and below /admin alone.
             seconds: that a client may take until the head of its first request is there, and for that of each further
-                one from its first byte on. Between requests uvicorn closes idle connections.
+                one from its first byte on; and for the rest of a body that the application did not read. Between
+                requests uvicorn closes idle connections.
         """
         super().__init__(*args, **named)
         self._limit, self._head_seconds = limit, seconds
@@ -50,6 +52,7 @@ class LimitedProtocol(H11Protocol):
             transport.abort()
         elif len(self.connections) > self._limit:
             self.app, self._head_seconds = _reserved(self.app), min(self._head_seconds, RESERVED_SECONDS)
+        self.app = _read_to_the_end(self.app, self._head_seconds)
         self._wait_for_head()
 
     def data_received(self, data: bytes):
@@ -87,5 +90,38 @@ def _reserved(app):
             error.headers |= {"Retry-After": "1", "Connection": "close"}
             return await error.response(scope, receive, send)
         return await app(scope, receive, send)
+
+    return answer
+
+
+def _read_to_the_end(app, seconds: float):
+    """The application, whose answers end after the body has come, but at most `seconds` after all else of them.
+
+    A connection that is closed while its client still sends is reset: the client fails, and loses the answer.
+    """
+
+    async def answer(scope, receive, send):
+        """The ASGI application."""
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        comes = b"expect" not in dict(scope["headers"])  # the body; after a refusal such a client sends none
+
+        async def noted():
+            nonlocal comes
+            message = await receive()
+            comes = bool(message.get("more_body"))
+            return message
+
+        async def send_all(message):
+            if comes and message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                message = {"type": "http.response.body"}
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        while comes:
+                            await noted()
+            await send(message)
+
+        return await app(scope, noted, send_all)
 
     return answer

@@ -182,6 +182,7 @@ class TokenFields(StrictModel):
     prompt_token_ids: TokenIds | None = None
     generation_token_ids: TokenIds | None = None
     generation_log_probs: Annotated[list[float], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
+    routed_experts: _neutral(None) = None  # what NeMo Gym adds to the others
 
 
 class AssistantMessage(TokenFields):

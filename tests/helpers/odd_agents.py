@@ -107,6 +107,10 @@ async def responses(task, client) -> float:
     events = [event async for event in stream]
     assert events[0].type == "response.created" and events[-1].type == "response.completed"
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "42"
+    last = [event async for event in await client.responses.create(**fields, input="13", stream=True)]
+    assert [item.type for item in last[-1].response.output] == kinds
+    (done,) = (event for event in last if event.type == "response.function_call_arguments.done")
+    assert done.name == "add" and json.loads(done.arguments) == {"x": [1, "ä"]}
     return float(events[-1].response.output_text == "42")
 
 
@@ -128,6 +132,8 @@ async def messages(task, client) -> float:
         streamed = await http.post(url, json={**body, "messages": history, "stream": True})
         events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: ")]
         assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+        last = await http.post(url, json={**body, "messages": [{"role": "user", "content": "13"}], "stream": True})
+        assert '"name":"add"' in last.text and '"type":"message_stop"' in last.text
         refused = (await http.post(url, json={"model": "m"})).json()
         assert refused["type"] == "error" and "max_tokens" in refused["error"]["message"]
         return float(events[2]["delta"]["text"] == "42")

@@ -17,14 +17,6 @@ from tests.helpers.worlds import run_world
 pytestmark = pytest.mark.nightly
 HERE = Path(agent_programs.__file__).parent
 PACKAGES = ["anthropic>=2,<3", "smolagents[openai]>=1.26,<2", "mini-swe-agent>=2.4,<3"]
-TEMPLATE = """\
-{%- if tools %}{{- tools | tojson }}{%- endif %}
-{%- for message in messages %}
-    {{- message.content }}
-    {%- for call in message.tool_calls or [] %}{{- call.function | tojson }}{%- endfor %}
-    {{- eos_token }}
-{%- endfor %}
-"""
 BROKEN, TESTED = "def add(a, b):\n    return a - b\n", "from sums import add\nassert add(1, 2) == 3\n"
 FIX = "sed -i 's/a - b/a + b/' sums.py && python test_sums.py && echo passed"
 DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -107,7 +99,7 @@ def test_a_policy_that_knows_the_task_solves_it(name, module):
 def test_what_is_trained_on_is_what_the_engine_has_written(name, module, tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    (tmp_path / "template.jinja").write_text(agent_programs.TEMPLATE)
     flags = (
         f"--environment {module}:agent_{NAMES.index(name)} --chat-template {tmp_path / 'template.jinja'} --max-turns 3"
         " --max-turn-length 8 --max-prompt-length 20000 --max-response-length 20000 --max-observation-length 2000"

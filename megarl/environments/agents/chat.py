@@ -4,31 +4,44 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from starlette.responses import Response
 
 from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, token_fields, written
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
-from megarl.serving.schemas import ChatCompletionRequest, FreeObject
+from megarl.serving.schemas import ChatCompletionRequest, FreeObject, FunctionDefinition, ToolDefinition
 from megarl.serving.tokenization import template_messages, template_tools
 
 MAX_CHOICES = 64
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
-class AgentChatRequest(ChatCompletionRequest):
-    """A request of an agent; that a call is required has no effect."""
+class _Function(FunctionDefinition):
+    strict: bool | None = None  # the policy writes what it writes
 
+
+class _Tool(ToolDefinition):
+    function: _Function
+
+
+class AgentChatRequest(ChatCompletionRequest):
+    """A request of an agent; that a call is required, or has to fit its schema, has no effect."""
+
+    tools: Annotated[list[_Tool], Field(max_length=128)] | None = None  # type: ignore[assignment]  # of more
     tool_choice: Literal["none", "auto", "required"] | FreeObject | None = None  # type: ignore[assignment]  # of more
+    metadata: FreeObject | None = None  # of the client's own
+    store: bool | None = None  # nothing is stored
+    return_tokens_as_token_ids: bool | None = None  # of vLLM: log-probs name tokens so
+    return_token_ids: bool | None = None  # of vLLM
 
 
 async def complete_chat(session: Session, request: AgentChatRequest) -> Response:
     """Answers a request with the policy's next turns."""
-    if request.logprobs or request.top_logprobs:
-        raise invalid("logprobs: an agent's endpoint has none", "logprobs")
+    _check_logprobs(session, request)
     if request.stop_token_ids or request.ignore_eos:
         raise invalid("stop_token_ids and ignore_eos: not supported here", "stop_token_ids")
     count = request.n or 1
@@ -47,10 +60,30 @@ async def complete_chat(session: Session, request: AgentChatRequest) -> Response
         return respond(list(_chunks(common, replies, with_usage)), streams=True)
     choices = [
         {"index": index, "message": {"refusal": None, **_message(reply), **token_fields(session, reply)},
-         "logprobs": None, "finish_reason": finish_reason(reply)}
+         "logprobs": _logprobs(reply) if request.logprobs else None, "finish_reason": finish_reason(reply)}
         for index, reply in enumerate(replies)
     ]  # fmt: skip
-    return respond([{**common, "object": "chat.completion", "choices": choices, "usage": usage(replies)}])
+    answer = {**common, "object": "chat.completion", "choices": choices, "usage": usage(replies)}
+    if request.return_token_ids and session.shows_tokens:
+        answer["prompt_token_ids"] = list(replies[0].prompt)
+        for choice, reply in zip(choices, replies, strict=True):
+            choice["token_ids"] = list(reply.tokens)
+    return respond([answer])
+
+
+def _check_logprobs(session: Session, request: AgentChatRequest):
+    """RequestError 400 for log-probs that this endpoint cannot give: it has ids of tokens, but not their texts."""
+    by_id = request.return_tokens_as_token_ids or request.return_token_ids
+    if request.top_logprobs or request.logprobs and not (session.shows_tokens and by_id and not request.stream):
+        raise invalid("logprobs: an agent's endpoint has none; an answer in a session that is not streamed has those of"
+                      " the written tokens, with return_tokens_as_token_ids", "logprobs")  # fmt: skip
+
+
+def _logprobs(reply: Reply) -> dict[str, Any]:
+    """The log-probs of the written tokens, which are named by their ids as vLLM does."""
+    found = zip(reply.tokens, reply.logprobs, strict=True)
+    named = [{"token": f"token_id:{token}", "logprob": value} for token, value in found]
+    return {"content": [{**each, "bytes": None, "top_logprobs": []} for each in named], "refusal": None}
 
 
 def _ask(request: AgentChatRequest) -> Ask:

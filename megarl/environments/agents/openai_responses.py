@@ -204,7 +204,7 @@ def _events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of a stream, each with its name and number."""
     numbers = itertools.count()
 
-    def event(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    def event(name: str, /, **fields: Any) -> tuple[str, dict[str, Any]]:
         return name, {"type": name, "sequence_number": next(numbers), **fields}
 
     begun = {**answer, "output": [], "status": "in_progress", "usage": None}

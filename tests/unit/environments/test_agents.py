@@ -26,8 +26,8 @@ def pool():
 
 
 @pytest.mark.parametrize("name, texts, count", [
-    ("chats", [CALL, CALL], 4), ("responses", [CALL], 2), ("messages", [CALL], 2), ("strange_requests", [], 1),
-    ("many_connections", [], 1), ("is_impatient", [], 1), ("asks", [], 1),
+    ("chats", [CALL, CALL], 4), ("responses", [CALL, "42", CALL], 3), ("messages", [CALL, "42", CALL], 3),
+    ("strange_requests", [], 1), ("many_connections", [], 1), ("is_impatient", [], 1), ("asks", [], 1),
 ])  # fmt: skip
 def test_requests_are_answered(name, texts, count, pool):
     event, asks = play(pool, name, texts)

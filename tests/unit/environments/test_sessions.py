@@ -90,6 +90,30 @@ def test_other_dialects_have_the_tokens_where_nemo_gym_looks(leader, threads):
     leader.pool.end(2)
 
 
+def test_fields_of_clients_that_train(leader, threads):
+    found = taken(leader, 7)
+    chat, plain = f"{leader.url}{found['path']}/chat/completions", {"model": "policy", "messages": HELLO}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}, "strict": True}}
+    fields = {"logprobs": True, "top_logprobs": 0, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    more = {"metadata": {"extra": "{}"}, "tools": [tool]}
+    waiting = threads.submit(post, chat, found["key"], {**plain, **fields, **more})
+    leader.answer()
+    status, answer = waiting.result()
+    (choice,) = answer["choices"]
+    assert status == 200 and answer["prompt_token_ids"] == PROMPT and choice["token_ids"] == TOKENS
+    named = [(each["token"], each["logprob"]) for each in choice["logprobs"]["content"]]
+    assert named == [(f"token_id:{token}", value) for token, value in zip(TOKENS, LOGPROBS, strict=True)]
+    for wrong in ({"logprobs": True}, {**fields, "top_logprobs": 1}, {**fields, "stream": True}):
+        status, answer = post(chat, found["key"], {**plain, **wrong})
+        assert (status, answer["error"]["param"]) == (400, "logprobs")
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}", "routed_experts": None}
+    items = [*HELLO, call | TOKEN_FIELDS, {"type": "function_call_output", "call_id": "c", "output": "5"}]
+    waiting = threads.submit(post, f"{leader.url}{found['path']}/responses", found["key"], {"input": items})
+    leader.answer()
+    assert waiting.result()[0] == 200
+    leader.pool.end(7)
+
+
 def taken_again(leader: Leader) -> dict:
     """The next session that is offered, after the leader has read what came."""
     answers: list[dict] = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import select
 import socket
 import time
 
@@ -121,6 +122,33 @@ def test_a_body_of_two_lengths_is_refused(server):
                        b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n" + body)  # fmt: skip
         answer = b"".join(iter(lambda: client.recv(1000), b""))
         assert answer.split()[1] == b"400" and b"Content-Length and Transfer-Encoding" in answer
+
+
+@pytest.mark.parametrize("key, expected", [("a" * 16, b"413"), ("b" * 16, b"401")])
+def test_an_answer_before_the_end_of_the_body_reaches_a_client_that_sends_it_first(key, expected, guarded):
+    with connect(guarded) as client:
+        sent = head("/v1/completions", Content_Length=str(2 << 20), Connection="close", Authorization=f"Bearer {key}")
+        client.sendall(sent.replace(b"GET", b"POST"))
+        assert select.select([client], [], [], LIMIT)[0]  # it is answered
+        for _ in range(64):
+            client.sendall(bytes(1 << 15))
+            time.sleep(0.001)  # a reset of the connection would arrive
+        answer = b"".join(iter(lambda: client.recv(1000), b""))
+        assert answer.split()[1] == expected and answer.endswith(b"}")
+
+
+def test_a_body_that_never_ends_keeps_no_connection(tmp_path):
+    with served(tmp_path, max_body_mb=1, connection_timeout=0.3) as server, connect(server) as client:
+        sent = head("/v1/completions", Content_Length=str(2 << 20), Connection="close")
+        client.sendall(sent.replace(b"GET", b"POST") + b"{")
+        answer = b"".join(iter(lambda: client.recv(1000), b""))
+        assert answer.split()[1] == b"413"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("guarded"), api_keys=["a" * 16], max_body_mb=1) as made:
+        yield made
 
 
 def test_as_many_connections_as_files_allow(monkeypatch):
