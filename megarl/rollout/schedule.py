@@ -201,31 +201,33 @@ class Schedule:
         """The newest weights that the rounds up to a step have in what is followed."""
         return max((record.last for number, record in self._recording.rounds.items() if number[0] <= step), default=0)
 
-    def append(self, record: RoundRecord, replica: int, replicas: int):
-        """Writes a round of this replica, on its leader; on return the line survives a crash of the machine."""
-        if self._file is None:
-            self._open(replica)
-        self._write(record.encode() | {"replica": replica, "replicas": replicas})
+    def open(self, replica: int):
+        """Begins to write this replica's rounds, on its leader: after the last line of a round that all have written.
 
-    def _open(self, replica: int):
-        """Begins to write after the last line of a whole round, whatever else a killed run has left."""
+        All replicas do so before one of them writes, so that no line of a killed run is taken for one of this run.
+        """
+        if self._file is not None:
+            return
         assert self._folder is not None  # the clock decides
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file, end, run = self._folder / f"replica_{replica:05d}.jsonl", 0, None
-        known = self._recording.rounds
-        if self._file.exists():
-            last = max(known, default=(0, 0))
-            for line in _read_lines(self._file, "--save"):
-                is_round = "run" not in line.content
-                if is_round and (line.content["step"], line.content["round"]) > last:
-                    break
-                self._sha, end, run = line.sha, line.end, run if is_round else line.content["run"]
-            write_atomically(self._file, self._file.read_bytes()[:end])
+        self._file.touch()
+        last = max(self._recording.rounds, default=(0, 0))
+        for line in _read_lines(self._file, "--save"):
+            is_round = "run" not in line.content
+            if is_round and (line.content["step"], line.content["round"]) > last:
+                break
+            self._sha, end, run = line.sha, line.end, run if is_round else line.content["run"]
+        write_atomically(self._file, self._file.read_bytes()[:end])
         if run != self._run:
             self._write({"run": self._run})
 
+    def append(self, record: RoundRecord, replica: int, replicas: int):
+        """Writes a round of this replica, once it is open; on return the line survives a crash of the machine."""
+        self._write(record.encode() | {"replica": replica, "replicas": replicas})
+
     def _write(self, content: dict[str, Any]):
-        assert self._file is not None  # `_open` comes first
+        assert self._file is not None  # `open` comes first
         text = json.dumps(content)[:-1]
         self._sha = _sha(self._sha, text)
         with open(self._file, "a", encoding="utf-8") as file:

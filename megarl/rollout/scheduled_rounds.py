@@ -144,6 +144,8 @@ class ScheduledRounds:
         if self._record is not None:
             self.weights.take_through(self._record.first)
         else:
+            if self.role_groups.is_leader:
+                self._schedule.open(self.role_groups.dp_rank)
             self.weights.skip_unchanged(self._newest)
             while min(self._of_replicas(self.role_groups.broadcast_number(int(self._may_take())))):
                 self._take_next()

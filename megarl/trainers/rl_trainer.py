@@ -19,7 +19,7 @@ from megarl.roles.sibling_context import SiblingContext
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.teachers import Teachers
 from megarl.roles.trainable_model import TrainableModel
-from megarl.rollout import replica_files
+from megarl.rollout import replica_files, waiting_groups
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
@@ -368,7 +368,8 @@ class RLTrainer(Trainer):
         has_new_prompts = PROMPTS in resume.changed_data(manifest, self.inputs.data)
         self.batcher.resume(folder, manifest, has_new_prompts)
         if self._is_ahead:
-            self._records.restore(folder, self.mesh["rollout"].ranks.start)
+            through = waiting_groups.queued(manifest)["through"]
+            self._records.restore(folder, through, self.mesh["rollout"].ranks.start)
         if "critic" in loaded:
             self.critic.trainable_model.restore(loaded["critic"])
         if "reference" in loaded:

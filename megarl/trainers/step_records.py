@@ -56,14 +56,17 @@ class StepRecords:
                 merged[number] = metrics | before[0], before[1] + rows  # the first rank wins, as in a report
         return {FILE: json.dumps(merged).encode()} if merged else {}
 
-    def restore(self, folder: Path, reporting_rank: int):
+    def restore(self, folder: Path, through: int, reporting_rank: int):
         """Reads the records of a checkpoint, which `reporting_rank` reports; the others then report nothing.
+
+        `through`: the last step whose batch the checkpoint holds; records of later steps are of a run that ended.
 
         Raises:
             UsageError: the file is damaged.
         """
         records, reports = _read(folder / FILE, reporting_rank), dist.get_rank() == reporting_rank
-        self._restored = {step: record if reports else ({}, []) for step, record in records.items()}
+        held = {step: record for step, record in records.items() if step <= through}
+        self._restored = {step: record if reports else ({}, []) for step, record in held.items()}
 
 
 def _read(path: Path, reporting_rank: int) -> dict[int, tuple[dict, list]]:

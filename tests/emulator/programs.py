@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,9 +37,10 @@ class Emulator:
         assert counts, "\n".join(errors)
         return counts
 
-    def error(self, fault: str, ranks: int) -> str:
-        """The errors of a function of `faults.py`, which must fail on a rank."""
-        with self._started("planted", [fault], ranks) as folder:
+    def error(self, fault: str, ranks: int, argv: Sequence[str] = ()) -> str:
+        """The errors of a function of `faults.py`, or of train_rl with one of `weight_faults.py`, which must fail on a
+        rank."""
+        with self._started("weights" if argv else "planted", [fault, *argv], ranks) as folder:
             errors, counts = self._end(ranks, folder)
         assert not counts, f"the fault was not found: {fault}"
         return "\n".join(errors)

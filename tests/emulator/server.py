@@ -1,6 +1,7 @@
 """Forks programs on emulated devices: `[name, argv, ranks, folder]` on a line in, their exit statuses on a line out.
 
-`name`: a program of megarl, or "planted" for a function of `faults.py`.
+`name`: a program of megarl, "planted" for a function of `faults.py`, or "weights" for train_rl with a fault of
+`weight_faults.py`.
 """
 
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import operators  # type: ignore[import-not-found]
 
-from tests.emulator import device, faults
+from tests.emulator import device, faults, weight_faults
 from tests.helpers import forked_programs, worlds
 
 
@@ -59,6 +60,8 @@ def _rank(name: str, argv: list[str], rank: int, ranks: int, port: int, folder: 
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if name == "planted":
         faults.run(*argv, variables)
+    elif name == "weights":
+        weight_faults.run(argv[0], argv[1:], variables)
     else:
         forked_programs.run_here(name, argv, variables)
     (folder / "counts").write_text(json.dumps(operators.counts()))

@@ -272,9 +272,19 @@ def test_ranks_that_lead(roles, needle, tmp_path):
         assert str(caught.value).startswith(needle) and "\n" not in str(caught.value)
 
 
+def test_a_run_that_goes_on_has_records_of_its_own(folder, monkeypatch):
+    """Ranks that generate had nothing to do in the last iterations, whose records are no steps'."""
+    checkpoints = run_of(folder, "ppo") / "checkpoints"
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    for step, held in ((3, {4, 5}), (5, set())):
+        records = step_records.StepRecords()
+        records.restore(checkpoints / f"step_{step:08d}", STEPS, reporting_rank=1)
+        assert records._restored.keys() == held
+
+
 def test_damaged_records_are_wrong_input(folder, tmp_path):
     start = run_of(folder, "ppo") / "checkpoints" / "step_00000003"
     assert list(json.loads((start / step_records.FILE).read_text())) == ["4", "5"]
     (tmp_path / step_records.FILE).write_text('{"4": 1}')
     with pytest.raises(UsageError, match="queued_records.json: is damaged"):
-        step_records.StepRecords().restore(tmp_path, reporting_rank=1)
+        step_records.StepRecords().restore(tmp_path, STEPS, reporting_rank=1)

@@ -132,29 +132,38 @@ def test_generation_ahead_is_compared_with_its_model(monkeypatch):
     assert generation_lag.predicted([[1.0, 4.0, 1.0, 1.0], [2.0] * 4], 2) == [3.0, 4.0, 2.0, 2.0]
     assert generation_lag.predicted([[2.0] * 5, [2.0] * 5, [1.0] * 5], 1) == [5.0, 2.0, 3.0, 2.0, 3.0]
     assert generation_lag.predicted([[2.0] * 5, [2.0] * 5, [1.0] * 5], 2) == [5.0, 2.0, 2.0, 2.0, 2.0]
-    times = {"0": 3.0, "1": 2.2, "together": 2.5}
+    # Generation that is always late has the weights of the step before the last, and one that waits has old ones.
+    assert generation_lag.predicted_staleness([[4.0] * 4, [3.0] * 4], 2) == [0, 1, 1, 1]
+    assert generation_lag.predicted_staleness([[1.0] * 5, [4.0] * 5], 2) == [0, 1, 2, 2, 2]
+    assert generation_lag.predicted_staleness([[1.0] * 3, [4.0] * 3], 0) == [0, 0, 0]
+    times = {"lag-0": 3.0, "lag-1": 2.2, "lag-1,-recorded": 2.2, "together": 2.5}
 
     def run(ranks, flags, save):
         layout = generation_lag.LAYOUTS[ranks]
         assert "data" in flags and (layout.together in flags) == (save.name == "together") != (layout.apart in flags)
+        assert ("--generation-schedule" in flags) == ("recorded" in save.name)
         row = {"time/rollout/rollout_s": 1.0, "perf/tokens": 30.0, "perf/tokens_per_s": 30 / times[save.name]}
-        return [row | {"time/reward/score_s": 0.75, "time/reference/logprobs_s": 0.25}] * 8
+        row |= {"time/reward/score_s": 0.75, "time/reference/logprobs_s": 0.25}
+        return [row | {"rollout/staleness": 0.5 * ("lag-1" in save.name)}] * 8
 
     monkeypatch.setattr(generation_lag, "run", run)
-    monkeypatch.setattr(generation_lag, "write_prompts", lambda folder, steps, spread: ["data"])
-    found = generation_lag.measure(SimpleNamespace(ranks=4, steps=8, lags=[0, 1], spread=0.0))
+    monkeypatch.setattr(generation_lag, "write_prompts", lambda folder, args: ["data"])
+    args = {"steps": 8, "lags": [0, 1], "spread": 0.0, "tool": 0.6, "reward": 0.6}
+    found = generation_lag.measure(SimpleNamespace(ranks=4, recorded=False, **args))
     assert found["stages_s"] == [1.0, 1.0, 1.0] and found["sides"]["lag 1"]["predicted_s"] == 1.5
-    found = generation_lag.measure(SimpleNamespace(ranks=2, steps=8, lags=[0, 1], spread=0.0))
+    found = generation_lag.measure(SimpleNamespace(ranks=2, recorded=True, **args))
     lines = generation_lag.table(found, markdown=True).splitlines()
     assert lines[1:] == [
-        "| lag 0 | 3.000 | 3.000 | 1.00 | 1.00 |", "| lag 1 | 2.200 | 2.000 | 1.10 | 1.36 |",
-        "| together | 2.500 |  |  | 1.20 |",
+        "| lag 0 | 3.000 | 3.000 | 1.00 | 1.00 | 0.00 | 0.00 |",
+        "| lag 1 | 2.200 | 2.000 | 1.10 | 1.36 | 0.50 | 1.00 |",
+        "| lag 1, recorded | 2.200 | 2.000 | 1.10 | 1.36 | 0.50 | 1.00 |",
+        "| together | 2.500 |  |  | 1.20 |  |  |",
     ]  # fmt: skip
 
 
 def test_prompts_of_a_step_have_the_same_tool(tmp_path, monkeypatch):
     monkeypatch.setattr(generation_lag, "run_python", lambda arguments: None)
-    generation_lag.write_prompts(tmp_path, 5, 0.6)
+    generation_lag.write_prompts(tmp_path, SimpleNamespace(steps=5, spread=0.6, tool=0.6, reward=0.2))
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     order = PromptOrder(len(rows), 3)
     steps = [{rows[line]["metadata"]["seconds"] for line in order.take(generation_lag.PROMPTS)} for _ in range(5)]
