@@ -109,7 +109,7 @@ def test_a_program_is_compared_with_the_cpus(step, text, fault, tmp_path):
         (tmp_path / place / "run/metrics.jsonl").write_text(json.dumps(numbers) + "\n")
         sample = json.dumps({"prompt": "3+4=", "response": response})
         (tmp_path / place / "run/samples/step_00000001.jsonl").write_text(sample + "\n")
-    statuses = [[0, str(tmp_path / place), ""] for place in ("device", "cpu")]
+    statuses = [(0, tmp_path / place, "") for place in ("device", "cpu")]
     assert gpu_programs.compare("fp32 --top-k 3", *statuses).get("fault") == fault
 
 
@@ -117,7 +117,18 @@ def test_a_program_is_compared_with_the_cpus(step, text, fault, tmp_path):
     "error, key", [("megarl: error: --x 1: allowed is 2\n", "refused"), ("Traceback\nX\n", "fault")]
 )
 def test_a_program_that_fails_is_a_fault_and_one_that_is_refused_is_told(error, key):
-    assert {*gpu_programs.compare("bf16", [2, "nowhere", error], None)} == {key}
+    assert {*gpu_programs.compare("bf16", (2, Path("nowhere"), error), None)} == {key}
+
+
+def test_programs_without_time_are_named_and_programs_of_a_folder_are_found(tmp_path, capsys):
+    (tmp_path / "statuses.jsonl").write_text('["fp32 a", 0, "3", ""]\n["bf16 b", null, null, ""]\n')
+    statuses = gpu_programs.statuses_of(tmp_path)
+    assert statuses["fp32 a"] == (0, tmp_path / "3", "")
+    found = {"fp32 a": {"gap_max": 0.0, "norms": [1.0], "share": 0.5, "of": "step 1 actor/loss"},
+             "bf16 b": gpu_programs.compare("bf16 b", statuses["bf16 b"], None)}  # fmt: skip
+    assert gpu_programs.summarise(found)
+    told = json.loads(capsys.readouterr().out)
+    assert told["programs"] == told["compared"] == told["trained"] == 1 and told["not_begun"] == ["bf16 b"]
 
 
 @pytest.mark.long
