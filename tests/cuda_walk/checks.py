@@ -9,6 +9,8 @@ from tests.cuda_walk.device import Walk
 from tools.bench import common
 from tools.gpu import decode, profiles, update
 
+SHAPE = common.Shape(layers=2, hidden=64, ffn=128, vocab=96)
+
 
 def _findings(stage, run, *args) -> list[dict]:
     """What a stage reports."""
@@ -20,18 +22,16 @@ def _findings(stage, run, *args) -> list[dict]:
 
 def decoding(walk: Walk) -> list[dict]:
     """Speed of decode steps, with graphs and without."""
-    decode.SHAPE = common.Shape(layers=2, hidden=64, ffn=128, vocab=96)
     decode.CONTEXT, decode.NEW_TOKENS, decode.BATCHES, decode.PROFILED = 40, 16, (1, 3), range(6, 8)
     profiles.start = lambda: types.SimpleNamespace(stop=lambda: None)
     profiles.kernels = lambda *_: {"launches": 0}
-    model, pg_collection, _ = common.build(decode.SHAPE, (40, 16), "--bf16")
-    return _findings(decode, decode.ours, model, pg_collection, 1e12)
+    return _findings(decode, decode.ours, "small", SHAPE, "", 1e12)
 
 
 def updating(walk: Walk) -> list[dict]:
     """Speed of updates. torch's count of waits and its profiler want a real device."""
-    update.SHAPE = common.Shape(layers=2, hidden=64, ffn=128, vocab=96)
-    update.LENGTH, update.CASES = 32, {"64 tokens": (64, "")}
+    update.LENGTH, update.CASES = 32, {"64 tokens": (SHAPE, 64, "")}
+    torch.cuda.reset_peak_memory_stats = lambda: None
     torch.cuda.set_sync_debug_mode, update.profiled = lambda mode: None, lambda _: {}
     return _findings(update, update.update, "64 tokens", 1e15)
 
