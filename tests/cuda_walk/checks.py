@@ -25,15 +25,16 @@ def decoding(walk: Walk) -> list[dict]:
     decode.CONTEXT, decode.NEW_TOKENS, decode.BATCHES, decode.PROFILED = 40, 16, (1, 3), range(6, 8)
     profiles.start = lambda: types.SimpleNamespace(stop=lambda: None)
     profiles.kernels = lambda *_: {"launches": 0}
-    return _findings(decode, decode.ours, "small", SHAPE, "", 1e12)
+    dense = _findings(decode, decode.ours, "small", SHAPE, "", 1e12)
+    return dense + _findings(decode, decode.ours, "experts", SHAPE, decode.EXPERTS_FLAGS, 1e12)
 
 
 def updating(walk: Walk) -> list[dict]:
     """Speed of updates. torch's count of waits and its profiler want a real device."""
-    update.LENGTH, update.CASES = 32, {"64 tokens": (SHAPE, 64, "")}
+    update.LENGTH, update.CASES = 32, {"64 tokens": (SHAPE, 64, ""), "experts": (SHAPE, 64, update.EXPERTS_FLAGS)}
     torch.cuda.reset_peak_memory_stats = lambda: None
     torch.cuda.set_sync_debug_mode, update.profiled = lambda mode: None, lambda _: {}
-    return _findings(update, update.update, "64 tokens", 1e15)
+    return [row for name in update.CASES for row in _findings(update, update.update, name, 1e15)]
 
 
 SCENARIOS = {"check decode": (decoding, 1), "check update": (updating, 1)}  # name -> (what walks, ranks)
