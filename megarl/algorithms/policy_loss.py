@@ -6,6 +6,7 @@ ratio, and the ratio does not depend on the rest of the micro-batch.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -117,6 +118,11 @@ def option(default, text: str, check: Callable | None = None, allowed: str = "",
 def positive(default: float | None, text: str, flag: str | None = None):
     """An `option` that is a number above 0."""
     return option(default, text, lambda value: value > 0, "a number above 0", flag)
+
+
+def positive_finite(default: float, text: str):
+    """An `option` that is a finite number above 0."""
+    return option(default, text, lambda value: 0 < value < math.inf, "a finite number above 0")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,18 @@
 """SAPO: a soft gate on the ratio instead of the clip."""
 
 import dataclasses
-import math
 
 import torch
 
-from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT, PolicyLoss, PolicyTerms, PolicyTokens, option
-
-
-def _tau(default: float, text: str):
-    return option(default, text, lambda value: 0 < value < math.inf, "a finite number above 0")
+from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT, PolicyLoss, PolicyTerms, PolicyTokens, positive_finite
 
 
 @dataclasses.dataclass(frozen=True)
 class SapoOptions:
     """How fast the gate closes as the ratio leaves 1; the defaults are the paper's."""
 
-    tau_positive: float = _tau(1.0, "τ of the gate where the advantage is above 0 (2511.20347)")
-    tau_negative: float = _tau(1.05, "τ of the gate elsewhere (2511.20347)")
+    tau_positive: float = positive_finite(1.0, "τ of the gate where the advantage is above 0 (2511.20347)")
+    tau_negative: float = positive_finite(1.05, "τ of the gate elsewhere (2511.20347)")
 
 
 def sapo(tokens: PolicyTokens, options: SapoOptions) -> PolicyTerms:

@@ -1,26 +1,21 @@
 """VESPO: a smooth kernel of the whole response's importance weight."""
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, option, response_log_ratio
-
-
-def _finite(default: float, text: str):
-    return option(default, text, lambda value: 0 < value < math.inf, "a finite number above 0")
+from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, positive_finite, response_log_ratio
 
 
 @dataclasses.dataclass(frozen=True)
 class VespoOptions:
     """The kernel W^k·e^{λ(1 − W)}; it is largest at W = k/λ. The defaults are those of the paper's code and of TRL."""
 
-    k_positive: float = _finite(2.0, "exponent k of the kernel where the advantage is 0 or more (2602.10693)")
-    lambda_positive: float = _finite(3.0, "decay λ of the kernel where the advantage is 0 or more (2602.10693)")
-    k_negative: float = _finite(3.0, "exponent k of the kernel where the advantage is below 0 (2602.10693)")
-    lambda_negative: float = _finite(2.0, "decay λ of the kernel where the advantage is below 0 (2602.10693)")
+    k_positive: float = positive_finite(2.0, "exponent k of the kernel where the advantage is 0 or more (2602.10693)")
+    lambda_positive: float = positive_finite(3.0, "decay λ of the kernel where the advantage is 0 or more (2602.10693)")
+    k_negative: float = positive_finite(3.0, "exponent k of the kernel where the advantage is below 0 (2602.10693)")
+    lambda_negative: float = positive_finite(2.0, "decay λ of the kernel where the advantage is below 0 (2602.10693)")
 
 
 def vespo(tokens: PolicyTokens, options: VespoOptions) -> PolicyTerms:
