@@ -87,6 +87,10 @@ def expert_layers(
     }
 
 
+# As most families name them.
+EXPERT_LAYERS = expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+
+
 def delta_net_layers(projections: dict[str, Mapping]) -> dict[str, Mapping]:
     """The weights of layers with a gated delta net; `projections`: the parts of its first projection."""
     convolution = recurrent_parts("linear_attn.conv1d.weight", "query", "key", "value")
@@ -202,6 +206,11 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
         "max-position-embeddings": config.whole("max_position_embeddings"),
         **rotary(config),
     }
+
+
+def qkv_biases(config: ModelConfig) -> dict[str, object]:
+    """The biases of queries, keys and values alone, if `attention_bias` says so."""
+    return {"add-qkv-bias": True} if config.switch("attention_bias") else {}
 
 
 def delta_net_flags(config: ModelConfig) -> dict[str, object]:

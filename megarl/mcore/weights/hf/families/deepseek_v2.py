@@ -2,7 +2,7 @@
 
 from megarl.mcore.weights.hf.deepseek import deepseek_flags
 from megarl.mcore.weights.hf.experts import softmax_gates
-from megarl.mcore.weights.hf.family import LATENT, Family, expert_layers
+from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LATENT, Family
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
@@ -23,6 +23,6 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="deepseek_v2",
-    layers=LATENT | expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    layers=LATENT | EXPERT_LAYERS,
     flags=flags,
 )

@@ -2,7 +2,7 @@
 
 from megarl.mcore.weights.hf.deepseek import deepseek_flags
 from megarl.mcore.weights.hf.experts import sigmoid_gates
-from megarl.mcore.weights.hf.family import LATENT, PREDICTION_LAYERS, Family, expert_layers
+from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LATENT, PREDICTION_LAYERS, Family
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
@@ -16,7 +16,7 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="deepseek_v3",
-    layers=LATENT | expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    layers=LATENT | EXPERT_LAYERS,
     flags=flags,
     prediction=PREDICTION_LAYERS,
 )

@@ -1,7 +1,7 @@
 """dots.llm1 (2506.05767): norms of each query and key head, sigmoid gates with a correction bias, shared experts."""
 
 from megarl.mcore.weights.hf.experts import dense_then_experts, expert_flags, shared_experts, sigmoid_gates
-from megarl.mcore.weights.hf.family import LAYERS, Family, expert_layers, model_flags, window_flags
+from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LAYERS, Family, model_flags, window_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
@@ -15,6 +15,6 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="dots1",
-    layers=LAYERS | expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    layers=LAYERS | EXPERT_LAYERS,
     flags=flags,
 )

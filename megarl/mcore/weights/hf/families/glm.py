@@ -1,6 +1,6 @@
 """GLM-4-9B (2406.12793): rotary positions of neighbouring channels, half of them; biases in queries, keys, values."""
 
-from megarl.mcore.weights.hf.family import LAYERS, Family, model_flags
+from megarl.mcore.weights.hf.family import LAYERS, Family, model_flags, qkv_biases
 from megarl.mcore.weights.hf.mapping import neighbour_heads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
@@ -11,7 +11,7 @@ def flags(config: ModelConfig) -> dict[str, object]:
     """Adds the biases."""
     if (config.get("rope_parameters") or {}).get("partial_rotary_factor") != ROTATED:
         raise config.error("rope_parameters", f"a partial_rotary_factor of {ROTATED} in this family")
-    return model_flags(config) | ({"add-qkv-bias": True} if config.switch("attention_bias") else {})
+    return model_flags(config) | qkv_biases(config)
 
 
 FAMILY = Family(

@@ -1,7 +1,7 @@
 """OLMoE (2409.02060): norms of queries and keys over all heads, gates that are shares of a softmax over all experts."""
 
 from megarl.mcore.weights.hf.experts import expert_flags, softmax_gates
-from megarl.mcore.weights.hf.family import ALL_HEADS_NORMS, LAYERS, Family, expert_layers, model_flags
+from megarl.mcore.weights.hf.family import ALL_HEADS_NORMS, EXPERT_LAYERS, LAYERS, Family, model_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
@@ -15,6 +15,6 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="olmoe",
-    layers=LAYERS | ALL_HEADS_NORMS | expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    layers=LAYERS | ALL_HEADS_NORMS | EXPERT_LAYERS,
     flags=flags,
 )

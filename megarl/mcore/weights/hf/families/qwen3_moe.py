@@ -1,7 +1,7 @@
 """Qwen3-MoE (2505.09388)."""
 
 from megarl.mcore.weights.hf.experts import expert_flags, softmax_gates, sparse_layers
-from megarl.mcore.weights.hf.family import LAYERS, Family, expert_layers, model_flags, window_flags
+from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LAYERS, Family, model_flags, window_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
@@ -15,6 +15,6 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="qwen3_moe",
-    layers=LAYERS | expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    layers=LAYERS | EXPERT_LAYERS,
     flags=flags,
 )
