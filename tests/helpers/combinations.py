@@ -17,6 +17,9 @@ MAMBA = (
     "--hybrid-layer-pattern M* --num-layers 2 --mamba-num-heads 4 --mamba-head-dim 16 --mamba-num-groups 2"
     " --mamba-state-dim 16"
 )
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
+)
 # Reference and critic have no place here: runs with them are refused, or run as the other values say.
 APART = "--train-iters 3 --advantage grpo --role-map actor=0;reward=1;rollout=1"
 TURNS = (
@@ -134,3 +137,11 @@ def argv_of(values: list[str], save: Path) -> list[str]:
     return programs.rl_argv(
         save, flags + " --critic-lr 1e-3" * (has_critic and "--advantage" in flags), warm_start=False
     )
+
+
+def with_groups_that_fit(argv: list[str]) -> list[str]:
+    """A command line without the query groups of all small runs if its attention is latent, which has none."""
+    if "--multi-latent-attention" not in argv:
+        return argv
+    place = argv.index("--group-query-attention")
+    return argv[:place] + argv[place + 3 :]

@@ -6,9 +6,8 @@ import pytest
 
 from megarl.errors import UsageError
 from tests.helpers import combinations
-from tests.helpers.combinations import AXES, PP2, TP2
+from tests.helpers.combinations import AXES, LATENT, PP2, TP2, with_groups_that_fit
 from tests.helpers.programs import GRADED, assert_close, metrics, program, rl_argv, samples, train
-from tools.gpu.program_rows import LATENT
 
 NUMBERS = ["reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/reference"]
 CP2, EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
@@ -30,13 +29,9 @@ FEATURES = [
 
 
 def argv_of(flags: str, save) -> list[str]:
-    """A command line; latent attention has no query groups."""
+    """A command line."""
     both = f"--train-iters 2 --prompts-per-step 4 --use-cpu-initialization --lr 1e-4 --critic-lr 1e-4 {GRADED}"
-    argv = rl_argv(save, f"{both} --num-layers 2 {flags}", warm_start=False)
-    if LATENT in flags:
-        place = argv.index("--group-query-attention")
-        del argv[place : place + 3]
-    return argv
+    return with_groups_that_fit(rl_argv(save, f"{both} --num-layers 2 {flags}", warm_start=False))
 
 
 def is_accepted(argv: list[str], size: int) -> bool:

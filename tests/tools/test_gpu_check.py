@@ -126,8 +126,9 @@ def test_programs_without_time_are_named_and_programs_of_a_folder_are_found(tmp_
     assert statuses["fp32 a"] == (0, tmp_path / "3", "")
     found = {"fp32 a": {"gap_max": 0.0, "norms": [1.0], "share": 0.5, "of": "step 1 actor/loss"},
              "bf16 b": gpu_programs.compare("bf16 b", statuses["bf16 b"], None)}  # fmt: skip
-    assert gpu_programs.summarise(found)
-    told = json.loads(capsys.readouterr().out)
+    assert gpu_programs.summarise(found, 1) and not gpu_programs.summarise(found, 2)
+    assert not gpu_programs.summarise({}, 0)
+    told = json.loads(capsys.readouterr().out.splitlines()[0])
     assert told["programs"] == told["compared"] == told["trained"] == 1 and told["not_begun"] == ["bf16 b"]
 
 

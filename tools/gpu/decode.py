@@ -49,11 +49,10 @@ def token_bytes(shape: common.Shape) -> int:
     return 2 * shape.groups * (shape.hidden // shape.heads) * 2 * shape.layers
 
 
-def weight_bytes(model, shape: common.Shape, count: int) -> float:
-    """Bytes of weights that a decode step of so many requests reads, if the router's choices are uniform."""
+def used_parameters(model, shape: common.Shape, tokens: int = 1) -> float:
+    """Parameters that one of so many tokens at least is multiplied by, if the router's choices are uniform."""
     of_experts = sum(value.numel() for name, value in model.named_parameters() if ".experts." in name)
-    read = 1 - (1 - CHOSEN / EXPERTS) ** count
-    return 2 * (common.multiplied_parameters(model, shape) - of_experts * (1 - read))
+    return common.multiplied_parameters(model, shape) - of_experts * (1 - CHOSEN / EXPERTS) ** tokens
 
 
 def build_engine(model, pg_collection, shape: common.Shape, requests: int):
@@ -107,7 +106,7 @@ def ours(name: str, shape: common.Shape, flags: str, bytes_per_second: float):
             engine.engine.device_decode.has_graphs = has_graphs
             times, kernels = step_seconds(engine, count)
             seconds = statistics.median(times)
-            read = weight_bytes(model, shape, count) + count * CONTEXT * token_bytes(shape)
+            read = 2 * used_parameters(model, shape, count) + count * CONTEXT * token_bytes(shape)
             share = read / bytes_per_second / seconds
             report(
                 decode=count, model=name, graphs=has_graphs, step_ms=round(1e3 * seconds, 3),

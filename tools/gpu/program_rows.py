@@ -14,11 +14,8 @@ from tests.helpers import combinations, hf_folders
 from tests.helpers import programs as small
 
 Row = tuple[str, Callable[[Path], list[str]]]  # program, and save folder -> command line
-LATENT = (
-    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8"
-)
 ROUTED = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
-MORE = [LATENT, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2", "--decode-graphs off",
+MORE = [combinations.LATENT, f"{ROUTED} --lora-rank 2", "--use-torch-fsdp2", "--decode-graphs off",
         "--window-size 3,0 --softmax-type learnable --use-distributed-optimizer"]  # fmt: skip
 GROUPED = [f"{ROUTED} --moe-grouped-gemm{more}" for more in ("", " --offload", " --use-distributed-optimizer")]
 EXACT = ["--exact-rollout", f"{ROUTED} --exact-rollout"]
@@ -31,7 +28,7 @@ FAMILY = (
     " --samples-per-prompt 2 --minibatch-size 4 --lr 1e-3 --advantage grpo --kl-coefficient 0"
     " --rollout-buffer-gb 0.02 --rollout-max-requests 8"
 )
-SUPERVISED = f"--use-cpu-initialization --train-iters 3{' {}'}"
+SUPERVISED = "--use-cpu-initialization --train-iters 3"
 OTHERS = {  # name -> (program, its command line, flags)
     "sft": ("sft", small.sft_argv, ""),
     "sft LoRA": ("sft", small.sft_argv, "--lora-rank 2"),
@@ -59,11 +56,7 @@ def flags_of_all() -> tuple[list[str], list[str]]:
 
 def argv_of(flags: str, save: Path) -> list[str]:
     """The command line of train_rl with these flags."""
-    argv = combinations.argv_of([BOTH, flags], save)
-    if LATENT in flags:  # which has no groups
-        place = argv.index("--group-query-attention")
-        del argv[place : place + 3]
-    return argv
+    return combinations.with_groups_that_fit(combinations.argv_of([BOTH, flags], save))
 
 
 def family_argv(case: str, flags: str, save: Path) -> list[str]:
@@ -78,7 +71,7 @@ def family_argv(case: str, flags: str, save: Path) -> list[str]:
 def other_argv(name: str, flags: str, save: Path) -> list[str]:
     """The command line of a supervised run."""
     _, command, own = OTHERS[name]
-    return command(save, SUPERVISED.format(f"{own} {flags}"))
+    return command(save, f"{SUPERVISED} {own} {flags}")
 
 
 def make_data(folder: Path):

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 PREPARED = ROOT / "build" / "gpu_programs"
 SECONDS = 100  # of one program at most
 BEGIN = 130  # seconds after which no further program of the device begins
+LEAST_COMPARED = 41  # programs, unless some are chosen
 TOLERANCE, GAP = 2e-3, 0.05  # relative, of a number in fp32; nats, in bf16
 ABSOLUTE = 1e-4  # of numbers near 0
 NUMBERS = ("reward/mean", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "kl/reference",
@@ -62,8 +63,8 @@ def run_programs(folder: Path, data: Path, is_cpu: bool, at_once: int, only: lis
     began = time.monotonic()
     with (folder / "statuses.jsonl").open("w") as file:
 
-        def end(name: str, place: str | None, status: int | None, text: str):
-            print(json.dumps([name, status, place, text]), file=file, flush=True)
+        def end(*row):
+            print(json.dumps(row), file=file, flush=True)
 
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -85,7 +86,7 @@ def run_programs(folder: Path, data: Path, is_cpu: bool, at_once: int, only: lis
                 running.remove((name, place, process, started))
                 log = place / "err"
                 text = log.read_text()[-1500:] if log.exists() else "it has not begun"
-                end(name, place.name, process.exitcode, text)
+                end(name, process.exitcode, place.name, text)
             time.sleep(0.05)
 
 
@@ -95,8 +96,8 @@ def start(folder: Path, data: Path, is_cpu: bool, at_once: int, only: Iterable[s
     folder.mkdir(parents=True)
     command = [sys.executable, "-W", "ignore", "-m", "tools.gpu.programs", "--at-once", str(max(at_once, 1))]
     command += [*(token for text in only for token in ("--only", text)), "--run", str(folder), str(data)]
-    return subprocess.Popen([*command, "--cpu"][: None if is_cpu else -1],
-                            env={**os.environ, "OMP_NUM_THREADS": "1", **hidden})  # fmt: skip
+    command += ["--cpu"] * is_cpu
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **hidden})
 
 
 def make_data(folder: Path):
@@ -184,8 +185,8 @@ def check(only: list[str]) -> bool:
     is_prepared = PREPARED.is_dir()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data, on_cpu = (PREPARED if is_prepared else folder) / "data", (PREPARED if is_prepared else folder) / "cpu"
-        cores = os.cpu_count() or 1
+        source, cores = PREPARED if is_prepared else folder, os.cpu_count() or 1
+        data, on_cpu = source / "data", source / "cpu"
         make_data(data)
         if is_prepared:
             started = [start(folder / "device", data, False, cores + cores // 4, only)]
@@ -196,11 +197,12 @@ def check(only: list[str]) -> bool:
             process.wait()
         cpu, on_device = statuses_of(on_cpu), statuses_of(folder / "device")
         found = {name: compare(name, status, cpu.get(name)) for name, status in on_device.items()}
-    return summarise(found)
+    return summarise(found, LEAST_COMPARED if not only else 0)
 
 
-def summarise(found: dict[str, dict]) -> bool:
-    """Reports the faults among the programs, and what holds of all; False if one is at fault."""
+def summarise(found: dict[str, dict], least: int) -> bool:
+    """Reports the faults among the programs, and what holds of all; False if one is at fault, or fewer than `least`
+    were compared with a CPU's."""
     faults = {name: row for name, row in found.items() if "fault" in row}
     for name, row in faults.items():
         report(program=name, **row)
@@ -212,7 +214,7 @@ def summarise(found: dict[str, dict]) -> bool:
     waiting = [name for name, row in found.items() if "waiting" in row]
     report(programs=len(found) - len(waiting), compared=len(shares), trained=trained, faults=len(faults),
            refused=refused, gaps=gaps, largest=shares[:3], not_begun=waiting)  # fmt: skip
-    return not faults and bool(shares)
+    return bool(found) and not faults and len(shares) >= least
 
 
 def main():

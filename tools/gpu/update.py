@@ -14,7 +14,7 @@ import torch
 
 from tools.bench import common
 from tools.gpu import profiles, report, run_all
-from tools.gpu.decode import CHOSEN, EXPERTS, EXPERTS_FLAGS, EXPERTS_SHAPE, SHAPE, timed
+from tools.gpu.decode import EXPERTS_FLAGS, EXPERTS_SHAPE, SHAPE, timed, used_parameters
 
 LENGTH = 2048  # tokens of a sequence
 STEPS = 4
@@ -34,16 +34,10 @@ def peak_flops() -> float:
     return 2 * 8192**3 / min(timed(lambda: left @ right) for _ in range(10))
 
 
-def microbatch(tokens: int):
+def microbatch(tokens: int, vocab: int):
     """(packed tokens on the device, their lengths on the host)."""
     lengths = torch.full((tokens // LENGTH,), LENGTH)
-    return torch.randint(3, SHAPE.vocab, (tokens,), device="cuda"), lengths
-
-
-def multiplied(model, shape: common.Shape) -> float:
-    """Parameters that a token is multiplied by."""
-    of_experts = sum(value.numel() for name, value in model.named_parameters() if ".experts." in name)
-    return common.multiplied_parameters(model, shape) - of_experts * (1 - CHOSEN / EXPERTS)
+    return torch.randint(3, vocab, (tokens,), device="cuda"), lengths
 
 
 def update(name: str, peak: float):
@@ -58,7 +52,7 @@ def update(name: str, peak: float):
     model, pg_collection, args = common.build(shape, (LENGTH // 2, LENGTH // 2), f"{FLAGS} {more}")
     wrapped = optimizer.wrap_for_training([model], args, pg_collection)
     adam = optimizer.build_optimizer(wrapped, args, pg_collection)
-    packed, lengths = microbatch(tokens)
+    packed, lengths = microbatch(tokens, shape.vocab)
 
     def passes():
         scores = forward_pass.token_scores(wrapped[0], packed, lengths, 1.0, shape.vocab)
@@ -66,7 +60,7 @@ def update(name: str, peak: float):
 
     seconds = [(timed(passes), timed(lambda: optimizer.update(adam))) for _ in range(STEPS)]
     best, step = (min(column) for column in zip(*seconds[1:], strict=True))
-    flops = tokens * (6 * multiplied(model, shape) + 6 * shape.layers * shape.hidden * LENGTH)
+    flops = tokens * (6 * used_parameters(model, shape) + 6 * shape.layers * shape.hidden * LENGTH)
     report(
         update=name, flags=f"{FLAGS} {more}", passes_s=round(best, 4), optimizer_s=round(step, 4),
         mfu=round(flops / best / peak, 3), peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1),
