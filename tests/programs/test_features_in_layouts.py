@@ -46,7 +46,7 @@ def is_accepted(argv: list[str], size: int) -> bool:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("flags", FEATURES)
+@pytest.mark.parametrize("flags", FEATURES, ids=str)
 def test_no_layout_changes_what_a_feature_learns(flags, tmp_path):
     train("rl", argv_of(flags, tmp_path / "one"))
     wanted = metrics(tmp_path / "one")
