@@ -13,6 +13,7 @@ from megarl.data.examples import Examples
 from megarl.data.preferences import Pair, preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.mcore.model import forward_pass
+from megarl.mcore.model.value_head import has_value_head
 from megarl.observe.progress import REWARD_FIELDS
 from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer, TaskSpec
 
@@ -31,6 +32,11 @@ class RewardModelTrainer(PairwiseTrainer):
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         max_length = config.roles["reward"].megatron.seq_length
         return preference_pairs(prompts, encoder, max_length, config.settings.filter_long_prompts)
+
+    def prepare(self):
+        for chunk in self.trainable_model.model:
+            if has_value_head(chunk):
+                chunk.output_layer.trains_bias = self.settings.centring_coefficient > 0
 
     @staticmethod
     def sequences(example: Pair) -> list[tuple[list[int], list[bool]]]:

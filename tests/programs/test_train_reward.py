@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.errors import UsageError
+from tests.helpers.checkpoints import stored_weights
 from tests.helpers.programs import REWARD_STEPS as STEPS  # fmt: skip
 from tests.helpers.programs import (
     assert_close,
@@ -46,6 +47,14 @@ def test_held_out_pairs_become_correctly_ordered():
     assert all(row["reward/grad_norm"] > 0 and row["steps_skipped"] == 0 for row in rows.values())
     manifest = json.loads((reward_model() / f"checkpoints/step_{STEPS:08d}/manifest.json").read_text())
     assert manifest["program"] == "train_reward" and manifest["step"] == STEPS
+
+
+def test_only_centring_moves_all_scores_together(folder):
+    """Differences of scores have no gradient for the head's bias, not even that of rounding, which Adam would scale."""
+    run_of(folder)
+    bias, centred = (stored_weights(save, step, "reward")["output_layer.bias"]
+                     for save, step in [(reward_model(), STEPS), (folder / "1", 3)])  # fmt: skip
+    assert torch.equal(bias, torch.zeros(1)) and centred != 0
 
 
 @functools.cache

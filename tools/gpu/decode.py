@@ -77,7 +77,7 @@ def step_seconds(engine, count: int) -> tuple[list[float], dict]:
 
     def step():
         nonlocal profiler, found
-        is_decode = engine.context.only_decodes
+        is_decode = engine.context.only_decodes and not engine.engine.waiting_request_ids  # which join in this step
         if is_decode and len(seconds) == PROFILED.start:
             profiler = profiles.start()
         if is_decode and len(seconds) == PROFILED.stop:
