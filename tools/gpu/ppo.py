@@ -32,7 +32,7 @@ RECURRENT = (
     " --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64 --attention-output-gate"
 )
 MAMBA = "--hybrid-layer-pattern M-M*-M-* --mamba-num-heads 32 --mamba-head-dim 64 --mamba-num-groups 8"
-AT_ONCE = 5  # runs, after the first
+AT_ONCE = 8  # runs, after the first
 CASES = {
     "dense": "",
     "dense, no graphs": "--decode-graphs off",
