@@ -9,7 +9,7 @@ from tests.cuda_walk.device import Walk
 from tools.bench import common
 from tools.gpu import decode, profiles, update
 
-SHAPE = common.Shape(layers=2, hidden=64, ffn=128, vocab=96)
+SHAPE = common.Shape(layers=4, hidden=64, ffn=128, vocab=96)
 
 
 def _findings(stage, run, *args) -> list[dict]:
@@ -26,7 +26,10 @@ def decoding(walk: Walk) -> list[dict]:
     profiles.start = lambda: types.SimpleNamespace(stop=lambda: None)
     profiles.kernels = lambda *_: {"launches": 0}
     dense = _findings(decode, decode.ours, "small", SHAPE, "", 1e12)
-    return dense + _findings(decode, decode.ours, "experts", SHAPE, decode.EXPERTS_FLAGS, 1e12)
+    others = {"experts": decode.EXPERTS_FLAGS, "recurrent": decode.RECURRENT_FLAGS}
+    return dense + [
+        row for name, flags in others.items() for row in _findings(decode, decode.ours, name, SHAPE, flags, 1e12)
+    ]
 
 
 def updating(walk: Walk) -> list[dict]:

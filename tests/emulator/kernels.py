@@ -24,10 +24,16 @@ def _interpreted(launch):
         # Nothing says what a kernel writes: all that it gets.
         written = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         args, kwargs = [_on_host(x) for x in args], {name: _on_host(x) for name, x in kwargs.items()}
-        operators.launched(f"triton {self.fn.__name__}", [], written, lambda: launch(self, *args, **kwargs))
-        return launch(self, *args, **kwargs)
+        _launched(f"triton {self.fn.__name__}", [], written, lambda: launch(self, *args, **kwargs))
 
     return call
+
+
+def _launched(name: str, read: list[Tensor], written: list[Tensor], run):
+    """Runs a kernel, but not while a graph captures it: what it changes in place would change twice."""
+    operators.launched(name, read, written, run)
+    if not torch.cuda.is_current_stream_capturing():
+        run()
 
 
 def _check(values: list):
@@ -42,6 +48,7 @@ def _on_host(value):
 def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
         head_rows,
+        recurrent_rows,
         rotate_and_store,
         rotate_heads,
         row_sampling,
@@ -52,7 +59,7 @@ def _install_references():
 
     for name in ("paged_decode", "sample_rows", "head_sums", "rotate_heads"):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
-    for name in ("rotate_and_store", "head_gradient"):
+    for name in ("rotate_and_store", "head_gradient", "convolve_rows", "delta_rows", "space_rows"):
         _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")
     _library.impl("swiglu_rows", _computing("swiglu_rows", _swiglu), "CUDA")
     _library.impl("swiglu_rows_backward", _computing("swiglu_rows_backward", _swiglu_backward), "CUDA")
@@ -78,8 +85,7 @@ def _writing(name: str, reference):
         host = [_on_host(x) for x in args]
         read, written = ([x for x, is_written in zip(args, writes, strict=False)
                           if isinstance(x, Tensor) and is_written == wanted] for wanted in (False, True))  # fmt: skip
-        operators.launched(f"triton {name}", read, written, lambda: reference(*host, **kwargs))
-        reference(*host, **kwargs)
+        _launched(f"triton {name}", read, written, lambda: reference(*host, **kwargs))
 
     return call
 

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from megarl.mcore.kernels.cuda import (
     fixed_tiles,
     head_rows,
+    recurrent_rows,
     rotate_and_store,
     rotate_heads,
     row_norm,
@@ -102,6 +103,16 @@ cases += [
     for kernel, flag in ((head_rows._sum_row, False), (head_rows._grad_row, True))
 ]
 OPTIONS |= {kernel: {"num_warps": head_rows.WARPS} for kernel in (head_rows._sum_row, head_rows._grad_row)}
+TOKENS = dict.fromkeys(("x", "weight", "bias", "inputs", "out", "mixed", "a", "b", "steps"), "*fp32")
+TOKENS |= dict.fromkeys(("decay_logs", "biases", "skips", "memories"), "*fp32") | {"numbers": "*i32"}
+TOKENS |= dict.fromkeys(("row_stride", "gate_stride", "step_stride", "channels", "groups", "heads"), "i32")
+TOKENS |= dict.fromkeys(("scale", "epsilon", "min_step"), "fp32")
+CONVOLVED = dict(TAPS=4, HAS_BIAS=True, TILE=recurrent_rows.CHANNEL_TILE)
+cases += [(recurrent_rows._convolve_row, TOKENS, CONVOLVED)]
+cases += [
+    (kernel, TOKENS, recurrent_rows._tiles(128, 128))
+    for kernel in (recurrent_rows._delta_row, recurrent_rows._space_row)
+]
 TILES = dict(ROWS=fixed_tiles.ROWS, COLUMNS=fixed_tiles.COLUMNS, INNER=fixed_tiles.INNER)
 cases += [(fixed_tiles._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [

@@ -89,14 +89,56 @@ def rotate_heads(query, key, cosines, sines, is_backward):
     return list(rotated)
 
 
+def convolve_rows(x, weight, bias, numbers, inputs, out):
+    """As that of `kernels.cuda.recurrent_rows`."""
+    rows = (numbers >= 0).nonzero().squeeze(1)
+    states, before = numbers[rows].long(), x.new_zeros(len(x), *inputs.shape[1:])
+    before[rows] = inputs[states]
+    read = torch.cat([before, x.unsqueeze(1)], 1).double()
+    total = (read * weight.squeeze(1).t()).sum(1) + (0 if bias is None else bias)
+    out.copy_(torch.nn.functional.silu(total))
+    inputs[states] = read[rows, 1:].float()
+
+
+def delta_rows(mixed, a, b, decay_logs, biases, numbers, memories, out, groups, epsilon):
+    """As that of `kernels.cuda.recurrent_rows`: the rule of 2412.06464, a token of each row."""
+    _, heads, keys, values = memories.shape
+    rows, out = (numbers >= 0).nonzero().squeeze(1), out.zero_()
+    q, k, v = mixed[rows].double().split((groups * keys, groups * keys, heads * values), 1)
+    q, k = (x.unflatten(1, (groups, keys)).repeat_interleave(heads // groups, 1) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + epsilon).sqrt() for x in (q, k))
+    decays = (-decay_logs.exp() * torch.nn.functional.softplus(a[rows] + biases)).exp().double()
+    memory = memories[numbers[rows].long()] * decays[..., None, None]
+    change = (v.unflatten(1, (heads, values)) - torch.einsum("thk,thkv->thv", k, memory)) * b[rows].sigmoid()[..., None]
+    memory = memory + k.unsqueeze(-1) * change.unsqueeze(-2)
+    memories[numbers[rows].long()] = memory.float()
+    out[rows] = torch.einsum("thk,thkv->thv", q * keys**-0.5, memory).float()
+
+
+def space_rows(mixed, steps, decay_logs, biases, skips, numbers, memories, out, groups, min_step):
+    """As that of `kernels.cuda.recurrent_rows`: the rule of 2405.21060, a token of each row."""
+    _, heads, keys, values = memories.shape
+    rows, out = (numbers >= 0).nonzero().squeeze(1), out.zero_()
+    x, b, c = mixed[rows].double().split((heads * values, groups * keys, groups * keys), 1)
+    x = x.unflatten(1, (heads, values))
+    b, c = (each.unflatten(1, (groups, keys)).repeat_interleave(heads // groups, 1) for each in (b, c))
+    step = torch.nn.functional.softplus((steps[rows] + biases).double()).clamp_min(min_step)
+    memory = memories[numbers[rows].long()] * (-decay_logs.exp() * step).exp()[..., None, None]
+    memory = memory + b.unsqueeze(-1) * (x * step.unsqueeze(-1)).unsqueeze(-2)
+    memories[numbers[rows].long()] = memory.float()
+    out[rows] = (torch.einsum("thk,thkv->thv", c, memory) + x * skips[:, None]).float()
+
+
 def use_them():
     """Makes the backend, the sampler and the layers compute with them, in this process."""
     from megarl.mcore.config import megatron_flags
+    from megarl.mcore.kernels.cuda import recurrent_rows, row_sampling, segment_attention
     from megarl.mcore.kernels.cuda import rotate_and_store as rotation
-    from megarl.mcore.kernels.cuda import row_sampling, segment_attention
 
     megatron_flags._refused_varlen = lambda args: None
     varlen.flash_kernel = lambda: flash  # type: ignore[assignment]
     segment_attention.paged_decode = paged_decode  # type: ignore[assignment]
     rotation.rotate_and_store = rotate_and_store  # type: ignore[assignment]
     row_sampling.sample_rows = sample_rows  # type: ignore[assignment]
+    for own in (convolve_rows, delta_rows, space_rows):
+        setattr(recurrent_rows, own.__name__, own)

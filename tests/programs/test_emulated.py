@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.emulator.programs import needs_emulator
+from tests.helpers.combinations import MAMBA, RECURRENT
 from tests.helpers.judges import judge_flags, rows, write
 from tests.helpers.programs import GRADED, ROOT, inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default, long
@@ -41,6 +42,9 @@ RUNS = {  # name -> (flags, ranks)
     "roles on ranks of their own": (f"--role-map actor=0;critic=1;reward=1;reference=1 {COPIES}", 2),
     "pipeline": ("--pipeline-model-parallel-size 2", 2),
     "pipeline, experts": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2),
+    "gated delta nets": (f"{RECURRENT} {COPIES}", 1),
+    "gated delta nets, pipeline": (f"{RECURRENT} --num-layers 4 --pipeline-model-parallel-size 2", 2),
+    "Mamba-2, tensor and sequence parallel": (f"{MAMBA} {TP2}", 2),
 }
 BY_DEFAULT = ["dense"]
 ROLLOUT_APART = "--role-map actor=0-1;critic=0-1;reward=0-1;reference=0-1;rollout=2 --verify-weights"

@@ -4,7 +4,16 @@ import pytest
 
 from tests.emulator.programs import needs_emulator
 from tests.helpers import combinations
-from tests.helpers.programs import RL_RECIPES, metrics, reward_argv, samples, sft_argv, timeless, train
+from tests.helpers.programs import (
+    RL_RECIPES,
+    metrics,
+    reward_argv,
+    samples,
+    sft_argv,
+    timeless,
+    train,
+    write_lines,
+)
 from tools.gpu import program_rows, programs
 
 pytestmark = [needs_emulator, pytest.mark.long]
@@ -102,10 +111,10 @@ def test_episodes_are_those_of_a_cpu_and_in_bf16_the_same_with_graphs_and_withou
         assert programs.texts_of(tmp_path / name) == programs.texts_of(tmp_path / other)
 
 
-# Prompts of later turns have whole blocks of a device, of 64 tokens.
+# Prompts have whole blocks of a device, of 64 tokens.
 STATES = (
     "--advantage grpo --environment tests.helpers.sum_environments:Sums --max-turns 4"
-    " --max-turn-length 70 --max-prompt-length 8 --max-response-length 300 --max-tokens-per-microbatch 320"
+    " --max-turn-length 70 --max-prompt-length 90 --max-response-length 300 --max-tokens-per-microbatch 400"
     " --environment-timeout 600 --rollout-buffer-gb 0.02 --rollout-max-requests 16 --rollout-prefix-caching"
     " --samples-per-prompt 4 --reward environment"
 )
@@ -113,7 +122,10 @@ STATES = (
 
 @pytest.mark.parametrize("layers", ["RECURRENT", "MAMBA"])
 def test_turns_that_continue_recurrent_states_are_those_of_a_cpu(emulator, layers, tmp_path):
-    flags = f"{getattr(combinations, layers)} {STATES}"
+    prompts = write_lines(
+        tmp_path / "long.jsonl", [{"prompt": f"{'1+' * 34}{i}=", "answer": str(34 + i)} for i in range(9)]
+    )
+    flags = f"{getattr(combinations, layers)} {STATES} --prompts {prompts}"
     emulator.run("rl", program_rows.argv_of(flags, tmp_path / "device"))
     train("rl", program_rows.argv_of(flags, tmp_path / "cpu"))
     rows = [row for step, row in metrics(tmp_path / "device").items() if step]

@@ -1,9 +1,9 @@
-"""Speed of decode steps of a model with 1.7 billion parameters, and of Hugging Face's `generate` beside it; and of
-twelve layers with the experts of Qwen3-30B-A3B.
+"""Speed of decode steps of a model with 1.7 billion parameters, and of Hugging Face's `generate` beside it; of twelve
+layers with the experts of Qwen3-30B-A3B, or with the recurrent states of Qwen3-Next.
 
 A decode step reads each weight, except for the table of embeddings, and each cached key and value once; of experts the
 expected number that its tokens choose. What it would take at the device's memory bandwidth, which is measured here by a
-copy, is the bound; the share of it is what a step reaches.
+copy, is the bound; the share of it is what a step reaches. Recurrent states are read and written.
 """
 
 import gc
@@ -21,6 +21,10 @@ EXPERTS_SHAPE = common.Shape(layers=12, hidden=2048, ffn=6144, vocab=151_936, he
 EXPERTS_FLAGS = (
     f"--num-experts {EXPERTS} --moe-router-topk {CHOSEN} --moe-ffn-hidden-size 768 --moe-router-dtype fp32"
     " --moe-router-load-balancing-type none --moe-grouped-gemm"
+)
+RECURRENT_FLAGS = (
+    "--experimental-attention-variant gated_delta_net --linear-attention-freq 4 --linear-num-key-heads 16"
+    " --linear-num-value-heads 32 --linear-key-head-dim 128 --linear-value-head-dim 128 --attention-output-gate"
 )
 CONTEXT, NEW_TOKENS = 1536, 64
 BATCHES = (1, 32, 256)
@@ -44,9 +48,14 @@ def timed(function) -> float:
     return time.perf_counter() - start
 
 
-def token_bytes(shape: common.Shape) -> int:
-    """Bytes of a token's keys and values."""
-    return 2 * shape.groups * (shape.hidden // shape.heads) * 2 * shape.layers
+def bytes_of(config) -> tuple[int, int]:
+    """Bytes of a token's keys and values, and of a request's recurrent states."""
+    from megarl.mcore.inference.cache_size import state_bytes
+    from megarl.mcore.model.pipeline_layout import recurrent_layer_pattern
+
+    recurrent = sum(recurrent_layer_pattern(config))
+    token = 4 * config.num_query_groups * config.kv_channels * (config.num_layers - recurrent)
+    return token, state_bytes(config, recurrent, 1) if recurrent else 0
 
 
 def used_parameters(model, shape: common.Shape, tokens: int = 1) -> float:
@@ -59,7 +68,8 @@ def build_engine(model, pg_collection, shape: common.Shape, requests: int):
     """An engine for so many requests."""
     from megarl.mcore.inference.engine import RolloutEngine
 
-    gib = 1.1 * requests * (CONTEXT + NEW_TOKENS + 64) * token_bytes(shape) / 2**30
+    token, state = bytes_of(model.config)
+    gib = 1.1 * requests * ((CONTEXT + NEW_TOKENS + 64) * token + state) / 2**30
     return RolloutEngine(
         model, pg_collection, shape.vocab, CONTEXT + NEW_TOKENS, gib + 0.5, requests, step_tokens=16384
     )
@@ -106,8 +116,9 @@ def ours(name: str, shape: common.Shape, flags: str, bytes_per_second: float):
             engine.engine.device_decode.has_graphs = has_graphs
             times, kernels = step_seconds(engine, count)
             seconds = statistics.median(times)
-            read = 2 * used_parameters(model, shape, count) + count * CONTEXT * token_bytes(shape)
-            share = read / bytes_per_second / seconds
+            token, state = bytes_of(model.config)
+            moved = 2 * used_parameters(model, shape, count) + count * (CONTEXT * token + 2 * state)
+            share = moved / bytes_per_second / seconds
             report(
                 decode=count, model=name, graphs=has_graphs, step_ms=round(1e3 * seconds, 3),
                 tokens_per_s=round(count / seconds), share_of_bandwidth=round(share, 3), **kernels,
@@ -154,6 +165,7 @@ def main():
     run_all({
         "megarl": lambda: ours("1.7 B", SHAPE, "", bytes_per_second),
         "megarl, experts": lambda: ours("experts", EXPERTS_SHAPE, EXPERTS_FLAGS, bytes_per_second),
+        "megarl, recurrent": lambda: ours("recurrent", EXPERTS_SHAPE, RECURRENT_FLAGS, bytes_per_second),
         "Hugging Face": lambda: hugging_face((256, 128, 64)),
     })  # fmt: skip
 

@@ -27,7 +27,8 @@ from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
 from megarl.mcore.moe.layer import max_equal_rows
 
 MAX_AHEAD = 8  # requests; with more, steps are dropped so often that they take more time than the host's work
-_NUMBERS = 6  # of 32 bits, of a row before its blocks: token, position, temperature, greedy, two of its random key
+# Of 32 bits, of a row before its blocks: token, position, recurrent state, temperature, greedy, two of its random key.
+_NUMBERS = 7
 
 
 class StepOutputs(NamedTuple):
@@ -54,13 +55,14 @@ class DeviceStep:
         self._sent = torch.zeros_like(self._staged, device=device.device())
         self.read = torch.zeros(2, rows, dtype=torch.float64, pin_memory=device.has_cuda())  # samples, on the host
         # Views of what was sent.
-        self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self.blocks = self._fields(self._sent)
+        fields = self._fields(self._sent)
+        self.keys, self.temperatures, self.greedy, self._tokens, self._positions, self.states, self.blocks = fields
 
     def _fields(self, memory: Tensor) -> tuple[Tensor, ...]:
-        """(keys [B] int64, temperatures [B] fp32, greedy [B], tokens [B], positions [B] (−1: padding), blocks [B, P])
-        of a buffer; int32 unless they say otherwise."""
+        """(keys [B] int64, temperatures [B] fp32, greedy [B], tokens [B], positions [B] (−1: padding), recurrent states
+        [B] (−1: padding), blocks [B, P]) of a buffer; int32 unless they say otherwise."""
         rows = self.rows
-        keys, temperatures, *others, blocks = memory.split([2 * rows, *[rows] * 4, len(memory) - _NUMBERS * rows])
+        keys, temperatures, *others, blocks = memory.split([2 * rows, *[rows] * 5, len(memory) - _NUMBERS * rows])
         return keys.view(torch.int64), temperatures.view(torch.float32), *others, blocks.view(rows, -1)
 
     def send(self, *inputs: Tensor):
@@ -69,7 +71,7 @@ class DeviceStep:
         The host may not send again before it has read the step's results.
         """
         count, fields = len(inputs[0]), self._fields(self._staged)
-        for field, values, padding in zip(fields, inputs, (0, 1, 0, 0, -1, self._spare_block), strict=True):
+        for field, values, padding in zip(fields, inputs, (0, 1, 0, 0, -1, -1, self._spare_block), strict=True):
             field[:count], field[count:] = values, padding
         fields[-1].masked_fill_(fields[-1] < 0, self._spare_block)
         self._sent.copy_(self._staged, non_blocking=True)
@@ -178,7 +180,7 @@ class DeviceDecode:
         ids = c.request_ids[own].long()
         step.send(
             sampling.keys[ids], sampling.temperatures[ids], sampling.greedy[ids], c.token_to_input_ids[own],
-            c.token_to_pos_ids[own], c.request_to_kv_block_ids[own],
+            c.token_to_pos_ids[own], ids, c.request_to_kv_block_ids[own],
         )  # fmt: skip
         with c.use_device_plan(step):
             self.stages.receive(step.hidden)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +15,13 @@ from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, cache_bytes, snapshot_count, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.state_snapshots import StateSnapshots
+from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
-from megarl.mcore.recurrence.runs import NONE, Runs
+from megarl.mcore.recurrence.runs import NONE, DeviceRuns, Runs
 from megarl.mcore.recurrence.states import States
+
+if TYPE_CHECKING:
+    from megarl.mcore.inference.device_decode import DeviceStep
 
 
 class RecurrentContext(PagedContext):
@@ -73,7 +78,13 @@ class RecurrentContext(PagedContext):
         config.pipeline_model_parallel_layout = config.virtual_pipeline_model_parallel_size = None
         return config
 
-    reads_tables = False  # a decode step is planned on the host, with the states of its requests
+    def _device_plan(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
+        plan = super()._device_plan(step, frequencies)
+        return dataclasses.replace(plan, runs=DeviceRuns(step.states), states=self._states)
+
+    def goes_on_in_place(self) -> bool:
+        """A step that was launched cannot be dropped: it has changed the states."""
+        return False
 
     def _layer_caches(self) -> tuple[Tensor, ...]:
         """The cache of each layer; that of a layer without keys and values is the first one, which it does not use."""

@@ -27,7 +27,7 @@ from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.recurrence.delta_rule import Inputs
-from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.runs import AnyRuns
 from megarl.mcore.recurrence.state_space import SpaceInputs
 from megarl.mcore.recurrence.states import States
 
@@ -79,7 +79,7 @@ class StepPlan:
     caches: tuple[Tensor, ...]
     attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`
     is_on_device: bool = False  # the device planned it: 16-bit decodes on CUDA
-    runs: Runs | None = None  # of the rows, in models with recurrent states
+    runs: AnyRuns | None = None  # of the rows, in models with recurrent states
     states: tuple[States | None, ...] = ()  # of each layer of this rank; None of those with attention
     # What the rows give to the states, by layer; if some rows may be dropped, the states take them after the step.
     drafted: dict[int, Inputs | SpaceInputs] | None = None

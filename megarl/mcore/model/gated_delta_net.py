@@ -17,7 +17,7 @@ from megarl.mcore.kernels.norm import RMSNorm
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, gated_delta_rule
-from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.runs import AnyRuns
 from megarl.mcore.recurrence.states import States
 
 
@@ -86,7 +86,9 @@ class GatedDeltaNet(RecurrentMixer, _GDNBase):
     def _sizes_of(self, shares: int) -> HeadSizes:
         return self.sizes._replace(groups=self.sizes.groups // shares, heads=self.sizes.heads // shares)
 
-    def _mixed(self, projected: Tensor, runs: Runs, states: States | None, shares: int = 1, share: int = 0) -> Tensor:
+    def _mixed(
+        self, projected: Tensor, runs: AnyRuns, states: States | None, shares: int = 1, share: int = 0
+    ) -> Tensor:
         """[T, in_proj rows] -> [T, H·V]: what each row reads from its state, normed and gated.
 
         `shares`, `share`: the heads are one of so many shares of this rank's.

@@ -21,7 +21,7 @@ from megarl.mcore.kernels.norm import rms_norm
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
-from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.runs import AnyRuns
 from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceInputs, SpaceSizes, state_space
 from megarl.mcore.recurrence.states import States
 
@@ -93,7 +93,9 @@ class Mamba2(RecurrentMixer, MegatronModule):
     def _sizes_of(self, shares: int) -> SpaceSizes:
         return self.sizes._replace(groups=self.sizes.groups // shares, heads=self.sizes.heads // shares)
 
-    def _mixed(self, projected: Tensor, runs: Runs, states: States | None, shares: int = 1, share: int = 0) -> Tensor:
+    def _mixed(
+        self, projected: Tensor, runs: AnyRuns, states: States | None, shares: int = 1, share: int = 0
+    ) -> Tensor:
         """[T, in_proj rows] -> [T, I]: what each row reads from its state, gated and normed.
 
         `shares`, `share`: the heads are one of so many shares of this rank's.

@@ -9,7 +9,7 @@ from torch import Tensor
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
-from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.runs import AnyRuns
 from megarl.mcore.recurrence.states import States
 
 
@@ -25,7 +25,9 @@ class RecurrentMixer(torch.nn.Module):
         """What the recurrence reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
         raise NotImplementedError
 
-    def _mixed(self, projected: Tensor, runs: Runs, states: States | None, shares: int = 1, share: int = 0) -> Tensor:
+    def _mixed(
+        self, projected: Tensor, runs: AnyRuns, states: States | None, shares: int = 1, share: int = 0
+    ) -> Tensor:
         """[T, in_proj rows] -> [T, out_proj columns].
 
         `shares`, `share`: the heads are one of so many shares of this rank's.

@@ -3,8 +3,8 @@
 Each head keeps a state S [K, V]. A token with query q, key k, value v, decay d and strength β makes it
 d·S + k ⊗ β·(v − kᵀ·d·S) and reads qᵀ·S. On a CPU compiled kernels do this token by token, in training, prefill and
 decode alike, so that a token's bits depend on the tokens before it alone. On a device PyTorch's operations do it by
-chunks of tokens (2406.06484 §3), and in a decode step by token, which differ by rounding. The backward pass computes
-everything again from the layer's inputs.
+chunks of tokens (2406.06484 §3), and in a decode step Triton kernels by token, which differ by rounding. The backward
+pass computes everything again from the layer's inputs.
 Shapes: T rows, G groups with a key head of K channels, H value heads of V channels, C = 2·G·K + H·V channels.
 """
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.rule import Rule, apply_rule
-from megarl.mcore.recurrence.runs import Chunks, Runs
+from megarl.mcore.recurrence.runs import AnyRuns, Chunks, Runs
 from megarl.mcore.recurrence.states import (
     States,
     chunk_memories,
@@ -71,7 +71,7 @@ class Inputs(NamedTuple):
         return gated_delta_rule(self, sizes, runs, states)
 
 
-def gated_delta_rule(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
+def gated_delta_rule(inputs: Inputs, sizes: HeadSizes, runs: AnyRuns, states: States | None = None) -> Tensor:
     """[T, H, V]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
     return apply_rule(_RULE, inputs, sizes, runs, states)
 
@@ -155,16 +155,16 @@ def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States |
     return found
 
 
-def _one_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:
-    """A decode step: one row of each state; rows of padding read 0."""
-    at, numbers = runs.decodes
-    q, k, v, log_decays, strengths = (x[at] for x in _rows(inputs, sizes, runs, states))
-    memory = states.memories[numbers] * log_decays.exp()[..., None, None]
-    change = (v - (k.unsqueeze(-2) @ memory).squeeze(-2)) * strengths.unsqueeze(-1)
-    memory = memory + k.unsqueeze(-1) * change.unsqueeze(-2)
-    states.memories.index_copy_(0, numbers, memory)
-    read = (q.unsqueeze(-2) @ memory).squeeze(-2)
-    return read.new_zeros(len(inputs.x), *read.shape[1:]).index_copy(0, at, read)
+def one_token(inputs: Inputs, sizes: HeadSizes, numbers: Tensor, states: States) -> Tensor:
+    """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
+    from megarl.mcore.kernels.cuda.recurrent_rows import convolve_rows, delta_rows  # needs Triton
+
+    mixed = inputs.x.new_empty(inputs.x.shape)
+    convolve_rows(inputs.x, inputs.weight, None, numbers, states.inputs, mixed)
+    read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
+    gates = inputs.a, inputs.b, inputs.decay_logs, inputs.biases
+    delta_rows(mixed, *gates, numbers, states.memories, read, sizes.groups, EPSILON)
+    return read
 
 
-_RULE = Rule(_by_token, _one_token, by_chunks, _token_gradients)
+_RULE = Rule(_by_token, one_token, by_chunks, _token_gradients)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.runs import AnyRuns, DeviceRuns
 from megarl.mcore.recurrence.states import States, has_kernels, own_states
 
 
@@ -21,25 +21,27 @@ class Rule(NamedTuple):
     """
 
     by_token: Callable  # by compiled kernels
-    one_token: Callable  # in a decode step, by PyTorch's operations
+    one_token: Callable  # on CUDA, in a decode step; of the runs it takes the state of each row
     by_chunks: Callable  # by PyTorch's operations, which have gradients if states are None
     # Backward of `by_token`: (grad [T, H, V], inputs, sizes, runs, memories of the pass) -> tensors that PyTorch's
     # operations gave from the inputs, and their gradients.
     token_gradients: Callable
 
 
-def apply_rule(rule: Rule, inputs, sizes, runs: Runs, states: States | None) -> Tensor:
+def apply_rule(rule: Rule, inputs, sizes, runs: AnyRuns, states: States | None) -> Tensor:
     """[T, H, V]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
     if states is None and torch.is_grad_enabled():
         return _Trained.apply(rule, type(inputs), sizes, runs, *inputs)
     return _forward(rule, inputs, sizes, runs, states)
 
 
-def _forward(rule: Rule, inputs, sizes, runs: Runs, states: States | None) -> Tensor:
+def _forward(rule: Rule, inputs, sizes, runs: AnyRuns, states: States | None) -> Tensor:
+    if isinstance(runs, DeviceRuns):
+        return rule.one_token(inputs, sizes, runs.decodes, states)
     if has_kernels(inputs.x):
         return rule.by_token(inputs, sizes, runs, own_states(inputs.x, sizes, runs) if states is None else states)
     if states is not None and runs.decodes is not None:
-        return rule.one_token(inputs, sizes, runs, states)
+        return rule.one_token(inputs, sizes, runs.decodes, states)
     return rule.by_chunks(inputs, sizes, runs, states)
 
 

@@ -51,15 +51,16 @@ class Runs:
         return int(self.table[:, 1].sum())
 
     @functools.cached_property
-    def decodes(self) -> tuple[Tensor, Tensor] | None:
-        """(rows [n], states [n]) if each run that continues a state has one row and leaves it there, as in a decode
-        step, int64, on the device; rows of other runs are padding. None: other runs."""
+    def decodes(self) -> Tensor | None:
+        """[T] int64 the state of each row, on the device, if each run that continues a state has one row and leaves it
+        there, as in a decode step; rows of other runs are padding, `NONE`. None: other runs."""
         first, rows, before, after = self.table.t()
         counts = after != NONE
         if self.states or not counts.any() or not ((rows == 1) & (before == after))[counts].all():
             return None
-        found = device.to_device([first[counts].numpy(), before[counts].numpy()])
-        return found[0], found[1]
+        numbers = np.full(self.rows, NONE)
+        numbers[first[counts].numpy()] = before[counts].numpy()
+        return device.to_device([numbers])[0]
 
     @functools.cached_property
     def convolution(self) -> ConvolutionRows:
@@ -100,6 +101,15 @@ class Runs:
         steps = [starts[counts > step] + step for step in range(int(counts[0]))]
         rows, *sent = device.to_device([padded.reshape(-1, size), *steps])
         return Chunks(rows, sent, table[:, 2].tolist(), table[:, 3].tolist())
+
+
+class DeviceRuns(NamedTuple):
+    """The runs of a decode step that the device plans: each row continues a state and leaves it there."""
+
+    decodes: Tensor  # [T] int32 the state of each row, on the device; `NONE`: padding
+
+
+AnyRuns = Runs | DeviceRuns
 
 
 def runs_of_stream(

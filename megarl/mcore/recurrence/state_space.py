@@ -3,8 +3,8 @@
 Each head keeps a state S [N, P]. A token with channels x [P], step Δ, and its group's input and output vectors B, C [N]
 makes it e^(−e^A·Δ)·S + B ⊗ Δ·x and reads Cᵀ·S + D·x. On a CPU compiled kernels do this token by token, in training,
 prefill and decode alike, so that a token's bits depend on the tokens before it alone. On a device PyTorch's operations
-do it by chunks of tokens (§6), and in a decode step by token, which differ by rounding. The backward pass computes
-everything again from the layer's inputs.
+do it by chunks of tokens (§6), and in a decode step Triton kernels by token, which differ by rounding. The backward
+pass computes everything again from the layer's inputs.
 Shapes: T rows, G groups of N numbers, H heads of P channels, C = H·P + 2·G·N channels.
 """
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.rule import Rule, apply_rule
-from megarl.mcore.recurrence.runs import Chunks, Runs
+from megarl.mcore.recurrence.runs import AnyRuns, Chunks, Runs
 from megarl.mcore.recurrence.states import (
     States,
     chunk_memories,
@@ -67,7 +67,7 @@ class SpaceInputs(NamedTuple):
         return state_space(self, sizes, runs, states)
 
 
-def state_space(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None = None) -> Tensor:
+def state_space(inputs: SpaceInputs, sizes: SpaceSizes, runs: AnyRuns, states: States | None = None) -> Tensor:
     """[T, H, P]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
     return apply_rule(_RULE, inputs, sizes, runs, states)
 
@@ -153,14 +153,16 @@ def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States |
     return found
 
 
-def _one_token(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States) -> Tensor:
-    """A decode step: one row of each state; rows of padding read D·x alone."""
-    at, numbers = runs.decodes
-    rows = _rows(inputs, sizes, runs, states)
-    c, b, changes, log_decays = (x[at] for x in rows[:4])
-    memory = states.memories[numbers] * log_decays.exp()[..., None, None] + b.unsqueeze(-1) * changes.unsqueeze(-2)
-    states.memories.index_copy_(0, numbers, memory)
-    return rows.skipped.index_add(0, at, (c.unsqueeze(-2) @ memory).squeeze(-2))
+def one_token(inputs: SpaceInputs, sizes: SpaceSizes, numbers: Tensor, states: States) -> Tensor:
+    """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
+    from megarl.mcore.kernels.cuda.recurrent_rows import convolve_rows, space_rows  # needs Triton
+
+    mixed = inputs.x.new_empty(inputs.x.shape)
+    convolve_rows(inputs.x, inputs.weight, inputs.bias, numbers, states.inputs, mixed)
+    read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
+    gates = inputs.steps, inputs.decay_logs, inputs.biases, inputs.skips
+    space_rows(mixed, *gates, numbers, states.memories, read, sizes.groups, sizes.min_step)
+    return read
 
 
-_RULE = Rule(_by_token, _one_token, by_chunks, _token_gradients)
+_RULE = Rule(_by_token, one_token, by_chunks, _token_gradients)

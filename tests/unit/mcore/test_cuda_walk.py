@@ -167,7 +167,10 @@ def test_an_expert_parallel_step_with_prompts_waits_once_a_layer_and_others_neve
 def test_stages_of_the_gpu_check_run_to_their_end(walked):
     """Their times mean nothing without a device."""
     assert [(row["model"], row["decode"], row["graphs"]) for row in walked["check decode"]] == [
-        (model, count, has_graphs) for model in ("small", "experts") for count in (1, 3) for has_graphs in (True, False)
+        (model, count, has_graphs)
+        for model in ("small", "experts", "recurrent")
+        for count in (1, 3)
+        for has_graphs in (True, False)
     ]
     assert all(row["launches"] == 0 for row in walked["check decode"])
     assert [row["update"] for row in walked["check update"]] == ["64 tokens", "experts"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers import reference_kernels
+from tests.helpers.combinations import MAMBA, RECURRENT
 from tests.helpers.engine_layouts import generate_in_layout
 from tests.helpers.engines import LIMIT, generate_standard, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.tiers import long
@@ -49,6 +50,7 @@ def on_device(rank, generate, flags, *args):
     (2, "--tensor-model-parallel-size 2"), (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     (2, f"{EXPERTS} --expert-model-parallel-size 2"),
     (2, f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+    (1, RECURRENT), (1, MAMBA), long((2, f"{RECURRENT} --tensor-model-parallel-size 2 --sequence-parallel")),
 ], ids=str)  # fmt: skip
 def test_the_device_plans_what_the_host_plans(ranks, flags):
     expected = run_world(generated, ranks, flags)
@@ -59,7 +61,7 @@ def test_the_device_plans_what_the_host_plans(ranks, flags):
 
 
 @pytest.mark.parametrize("ranks, flags", [
-    (2, PP2), long((2, f"{PP2} --untie-embeddings-and-output-weights")),
+    (2, PP2), long((2, f"{PP2} {RECURRENT}")), long((2, f"{PP2} --untie-embeddings-and-output-weights")),
     long((4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel")), long((2, f"{PP2} {EXPERTS}")),
 ], ids=str)  # fmt: skip
 def test_pipeline_stages_plan_what_megatron_plans(ranks, flags):

@@ -9,7 +9,7 @@ from torch.nn import functional
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.segments import TokenStream
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, _one_token, by_chunks, gated_delta_rule
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, by_chunks, gated_delta_rule, one_token
 from megarl.mcore.recurrence.runs import NONE, Runs, runs_of_stream
 from megarl.mcore.recurrence.states import States
 
@@ -176,7 +176,7 @@ def test_runs_of_a_stream():
     assert runs.states == 2 and runs.rows == 12
 
 
-def test_operations_of_pytorch_keep_the_same_states():
+def test_what_a_device_computes_keeps_the_same_states():
     """What a device computes: prefills, a copy, decode steps with padding, a prompt in two parts, and prompts whose
     states at ends of blocks are kept; one of them continues another's, and ends there."""
     kept, own = empty_states(5), empty_states(5)
@@ -193,7 +193,8 @@ def test_operations_of_pytorch_keep_the_same_states():
         runs = Runs(torch.tensor(table), 0, TAPS)
         inputs = drawn(runs.rows, seed=number)
         assert (runs.decodes is not None) == (number in (1, 2))
-        found = (by_chunks if runs.decodes is None else _one_token)(inputs, SIZES, runs, own)
+        rule, rows = (by_chunks, runs) if runs.decodes is None else (one_token, runs.decodes)
+        found = rule(inputs, SIZES, rows, own)
         expected = gated_delta_rule(inputs, SIZES, runs, kept)
         counted = [row for first, rows, _, after in table if after != NONE for row in range(first, first + rows)]
         assert relative(found[counted], expected[counted]) <= 1e-5

@@ -9,7 +9,7 @@ from megarl.batch import SharedPrefix
 from megarl.mcore.attention.segments import TokenStream
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence.runs import NONE, Runs, runs_of_stream
-from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes, _one_token, by_chunks, state_space
+from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes, by_chunks, one_token, state_space
 from megarl.mcore.recurrence.states import States
 
 SIZES, TAPS = SpaceSizes(groups=2, heads=6, keys=24, values=32, min_step=0.01), 4
@@ -144,7 +144,7 @@ def test_a_token_has_the_same_bits_with_any_number_of_threads(sizes):
     assert all(torch.equal(each, found[0]) for each in found) and found[0].isfinite().all()
 
 
-def test_operations_of_pytorch_keep_the_same_states():
+def test_what_a_device_computes_keeps_the_same_states():
     """What a device computes: prefills, a copy, decode steps with padding, and a prompt in two parts."""
     kept, own = empty_states(3), empty_states(3)
     passes = [
@@ -157,7 +157,8 @@ def test_operations_of_pytorch_keep_the_same_states():
         runs = Runs(torch.tensor(table), 0, TAPS)
         inputs = drawn(runs.rows, seed=number)
         assert (runs.decodes is not None) == (number == 1)
-        found = (by_chunks if runs.decodes is None else _one_token)(inputs, SIZES, runs, own)
+        rule, rows = (by_chunks, runs) if runs.decodes is None else (one_token, runs.decodes)
+        found = rule(inputs, SIZES, rows, own)
         expected = state_space(inputs, SIZES, runs, kept)
         counted = [row for first, rows, _, after in table if after != NONE for row in range(first, first + rows)]
         assert relative(found[counted], expected[counted]) <= 1e-5
