@@ -18,10 +18,11 @@ from megatron.core.optimizer import (
     distrib_optimizer,
     get_megatron_optimizer,
 )
+from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import local_multi_tensor_l2_norm
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 from torch import Tensor
 
 from megarl.mcore import device
@@ -59,6 +60,19 @@ class ShardedOptimizer(DistributedOptimizer):
             return super().optimizer_state_keys
         return ("momentum_buffer",) if self.config.sgd_momentum else ()
 
+    def _copy_main_params_to_model_params(self):
+        """As Megatron's, in one call."""
+        if not self.is_stub_optimizer:
+            models = chain(*self.model_float16_groups, *self.model_fp32_groups)
+            shards = chain(*self.shard_fp32_from_float16_groups, *self.shard_fp32_groups)
+            copy_together([*shards], [self._place_of(parameter) for parameter in models])
+
+    def _place_of(self, parameter: Tensor) -> Tensor:
+        """The part of a parameter that this rank updates, in the buffer of its bucket."""
+        number, _, bucket = self.model_param_gbuf_map[parameter]
+        place = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+        return self.buffers[number].buckets[bucket].param_data.view(-1)[place.start : place.end]
+
 
 megatron_optimizer.DistributedOptimizer = ShardedOptimizer
 megatron_optimizer.SGD = torch.optim.SGD  # of Transformer Engine, whose states nothing here has tried
@@ -75,6 +89,22 @@ def norm_without_host(chunk_size, noop_flag, tensor_lists: list[list[Tensor]], p
     return torch.linalg.vector_norm(norms.float()).view(1), None
 
 
+# One call for all tensors: of thousands of experts, one for each would take longer than the update.
+def scale_together(chunk_size, noop_flag, tensor_lists: list[list[Tensor]], scale: float):
+    """Scales tensors in place, for Megatron's `local_multi_tensor_scale`, which also copies each of them."""
+    if targets := tensor_lists[1]:
+        torch._foreach_mul_(targets, scale)
+
+
+def copy_together(this: list[Tensor], that: list[Tensor], overflow_buf=None):
+    """Copies tensors `this` to those of `that`, which may have other types, for Megatron's function of this kind."""
+    if that:
+        torch._foreach_copy_(that, this)
+
+
+mixed_precision._multi_tensor_copy_this_to_that = copy_together
+if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:  # without Transformer Engine and Apex
+    clip_grads.multi_tensor_scale_impl = scale_together
 if device.has_cuda() and clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # without Transformer Engine and Apex
     clip_grads.l2_norm_impl = norm_without_host
 
