@@ -80,7 +80,7 @@ def run_of(folder: Path, shape: str = "", layout: str = "", size: int = 1) -> di
 
 @pytest.mark.parametrize("size, shape, layout", [
     long((1, "", "--max-tokens-per-microbatch 20")),
-    (2, "", "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20"),
+    long((2, "", "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20")),
     long((4, "", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20")),
     long((2, "", "--tensor-model-parallel-size 2 --sequence-parallel")), long((2, "", "--context-parallel-size 2")),
     long((2, "", "--use-distributed-optimizer")),
