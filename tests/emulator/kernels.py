@@ -47,6 +47,7 @@ def _on_host(value):
 
 def _install_references():
     from megarl.mcore.kernels.cuda import (  # noqa: F401
+        expert_pairs,
         head_rows,
         recurrent_rows,
         rotate_and_store,
@@ -57,7 +58,7 @@ def _install_references():
     )
     from tests.helpers import reference_kernels
 
-    for name in ("paged_decode", "sample_rows", "head_sums", "rotate_heads"):
+    for name in ("paged_decode", "sample_rows", "head_sums", "rotate_heads", "expert_pairs", "sum_pairs"):
         _library.impl(name, _computing(name, getattr(reference_kernels, name)), "CUDA")
     for name in ("rotate_and_store", "head_gradient", "convolve_rows", "delta_rows", "space_rows"):
         _library.impl(name, _writing(name, getattr(reference_kernels, name)), "CUDA")

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megarl.mcore.kernels.cuda import (
+    expert_pairs,
     fixed_tiles,
     head_rows,
     recurrent_rows,
@@ -103,6 +104,13 @@ cases += [
     for kernel, flag in ((head_rows._sum_row, False), (head_rows._grad_row, True))
 ]
 OPTIONS |= {kernel: {"num_warps": head_rows.WARPS} for kernel in (head_rows._sum_row, head_rows._grad_row)}
+PAIRS = dict.fromkeys(("routing_map",), "*i1") | dict.fromkeys(("counts", "gates", "tokens", "places", "order"), "*i64")
+PAIRS |= dict.fromkeys(("count", "experts", "each", "columns"), "i32") | dict.fromkeys(("values", "out"), "*bf16")
+cases += [
+    (expert_pairs._pairs_of_expert, PAIRS, dict(EXPERT_TILE=128, TOKEN_TILE=expert_pairs.TOKEN_TILE)),
+    (expert_pairs._pairs_of_token, PAIRS, dict(EXPERT_TILE=128)),
+    (expert_pairs._sum_of_token, PAIRS, dict(TILE=expert_pairs.CHANNEL_TILE)),
+]
 TOKENS = dict.fromkeys(("x", "weight", "bias", "inputs", "out", "mixed", "a", "b", "steps"), "*fp32")
 TOKENS |= dict.fromkeys(("decay_logs", "biases", "skips", "memories"), "*fp32") | {"numbers": "*i32"}
 TOKENS |= dict.fromkeys(("row_stride", "gate_stride", "step_stride", "channels", "groups", "heads"), "i32")

@@ -89,6 +89,22 @@ def rotate_heads(query, key, cosines, sines, is_backward):
     return list(rotated)
 
 
+def expert_pairs(routing_map, counts, each):
+    """As that of `kernels.cuda.expert_pairs`."""
+    pairs = routing_map.t().nonzero()  # expert, token
+    tokens = pairs[:, 1]
+    return [tokens * routing_map.shape[1] + pairs[:, 0], tokens.clone(), tokens.argsort(stable=True)]
+
+
+def sum_pairs(values, order, tokens):
+    """As that of `kernels.cuda.expert_pairs`, by PyTorch's operators."""
+    terms = values.index_select(0, order).view(tokens, -1, values.shape[1]).unbind(1)
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
 def convolve_rows(x, weight, bias, numbers, inputs, out):
     """As that of `kernels.cuda.recurrent_rows`."""
     rows = (numbers >= 0).nonzero().squeeze(1)

@@ -94,13 +94,9 @@ class MixtureLayer(MoELayer):
         return _sum_pairs(values, order, len(hidden))
 
     def _mix_rows(self, hidden: Tensor, probs: Tensor, routing_map: Tensor) -> Tensor:
-        # [E, T] flattened: pairs by expert, those of an expert by token. Their number need not be read from a device.
-        size = len(hidden) * self.config.moe_router_topk
-        pairs = torch.nonzero_static(routing_map.t().reshape(-1), size=size).squeeze(1)
-        tokens = pairs.remainder(len(hidden))
-        order = tokens.argsort(stable=True)  # by token, those of a token by expert
-        gates, rows = probs.t().reshape(-1).index_select(0, pairs), _rows_of_pairs(hidden, tokens, order)
         counts = routing_map.sum(0)
+        places, tokens, order = _pairs(routing_map, counts, self.config.moe_router_topk)
+        gates, rows = probs.reshape(-1).index_select(0, places), _rows_of_pairs(hidden, tokens, order)
         compute = self._compute if self._ep_size == 1 else self._exchange_and_compute
         return _combine(compute(rows, gates, counts), tokens, order, len(hidden))
 
@@ -150,8 +146,25 @@ def max_equal_rows(model) -> int:
     return min((getattr(layer, "max_equal_rows", 0) for layer in layers), default=sys.maxsize)
 
 
+def _pairs(routing_map: Tensor, counts: Tensor, each: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `kernels.cuda.expert_pairs`. The number of pairs need not be read from a device."""
+    if device.has_cuda():
+        from megarl.mcore.kernels.cuda.expert_pairs import expert_pairs  # needs Triton
+
+        places, tokens, order = expert_pairs(routing_map, counts, each)
+        return places, tokens, order
+    count, experts = routing_map.shape
+    pairs = torch.nonzero_static(routing_map.t().reshape(-1), size=count * each).squeeze(1)  # of [E, T]
+    tokens = pairs.remainder(count)
+    return tokens * experts + pairs.div(count, rounding_mode="floor"), tokens, tokens.argsort(stable=True)
+
+
 def _sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:
     """Values [P, H] of pairs -> [T, H]: the sum of each token's k values, one after another."""
+    if device.has_cuda():
+        from megarl.mcore.kernels.cuda.expert_pairs import sum_pairs  # needs Triton
+
+        return sum_pairs(values.contiguous(), order, tokens)
     terms = values.index_select(0, order).view(tokens, -1, values.shape[1]).unbind(1)
     total = terms[0] + terms[1] if len(terms) > 1 else terms[0]
     for term in terms[2:]:
