@@ -42,6 +42,9 @@ RUNS = {  # name -> (flags, ranks)
     "roles on ranks of their own": (f"--role-map actor=0;critic=1;reward=1;reference=1 {COPIES}", 2),
     "pipeline": ("--pipeline-model-parallel-size 2", 2),
     "pipeline, experts": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2),
+    "drafts": ("--speculative-rollout", 1),
+    "drafts of a layer": ("--mtp-train --mtp-drafts", 1),
+    "drafts of a layer, tensor and sequence parallel": (f"{TP2} --mtp-train --mtp-drafts", 2),
     "gated delta nets": (f"{RECURRENT} {COPIES}", 1),
     "gated delta nets, pipeline": (f"{RECURRENT} --num-layers 4 --pipeline-model-parallel-size 2", 2),
     "Mamba-2, tensor and sequence parallel": (f"{MAMBA} {TP2}", 2),
@@ -74,7 +77,7 @@ def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
     graphs, steps = (emulator.run("rl", argv(tmp_path / value, f"--bf16 {flags} --decode-graphs {value}"), ranks)
                      for value in ("auto", "off"))  # fmt: skip
     assert graphs["graph launch"] >= 20 and "graph launch" not in steps and steps["triton paged_decode"] >= 20
-    assert graphs["triton rotate_heads"] >= 20
+    assert graphs["triton rotate_heads"] >= 20 and 2 * graphs["triton paged_decode"] < steps["triton paged_decode"]
     is_staged = "pipeline" in name  # whose first rank has no head
     assert is_staged or (graphs["triton head_sums"] >= 6 and graphs["triton head_gradient"] >= 3)
     assert name == "LoRA" or graphs["aten::addmm.dtype_out"] >= 80  # weight gradients

@@ -114,7 +114,9 @@ class BuiltEngine:
             self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(self.controller, self.context)
         self.drafter = self.engine.drafter if speculative else None
         if prediction is not None:
-            self.engine.prediction = drafts = PredictionDrafts(model, prediction, self.context, self.sampling)
+            self.engine.prediction = drafts = PredictionDrafts(
+                model, prediction, self.context, self.sampling, self.engine.device_decode
+            )
             self.controller.predict_for_others = drafts.predict_for_others
         self.context.kv_block_allocator.tokens_of = self._tokens_of
         self.context.request_of = self.engine.get_request

@@ -55,7 +55,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
     @property
     def device_rows(self) -> int | None:
         """Rows that the next step of this replica has at least if the device plans it; None: the host does."""
-        return self.device_decode.rows() if self._only_decodes else None
+        return self.device_decode.rows(self.context.total_request_count) if self._only_decodes else None
 
     def _forget_requests(self):
         """The next step has other requests than the last one, or is of another kind."""

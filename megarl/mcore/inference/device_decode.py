@@ -1,10 +1,11 @@
 """Decode steps that are planned on the device: fixed shapes and addresses, one copy to the device, one from it.
 
-A step of n requests runs with as many rows as the next batch bucket has; rows after the n-th are padding, which reads
-no keys and writes to the spare block. The host sends each row's last token, position, random key and cache blocks in
-one copy. Cache slots, rotations, uniform numbers and the sampled token are computed on the device, so the whole step
-can be a CUDA graph, one per bucket. The host then reads tokens and log-probs together. Of a model in pipeline stages,
-each stage runs its part so; hidden states and samples are sent between the graphs (`pipeline_stages.py`).
+A step of n requests, or of n rows of which some read drafted tokens (`draft_rows.py`), runs with as many rows as the
+next batch bucket has; rows after the n-th are padding, which reads no keys and writes to the spare block. The host
+sends each row's last token, position, random key and cache blocks in one copy. Cache slots, rotations, uniform numbers
+and the sampled token are computed on the device, so the whole step can be a CUDA graph, one per bucket. The host then
+reads tokens and log-probs together. Of a model in pipeline stages, each stage runs its part so; hidden states and
+samples are sent between the graphs (`pipeline_stages.py`).
 
 The next step's inputs are this one's tokens, and positions one further. A few requests rarely end, so the graph of the
 next step is launched before the host reads this one's tokens, and the device need not wait for the host's work between
@@ -14,6 +15,7 @@ Shapes: B rows of a bucket, P blocks of a request.
 """
 
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ class StepOutputs(NamedTuple):
 
     computed: Tensor  # [2, B] float64: tokens and their log-probs; of stages before the last one hidden states
     routes: Tensor | None  # [B, L, k] int32 of this rank's tokens; None: not recorded, or no MoE layer on this rank
+    hidden: tuple[Tensor, Tensor | None] | None = None  # as of `PagedContext.keep_hidden`
 
 
 class DeviceStep:
@@ -53,6 +56,7 @@ class DeviceStep:
         if device.has_cuda():
             self._staged = self._staged.pin_memory()
         self._sent = torch.zeros_like(self._staged, device=device.device())
+        self.following = torch.zeros(rows, dtype=torch.int64, device=device.device())  # tokens, for `after`
         self.read = torch.zeros(2, rows, dtype=torch.float64, pin_memory=device.has_cuda())  # samples, on the host
         # Views of what was sent.
         fields = self._fields(self._sent)
@@ -110,6 +114,7 @@ class DeviceDecode:
         self.has_graphs = True  # where a step can be a CUDA graph, it is one
         self.engine, self.context = engine, engine.context
         self._model = engine.controller.inference_wrapped_model.model
+        self.modules: list[torch.nn.Module] = [self._model]  # with what computes something `after` a step
         self.stages, self._steps = engine.controller.stages, dict[int, DeviceStep]()
         self._graphs, self._is_captured, self._max_rows = StepGraphs(), False, 0
         self.may_go_ahead = True  # the next step is known to be a decode step if no request ends
@@ -124,9 +129,9 @@ class DeviceDecode:
         self.drop_ahead()
         is_coupled = self.engine.is_coupled
         self._max_rows = self.context.tensor_ranks * max_equal_rows(self._model) if is_coupled else sys.maxsize
-        self._is_captured = self.has_graphs and can_capture(self._model)
+        self._is_captured = self.has_graphs and all(map(can_capture, self.modules))
         if self._is_captured:
-            own = *self._model.parameters(), *self._model.buffers()
+            own = [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
             self._graphs.begin((*own, self.context.memory_buffer), self._is_so_on_any_rank)
 
     def _is_so_on_any_rank(self, is_so: bool) -> bool:
@@ -139,15 +144,15 @@ class DeviceDecode:
                 is_so = bool(found.item())
         return is_so
 
-    def rows(self) -> int | None:
-        """Rows B of the next step, which decodes one token of each request, if it can run here; else None.
+    def rows(self, count: int) -> int | None:
+        """Rows B of the next step, which decodes so many tokens, if it can run here; else None.
 
         Not here: pipeline stages of replicas that share experts.
         """
         is_apart = self.engine.is_coupled and self.stages.count > 1
         if is_apart or not self.context.reads_tables or self.engine.controller.sampling.needs_host:
             return None
-        rows = bucket_of(self.context.total_request_count, self.context.tensor_ranks)
+        rows = bucket_of(count, self.context.tensor_ranks)
         return rows if rows <= self._max_rows else None
 
     def run(self, rows: int) -> tuple[Tensor, list[float]]:
@@ -155,11 +160,12 @@ class DeviceDecode:
 
         `rows`: of a bucket; the same on all replicas that share experts, also on one without requests.
         """
-        c, count = self.context, self.context.total_request_count
+        c, drafts = self.context, self.context.draft_rows
+        count = c.total_request_count if drafts is None else len(drafts.requests)
         step, outputs = self._step(rows), self._ahead
         if outputs is None:
             outputs = self._launch(step)
-        samples, self._ahead = outputs.computed, None
+        samples, self._ahead, c.hidden, c.hidden_step = outputs.computed, None, outputs.hidden, step
         if self._goes_ahead(step):
             step.read.copy_(samples, non_blocking=True)
             is_read = torch.cuda.Event()
@@ -176,11 +182,11 @@ class DeviceDecode:
     def _launch(self, step: DeviceStep) -> StepOutputs:
         """Sends the inputs of a step and launches it; of several stages, `computed` is what the last one has."""
         c, sampling = self.context, self.engine.controller.sampling
-        own = slice(c.total_request_count)
-        ids = c.request_ids[own].long()
+        requests = torch.arange(c.total_request_count) if c.draft_rows is None else c.draft_rows.requests
+        ids, own = c.request_ids[requests].long(), slice(len(requests))
         step.send(
             sampling.keys[ids], sampling.temperatures[ids], sampling.greedy[ids], c.token_to_input_ids[own],
-            c.token_to_pos_ids[own], ids, c.request_to_kv_block_ids[own],
+            c.token_to_pos_ids[own], ids, c.request_to_kv_block_ids[requests],
         )  # fmt: skip
         with c.use_device_plan(step):
             self.stages.receive(step.hidden)
@@ -203,6 +209,11 @@ class DeviceDecode:
             return self._compute(step)
         return self._graphs.run(self._key(step), lambda: self._compute(step))
 
+    def after(self, step: DeviceStep, function: Callable[[], Tensor]) -> Tensor:
+        """Returns what `function` computes after each step from its hidden states and inputs: a graph where these are
+        of a graph."""
+        return self._graphs.run((*self._key(step), "after"), function) if self._is_captured else function()
+
     def _key(self, step: DeviceStep) -> tuple:
         return step.rows, self._model.config.moe_enable_routing_replay
 
@@ -218,9 +229,9 @@ class DeviceDecode:
         tokens, positions = step.tokens.unsqueeze(0), step.positions.unsqueeze(0)
         logits = self.engine.forward({"tokens": tokens, "position_ids": positions, "attention_mask": None})
         if not self.stages.is_last:
-            return StepOutputs(logits, self.context.recorded_routes())
+            return StepOutputs(logits, self.context.recorded_routes(), self.context.hidden)
         numbers = uniforms(step.keys, step.positions + 1)
         sampling = self.engine.controller.sampling
         drawn, logprobs = sampling.sample_on_device(logits.squeeze(0), numbers, step.temperatures, step.greedy)
         samples = torch.stack([drawn.double(), logprobs.double()])
-        return StepOutputs(samples, self.context.recorded_routes())
+        return StepOutputs(samples, self.context.recorded_routes(), self.context.hidden)

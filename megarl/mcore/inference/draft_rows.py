@@ -53,13 +53,14 @@ def fit_to_blocks(context, counts: Tensor) -> Tensor:
     return counts
 
 
-def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups) -> dict:
+def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: int | None = None) -> dict:
     """Prepares a step in which each group reads its last token and drafted ones; all its requests have blocks for them.
     Returns the inputs of the forward pass.
 
     Args:
         tokens: [Σ counts] int64 drafted ones.
         counts: [m] of each group.
+        padded: rows of the step with padding; by default those of Megatron's steps.
     """
     c, n = context, context.total_request_count
     if not c.is_prepared:
@@ -73,7 +74,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups) -> dict:
     positions = c.request_kv_length_offsets[:n].long()[requests] + place
     computed = (rows.cumsum(0) - rows)[of[owners]] + places
     total = len(requests)
-    padded = c.round_up_tokens(total)
+    padded = c.round_up_tokens(total) if padded is None else padded
     c.draft_rows = DraftRows(
         requests=requests, positions=positions, owners=owners, places=places, computed=computed,
         padded_tokens=c.padded_active_token_count,

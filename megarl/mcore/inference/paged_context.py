@@ -38,6 +38,7 @@ class PagedContext(DynamicInferenceContext):
         `further_layers`: with keys and values, after those of the model."""
         self._memory, self._further_layers = memory, further_layers
         self.hidden: tuple[Tensor, Tensor | None] | None = None  # as of `keep_hidden`, of the last step
+        self.hidden_step: DeviceStep | None = None  # that step, if the device planned it
         self.after_prefill: Callable[[Tensor], None] | None = None  # takes the tokens of a step that is Megatron's
         self._plan: StepPlan | None = None
         self.only_decodes = False  # the next step decodes one more token of each request
@@ -86,7 +87,12 @@ class PagedContext(DynamicInferenceContext):
     def keep_hidden(self, hidden: Tensor, frequencies: Tensor | None):
         """Keeps a step's hidden states [T, 1, H] after the final norm, and its frequencies, for drafts from them."""
         if self.after_prefill is not None:
-            self.hidden = hidden, frequencies
+            self.hidden, self.hidden_step = (hidden, frequencies), self._device_step
+
+    @property
+    def hidden_rows(self) -> int:
+        """Rows of the step whose hidden states are kept, with padding."""
+        return self.padded_active_token_count if self.hidden_step is None else self.hidden_step.rows
 
     def plan(self, frequencies: Tensor | None) -> StepPlan:
         """Returns the step's plan, built at its first layer; `frequencies`: rotary ones, of all positions, or None."""
@@ -129,6 +135,8 @@ class PagedContext(DynamicInferenceContext):
     def reads_tables(self) -> bool:
         """Whether the attention backend takes a decode step's cache blocks as a table on the device."""
         return hasattr(self._backend, "reads_of_table") and self._token_bytes is None
+
+    drafts_on_device = True  # the device can plan steps with drafts, too
 
     @property
     def tensor_ranks(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megarl.mcore.inference.device_decode import DeviceDecode
 from megarl.mcore.inference.draft_index import NO_TOKEN
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.paged_context import PagedContext
@@ -23,9 +24,14 @@ from megarl.mcore.model.prediction import PredictionLayer
 class PredictionDrafts:
     """The layer's part in the steps of an engine."""
 
-    def __init__(self, model: ModelChunk, layer: PredictionLayer, context: PagedContext, sampling: KeyedSampling):
-        """`model`: whose hidden states it reads; `context`: of the engine; `sampling`: draws its tokens."""
+    def __init__(
+        self, model: ModelChunk, layer: PredictionLayer, context: PagedContext, sampling: KeyedSampling,
+        device_decode: DeviceDecode,
+    ):  # fmt: skip
+        """`model`: whose hidden states it reads; `sampling`: draws its tokens; the others are the engine's."""
         self._model, self._layer, self._context, self._sampling = model, layer, context, sampling
+        self._device = device_decode
+        device_decode.modules.append(layer)
         self._guesses = np.full(context.max_requests, NO_TOKEN, np.int64)  # by request id
         context.after_prefill = self._after_prefill
 
@@ -38,7 +44,7 @@ class PredictionDrafts:
         c, n = self._context, len(drawn)
         if c.hidden is None:  # of a step with drafts
             return
-        following = torch.zeros(c.padded_active_token_count, dtype=torch.int64)
+        following = torch.zeros(c.hidden_rows, dtype=torch.int64)
         following[:n] = drawn
         self._guess(self._predicted(following)[:n], torch.arange(n), *self._drawn_at())
 
@@ -51,7 +57,7 @@ class PredictionDrafts:
         """
         c, rows = self._context, self._context.draft_rows
         is_own = rows.requests[rows.computed] == rows.owners  # the others have the same rows
-        following = torch.zeros(c.padded_active_token_count, dtype=torch.int64)
+        following = torch.zeros(c.hidden_rows, dtype=torch.int64)
         following[rows.computed[is_own]] = drawn[is_own]
         hidden = self._predicted(following)
         last = (rows.places == 0).nonzero().flatten() + counts - 1
@@ -63,7 +69,7 @@ class PredictionDrafts:
 
     def predict_for_others(self):
         """In a step without requests here: this replica has experts that other replicas' tokens use."""
-        self._predicted(torch.zeros(self._context.padded_active_token_count, dtype=torch.int64))
+        self._predicted(torch.zeros(self._context.hidden_rows, dtype=torch.int64))
 
     def _after_prefill(self, drawn: Tensor):
         """After a step that also read prompts, which drew tokens [n]; nothing is guessed after it."""
@@ -89,12 +95,21 @@ class PredictionDrafts:
 
     def _predicted(self, following: Tensor) -> Tensor:
         """[T, H] for the head, of the step's tokens; `following` [T] are their next ones, on the host."""
-        c, of = self._context, self._layer.layer
+        c, step = self._context, self._context.hidden_step
         (hidden, frequencies), c.hidden = c.hidden, None
-        ids, positions = (x.unsqueeze(0).to(hidden.device) for x in (following, c.token_to_pos_ids[: len(following)]))
+        if step is None:
+            ids, positions = (x.to(hidden.device) for x in (following, c.token_to_pos_ids[: len(following)]))
+            return self._computed(hidden, frequencies, ids, positions)
+        step.following.copy_(following)
+        with c.use_device_plan(step):
+            return self._device.after(step, lambda: self._computed(hidden, frequencies, step.following, step.positions))
+
+    def _computed(self, hidden: Tensor, frequencies: Tensor | None, ids: Tensor, positions: Tensor) -> Tensor:
+        """As `_predicted`; `ids` and `positions` [T] are on the device."""
+        of = self._layer.layer
         with without_fork_of_random_state():
-            embedded = self._model.embedding(input_ids=ids, position_ids=positions)
-        states, plan = self._layer.combined(hidden, embedded), c.plan(frequencies)
+            embedded = self._model.embedding(input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0))
+        states, plan = self._layer.combined(hidden, embedded), self._context.plan(frequencies)
         states = states if plan.dedup is None else states.index_select(0, plan.dedup.kept_tokens)
         states = of.final_layernorm(of.mtp_model_layer.step(states, plan))
         if self._model.config.sequence_parallel:

@@ -82,6 +82,8 @@ class RecurrentContext(PagedContext):
         plan = super()._device_plan(step, frequencies)
         return dataclasses.replace(plan, runs=DeviceRuns(step.states), states=self._states)
 
+    drafts_on_device = False  # states take the rows of a step only when it is known which drafts were right
+
     def goes_on_in_place(self) -> bool:
         """A step that was launched cannot be dropped: it has changed the states."""
         return False

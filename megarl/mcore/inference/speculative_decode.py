@@ -57,8 +57,8 @@ class SpeculativeEngine(DecodeLoopEngine):
 
     @property
     def device_rows(self) -> int | None:
-        """As of the base class; steps after which a layer predicts are planned on the host."""
-        return super().device_rows if self.prediction is None else None
+        """As of the base class; replicas that share experts plan steps after which a layer predicts on the host."""
+        return None if self.prediction is not None and self.is_coupled else super().device_rows
 
     def step_modern(self) -> dict:
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
@@ -140,9 +140,14 @@ class SpeculativeEngine(DecodeLoopEngine):
         If S draws d … its first row alone counts. So `counts` is [2, 1], and R and S now have different sequences.
         """
         c, requests = self.context, self._requests_in_cache()
-        inputs = draft_rows.begin_step(c, torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts), groups)
-        logits = self._forward(inputs)
-        drawn, logprobs = self._draw(logits.squeeze(0))
+        tokens, each = torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts)
+        rows = self._device_rows_of(len(tokens) + len(each), groups)
+        inputs = draft_rows.begin_step(c, tokens, each, groups, rows)
+        if rows is None:
+            drawn, logprobs = self._draw(self._forward(inputs).squeeze(0))
+        else:
+            drawn, found = self.device_decode.run(rows)
+            logprobs = torch.tensor(found, dtype=torch.float64)
         counts = draft_rows.accepted_counts(c, drawn)
         if self.prediction is not None:
             self.prediction.after_drafts(drawn, counts)
@@ -162,6 +167,16 @@ class SpeculativeEngine(DecodeLoopEngine):
         drafted = len(tokens) - len(requests)
         self.counts = self.counts.plus(DecodeCounts(tokens=more, drafted=drafted, accepted=more))
         return self._end_step(drawn_last, [logprobs[row] for row in last.tolist()])
+
+    def _device_rows_of(self, count: int, groups: Groups) -> int | None:
+        """Rows of a step with so many computed ones if the device can plan it; else None.
+
+        Not there: rows that stand for several requests, recurrent states, replicas that share experts.
+        """
+        has_own_rows, is_alone = len(groups.first) == len(groups.of), not self.is_coupled
+        if not (has_own_rows and is_alone and self.context.drafts_on_device):
+            return None
+        return self.device_decode.rows(count)
 
     def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
         if self.prediction is not None:

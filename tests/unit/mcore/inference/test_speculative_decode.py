@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.helpers import reference_kernels
 from tests.helpers.engines import NEVER, make_requests, settings_of
 from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, build
@@ -129,6 +130,38 @@ def test_drafts_change_no_bit(ranks, case):
             assert counts.drafted > 0 or kind == "first"
         assert found["wrong"][1].accepted == 0 < found["mixed"][1].accepted
         assert found["again"][1].steps <= found["wrong"][1].steps
+
+
+def planned_on_the_device(rank, flags="", **case):
+    """As `with_and_without`; rows of the steps with drafts that the device planned, those of drafts among them."""
+    from megarl.mcore.inference.device_decode import DeviceDecode
+
+    reference_kernels.use_them()
+    drafted, run = [], DeviceDecode.run
+
+    def counted(self, rows):
+        if self.context.draft_rows is not None:
+            drafted.append(len(self.context.draft_rows.requests) - self.context.total_request_count)
+        return run(self, rows)
+
+    DeviceDecode.run = counted  # type: ignore[method-assign]
+    return *with_and_without(rank, f"{flags} --attention-backend varlen", **case), drafted
+
+
+@pytest.mark.parametrize(("ranks", "case"), [
+    (1, {"end": (3,)}), (1, {"flags": EXPERTS, "routes": True}), long((1, {"siblings": 4, "buffer_gb": 0.0001})),
+    (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
+    long((2, {"flags": PP2, "end": (3,), "sampling": {"temperature": 0.7}})),
+], ids=str)  # fmt: skip
+def test_the_device_plans_steps_with_drafts(ranks, case):
+    for plain, found, drafted in run_world(functools.partial(planned_on_the_device, **case), ranks):
+        assert len(drafted) > 20 and max(drafted) > 8
+        for kind, (done, _) in found.items():
+            for ours, theirs in zip(done, plain, strict=True):
+                assert ours.tokens == theirs.tokens, kind
+                assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+                assert ours.routes is theirs.routes is None or torch.equal(ours.routes, theirs.routes)
+        assert found["wrong"][1].accepted == 0 < found["mixed"][1].accepted
 
 
 def test_right_drafts_need_one_step():
