@@ -5,7 +5,7 @@ the products with weights, more than a decode step's products take. It groups a 
 once, runs the experts' products, and sums the k results of a token in ascending order of the experts: on a CPU with the
 bits of Megatron's path, in rollout and training. Megatron adds them by atomics on CUDA, in no fixed order.
 On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.stacked_swiglu`); else
-each has a product of its own. With expert parallelism, rows travel with their gates in one message; in decode steps in
+each has a product of its own. With expert parallelism, rows travel with their gates; in decode steps in
 which the ranks have equally many rows, the host need not know how many (`moe.equal_rows`).
 """
 
@@ -127,16 +127,20 @@ class MixtureLayer(MoELayer):
         dist.all_to_all_single(received, counts, group=self.ep_group)
         sent, received = counts.view(self._ep_size, -1), received.view(self._ep_size, -1)  # [ranks, local experts]
         splits = torch.stack([received.sum(1), sent.sum(1)]).tolist()  # one wait for the device
-        gated = torch.cat([rows, gates.unsqueeze(1)], dim=1)  # in the wider dtype of the two
-        gated = tensor_parallel.all_to_all(self.ep_group, gated, *splits)
+        parts = [rows, gates.unsqueeze(1)]
+        # In one message if they have one type: rows of 16 bits would be twice as long beside gates of fp32.
+        messages = [torch.cat(parts, dim=1)] if rows.dtype is gates.dtype else parts
+        messages = [tensor_parallel.all_to_all(self.ep_group, each, *splits) for each in messages]
         # Received by rank, then expert; wanted by expert, then rank.
         starts = received.flatten().cumsum(0).sub_(received.flatten()).view_as(received).t().flatten()
         sizes = received.t().flatten()
-        shifts = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes, output_size=len(gated))
-        by_expert = shifts + torch.arange(len(gated), device=gated.device)
+        total = len(messages[0])
+        shifts = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes, output_size=total)
+        by_expert = shifts + torch.arange(total, device=rows.device)
         by_rank = by_expert.argsort()
-        gated = _permute(gated, by_expert, by_rank)
-        output = self._compute(gated[:, :-1].to(rows.dtype), gated[:, -1].to(gates.dtype), received.sum(0))
+        messages = [_permute(each, by_expert, by_rank) for each in messages]
+        rows, gates = messages[0].split((rows.shape[1], 1), 1) if len(messages) == 1 else messages
+        output = self._compute(rows, gates.squeeze(1), received.sum(0))
         return tensor_parallel.all_to_all(self.ep_group, _permute(output, by_rank, by_expert), *reversed(splits))
 
 
