@@ -15,7 +15,7 @@ from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
-from megarl.flags import combinations, config_files, parser, role_flags
+from megarl.flags import combinations, config_files, group_rules, parser, role_flags
 from megarl.flags.command_line import CommandLine, named_function, named_policy_loss, read
 from megarl.flags.distill_settings import NONE, with_defaults_of_distillation
 from megarl.flags.environment_settings import SESSIONS
@@ -152,6 +152,8 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     values = _without(command.values, idle)
     context = _context(program, command.flags, values)
     combinations.check(context)
+    if program == "rl":
+        group_rules.check_sizes(context, combinations.rules)
 
     trained = () if context.settings.debug_rollout_only else role_flags.TRAINED_ROLES[program]
     options = *(f"--{name}" for name in values), *role_flags.with_prefix(command.others, ("teacher",), megatron)

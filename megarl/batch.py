@@ -196,8 +196,3 @@ def concatenate(batches: list[Batch]) -> Batch:
 def empty_batch(names: list[str], device) -> Batch:
     """A batch with these fields and no sequences."""
     return Batch(**{name: torch.zeros(0, dtype=FIELDS[name].dtype, device=device) for name in names})
-
-
-def round_robin(sequence_ids: Tensor, replicas: int, samples_per_prompt: int) -> Tensor:
-    """The dp rank of each sequence: prompts are assigned round-robin, all samples of a prompt to one replica."""
-    return (sequence_ids // samples_per_prompt) % replicas

@@ -194,7 +194,8 @@ def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundR
     line = saved.place[0]
     step, draw = saved.draw
     tokens, limit = inputs.prompt_tokens.view(line), inputs.prompts.response_limit(line)
-    prompt = PromptRequest(line=line, tokens=tokens, draw_index=draw, step=step, limit=limit)
+    size = inputs.prompts.group_size(line)
+    prompt = PromptRequest(line=line, tokens=tokens, draw_index=draw, step=step, limit=limit, samples=size)
     return RoundRequests([prompt], s.samples_per_prompt, s.seed, step, s.max_response_length)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megarl.arguments import Settings
 from megarl.comm.announcements import MessageQueue
+from megarl.groups import PromptGroups
 
 MAX_TOKENS = 1_000_000  # of a response: as JSON they are less than the 8 MiB of a store's value
 POLL_SECONDS = 0.01
@@ -33,26 +34,26 @@ def _name(step: int, number: int, dp_rank: int) -> str:
 class ResponseSender:
     """Sends the responses of a round, on a leader of the rollout."""
 
-    def __init__(self, step: int, number: int, samples: int, replicas: int):
-        """`number`: of the round in the step; `samples`: responses to a prompt; `replicas`: of the judge."""
-        self._samples, self._sent = samples, set[int]()
+    def __init__(self, step: int, number: int, groups: PromptGroups, replicas: int):
+        """`number`: of the round in the step; `groups`: of the round; `replicas`: of the judge."""
+        self._dp_ranks, self._sent = groups.round_robin(replicas).tolist(), set[int]()
         self._queues = [MessageQueue(_name(step, number, dp_rank)) for dp_rank in range(replicas)]
 
     def send(self, sequence: int, tokens: Sequence[int] | None):
         """Sends a response, unless it was sent. `tokens`: without the prompt's; None if its environment failed."""
         if sequence not in self._sent:
             self._sent.add(sequence)
-            queue = self._queues[sequence // self._samples % len(self._queues)]
+            queue = self._queues[self._dp_ranks[sequence]]
             queue.send({"sequence": sequence, "tokens": None if tokens is None else [*tokens]})
 
 
 class ResponseReceiver:
     """Receives those responses of a round that a replica of the judge reads, on its leader."""
 
-    def __init__(self, step: int, number: int, samples: int, replicas: int, dp_rank: int, groups: int):
-        """`groups`: of the round, on all replicas; the others as of `ResponseSender`, `dp_rank`: the judge's."""
+    def __init__(self, step: int, number: int, groups: PromptGroups, replicas: int, dp_rank: int):
+        """`dp_rank`: the judge's; the others as of `ResponseSender`."""
         self._queue = MessageQueue(_name(step, number, dp_rank))
-        self._missing = samples * len(range(dp_rank, groups, replicas))
+        self._missing = int((groups.round_robin(replicas) == dp_rank).sum())
 
     @property
     def is_done(self) -> bool:

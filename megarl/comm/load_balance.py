@@ -9,27 +9,27 @@ import heapq
 import torch
 from torch import Tensor
 
-from megarl.batch import round_robin
 from megarl.comm.microbatches import sequence_flops
 from megarl.comm.role_mesh import RoleMesh
+from megarl.groups import PromptGroups
 
 
-def round_robin_assignment(mesh: RoleMesh, count: int, samples_per_prompt: int) -> dict[str, Tensor]:
-    """Round-robin assignment of the prompts of `count` sequences, for every role."""
-    ids = torch.arange(count)
-    replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
-    return {name: round_robin(ids, count, samples_per_prompt) for name, count in replicas.items()}
+def round_robin_assignment(mesh: RoleMesh, groups: PromptGroups) -> dict[str, Tensor]:
+    """Round-robin assignment of groups, for every role."""
+    return {name: groups.round_robin(len(role_groups.replicas)) for name, role_groups in mesh.roles.items()}
 
 
 MIN_GROUPS_PER_REPLICA = 4  # groups of a mini-batch per replica that are assigned whole
 
 
-def stay_whole(minibatch: int, replicas: int, group: int) -> bool:
-    """Whether `balance_by_flops` keeps groups on one replica; `minibatch`: sequences of the smallest mini-batch."""
-    return group > 1 and minibatch >= MIN_GROUPS_PER_REPLICA * replicas * group
+def stay_whole(minibatch: int, replicas: int) -> bool:
+    """Whether `balance_by_flops` keeps groups on one replica; `minibatch`: groups of the smallest mini-batch."""
+    return minibatch >= MIN_GROUPS_PER_REPLICA * replicas
 
 
-def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, hidden: int, group: int = 1) -> Tensor:
+def balance_by_flops(
+    lengths: Tensor, minibatches: list[Tensor], replicas: int, hidden: int, groups: PromptGroups | None = None
+) -> Tensor:
     """An assignment that balances the FLOPs of every mini-batch over the replicas.
 
     Longest-processing-time rule: the most expensive sequence first, each to the replica with the least work in this
@@ -39,13 +39,14 @@ def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, 
         lengths: [N] tokens in each sequence of the step.
         minibatches: sequence ids of each mini-batch; together all of 0 … N − 1.
         hidden: hidden size, by which the work is estimated (`sequence_flops`).
-        group: adjacent sequences that stay on one replica, and so share their prompt, if every mini-batch consists of
-            such groups, at least `MIN_GROUPS_PER_REPLICA` for each replica; with fewer their work would differ.
+        groups: of which every mini-batch consists, None: of single sequences. They stay on one replica, and so share
+            their prompt, if there are at least `MIN_GROUPS_PER_REPLICA` for each; with fewer their work would differ.
     """
     flops = sequence_flops(lengths, hidden)
-    if stay_whole(min(map(len, minibatches), default=0), replicas, group):
-        groups = [ids[::group] // group for ids in minibatches]
-        return assign_by_cost(flops.view(-1, group).sum(1), groups, replicas).repeat_interleave(group)
+    if groups is not None:
+        of_minibatches = [groups.of(ids).unique_consecutive() for ids in minibatches]
+        if stay_whole(min(map(len, of_minibatches), default=0), replicas):
+            return groups.expand(assign_by_cost(groups.reduce(flops, "sum"), of_minibatches, replicas))
     return assign_by_cost(flops, minibatches, replicas)
 
 
@@ -65,15 +66,16 @@ def assign_by_cost(costs: Tensor, minibatches: list[Tensor], replicas: int) -> T
 
 
 def balanced_assignment(
-    mesh: RoleMesh, lengths: Tensor, generated_on: Tensor, minibatches: list[Tensor], hidden: int, group: int = 1
-) -> dict[str, Tensor]:
+    mesh: RoleMesh, lengths: Tensor, generated_on: Tensor, minibatches: list[Tensor], hidden: int,
+    groups: PromptGroups | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Assignment for every role: as generated for the rollout, balanced by FLOPs for the others.
 
     Args:
         lengths: [N] tokens in each sequence, the same on every rank.
         generated_on: [N] dp rank of the rollout that generated each sequence.
-        group: as in `balance_by_flops`.
+        groups: as in `balance_by_flops`.
     """
     replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
-    balanced = {n: balance_by_flops(lengths, minibatches, n, hidden, group) for n in set(replicas.values())}
+    balanced = {n: balance_by_flops(lengths, minibatches, n, hidden, groups) for n in set(replicas.values())}
     return {name: balanced[n] for name, n in replicas.items()} | {"rollout": generated_on}

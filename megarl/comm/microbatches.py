@@ -24,31 +24,33 @@ from megarl.algorithms.counter_rng import stream_keys, uniforms
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import FIELDS, Batch, HostMetadata, SharedPrefix, expand_ranges
 from megarl.comm.role_mesh import RoleGroups
+from megarl.groups import PromptGroups
 from megarl.mcore import device
 
 ORDER_STREAM = -1  # no prompt has this number, so the shuffle and the responses use disjoint random streams
 
 
-def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int, group: int = 1) -> list[Tensor]:
-    """Sequence ids 0 … count − 1 in random mini-batches of `size` (None: a single one); the last may be smaller.
-
-    `group` adjacent sequences stay together; it divides `count` and `size`.
-    """
+def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int) -> list[Tensor]:
+    """The numbers 0 … count − 1 of sequences or groups in random mini-batches of `size` (None: a single one); the last
+    may be smaller."""
     if size is None or size >= count:
         return [torch.arange(count)]
-    if group > 1:
-        drawn = minibatch_ids(count // group, size // group, seed, step, epoch)
-        return [(groups.unsqueeze(1) * group + torch.arange(group)).flatten() for groups in drawn]
     stream = torch.full((count,), ORDER_STREAM, dtype=torch.int64)
     keys = stream_keys(seed, step, stream, torch.full_like(stream, epoch))
     order = uniforms(keys, torch.arange(count)).argsort(stable=True)
     return [ids.sort().values for ids in order.split(size)]
 
 
-def minibatches_of_step(settings: Settings, count: int, step: int, epoch: int) -> list[Tensor]:
-    """The mini-batches of the `count` sequences of a step, by `minibatch_ids`: of whole groups if that is possible."""
-    group = settings.group_of_minibatches(count)
-    return minibatch_ids(count, settings.minibatch_size, settings.seed, step, epoch, group)
+def minibatches_of_step(settings: Settings, groups: PromptGroups, step: int, epoch: int) -> list[Tensor]:
+    """Sequence ids of the mini-batches of a step, by `minibatch_ids`: of whole groups if that is possible.
+
+    `--minibatch-size` is then counted in groups of `--samples-per-prompt`, whatever the sizes of the groups: a step has
+    as many updates as the schedule of the learning rate expects.
+    """
+    size, where = settings.minibatch_groups, (settings.seed, step, epoch)
+    if size is not None:
+        return [groups.ids_of(drawn) for drawn in minibatch_ids(len(groups), size, *where)]
+    return minibatch_ids(groups.count, settings.minibatch_size, *where)
 
 
 def positions_of(batch: Batch, ids: Tensor) -> Tensor:
@@ -56,10 +58,10 @@ def positions_of(batch: Batch, ids: Tensor) -> Tensor:
     return torch.isin(batch.sequence_ids, ids.to(batch.sequence_ids.device)).nonzero().flatten()
 
 
-def updates_of_step(settings: Settings, batch: Batch, count: int, step: int) -> Iterator[Tensor]:
-    """Positions in this replica's batch for each update of a step; `count`: its sequences on all replicas."""
+def updates_of_step(settings: Settings, batch: Batch, groups: PromptGroups, step: int) -> Iterator[Tensor]:
+    """Positions in this replica's batch for each update of a step; `groups`: of all replicas."""
     for epoch in range(settings.ppo_epochs):
-        for ids in minibatches_of_step(settings, count, step, epoch):
+        for ids in minibatches_of_step(settings, groups, step, epoch):
             yield positions_of(batch, ids)
 
 

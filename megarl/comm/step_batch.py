@@ -8,6 +8,7 @@ from megarl.batch import ACTOR_FIELDS, RESPONSE_FIELDS, Batch
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
+from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 
 ROLLOUT = "rollout"  # the role that generates
@@ -36,7 +37,7 @@ class StepBatch:
 
     def __init__(
         self, mesh: RoleMesh, timers: Timers, dp_assignment: dict[str, Tensor], responses: Batch | None, step: int,
-        prompts: PromptSet, samples_per_prompt: int, extra_fields: tuple[str, ...] = (), in_evaluation: bool = False,
+        prompts: PromptSet, groups: PromptGroups, extra_fields: tuple[str, ...] = (), in_evaluation: bool = False,
         actor_fields: tuple[str, ...] = (),
     ):  # fmt: skip
         """
@@ -45,7 +46,7 @@ class StepBatch:
             responses: what this rank generated; None outside the rollout.
             step: number of the training step.
             prompts: the set whose lines `prompt_ids` are.
-            samples_per_prompt: sequences with adjacent ids that are the responses to one prompt.
+            groups: of the sequences, by prompt.
             extra_fields: fields of the responses besides those that generation fills; the same on every rank.
             in_evaluation: it is not a step's batch, but one of an evaluation.
             actor_fields: as `extra_fields`, of which only the actor gets these.
@@ -54,7 +55,7 @@ class StepBatch:
         self._extra_fields, self._in_evaluation = extra_fields, in_evaluation
         self._actor_fields = [*ACTOR_FIELDS, *actor_fields]
         self.dp_assignment, self.step = dp_assignment, step
-        self.prompts, self.samples_per_prompt = prompts, samples_per_prompt
+        self.prompts, self.groups = prompts, groups
         self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
         self._pending = exchange.PendingSends()
 

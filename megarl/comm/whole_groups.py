@@ -1,6 +1,6 @@
 """Whole groups: all responses to one prompt meet on one replica of a role that compares them.
 
-A group is `samples` sequences with adjacent ids. The responses reach the role as they do otherwise, by the exchange of
+The responses reach the role as they do otherwise, by the exchange of
 the step's batch, and what it computes goes back by the same way: only the assignment differs.
 """
 
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from megarl.comm.load_balance import assign_by_cost
 from megarl.comm.microbatches import sequence_flops
+from megarl.groups import PromptGroups
 
 
-def with_whole_groups(dp_assignment: Tensor, lengths: Tensor, samples: int, replicas: int, hidden: int) -> Tensor:
+def with_whole_groups(
+    dp_assignment: Tensor, lengths: Tensor, groups: PromptGroups, replicas: int, hidden: int
+) -> Tensor:
     """An assignment in which no group is on two replicas.
 
     It is `dp_assignment` if that has none, so that roles on the same ranks go on to share their batch. Otherwise groups
@@ -23,21 +26,19 @@ def with_whole_groups(dp_assignment: Tensor, lengths: Tensor, samples: int, repl
     Args:
         dp_assignment: [N] int64, the dp rank of each sequence of the step.
         lengths: [N] tokens in each sequence.
-        samples: sequences in a group; divides N.
         replicas: of the role.
         hidden: hidden size, by which the work is estimated.
     """
-    by_group = dp_assignment.view(-1, samples)
-    if torch.equal(by_group, by_group[:, :1].expand_as(by_group)):
+    if torch.equal(groups.expand(dp_assignment[groups.starts]), dp_assignment):
         return dp_assignment
-    flops = sequence_flops(lengths, hidden).view(-1, samples).sum(1)
-    return assign_by_cost(flops, [torch.arange(len(flops))], replicas).repeat_interleave(samples)
+    flops = groups.reduce(sequence_flops(lengths, hidden), "sum")
+    return groups.expand(assign_by_cost(flops, [torch.arange(len(flops))], replicas))
 
 
-def positions_by_group(sequence_ids: Sequence[int], samples: int) -> list[list[int]]:
+def positions_by_group(sequence_ids: Sequence[int], groups: PromptGroups) -> list[list[int]]:
     """Positions of the sequences of each group, given the ascending ids of what a replica holds.
 
-    A group may have fewer than `samples`: an episode whose environment failed has nothing to compare.
+    Some of a group may be missing: an episode whose environment failed has nothing to compare.
     """
-    positions = range(len(sequence_ids))
-    return [list(members) for _, members in groupby(positions, key=lambda i: sequence_ids[i] // samples)]
+    numbers = groups.of(torch.tensor(sequence_ids, dtype=torch.int64)).tolist()
+    return [list(members) for _, members in groupby(range(len(numbers)), key=numbers.__getitem__)]

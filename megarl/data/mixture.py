@@ -28,6 +28,8 @@ SUFFIXES = (".yaml", ".yml")
 MAX_WEIGHT = 10**9  # and the smallest is its inverse
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN = ("prompts", "weight")  # keys that have a meaning in every program
+_OF_DRAWS = ("weight", "samples-per-prompt")  # and only in sets that are drawn from
+_NUMBERS = ("max-prompt-length", "max-response-length", "samples-per-prompt")
 TRAINING = "--prompts"  # the flag of sets that are drawn from; others are read from their start
 
 
@@ -42,6 +44,12 @@ class MixtureEntry:
     max_prompt_length: int | None = None
     max_response_length: int | None = None
     reward: str | None = None  # an expression of --reward
+    samples_per_prompt: int | None = None
+
+    def facts(self) -> str:
+        """All but the place of its files, of which checkpoints have the hash; as older versions wrote them."""
+        found = repr(dataclasses.replace(self, prompts=""))
+        return found if self.samples_per_prompt else found.removesuffix(", samples_per_prompt=None)") + ")"
 
 
 def is_mixture(value: str) -> bool:
@@ -64,7 +72,7 @@ def read_mixture(path: str, flag: str, purpose: str) -> tuple[MixtureEntry, ...]
     fields = {field.name.replace("_", "-") for field in dataclasses.fields(MixtureEntry)} - {"name"}
     known = sorted(fields) if purpose == RL else [*_PLAIN]
     if flag != TRAINING:
-        known.remove("weight")
+        known = [key for key in known if key not in _OF_DRAWS]
     return tuple(_entry(name, keys, where, known) for name, keys in content.items())
 
 
@@ -92,8 +100,6 @@ def _entry(name: Any, keys: Any, where: str, known: list[str]) -> MixtureEntry:
     where = f"{where}: {name}"
     if not isinstance(keys, dict):
         raise UsageError(f"{where}: allowed is a mapping of prompts, weight and other keys")
-    if "samples-per-prompt" in keys:
-        raise UsageError(f"{where}: samples-per-prompt: all files have the one of --samples-per-prompt")
     for key in keys:
         if key not in known:
             raise UsageError(f"{where}: {key} is unknown here; allowed: {', '.join(known)}")
@@ -104,7 +110,7 @@ def _entry(name: Any, keys: Any, where: str, known: list[str]) -> MixtureEntry:
         raise UsageError(f"{where}: prompts is missing")
     if is_mixture(keys["prompts"]):
         raise UsageError(f"{where}: prompts: {keys['prompts']} is a mixture, which cannot be part of another")
-    limits = {key: _limit(keys[key], f"{where}: {key}") for key in keys if key.startswith("max-")}
+    limits = {key: _limit(keys[key], f"{where}: {key}") for key in keys if key in _NUMBERS}
     weight = _weight(keys.get("weight", 1), f"{where}: weight")
     others = {key: value for key, value in keys.items() if key not in ("weight", *limits)} | limits
     return MixtureEntry(name=name, weight=weight, **{key.replace("-", "_"): value for key, value in others.items()})

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from megarl.data.ragged import Ragged
 from megarl.data.sources import find_files
 from megarl.data.special_tokens import pattern_of
 from megarl.errors import UsageError
+from megarl.groups import PromptGroups
 
 if TYPE_CHECKING:
     from megarl.data.conversations import Encoder
@@ -91,6 +92,15 @@ class PromptSet:
         """Tokens that a response to a prompt may have by its file in a mixture; None: the limit of the flags."""
         entry = self.entry_of(index)
         return None if entry is None else entry.max_response_length
+
+    def group_size(self, index: int) -> int | None:
+        """Responses to a prompt by its file in a mixture; None: the number of the flags."""
+        entry = self.entry_of(index)
+        return None if entry is None else entry.samples_per_prompt
+
+    def groups(self, lines: Iterable[int], size: int) -> PromptGroups:
+        """The groups of responses to prompts; `size`: of a group whose file in a mixture has no size of its own."""
+        return PromptGroups([self.group_size(line) or size for line in lines])
 
     def of_entries(self, numbers: Container[int]) -> PromptSet:
         """The prompts of these entries of the mixture, by their numbers."""
@@ -250,7 +260,7 @@ class PromptSet:
                 for line in self._kept.tolist():
                     found.update(self._lines.view(line))
             for entry, first in zip(self.entries, self._source.firsts, strict=True):
-                found.update(repr((dataclasses.replace(entry, prompts=""), first)).encode())
+                found.update(f"({entry.facts()}, {first})".encode())
             return {"digest": np.frombuffer(found.digest(), np.uint8)}
 
         return node_files.arrays(lambda: ("sha256", *self._key()), digest)["digest"].tobytes().hex()

@@ -311,14 +311,16 @@ class Settings(
         sequences = self.sequences_per_step
         return self.ppo_epochs * -(-sequences // (self.minibatch_size or sequences))
 
-    def group_of_minibatches(self, sequences: int) -> int:
-        """Responses to a prompt that stay together when a batch is split into several mini-batches; 1: each is drawn
-        by itself. Together they share the prompt's computation."""
-        size, group = self.minibatch_size or sequences, self.samples_per_prompt
-        return 1 if size >= sequences or size % group or sequences % group else group
+    @property
+    def minibatch_groups(self) -> int | None:
+        """Groups in a mini-batch, which share the prompt's computation; None: the mini-batches of a step are one, or
+        each of their responses is drawn by itself."""
+        size, group = self.minibatch_size, self.samples_per_prompt
+        return None if size is None or size % group else size // group
 
-    def updates_on_policy(self, sequences: int) -> bool:
-        """Whether the batch's only update is also its first actor forward, so that old log-probs come from it."""
+    def updates_on_policy(self, prompts: int) -> bool:
+        """Whether the only update of a batch of so many prompts gives its old log-probs: it is the first forward."""
+        sequences = prompts * self.samples_per_prompt
         is_only_update = self.ppo_epochs == 1 and (self.minibatch_size or sequences) >= sequences
         estimator = ESTIMATORS.get(self.advantage)
         reads_old_logprobs = self.kl_in == "reward" and self.kl_coefficient > 0 or self.distill == REWARD

@@ -5,6 +5,7 @@ import functools
 
 from megarl.comm import load_balance
 from megarl.comm.early_responses import judges_early
+from megarl.flags.group_rules import group_sizes
 from megarl.planning.traffic import StepSizes, step_sizes
 from megarl.rewards.build import needs_whole_groups
 from megarl.rewards.judge.config import read_config
@@ -19,7 +20,7 @@ def judge_sizes(settings) -> StepSizes:
     UsageError as of `read_config`.
     """
     config, step = _read_config(settings.judge_config), step_sizes(settings)
-    count = settings.prompts_per_step * judgements_of_group(config, settings.samples_per_prompt)
+    count = settings.prompts_per_step * judgements_of_group(config, max(group_sizes(settings)))
     prompt = max(settings.judge_max_length - config.max_tokens, 0)
     return dataclasses.replace(step, sequences=count, prompt=prompt, response=config.max_tokens)
 
@@ -31,9 +32,9 @@ def holds_own_groups(role_groups: dict, settings, has_judge: bool) -> bool:
         return False
     if judges_early(settings, has_judge, role_groups["reward"].ranks, role_groups["rollout"].ranks):
         return True
-    count, replicas = settings.sequences_per_step, len(role_groups["reward"].replicas)
-    size = min(settings.minibatch_size or count, count)
-    stay = load_balance.stay_whole(count % size or size, replicas, settings.group_of_minibatches(count))
+    prompts, size = settings.prompts_per_step, settings.minibatch_groups
+    replicas, are_split = len(role_groups["reward"].replicas), size is not None and size < prompts
+    stay = are_split and max(group_sizes(settings)) > 1 and load_balance.stay_whole(prompts % size or size, replicas)
     return not stay and needs_whole_groups(settings)
 
 

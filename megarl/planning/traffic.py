@@ -16,6 +16,7 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
 from megarl.comm.exchange import HEADER, PARTS, STATES
 from megarl.flags.correction_settings import RECOMPUTE
+from megarl.flags.group_rules import expected_responses
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.gpt import padded_vocab_size
@@ -96,9 +97,9 @@ def step_sizes(settings) -> StepSizes:
     loss, recomputes = POLICY_LOSSES.get(s.policy_loss), s.old_logprobs == RECOMPUTE
     compares = loss is not None and loss.compare is not None and (s.updates_per_step > 1 or not recomputes)
     return StepSizes(
-        sequences=s.sequences_per_step, prompt=s.max_prompt_length, response=s.max_response_length,
+        sequences=expected_responses(s), prompt=s.max_prompt_length, response=s.max_response_length,
         epochs=s.ppo_epochs, updates=s.updates_per_step, greedy=s.prompts_per_step if s.greedy_baseline else 0,
-        skips_old_logprobs=not recomputes or s.updates_on_policy(s.sequences_per_step), compares=compares,
+        skips_old_logprobs=not recomputes or s.updates_on_policy(s.prompts_per_step), compares=compares,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
 from megarl.flags.correction_settings import INTERPOLATE, RECOMPUTE
+from megarl.groups import PromptGroups
 from megarl.mcore.model.forward_pass import SquaredScores, TaughtScores, TokenScores
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
@@ -76,7 +77,7 @@ class Actor:
         with self.timers.phase(self.name, "logprobs"):
             results, of_step = [], []
             forward = self._forward_with_squares if self.settings.reads_squares else self._forward
-            for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch=0):
+            for ids in mb.minibatches_of_step(self.settings, step_batch.groups, step_batch.step, epoch=0):
                 microbatches = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
                 results += self.trainable_model.forward_only(microbatches, forward)
                 of_step += microbatches
@@ -91,14 +92,15 @@ class Actor:
         """Positions in this replica's batch of the sequences of each pass of a step."""
         batch, step = step_batch[self.name], step_batch.step
         probed = [mb.positions_of(batch, probe.probed_ids())] if self._should_probe(step) else []
-        return [*probed, *mb.updates_of_step(self.settings, batch, step_batch.count, step)]
+        return [*probed, *mb.updates_of_step(self.settings, batch, step_batch.groups, step)]
 
     def _should_probe(self, step: int) -> bool:
         return self.settings.router_probe_interval > 0 and step % self.settings.router_probe_interval == 0
 
     def _updates_on_policy(self, step_batch: StepBatch) -> bool:
         """Whether the step has a single update, whose forward gives the old log-probs."""
-        return self.settings.updates_on_policy(step_batch.count) and step_batch.step > self.settings.critic_warmup_steps
+        s, prompts = self.settings, len(step_batch.groups)
+        return s.updates_on_policy(prompts) and step_batch.step > s.critic_warmup_steps
 
     def _set_old_logprobs(self, batch: Batch, results: list[tuple[Tensor, Tensor, Tensor]]):
         """Fills the batch from [(log-probs, entropy, positions)] of the first pass; measures the gap to the rollout."""
@@ -205,11 +207,13 @@ class Actor:
         batch.selected = torch.zeros_like(batch.response_mask)
         batch.selected[batch.token_positions(positions)] = selected
 
-    def _compare(self, batch: Batch, positions: Tensor, count: int, advantages: Tensor, is_first: bool) -> Tensor:
+    def _compare(
+        self, batch: Batch, positions: Tensor, groups: PromptGroups, advantages: Tensor, is_first: bool
+    ) -> Tensor:
         """[T] the advantages of a mini-batch by which the policy loss compares the responses of a group; 0 elsewhere.
 
         Args:
-            count: sequences of the step.
+            groups: of the step.
             advantages: [T] of the estimator.
             is_first: it is the step's first update, in which the policy is still the one before the step.
         """
@@ -222,11 +226,10 @@ class Actor:
             )
             mb.write_back(present, "logprobs", [(scores.logprobs, where) for scores, where in results])
             log_ratios = present.logprobs - batch.logprobs
-        samples = self.settings.samples_per_prompt
         part = batch.only("response_mask", "finished", "kept").select(positions)
         responses = MinibatchResponses(
             log_ratios=log_ratios[at], advantages=advantages[at], mask=actor_mask(part, self.settings),
-            cu_seqlens=part.cu_seqlens, groups=part.sequence_ids // samples, group_count=-(-count // samples),
+            cu_seqlens=part.cu_seqlens, groups=groups.of(part.sequence_ids), group_count=len(groups),
             total=self.role_groups.dp_all_reduce,
         )  # fmt: skip
         compared = torch.zeros_like(advantages)
@@ -236,7 +239,7 @@ class Actor:
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         batch, on_policy = step_batch[self.name], self._updates_on_policy(step_batch)
         loss, advantages = self.loss.policy_loss, batch.advantages
-        passes = list(mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step))
+        passes = list(mb.updates_of_step(self.settings, batch, step_batch.groups, step_batch.step))
         with self.timers.phase(self.name, "update"):
             if self.settings.rollout_rejection is not None:
                 self._reject(batch)
@@ -246,7 +249,7 @@ class Actor:
                     if loss.select is not None:
                         self._select(batch, positions, step_batch.step, number)
                     if loss.compare is not None:
-                        batch.advantages = self._compare(batch, positions, step_batch.count, advantages, not number)
+                        batch.advantages = self._compare(batch, positions, step_batch.groups, advantages, not number)
                     progress = number / len(passes)
                     updates.append(self._update(batch, positions, kl_coefficient, on_policy, progress))
             batch.advantages = advantages

@@ -14,6 +14,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.flags.distill_settings import REWARD
 from megarl.flags.preference_settings import preference_options
+from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards import by_file, expression
 from megarl.roles.loss_mask import masked_tokens
@@ -57,7 +58,7 @@ class AdvantageComputer:
             return
         with self.timers.phase(ACTOR, "advantages"):
             batch = step_batch[ACTOR]
-            step = self._step_data(batch, step_batch.count)
+            step = self._step_data(batch, step_batch.groups)
             (batch.advantages, returns), metrics = self.estimator.run(step, self.options)
             self.metrics |= metrics
             if self.settings.distill == REWARD:
@@ -70,7 +71,7 @@ class AdvantageComputer:
         difference = (batch.teacher_logprobs - batch.logprobs).masked_fill(~batch.response_mask, 0.0)
         return self.settings.distill_coefficient * difference
 
-    def _step_data(self, batch: Batch, count: int) -> StepData:
+    def _step_data(self, batch: Batch, step_groups: PromptGroups) -> StepData:
         """The estimator's inputs; per-sequence sums come from all replicas, exactly: each is summed with zeros."""
         rewards = self._token_rewards(batch, self.kl_coefficient)
         baselines = torch.zeros_like(batch.scores) if batch.baseline_scores is None else batch.baseline_scores
@@ -82,13 +83,13 @@ class AdvantageComputer:
             columns += [self._sums(batch, batch.logprobs), self._sums(batch, batch.reference_logprobs)]
         parts, first_part = self._parts(batch, raw_scores), len(columns)
         columns += parts
-        step_sums = torch.zeros(count, len(columns), dtype=torch.float64, device=rewards.device)
+        step_sums = torch.zeros(step_groups.count, len(columns), dtype=torch.float64, device=rewards.device)
         step_sums[batch.sequence_ids] = torch.stack(columns, dim=1)
         step_sums = self.role_groups.dp_all_reduce(step_sums)
         return StepData(
             scores=step_sums[:, 0],
             raw_scores=step_sums[:, 1],
-            groups=self._groups(step_sums[:, 2]),
+            groups=self._groups(step_groups, step_sums[:, 2]),
             response_lengths=step_sums[:, 2].long(),
             baselines=None if batch.baseline_scores is None else step_sums[:, 3],
             sequence_ids=batch.sequence_ids,
@@ -125,10 +126,10 @@ class AdvantageComputer:
             return torch.zeros_like(batch.scores, dtype=torch.float64)
         return sums_by_sequence(logprobs.double(), batch.response_mask, batch.cu_seqlens)
 
-    def _groups(self, response_lengths: Tensor) -> Tensor:
+    def _groups(self, step_groups: PromptGroups, response_lengths: Tensor) -> Tensor:
         """[S] int64: the prompt of each response; those without tokens are alone in groups after those."""
         responses = torch.arange(len(response_lengths), device=response_lengths.device)
-        groups = responses // self.settings.samples_per_prompt
+        groups = step_groups.of(responses)
         if not self.settings.can_lose_responses:
             return groups
         return torch.where(response_lengths > 0, groups, len(responses) + responses)

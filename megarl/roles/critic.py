@@ -62,7 +62,7 @@ class Critic:
             batch = step_batch[self.name]
             moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
             self.metrics = {"critic/explained_variance": explained_variance(self.role_groups.dp_all_reduce(moments))}
-            passes = mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step)
+            passes = mb.updates_of_step(self.settings, batch, step_batch.groups, step_batch.step)
             with self.trainable_model.present_for_updates():
                 updates = [self._update(batch, positions) for positions in passes]
             self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES, self.name)

@@ -11,6 +11,7 @@ from megarl.comm.early_responses import ResponseReceiver
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
+from megarl.groups import PromptGroups
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.timers import Timers
 from megarl.rewards.judge.config import JudgeConfig
@@ -191,17 +192,18 @@ class ArrivingResponses:
     """`Arrivals` of the responses to this replica's prompts of a round, as the rollout ends them."""
 
     def __init__(
-        self, receiver: ResponseReceiver, prompts: Sequence[Prompt | None], samples: int,
+        self, receiver: ResponseReceiver, prompts: Sequence[Prompt | None], groups: PromptGroups,
         decode: Callable[[list[int]], str], together: bool,
     ):  # fmt: skip
         """
         Args:
             prompts: of the round, by group; None: its responses are not judged.
-            samples: responses to a prompt.
+            groups: of the round.
             decode: the text of a response's tokens.
             together: the judge reads several responses to a prompt together: groups arrive when they are complete.
         """
-        self._receiver, self._prompts, self._samples = receiver, prompts, samples
+        self._receiver, self._prompts = receiver, prompts
+        self._group_of, self._sizes = groups.of(torch.arange(groups.count)).tolist(), groups.sizes.tolist()
         self._decode, self._together = decode, together
         self._groups: dict[int, list[JudgedText | None]] = {}  # None: not judged, or an environment has failed
 
@@ -213,7 +215,7 @@ class ArrivingResponses:
         """The responses, or with `together` the groups, that are complete since the last call."""
         complete: list[Collection[JudgedText | None]] = []
         for sequence, tokens in self._receiver.receive():
-            group = sequence // self._samples
+            group = self._group_of[sequence]
             prompt, text = self._prompts[group], None
             if tokens is not None and prompt is not None:
                 text = JudgedText(sequence, prompt, self._decode(tokens))
@@ -221,7 +223,7 @@ class ArrivingResponses:
             members.append(text)
             if not self._together:
                 complete.append([text])
-            elif len(members) == self._samples:
+            elif len(members) == self._sizes[group]:
                 complete.append(self._groups.pop(group))
         found = [sorted(filter(None, texts), key=lambda text: text.sequence) for texts in complete]
         return [texts for texts in found if texts]

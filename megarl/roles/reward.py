@@ -96,11 +96,12 @@ class Reward:
             return
         groups, arrivals = self.role_groups, None
         if groups.is_leader:
-            samples = self.settings.samples_per_prompt
-            receiver = ResponseReceiver(step, number, samples, len(groups.replicas), groups.dp_rank, len(lines))
+            of_round = prompts.groups(lines, self.settings.samples_per_prompt)
+            receiver = ResponseReceiver(step, number, of_round, len(groups.replicas), groups.dp_rank)
             are_judged = (JUDGE in self._expressions.of_line(prompts, line).names for line in lines)
             of_lines = [prompts[line] if is_judged else None for line, is_judged in zip(lines, are_judged, strict=True)]
-            arrivals = ArrivingResponses(receiver, of_lines, samples, self.tokenizer.decode, self.judge.config.compares)
+            decode, compares = self.tokenizer.decode, self.judge.config.compares
+            arrivals = ArrivingResponses(receiver, of_lines, of_round, decode, compares)
         self.judge.judge_early(arrivals, step)
 
     def score(self, step_batch: StepBatch, for_training: bool = True):
@@ -152,7 +153,7 @@ class Reward:
             model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
         if self.judge and JUDGE in part.expression.names:
             numbers = batch.sequence_ids.tolist()
-            groups = positions_by_group(numbers, step_batch.samples_per_prompt)
+            groups = positions_by_group(numbers, step_batch.groups)
             judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
         width = 3 + len(self.settings.part_weights)
         columns = torch.zeros(len(batch), width, dtype=torch.float64, device=batch.tokens.device)
@@ -195,7 +196,7 @@ class Reward:
     ) -> list[Score]:  # fmt: skip
         """Scores of a part's responses; adds to `rows`. A collective of the replica leaders."""
         samples, (terms, names, shaping) = self._samples(texts, batch), part.expression
-        groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.samples_per_prompt)
+        groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.groups)
         before, rows = self.rows, self._unscored_rows(texts, samples, batch)
         self.rows = before + rows  # a verifier that ends the run leaves them
         columns, failures = self.verifiers.score(samples, groups, names), self.verifiers.failures

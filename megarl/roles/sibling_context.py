@@ -19,6 +19,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.errors import warn
+from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.rewards import by_file
 from megarl.roles.teacher_prompts import TeacherPrompts
@@ -30,18 +31,18 @@ class SiblingContext:
     def __init__(self, settings: Settings, template: ContextTemplate, encoder: Encoder):
         """`encoder`: the policy's, whose tokens are the teacher's."""
         self._template, self._turns = template, TurnTokens(encoder, settings.max_response_length)
-        self._threshold, self._samples = settings.teacher_context_reward, settings.samples_per_prompt
+        self._threshold = settings.teacher_context_reward
         self._max_length = settings.teacher_max_prompt_length
         self._has_rewards = any(term.weight for term in by_file.terms_of_run(settings))
         self._has_warned = False
         self._counts = torch.zeros(3, dtype=torch.int64)  # of the last batch: with a sibling's response, too long, all
 
-    def prompts(self, batch: Batch, lines: PromptSet, own: TeacherPrompts) -> TeacherPrompts:
+    def prompts(self, batch: Batch, groups: PromptGroups, lines: PromptSet, own: TeacherPrompts) -> TeacherPrompts:
         """The prompts of a replica's batch, which has whole groups with their rewards.
 
-        `own`: what the teacher reads before responses without a sibling.
+        `groups`: of the step; `own`: what the teacher reads before responses without a sibling.
         """
-        siblings, is_scored = self._siblings(batch)
+        siblings, is_scored = self._siblings(batch, groups)
         starts, prompt_lengths = batch.cu_seqlens.tolist(), batch.prompt_lengths.tolist()
         sequences, tokens, numbers = batch.tokens.cpu(), list(own.tokens), {}
         contexts: dict[int, list[int]] = {}  # by position of the sibling
@@ -75,12 +76,12 @@ class SiblingContext:
             "teacher/context_too_long_fraction": too_long / max(responses, 1),
         }
 
-    def _siblings(self, batch: Batch) -> tuple[list[int | None], Tensor]:
+    def _siblings(self, batch: Batch, groups: PromptGroups) -> tuple[list[int | None], Tensor]:
         """Position in the batch of each response's sibling, and which responses count at all: [N] bool."""
         is_scored = (batch.response_lengths > 0).cpu()
         rewards = (batch.scores if self._has_rewards else batch.correct.float()).cpu()
         found: list[int | None] = [None] * len(batch)
-        for members in positions_by_group(batch.sequence_ids.tolist(), self._samples):
+        for members in positions_by_group(batch.sequence_ids.tolist(), groups):
             chosen = siblings(rewards[members].tolist(), is_scored[members].tolist(), self._threshold)
             for position, sibling in zip(members, chosen, strict=True):
                 found[position] = None if sibling is None else members[sibling]

@@ -8,7 +8,6 @@ from megarl.batch import FIELDS, Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import StepBatch
-from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.mcore import device
 from megarl.observe.timers import Timers
@@ -90,7 +89,7 @@ class Teachers:
         if self._numbers is not None:
             batch.teacher_ids = self._numbers.to(batch.prompt_ids.device)[batch.prompt_ids]
         with self.timers.phase(self.name, "logprobs"):
-            prompts = self._prompts_of(batch, step_batch.prompts)
+            prompts = self._prompts_of(batch, step_batch)
             if prompts is None:
                 self.score_batch(batch)
             else:
@@ -104,7 +103,7 @@ class Teachers:
         if offloaded:
             self.metrics[f"memory/{self.name}/offloaded_bytes"] = sum(offloaded)
 
-    def _prompts_of(self, batch: Batch, lines: PromptSet) -> TeacherPrompts | None:
+    def _prompts_of(self, batch: Batch, step_batch: StepBatch) -> TeacherPrompts | None:
         """What the teachers read before the responses; None: the policy's prompts. A collective of the role."""
         if self._prompts is None and self._context is None:
             return None
@@ -113,7 +112,7 @@ class Teachers:
             own = prompts_of_lines(batch, self._prompts)
         if self._context is None:
             return own
-        found = self._context.prompts(batch, lines, own)
+        found = self._context.prompts(batch, step_batch.groups, step_batch.prompts, own)
         self.metrics |= self._context.metrics(self.role_groups)
         return found
 

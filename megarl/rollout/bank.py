@@ -76,8 +76,8 @@ class RolloutBank:
         dist.all_reduce(owners, op=dist.ReduceOp.MIN, group=self.role_groups.pg_collection.dp)
         owners = owners.cpu()
         if whole_groups:
-            owner_of_group = owners.view(-1, requests.samples).amin(1)
-            owners[owners != owner_of_group.repeat_interleave(requests.samples)] = NOBODY
+            owner_of_group = requests.groups.reduce(owners, "amin")
+            owners[owners != requests.groups.expand(owner_of_group)] = NOBODY
             requests.bind({group: rank for group, rank in enumerate(owner_of_group.tolist()) if rank != NOBODY})
         requests.banked = (owners != NOBODY).tolist()
         count = sum(requests.banked)
@@ -199,7 +199,7 @@ class RolloutBank:
         requests = self._requests
         if not 0 <= number < len(requests) or not requests.limits[number]:
             return None
-        if requests.prompts[number // requests.samples].dp_rank not in (None, self.role_groups.dp_rank):
+        if requests.prompt_of(number).dp_rank not in (None, self.role_groups.dp_rank):
             return None
         return requests.build([number])[0]
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.rollout.group_buffer import GroupBuffer
 
@@ -24,8 +25,8 @@ class BatchQueue:
         """Adds the batch of the next step; None if it has too few groups."""
         self._batches[step], self.through = groups, step
 
-    def get(self, step: int) -> tuple[Batch, int] | None:
-        """(this rank's share of a step's batch, groups of all replicas); None if the step has none."""
+    def get(self, step: int) -> tuple[Batch, PromptGroups] | None:
+        """(this rank's share of a step's batch, the groups of all replicas); None if the step has none."""
         groups = self._batches[step]
         if groups is None:
             return None
@@ -34,7 +35,7 @@ class BatchQueue:
             groups.batch = batch.to("cpu")
         else:
             del self._batches[step]
-        return batch, len(groups)
+        return batch, PromptGroups(groups.sizes)
 
     def forget(self, step: int):
         """Removes the batches up to a step, which training has ended."""

@@ -24,6 +24,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.flags.distill_settings import SIBLING
+from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
 from megarl.rollout import pool_files, replica_files, waiting_groups
@@ -40,6 +41,7 @@ class BatchHeader(NamedTuple):
 
     lengths: Tensor  # [N] int64 tokens of each sequence
     generated_on: Tensor  # [N] int64 dp rank of the rollout that generated it
+    group_sizes: Tensor  # [G] int64 sequences of each group
 
     def encode(self) -> dict[str, list[int]]:
         return {name: column.tolist() for name, column in self._asdict().items()}
@@ -49,7 +51,8 @@ class BatchHeader(NamedTuple):
         """The header from JSON. RuntimeError for anything that `encode` does not write."""
         try:
             header = cls(**{name: torch.tensor(column, dtype=torch.int64) for name, column in message.items()})
-            if header.lengths.shape == header.generated_on.shape and header.lengths.dim() == 1:
+            is_flat = header.lengths.shape == header.generated_on.shape and all(field.dim() == 1 for field in header)
+            if is_flat and header.group_sizes.sum() == len(header.lengths):
                 return header
         except (AttributeError, TypeError, ValueError, RuntimeError):
             pass
@@ -159,10 +162,11 @@ class RolloutBatcher:
         """This rank's share of the batch, and its header. A collective of the rollout."""
         collector, role_groups, responses, header = self.collector, self.mesh[ROLLOUT], None, None
         if found := collector.collect(step):
-            responses, count = found
+            responses, groups = found
             with self.timers.phase(role_groups.model_role, "exchange"):
-                lengths = role_groups.gather_rows(responses.sequence_ids, responses.lengths, count)
-                header = BatchHeader(lengths, dp_assignment_of(responses, count, role_groups))
+                lengths = role_groups.gather_rows(responses.sequence_ids, responses.lengths, groups.count)
+                generated_on = dp_assignment_of(responses, groups.count, role_groups)
+                header = BatchHeader(lengths, generated_on, groups.sizes)
         self.metrics = collector.metrics
         if self._announcements.sends:  # in large steps the header is long
             if self.settings.generation_lag:
@@ -188,23 +192,24 @@ class RolloutBatcher:
 
     def _step_batch(self, step: int, responses: Batch | None, header: BatchHeader) -> StepBatch:
         """The batch, its sequences assigned to replicas by FLOPs; whole groups to roles that compare responses."""
-        count = len(header.lengths)
-        minibatches = mb.minibatches_of_step(self.settings, count, step, epoch=0)
-        group = self.settings.group_of_minibatches(count)
+        groups = PromptGroups(header.group_sizes.tolist())
+        minibatches = mb.minibatches_of_step(self.settings, groups, step, epoch=0)
+        stay_together = len(minibatches) > 1 and self.settings.minibatch_groups is not None
         dp_assignment = load_balance.balanced_assignment(
-            self.mesh, header.lengths, header.generated_on, minibatches, self.hidden_size, group
-        )
-        name, samples = self.reward.name, self.settings.samples_per_prompt
+            self.mesh, header.lengths, header.generated_on, minibatches, self.hidden_size,
+            groups if stay_together else None,
+        )  # fmt: skip
+        name = self.reward.name
         compares = {name: self.reward.needs_whole_groups, "teacher": self.settings.teacher_context == SIBLING}
         if self._scorer.early_judges:  # where the responses are judged already
-            dp_assignment[name] = load_balance.round_robin_assignment(self.mesh, count, samples)[name]
+            dp_assignment[name] = load_balance.round_robin_assignment(self.mesh, groups)[name]
             compares[name] = False
         for name in (name for name in dp_assignment if compares.get(name)):
             replicas = len(self.mesh[name].replicas)
             dp_assignment[name] = with_whole_groups(
-                dp_assignment[name], header.lengths, samples, replicas, self.hidden_size
+                dp_assignment[name], header.lengths, groups, replicas, self.hidden_size
             )
         fields, of_actor = self.settings.sampled_fields, self.settings.staleness_fields
         return StepBatch(
-            self.mesh, self.timers, dp_assignment, responses, step, self.prompts, samples, fields, actor_fields=of_actor
+            self.mesh, self.timers, dp_assignment, responses, step, self.prompts, groups, fields, actor_fields=of_actor
         )

@@ -1,8 +1,8 @@
 """Complete groups that wait until the step's batch is full, and their checkpoint.
 
-A group is a prompt with its `--samples-per-prompt` responses. Each sequence stays on the replica of the rollout that
-generated it, and its routes on the ranks that hold the MoE layer. A replica saves its groups with the routes of all
-layers, so a run with another layout can resume.
+A group is a prompt with its responses. Each sequence stays on the replica of the rollout that generated it, and its
+routes on the ranks that hold the MoE layer. A replica saves its groups with the routes of all layers, so a run with
+another layout can resume.
 """
 
 import io
@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.batch import FIELDS, Batch, concatenate, with_row_starts
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
+from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
@@ -30,6 +31,7 @@ class GroupBuffer:
     ):  # fmt: skip
         """
         Args:
+            samples_per_prompt: responses to a prompt whose file in a mixture says no number.
             extra_fields: fields of the sequences besides `GENERATED_FIELDS`.
             layers: numbers of the MoE layers whose routes this rank records; None if the run records none.
             has_versions: sequences also have the `versions` of their tokens.
@@ -40,7 +42,7 @@ class GroupBuffer:
 
     def clear(self):
         self.batch: Batch | None = None  # this rank's sequences
-        self.groups = 0  # of all replicas
+        self.sizes: list[int] = []  # of the groups of all replicas
 
     def empty(self) -> "GroupBuffer":
         """A buffer for the same kind of groups."""
@@ -49,20 +51,20 @@ class GroupBuffer:
     def take(self) -> "GroupBuffer":
         """Another buffer with all groups, which this one loses."""
         taken = self.empty()
-        taken.batch, taken.groups = self.batch, self.groups
+        taken.batch, taken.sizes = self.batch, self.sizes
         self.clear()
         return taken
 
     def __len__(self) -> int:
-        return self.groups
+        return len(self.sizes)
 
-    def add(self, batch: Batch | None, keep: Tensor):
-        """Adds the groups of a round that `keep` [G] bool selects; `batch` is this rank's share of the round."""
+    def add(self, batch: Batch | None, groups: PromptGroups, keep: Tensor):
+        """Adds those groups of a round that `keep` [G] bool selects; `batch` is this rank's share of the round."""
         if batch is not None:
-            kept = batch.renumbered(keep.repeat_interleave(self.samples))
-            kept.sequence_ids += self.groups * self.samples
+            kept = batch.renumbered(groups.expand(keep))
+            kept.sequence_ids += sum(self.sizes)
             self.batch = kept if self.batch is None else concatenate([self.batch, kept])
-        self.groups += int(keep.sum())
+        self.sizes = self.sizes + groups.kept(keep).sizes.tolist()
 
     def to_bytes(self) -> bytes | None:
         """This replica's state for `from_bytes`, on its leader; None on other ranks or without groups. Collective."""
@@ -74,7 +76,8 @@ class GroupBuffer:
             return None
         (batch, layers), file = gathered, io.BytesIO()
         fields = {name: getattr(batch, name) for name in batch.present()}
-        torch.save({"samples": self.samples, "layers": layers, **fields}, file)
+        sizes = {"sizes": self.sizes} if {*self.sizes} - {self.samples} else {}  # of files with sizes of their own
+        torch.save({"samples": self.samples, "layers": layers, **sizes, **fields}, file)
         return file.getvalue()
 
     def from_bytes(self, files: Iterable[tuple[bytes, str]], version: int = 0):
@@ -89,14 +92,15 @@ class GroupBuffer:
             RuntimeError: the routes of a layer are missing.
         """
         shares = [self._read(*file, version) for file in files]
-        self.groups = sum(count for count, _ in shares) // self.samples
+        sizes = next((sizes for _, sizes, _ in shares), None)
+        self.sizes = sizes or [self.samples] * (sum(count for count, _, _ in shares) // self.samples)
         if self.mesh[ROLLOUT].is_member:
-            self.batch = concatenate([batch for _, batch in shares]).to(device.device())
+            self.batch = concatenate([batch for _, _, batch in shares]).to(device.device())
 
-    def _read(self, data: bytes, where: str, version: int) -> tuple[int, Batch | None]:
-        """(sequences in a file, this replica's share of them)."""
+    def _read(self, data: bytes, where: str, version: int) -> tuple[int, list[int] | None, Batch | None]:
+        """(sequences in a file, sizes of all groups if there are several, this replica's share of the sequences)."""
         fields = with_row_starts(load_plain(data, where))
-        samples, layers = fields.pop("samples"), fields.pop("layers", None)
+        samples, layers, sizes = fields.pop("samples"), fields.pop("layers", None), fields.pop("sizes", None)
         versions = fields.get(VERSIONS) if VERSIONS in self.extra_fields else fields.pop(VERSIONS, None)
         wanted = waiting_groups.batch_fields(self.extra_fields, self.layers is not None)
         waiting_groups.check_complete((samples, set(fields)), (self.samples, wanted))
@@ -105,10 +109,11 @@ class GroupBuffer:
         fields |= {VERSIONS: versions} if self.has_versions else {}
         role_groups, batch = self.mesh[ROLLOUT], Batch(**fields)
         if not role_groups.is_member:
-            return len(batch), None
+            return len(batch), sizes, None
         if self.layers is not None:
             missing = sorted({*self.layers} - {*layers})
             if missing:
                 raise RuntimeError(f"rollout: saved groups have routes of MoE layers {layers} and lack {missing}")
             batch.routes = batch.routes[:, [layers.index(layer) for layer in self.layers]]
-        return len(batch), own_share(batch, samples, role_groups)
+        groups = PromptGroups(sizes or [samples] * (1 + max(batch.sequence_ids.tolist(), default=0) // samples))
+        return len(batch), sizes, own_share(batch, groups, role_groups)

@@ -21,13 +21,14 @@ from megarl.data.pools import DifficultyPools
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.flags.pool_settings import parse_shares, parse_weights
+from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.rollout.batch_queue import BatchQueue, PolicyVersions
 from megarl.rollout.episodes.episode import key_of
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
-from megarl.rollout.requests import PromptRequest, remaining_tokens
+from megarl.rollout.requests import PromptRequest, groups_of, remaining_tokens
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
@@ -81,8 +82,8 @@ class GroupCollector:
         self.partial_rollouts = PartialRolloutBuffer(mesh, settings, carried)
         fields = extra_fields(settings)
         self._has_versions = bool(settings.staleness_fields)
-        groups = settings.samples_per_prompt, fields, rollout.recorded_layers, self._has_versions
-        self.group_buffer = GroupBuffer(mesh, *groups)
+        kind = settings.samples_per_prompt, fields, rollout.recorded_layers, self._has_versions
+        self.group_buffer = GroupBuffer(mesh, *kind)
         self.queue = BatchQueue(self.group_buffer, keeps=settings.generation_lag > 0)
         self.versions = PolicyVersions(settings)
 
@@ -91,14 +92,14 @@ class GroupCollector:
         self.versions.restart(step, version)
         self.partial_rollouts.begin_step(*self.versions.of_step(step + 1))
 
-    def collect(self, step: int) -> tuple[Batch, int] | None:
+    def collect(self, step: int) -> tuple[Batch, PromptGroups] | None:
         """The batch of a step, if its rounds gave enough groups. Collective.
 
         Not enough: none at all, or with dynamic sampling fewer than `--prompts-per-step` after
         `--max-sampling-rounds`. They stay in the buffer for the next step.
 
         Returns:
-            This rank's share of the responses, and their number on all replicas.
+            This rank's share of the responses, and their groups on all replicas.
         """
         self.metrics = {}
         if step > self.queue.through:
@@ -108,7 +109,7 @@ class GroupCollector:
             found[0].staleness = staleness_of(found[0].versions, self.versions.of_step(step)[1])
         self.versions.end_step(step, has_batch=found is not None)
         self.partial_rollouts.begin_step(*self.versions.of_step(step + 1))
-        return None if found is None else (found[0], found[1] * self.settings.samples_per_prompt)
+        return found
 
     def _fill(self, step: int):
         """Generates for a step, and queues its batch if the buffer then holds enough groups."""
@@ -149,12 +150,13 @@ class GroupCollector:
         if self._scorer.is_needed:
             self._announcements.send({"round": {"lines": found.lines, "kept": found.kept}})
         scores = self._scorer.score(found, step)
+        groups = self.prompts.groups(found.lines, self.settings.samples_per_prompt)
         if self._writer is not None:
             with self.timers.phase(self.role_groups.model_role, "save"):
-                self._writer.add(found, scores.keep)
+                self._writer.add(found, groups, scores.keep)
         if self._has_versions and found.batch.versions is None:  # all tokens are of this round
             found.batch.versions = torch.full_like(found.batch.tokens, self.partial_rollouts.version, dtype=torch.int32)
-        self.group_buffer.add(found.batch, scores.keep)
+        self.group_buffer.add(found.batch, groups, scores.keep)
         if self.pools is not None:
             for line, share in zip(found.lines, scores.correct_shares.tolist(), strict=True):
                 self.pools.add(line, share)
@@ -167,7 +169,7 @@ class GroupCollector:
     def _requests_of_round(self, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""
         count = math.ceil(round(wanted * self.settings.over_sampling, 6))
-        carried = [self._with_limit(request) for request in self.partial_rollouts.pop_oldest(count)]
+        carried = [self._with_limits(request) for request in self.partial_rollouts.pop_oldest(count)]
         samples, limit = self.settings.samples_per_prompt, self.settings.max_response_length
         finished = sum(not any(remaining_tokens([request], samples, limit)) for request in carried)
         return carried if finished >= wanted else carried + self._draw_prompts(count - len(carried), draws)
@@ -178,13 +180,14 @@ class GroupCollector:
         for line in self.order.take(count):
             tokens = self.prompt_tokens.view(line)
             request = PromptRequest(line=line, tokens=tokens, draw_index=draws[line])
-            requests.append(self._with_limit(request))
+            requests.append(self._with_limits(request))
             draws[line] += 1
         return requests
 
-    def _with_limit(self, request: PromptRequest) -> PromptRequest:
-        """The request with the limit that a mixture gives its line."""
-        return request._replace(limit=self.prompts.response_limit(request.line))
+    def _with_limits(self, request: PromptRequest) -> PromptRequest:
+        """The request with the limit of a response and the number of responses that a mixture gives its line."""
+        line = request.line
+        return request._replace(limit=self.prompts.response_limit(line), samples=self.prompts.group_size(line))
 
     def _generate_groups(
         self, requests: list[PromptRequest], step: int, statistics: SamplingStatistics, wanted: int
@@ -196,14 +199,14 @@ class GroupCollector:
             lines = [request.line for request in requests]
             self._announcements.send({"drawn": lines, "number": statistics.rounds})
         if self._scorer.early_judges and self.role_groups.is_leader:
-            sender = ResponseSender(step, statistics.rounds, samples, self._scorer.early_judges)
+            sender = ResponseSender(step, statistics.rounds, groups_of(requests, samples), self._scorer.early_judges)
         batch = self.rollout.generate(requests, samples, step, wanted=wanted, prompt_set=self.prompts, sender=sender)
         if batch.versions is not None:  # of a schedule, which names weights by their steps
             batch.versions = self.versions.of_weights(batch.versions)
         requests, batch = self._take_earliest(requests, batch, step, statistics, wanted)
         greedy = None
         if self.settings.greedy_baseline:
-            prompts = [request._replace(partial=()) for request in requests]
+            prompts = [request._replace(partial=(), samples=None) for request in requests]
             greedy = self.rollout.generate(prompts, 1, step, temperature=0, prompt_set=self.prompts)
             statistics.tokens += int(greedy.response_mask.sum())
         draws = [(step if request.step is None else request.step, request.draw_index) for request in requests]
@@ -217,9 +220,10 @@ class GroupCollector:
         if episodes is None:
             return None
         keys = [
-            key_of(step, request.line, draw * samples + sample)
+            key_of(step, request.line, draw * size + sample)
             for request, (step, draw) in zip(requests, draws, strict=True)
-            for sample in range(samples)
+            for size in (request.samples or samples,)
+            for sample in range(size)
         ]
         return episodes.take_records(keys)
 
@@ -242,7 +246,7 @@ class GroupCollector:
                 statistics.tokens += new_tokens
         if wanted < len(requests):
             is_taken = torch.zeros(len(requests), dtype=torch.bool).index_fill(0, taken, True)
-            batch = batch.renumbered(is_taken.repeat_interleave(samples))
+            batch = batch.renumbered(groups_of(requests, samples).expand(is_taken))
         requests = [requests[i] for i in taken.tolist()]
         if self.settings.partial_rollouts:
             self.rollout.recompute_routes(batch, requests, samples)

@@ -20,17 +20,17 @@ from megarl.batch import (
     concatenate,
     empty_batch,
     expand_ranges,
-    round_robin,
     with_row_starts,
 )  # fmt: skip
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
+from megarl.groups import PromptGroups
 from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import key_of
-from megarl.rollout.requests import PartialResponse, PromptRequest
+from megarl.rollout.requests import PartialResponse, PromptRequest, groups_of
 from megarl.rollout.response_rows import joined, rows_by_id, selected, split_at, truncated_to
 from megarl.rollout.waiting_groups import VERSIONS
 
@@ -48,6 +48,11 @@ class CarriedGroup(NamedTuple):
     lengths: tuple[int, ...]  # tokens of each response
     finished: tuple[bool, ...]  # also of an episode that ended in another way
     oldest: int  # policy version of its oldest token; `NO_TOKEN` without any
+
+    @property
+    def samples(self) -> int:
+        """Responses in the group."""
+        return len(self.lengths)
 
 
 class PartialRolloutBuffer:
@@ -82,10 +87,11 @@ class PartialRolloutBuffer:
         """Removes and returns at most `count` groups, oldest first. `keep_unfinished` puts back those not taken."""
         self._drop_stale()
         popped, self._groups = self._groups[:count], self._groups[count:]
-        self._continued_count = len(popped) * self.samples
+        groups = PromptGroups([group.samples for group in popped])
+        self._continued_count = groups.count
         self._continued, self._responses = split_at(self._responses, self._continued_count)
         held = rows_by_id(self._continued)
-        return [self._request(group, held, number * self.samples) for number, group in enumerate(popped)]
+        return [self._request(group, held, first) for group, first in zip(popped, groups.starts.tolist(), strict=True)]
 
     def _request(self, group: CarriedGroup, held: dict[int, tuple[list[int], int]], first: int) -> PromptRequest:
         """The request of a group whose responses are numbered from `first`; `held`: of `rows_by_id`."""
@@ -98,7 +104,7 @@ class PartialRolloutBuffer:
             partial.append(PartialResponse(counted, is_finished, tokens[start:]))
         return PromptRequest(
             line=group.line, tokens=prompt, draw_index=group.draw_index, step=group.step, partial=tuple(partial),
-            dp_rank=group.dp_rank,
+            dp_rank=group.dp_rank, samples=group.samples,
         )  # fmt: skip
 
     def _drop_stale(self):
@@ -107,8 +113,9 @@ class PartialRolloutBuffer:
             return
         is_fresh = torch.tensor([self.trained_version - group.oldest <= limit for group in self._groups])
         self.dropped += int((~is_fresh).sum())
+        groups = PromptGroups([group.samples for group in self._groups])
         self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
-        self._responses = selected(self._responses, is_fresh.repeat_interleave(self.samples))
+        self._responses = selected(self._responses, groups.expand(is_fresh))
         self._retain_episodes()
 
     def _retain_episodes(self):
@@ -119,9 +126,10 @@ class PartialRolloutBuffer:
     def _keys(self, groups: Iterable[CarriedGroup | PromptRequest], step: int = 0) -> list[str]:
         """Keys of the episodes of groups by sequence id; `step`: that drew those that name none."""
         return [
-            key_of(step if group.step is None else group.step, group.line, group.draw_index * self.samples + sample)
+            key_of(step if group.step is None else group.step, group.line, group.draw_index * size + sample)
             for group in groups
-            for sample in range(self.samples)
+            for size in (group.samples or self.samples,)
+            for sample in range(size)
         ]
 
     def keep_unfinished(
@@ -150,19 +158,20 @@ class PartialRolloutBuffer:
         is_kept = torch.ones(len(requests), dtype=torch.bool)
         is_kept[taken] = False
         if self.episodes is not None and is_kept.any():
-            is_kept = self._replayable(batch.sequence_ids, [keys[i] for i in held], is_kept)
+            groups = groups_of(requests, self.samples)
+            is_kept = self._replayable(batch.sequence_ids, [keys[i] for i in held], groups, is_kept)
         if is_kept.any():
-            self._keep(batch, [requests[i] for i in is_kept.nonzero().flatten().tolist()], is_kept, step)
+            self._keep(batch, requests, is_kept, step)
         self._retain_episodes()
         self._continued, self._continued_count = None, 0
         return batch, new_tokens
 
-    def _replayable(self, sequence_ids: Tensor, keys: list[str], is_kept: Tensor) -> Tensor:
+    def _replayable(self, sequence_ids: Tensor, keys: list[str], groups: PromptGroups, is_kept: Tensor) -> Tensor:
         """[G] bool: the groups of `is_kept` without an unfinished episode whose environment cannot be replayed. Counts
         the others as dropped."""
         is_stuck = torch.tensor(self.episodes.are_stuck(keys), dtype=torch.int64)
-        stuck = self.mesh[ROLLOUT].gather_rows(sequence_ids, is_stuck, len(is_kept) * self.samples)
-        is_stuck = stuck.view(len(is_kept), self.samples).any(1)
+        stuck = self.mesh[ROLLOUT].gather_rows(sequence_ids, is_stuck, groups.count)
+        is_stuck = groups.reduce(stuck, "amax") > 0
         self.dropped += int((is_stuck & is_kept).sum())
         return is_kept & ~is_stuck
 
@@ -200,9 +209,10 @@ class PartialRolloutBuffer:
 
     def _keep(self, batch: Batch, requests: list[PromptRequest], is_kept: Tensor, step: int):
         """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
-        role_groups = self.mesh[ROLLOUT]
+        role_groups, groups = self.mesh[ROLLOUT], groups_of(requests, self.samples)
         kept = Batch(**{name: getattr(batch, name).cpu() for name in self._fields})
-        kept = selected(kept, is_kept.repeat_interleave(self.samples))
+        kept = selected(kept, groups.expand(is_kept))
+        requests, groups = [requests[i] for i in is_kept.nonzero().flatten().tolist()], groups.kept(is_kept)
         ids, own = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
         if kept is not None:
             ids, ended = kept.sequence_ids, None
@@ -212,10 +222,9 @@ class PartialRolloutBuffer:
                 ended = self.episodes.have_ended(keys)
                 self.episodes.learn_versions(keys, kept.versions.split(kept.lengths.tolist()))
             own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
-        known = role_groups.gather_rows(ids, own, len(requests) * self.samples)
-        groups = _carried_groups(requests, known.view(len(requests), self.samples, 4), step)
+        known = role_groups.gather_rows(ids, own, groups.count)
         self._responses = joined(kept, self._responses, len(known))
-        self._groups = groups + self._groups
+        self._groups = _carried_groups(requests, known.split(groups.sizes.tolist()), step) + self._groups
 
     def metrics(self) -> dict[str, int]:
         """Groups carried to the next step, and groups dropped in this one."""
@@ -230,6 +239,9 @@ class PartialRolloutBuffer:
             return None
         fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
         groups, file = [(group.line, group.draw_index, group.step) for group in self._groups], io.BytesIO()
+        sizes = [group.samples for group in self._groups]
+        if {*sizes} - {self.samples}:  # of files with sizes of their own
+            fields["sizes"] = sizes
         if self.episodes is not None:
             keys, ids = self._keys(self._groups), responses.sequence_ids.tolist() if responses else []
             fields["episodes"] = self.episodes.to_json(keys[i] for i in ids)
@@ -251,13 +263,17 @@ class PartialRolloutBuffer:
         for data, where in files:
             fields = with_row_starts(load_plain(data, where))
             version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
-            facts = fields.pop("episodes", None)
+            facts, sizes = fields.pop("episodes", None), fields.pop("sizes", [samples] * len(groups))
             waiting_groups.check_unfinished(len(groups), samples, facts is not None, s)
+            by_prompt = PromptGroups(sizes)
             if not own:
-                known = torch.zeros(len(groups) * samples, 4, dtype=torch.int64)
-            requests = [PromptRequest(line=n, tokens=(), draw_index=index, step=step) for n, index, step in groups]
+                known = torch.zeros(by_prompt.count, 4, dtype=torch.int64)
+            requests = [
+                PromptRequest(line=n, tokens=(), draw_index=index, step=step, samples=size)
+                for (n, index, step), size in zip(groups, sizes, strict=True)
+            ]
             batch = Batch(**fields) if fields else empty_batch(self._fields, "cpu")
-            dp_ranks = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
+            dp_ranks = by_prompt.round_robin(len(role_groups.replicas))[batch.sequence_ids]
             ended = None
             if self.episodes is not None:
                 keys, is_own = self._keys(requests), dp_ranks == role_groups.dp_rank
@@ -276,15 +292,16 @@ class PartialRolloutBuffer:
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
-        self._groups = _carried_groups(requests, known.view(len(groups), samples, 4), 0)
+        self._groups = _carried_groups(requests, known.split(sizes), 0)
         self.version, batch = version, concatenate(own)
         self._responses = batch if len(batch) else None
 
 
-def _carried_groups(requests: list[PromptRequest], known: Tensor, step: int) -> list[CarriedGroup]:
-    """The groups of requests; `known`: [G, samples, 4] length, finished, oldest version, dp rank."""
+def _carried_groups(requests: list[PromptRequest], known: Sequence[Tensor], step: int) -> list[CarriedGroup]:
+    """The groups of requests; `known`: of each [samples, 4] length, finished, oldest version, dp rank."""
     groups = []
-    for request, (lengths, finished, oldest, dp_ranks) in zip(requests, known.transpose(1, 2).tolist(), strict=True):
+    for request, of_group in zip(requests, known, strict=True):
+        lengths, finished, oldest, dp_ranks = of_group.T.tolist()
         drawn_in = step if request.step is None else request.step
         groups.append(CarriedGroup(
             line=request.line, draw_index=request.draw_index, step=drawn_in, dp_rank=dp_ranks[0],

@@ -3,8 +3,9 @@
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Batch, round_robin
+from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
+from megarl.groups import PromptGroups
 
 
 def gather_layers(
@@ -50,7 +51,7 @@ def _join_shards(shards: list[tuple], layers: list[int] | None) -> Batch:
     return batch
 
 
-def own_share(batch: Batch, samples: int, role_groups: RoleGroups) -> Batch:
-    """The groups of a batch that this rank's replica takes: round-robin."""
-    dp_assignment = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
+def own_share(batch: Batch, groups: PromptGroups, role_groups: RoleGroups) -> Batch:
+    """What this rank's replica takes of a batch: whole groups, round-robin. `groups`: of all replicas."""
+    dp_assignment = groups.round_robin(len(role_groups.replicas))[batch.sequence_ids]
     return batch.select((dp_assignment == role_groups.dp_rank).nonzero().flatten())

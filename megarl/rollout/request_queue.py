@@ -7,7 +7,6 @@ do not depend on the replica that generates them, because every request has its 
 import array
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -42,43 +41,37 @@ class SharedRequestQueue:
     its ranks.
     """
 
-    def __init__(self, requests: RoundRequests, unit: int, role_groups: RoleGroups):
+    def __init__(self, requests: RoundRequests, whole_groups: bool, role_groups: RoleGroups):
         """
         Args:
             requests: the same on every rank; finished ones are skipped, and a replica begins with those that only it
                 can continue.
-            unit: adjacent requests that go to one replica, such as a prompt's samples that share its KV cache.
+            whole_groups: all responses to a prompt go to one replica, where they can share its KV cache.
             role_groups: of the rollout.
         """
-        self.requests, self.unit = requests, unit
+        self.requests = requests
         self.entry = StoreEntry(role_groups)
-        units = [start for start in range(0, len(requests), unit) if self._open_ids(start)]
-        self._order = sorted((start for start in units if self._owner(start) is None), key=self._longest_first)
-        own = [start for start in units if self._owner(start) == role_groups.dp_rank]
-        self._drawn = deque(self._ids_of(own))  # by this replica, not yet taken by its engine
+        groups = [[i for i in requests.ids_of(n) if requests.is_open(i)] for n in range(len(requests.prompts))]
+        units = [ids for ids in groups if ids] if whole_groups else [[i] for ids in groups for i in ids]
+        self._order = sorted((ids for ids in units if self._owner(ids) is None), key=self._longest_first)
+        own = [ids for ids in units if self._owner(ids) == role_groups.dp_rank]
+        self._drawn = deque(itertools.chain.from_iterable(own))  # by this replica, not yet taken by its engine
         self._is_exhausted = not self._order
+        self._largest = int(requests.groups.sizes.max()) if whole_groups and len(requests) else 1
         # Limit on the requests that a replica runs at a time, so that the first replica cannot draw all of them.
-        self.share = -(-len(units) // len(role_groups.replicas)) * unit
+        self.share = -(-len(units) // len(role_groups.replicas)) * self._largest
 
-    def _owner(self, start: int) -> int | None:
-        return self.requests.prompts[start // self.requests.samples].dp_rank
+    def _owner(self, ids: list[int]) -> int | None:
+        return self.requests.prompt_of(ids[0]).dp_rank
 
-    def _open_ids(self, start: int) -> list[int]:
-        """Ids of a unit with tokens left to generate."""
-        return [i for i in range(start, min(start + self.unit, len(self.requests))) if self.requests.is_open(i)]
-
-    def _ids_of(self, starts: Iterable[int]) -> Iterator[int]:
-        return itertools.chain.from_iterable(map(self._open_ids, starts))
-
-    def _longest_first(self, start: int) -> tuple[int, int]:
-        samples = self.requests.samples
-        return -max(len(self.requests.prompts[i // samples].tokens) for i in self._open_ids(start)), start
+    def _longest_first(self, ids: list[int]) -> tuple[int, int]:
+        return -len(self.requests.prompt_of(ids[0]).tokens), ids[0]
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
         """At most `room` requests, each with its index in the list."""
         missing = room - len(self._drawn)
         if missing > 0 and not self._is_exhausted:
-            self._draw(-(-missing // self.unit))
+            self._draw(-(-missing // self._largest))
         ids = [self._drawn.popleft() for _ in range(min(room, len(self._drawn)))]
         return list(zip(ids, self.requests.build(ids), strict=True))
 
@@ -98,7 +91,7 @@ class SharedRequestQueue:
         first = entry.store.add(entry.key, units) - units if entry.role_groups.is_leader else 0
         first = entry.role_groups.broadcast_number(first)
         self._is_exhausted = first + units >= len(self._order)
-        self._drawn.extend(self._ids_of(self._order[first : first + units]))
+        self._drawn.extend(itertools.chain.from_iterable(self._order[first : first + units]))
 
 
 class GroupEarlyStop:
@@ -112,14 +105,14 @@ class GroupEarlyStop:
 
     def __init__(self, wanted: int, requests: RoundRequests, role_groups: RoleGroups):
         """`wanted`: groups to select, including those finished before, which are fewer."""
-        self.samples, self.entry = requests.samples, StoreEntry(role_groups)
+        self._requests, self.entry = requests, StoreEntry(role_groups)
         self._limits = requests.limits
         self._ended: dict[int, list[int]] = {}  # lengths of the responses that ended here, by group
-        groups = range(len(requests) // self.samples)
+        groups = range(len(requests.prompts))
         self.wanted = wanted - sum(not any(self._limits_of(group)) for group in groups)
 
     def _limits_of(self, group: int) -> list[int]:
-        return self._limits[group * self.samples : (group + 1) * self.samples]
+        return [self._limits[i] for i in self._requests.ids_of(group)]
 
     def ended(self, number: int, completion: Completion):
         """Records a completion; one replica generates all responses of a group."""
@@ -129,7 +122,7 @@ class GroupEarlyStop:
 
     def add(self, number: int, length: int):
         """Records that a response, or an episode, has ended with that many new tokens."""
-        group = number // self.samples
+        group = self._requests.group_of(number)
         lengths = self._ended.setdefault(group, [])
         lengths.append(length)
         is_complete = len(lengths) == sum(limit > 0 for limit in self._limits_of(group))
@@ -182,7 +175,7 @@ class FirstGroups(GroupEarlyStop):
         """The groups, ascending, with those finished before; once all replicas have stopped. A collective of the
         replica."""
         first = array.array("q", self._best_groups()) if self.entry.role_groups.is_leader else ()
-        before = [group for group in range(len(self._limits) // self.samples) if not any(self._limits_of(group))]
+        before = [group for group in range(len(self._requests.prompts)) if not any(self._limits_of(group))]
         return sorted([*before, *self.entry.role_groups.broadcast_object([*first])])
 
     def _result(self, group: int, lengths: list[int]) -> int:

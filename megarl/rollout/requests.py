@@ -12,6 +12,7 @@ from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
+from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 
@@ -38,24 +39,37 @@ class PromptRequest(NamedTuple):
     partial: tuple[PartialResponse, ...] = ()  # one for each sample, to be continued; empty: a new group
     dp_rank: int | None = None  # replica that holds the partial responses and continues them; None: any replica
     limit: int | None = None  # tokens of a response; None: as the round's
+    samples: int | None = None  # responses; None: as the round's
+
+
+def groups_of(prompts: list[PromptRequest], samples: int) -> PromptGroups:
+    """The groups of responses to the prompts; `samples`: to a prompt that says no number."""
+    return PromptGroups([prompt.samples or samples for prompt in prompts])
 
 
 def remaining_tokens(prompts: list[PromptRequest], samples: int, limit: int) -> list[int]:
     """Tokens that each response to the prompts may still get, by sequence id; `limit`: of a whole response, if the
-    prompt has none."""
-    empty = (PartialResponse(),) * samples
-    return [response.remaining(prompt.limit or limit) for prompt in prompts for response in prompt.partial or empty]
+    prompt has none, as `samples` of `groups_of`."""
+    return [
+        response.remaining(prompt.limit or limit)
+        for prompt in prompts
+        for response in prompt.partial or (PartialResponse(),) * (prompt.samples or samples)
+    ]
 
 
 class RoundRequests:
-    """The requests of a round by sequence id: id i is sample i mod `samples` of prompt i div `samples`.
+    """The requests of a round by sequence id, which `groups` counts.
 
     Every rank knows how long each response may get; a request is built on the replica that takes it.
     """
 
     def __init__(self, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int):
-        """`prompts`: of all replicas; `step`: the one that generates; `max_new_tokens`: of a whole response."""
-        self.prompts, self.samples = prompts, samples
+        """`prompts`: of all replicas; `samples`: as of `groups_of`; `step`: the one that generates; `max_new_tokens`:
+        of a whole response."""
+        self.prompts, self.samples, self.groups = prompts, samples, groups_of(prompts, samples)
+        ends = self.groups.sizes.cumsum(0).tolist()
+        self._ids = list(map(range, [0, *ends], ends))  # of each group
+        self._group_of = self.groups.of(torch.arange(self.groups.count)).tolist()
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts, samples, max_new_tokens)  # 0: the response is finished
         self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
@@ -65,9 +79,24 @@ class RoundRequests:
 
     def skip_if_enough_are_finished(self, wanted: int):
         """Generates nothing if at least `wanted` groups are finished already."""
-        groups = range(0, len(self), self.samples)
-        if sum(not any(self.limits[i : i + self.samples]) for i in groups) >= wanted:
+        if sum(not any(self.limits[i] for i in ids) for ids in self._ids) >= wanted:
             self.limits = [0] * len(self)
+
+    def group_of(self, i: int) -> int:
+        """The number of the prompt of a response in the round."""
+        return self._group_of[i]
+
+    def ids_of(self, group: int) -> range:
+        """The responses to a prompt of the round."""
+        return self._ids[group]
+
+    def prompt_of(self, i: int) -> PromptRequest:
+        """The prompt of a response."""
+        return self.prompts[self._group_of[i]]
+
+    def sample_of(self, i: int) -> int:
+        """The number of a response in its group."""
+        return i - self._ids[self._group_of[i]].start
 
     def is_open(self, i: int) -> bool:
         """Whether the engine has to generate a response."""
@@ -81,25 +110,26 @@ class RoundRequests:
         """Ids of a replica if there is no shared queue: groups that it continues, a round-robin share of the others."""
         owners = (group % replicas if p.dp_rank is None else p.dp_rank for group, p in enumerate(self.prompts))
         groups = [group for group, owner in enumerate(owners) if owner == dp_rank]
-        return [group * self.samples + sample for group in groups for sample in range(self.samples)]
+        return [i for group in groups for i in self._ids[group]]
 
     def partial(self, i: int) -> PartialResponse:
         """The partial response that is continued; empty in a new group."""
-        partial = self.prompts[i // self.samples].partial
-        return partial[i % self.samples] if partial else PartialResponse()
+        partial = self.prompt_of(i).partial
+        return partial[self.sample_of(i)] if partial else PartialResponse()
 
     def prompt(self, i: int) -> list[int]:
         """The prompt of a response, with the tokens of its partial response."""
-        return [*self.prompts[i // self.samples].tokens, *self.partial(i).tokens]
+        return [*self.prompt_of(i).tokens, *self.partial(i).tokens]
 
     def step_of(self, i: int) -> int:
         """The step that drew the prompt of a response."""
-        drawn_in = self.prompts[i // self.samples].step
+        drawn_in = self.prompt_of(i).step
         return self.step if drawn_in is None else drawn_in
 
     def stream_of(self, i: int) -> int:
         """The number of a response among all that its step draws of the prompt's line."""
-        return self.prompts[i // self.samples].draw_index * self.samples + i % self.samples
+        size = len(self._ids[self._group_of[i]])  # of all groups of the line
+        return self.prompt_of(i).draw_index * size + self.sample_of(i)
 
     def build(
         self, ids: Sequence[int], sampling: SamplingSettings | None = None, end_ids: tuple[int, ...] | None = None
@@ -110,7 +140,7 @@ class RoundRequests:
         not depend on the order of prompts in the step. If a step draws a line again, its samples use the next streams.
         `sampling`, `end_ids`: for a generator that serves others, too.
         """
-        prompts = [self.prompts[i // self.samples] for i in ids]
+        prompts = [self.prompt_of(i) for i in ids]
         lines = torch.tensor([prompt.line for prompt in prompts], dtype=torch.int64)
         streams = torch.tensor([self.stream_of(i) for i in ids], dtype=torch.int64)
         steps = torch.tensor([self.step_of(i) for i in ids], dtype=torch.int64)
@@ -125,7 +155,7 @@ class RoundRequests:
                 max_new_tokens=self.limits[i],
                 sampling=sampling,
                 end_ids=end_ids,
-                stops_from=len(self.prompts[i // self.samples].tokens),
+                stops_from=len(self.prompt_of(i).tokens),
             )
             for i, key in zip(ids, keys.tolist(), strict=True)
         ]
@@ -161,7 +191,7 @@ def completions_to_batch(
     if prompt_version is not None:
         versions = np.full(len(mask), prompt_version, np.int32)
         versions[mask] = _joined([c.versions or () for c in completions], np.int32)
-    lines = [requests.prompts[i // requests.samples].line for i in ids]
+    lines = [requests.prompt_of(i).line for i in ids]
     batch = Batch(
         sequence_ids=torch.tensor(ids, dtype=torch.int64),
         prompt_ids=torch.tensor(lines, dtype=torch.int64),

@@ -32,7 +32,7 @@ from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.episodes.turn_bank import TurnBank
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
-from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
+from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, groups_of, remaining_tokens
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
 from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds
@@ -168,7 +168,7 @@ class Rollout:
         self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,
         wanted: int | None = None, prompt_set: PromptSet | None = None, sender: ResponseSender | None = None,
     ) -> Batch | None:  # fmt: skip
-        """Generates `samples` responses to each prompt; returns this replica's share as a packed batch.
+        """Generates responses to each prompt, `samples` where it says no number; returns this replica's share, packed.
 
         Partial responses are continued; the batch has their earlier tokens as part of the prompt.
 
@@ -284,8 +284,8 @@ class Rollout:
             mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
             return RequestList(zip(mine, requests.build(mine), strict=True)), None
         # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
-        unit = requests.samples if self.settings.rollout_prefix_caching or whole_groups else 1
-        queue = SharedRequestQueue(requests, unit, self.role_groups)
+        stay_together = self.settings.rollout_prefix_caching or whole_groups
+        queue = SharedRequestQueue(requests, stay_together, self.role_groups)
         return queue, queue
 
     def _run_episodes(
@@ -370,7 +370,7 @@ class Rollout:
             numbers, lengths = batch.sequence_ids, batch.response_lengths
             is_finished = batch.finished | (lengths == lengths.new_tensor(remaining)[numbers])
             own = lengths.masked_fill(~is_finished, UNFINISHED)
-        new_tokens = self.role_groups.gather_rows(numbers, own, len(prompts) * samples)
-        longest = new_tokens.view(-1, samples).amax(1)
-        groups = shortest_groups(longest, wanted)
-        return groups, int(longest[groups].max())
+        groups = groups_of(prompts, samples)
+        longest = groups.reduce(self.role_groups.gather_rows(numbers, own, groups.count), "amax")
+        earliest = shortest_groups(longest, wanted)
+        return earliest, int(longest[earliest].max())

@@ -23,6 +23,7 @@ from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.resume import is_held_out
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
+from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.files import step_name, sync_directory
 from megarl.observe.terminal import ranges_text
@@ -71,7 +72,7 @@ class RolloutWriter:
         self._layers: list[int] | None = None
         self._longest = 0  # tokens of a sequence of this replica
 
-    def add(self, found: GenerationRound, kept: torch.Tensor):
+    def add(self, found: GenerationRound, groups: PromptGroups, kept: torch.Tensor):
         """Writes a round: this replica's share of it. `kept` [G] bool: groups that the filter keeps."""
         kinds = [RESPONSES] + [GREEDY] * (found.greedy is not None)
         if self.role_groups.is_member:
@@ -79,7 +80,11 @@ class RolloutWriter:
                 self._write(kind, batch)
             if found.records is not None and self.role_groups.is_leader:
                 self._write_records(found.records)
-        self._rounds.append({"lines": found.lines, "kept": kept.tolist(), "kinds": kinds, "draws": found.draws})
+        entry = {"lines": found.lines, "kept": kept.tolist(), "kinds": kinds, "draws": found.draws}
+        sizes = groups.sizes.tolist()
+        if {*sizes} - {self.facts["samples_per_prompt"]}:  # of files with sizes of their own
+            entry["sizes"] = sizes
+        self._rounds.append(entry)
 
     def _write(self, kind: str, batch: Batch):
         gathered = gather_layers(batch, self.layers if kind == RESPONSES else None, self.role_groups)
@@ -196,7 +201,7 @@ class SavedRollouts:
         return RolloutRecord(folder=folder, rounds=rounds, **entries)
 
     def read(self, record: RolloutRecord, number: int, kind: str, fields: Iterable[str],
-             layers: tuple[int, ...] | None, role_groups: RoleGroups,
+             layers: tuple[int, ...] | None, role_groups: RoleGroups, groups: PromptGroups,
              optional: Collection[str] = ()) -> Batch:  # fmt: skip
         """This replica's share of a round: whole groups, round-robin.
 
@@ -204,24 +209,24 @@ class SavedRollouts:
             kind: `RESPONSES` or `GREEDY`.
             fields: to read besides `GENERATED_FIELDS`.
             layers: numbers of the MoE layers whose routes are read, in this order; None: no routes.
+            groups: of the round; of greedy responses, one for each prompt.
             optional: further fields, which are read where the files have them.
 
         Raises:
             RuntimeError: a file is not what `RolloutWriter` writes.
         """
-        round_, samples = record.rounds[number], 1 if kind == GREEDY else self._facts["samples_per_prompt"]
         names, batches = [*GENERATED_FIELDS, *fields, *(["routes"] if layers is not None else [])], []
-        for name in round_["files"][kind]:
+        for name in record.rounds[number]["files"][kind]:
             loaded = with_row_starts(load_file(record.folder / name))
             names += [field for field in optional if field in loaded and field not in names]
             if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n].dtype for n in names):
                 raise RuntimeError(f"--load-rollouts {record.folder / name}: lacks some of {', '.join(names)}")
             batches.append(Batch(**{field: loaded[field] for field in names}))
         batch = concatenate(batches)
-        self._check(batch, record, len(round_["lines"]) * samples)
+        self._check(batch, record, groups.count)
         if layers is not None:
             batch.routes = batch.routes[:, [record.layers.index(layer) for layer in layers]]
-        return own_share(batch, samples, role_groups).to(device.device())
+        return own_share(batch, groups, role_groups).to(device.device())
 
     def _check(self, batch: Batch, record: RolloutRecord, count: int):
         is_whole = torch.equal(batch.sequence_ids, torch.arange(count))

@@ -18,6 +18,7 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
 from megarl.flags.pool_settings import parse_bounds
+from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.rewards.expression import JUDGE
@@ -66,7 +67,7 @@ class RoundScorer:
     def begin_step(self):
         """Forgets the rounds of the last step."""
         self.rows: list[dict] = []
-        self._groups = 0  # of this step's rounds
+        self._responses = 0  # of this step's rounds
 
     @property
     def is_needed(self) -> bool:
@@ -81,14 +82,16 @@ class RoundScorer:
             self._set_baselines(found, step)
         keep = torch.ones(count, dtype=torch.bool)
         responses, reward_sum, shares = 0, 0.0, None
+        groups = self.prompts.groups(found.lines, self.settings.samples_per_prompt)
         if self._scores_all:
-            scores = self._score(batch, count, self.settings.samples_per_prompt, step)
+            of_responses = self._score(batch, groups, step)
             if batch is not None:
-                own = scores.flatten(0, 1)[batch.sequence_ids]
+                own = of_responses[batch.sequence_ids]
                 batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
                 batch.response_mask = without_unscored(batch, own[:, 2] > 0)
                 if self.settings.part_fields:
                     batch.reward_parts = own[:, 3:].float()
+            scores = groups.padded(of_responses)  # zeros do not count
             valid = scores[..., 2] > 0
             if self._column is not None:
                 keep = _differ(scores[..., self._column], valid)
@@ -100,28 +103,28 @@ class RoundScorer:
         if found.kept is not None:
             keep = torch.tensor(found.kept, dtype=torch.bool)
         if self._scores_all:
-            self.rows += self._rows_of_round(keep)
-        self._groups += count
+            self.rows += self._rows_of_round(groups, keep)
+        self._responses += groups.count
         return RoundScores(keep, responses, reward_sum, shares)
 
     def _set_baselines(self, found: GenerationRound, step: int):
         """Scores the greedy responses: each is the baseline of its prompt's group."""
-        scores = self._score(found.greedy, len(found.lines), 1, step, for_training=False)[:, 0]
+        scores = self._score(found.greedy, PromptGroups.equal(len(found.lines), 1), step, for_training=False)
         if found.batch is not None:
-            own = scores[found.batch.sequence_ids // self.settings.samples_per_prompt]
+            groups = self.prompts.groups(found.lines, self.settings.samples_per_prompt)
+            own = scores[groups.of(found.batch.sequence_ids)]
             found.batch.baseline_scores = own[:, 0].float()
             found.batch.response_mask = without_unscored(found.batch, own[:, 2] > 0)
 
-    def _score(self, batch: Batch | None, groups: int, samples: int, step: int, for_training: bool = True) -> Tensor:
-        """[groups, samples, 3 + K] float64 rewards, correctness, whether they count (`valid_sequences`), and K parts of
-        the rewards of a round's responses, on all ranks that take part."""
-        count = groups * samples
-        dp_assignment = load_balance.round_robin_assignment(self.mesh, count, samples)
+    def _score(self, batch: Batch | None, groups: PromptGroups, step: int, for_training: bool = True) -> Tensor:
+        """[N, 3 + K] float64 rewards, correctness, whether they count (`valid_sequences`), and K parts of the rewards
+        of a round's responses, on all ranks that take part."""
+        count, dp_assignment = groups.count, load_balance.round_robin_assignment(self.mesh, groups)
         role = ROLLOUT if batch is not None else self.reward.name
         with self.timers.phase(self.mesh[role].model_role, "exchange"):
             dp_assignment |= {ROLLOUT: dp_assignment_of(batch, count, self.mesh[ROLLOUT])}
         fields = self.settings.environment_fields
-        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, samples, fields)
+        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, groups, fields)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training)
         width = 3 + len(self.settings.part_weights)
@@ -134,13 +137,13 @@ class RoundScorer:
         with step_batch.exchange_phase("reward", ROLLOUT):
             dist.all_reduce(scores, group=self.mesh.channel("scores"))
             step_batch.wait_sends()
-        return scores.view(groups, samples, width)
+        return scores
 
-    def _rows_of_round(self, keep: Tensor) -> list[dict]:
+    def _rows_of_round(self, groups: PromptGroups, keep: Tensor) -> list[dict]:
         """Samples-file rows of the round just scored, with sequence numbers that are unique in the step."""
-        samples, kept = self.settings.samples_per_prompt, keep.tolist()
+        kept = groups.expand(keep).tolist()
         return [
-            row | {"sequence": row["sequence"] + self._groups * samples, "kept": kept[row["sequence"] // samples]}
+            row | {"sequence": row["sequence"] + self._responses, "kept": kept[row["sequence"]]}
             for row in self.reward.rows
         ]
 

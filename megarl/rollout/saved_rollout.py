@@ -7,6 +7,7 @@ from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
+from megarl.groups import PromptGroups
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.group_collector import GroupCollector, SamplingStatistics
@@ -79,7 +80,7 @@ class SavedGroupCollector(GroupCollector):
             )
         self.partial_rollouts.clear()  # what continues them is in the files
 
-    def collect(self, step: int) -> tuple[Batch, int] | None:
+    def collect(self, step: int) -> tuple[Batch, PromptGroups] | None:
         """The saved batch of a step, if it was full. Collective."""
         self._step = step
         return super().collect(step)
@@ -98,8 +99,11 @@ class SavedGroupCollector(GroupCollector):
         versions = [VERSIONS] if self._has_versions else []  # of one policy, none were written
         with self.timers.phase(role_groups.model_role, "read"):
             layers = self.rollout.recorded_layers
-            responses = self._saved.read(record, number, RESPONSES, fields, layers, role_groups, versions)
-            greedy = self._saved.read(record, number, GREEDY, fields, None, role_groups) if s.greedy_baseline else None
+            groups = self.prompts.groups(lines, s.samples_per_prompt)
+            responses = self._saved.read(record, number, RESPONSES, fields, layers, role_groups, groups, versions)
+            greedy, single = None, PromptGroups.equal(len(lines), 1)
+            if s.greedy_baseline:
+                greedy = self._saved.read(record, number, GREEDY, fields, None, role_groups, single)
         return GenerationRound(lines=lines, batch=responses, greedy=greedy, kept=kept)
 
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):

@@ -270,8 +270,8 @@ class ScheduledRounds:
                 is_last = record.segments[i][-1][0] == weights
                 if len(completion.tokens) != counts[i] or (completion.finished and not is_last):
                     raise self._error(f"response {i} ended after {len(done[i].tokens)} tokens")
-        taken = range(len(requests) // requests.samples) if record.groups is None else record.groups
-        for i in (i for i in mine if i // requests.samples in {*taken}):
+        taken = range(len(requests.prompts)) if record.groups is None else record.groups
+        for i in (i for i in mine if requests.group_of(i) in {*taken}):
             if not done[i].finished and len(done[i].tokens) != requests.limits[i]:
                 raise self._error(f"response {i} has not ended after {len(done[i].tokens)} tokens")
         return done
@@ -281,7 +281,7 @@ class ScheduledRounds:
         counts = {i: sum(count for _, count in segments) for i, segments in record.segments.items()}
         if any(i >= len(requests) or not requests.is_open(i) or n > requests.limits[i] for i, n in counts.items()):
             raise self._error("it has other responses")
-        if not {*(record.groups or ())} <= {*range(len(requests) // requests.samples)}:
+        if not {*(record.groups or ())} <= {*range(len(requests.prompts))}:
             raise self._error("it has other groups")
 
     def _error(self, problem: str) -> UsageError:

@@ -16,6 +16,7 @@ from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.flags.settings import parse_positive_ints
+from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
 from megarl.rollout.remote_rollout import RemoteRollout
@@ -113,13 +114,11 @@ class Evaluator:
         responses = self.rollout.generate(
             self.requests, n, EVAL_STEP, temperature=s.eval_temperature, prompt_set=self.prompts
         )
-        count = len(self.requests) * n
-        dp_assignment = load_balance.round_robin_assignment(self.mesh, count, n)
-        dp_assignment |= {ROLLOUT: dp_assignment_of(responses, count, self.mesh[ROLLOUT])}
-        fields = s.environment_fields
-        step_batch = StepBatch(
-            self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, n, fields, in_evaluation=True
-        )
+        groups = PromptGroups.equal(len(self.requests), n)
+        dp_assignment = load_balance.round_robin_assignment(self.mesh, groups)
+        dp_assignment |= {ROLLOUT: dp_assignment_of(responses, groups.count, self.mesh[ROLLOUT])}
+        args = self.prompts, groups, s.environment_fields
+        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, *args, in_evaluation=True)
         self._running = step_batch
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)

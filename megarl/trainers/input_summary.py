@@ -9,6 +9,7 @@ from megarl.comm.early_responses import judges_early
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
+from megarl.flags.group_rules import expected_responses, group_sizes
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.observe.terminal import printable
 from megarl.planning.parameters import frozen_total, parameter_totals
@@ -149,11 +150,13 @@ def _training(config: RunConfig) -> list[tuple[str, str]]:
     s, rows = config.settings, []
     if "actor" in config.trained and "rollout" in config.roles:
         losses = f"--advantage {s.advantage}, --policy-loss {s.policy_loss}, --loss-aggregation {s.loss_aggregation}"
-        responses = s.prompts_per_step * s.samples_per_prompt
-        size = min(s.minibatch_size or responses, responses)
+        responses = expected_responses(s)
+        size = f"{min(s.minibatch_size or responses, responses):,}"
+        if group_sizes(s) != {s.samples_per_prompt}:
+            size = f"{s.minibatch_groups or s.prompts_per_step:,} prompts"
         rows.append(("algorithm", losses))
         rows.append(("step", f"{s.prompts_per_step:,} prompts, {responses:,} responses of at most "
-                             f"{s.max_response_length:,} tokens, mini-batches of {size:,}"))  # fmt: skip
+                             f"{s.max_response_length:,} tokens, mini-batches of {size}"))  # fmt: skip
     else:
         if config.command_line[0].endswith("preference"):
             rows.append(("algorithm", f"--preference-loss {s.preference_loss}"))

@@ -11,6 +11,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
+from megarl.flags.group_rules import group_sizes
 from megarl.observe.timers import Timers
 from megarl.rewards.build import build_verifiers, check_prompts, prompts_of_terms
 from megarl.rewards.expression import JUDGE, MODEL
@@ -40,8 +41,10 @@ class RewardFactory:
 
     def _check_pairs(self):
         s, evaluates = self.config.settings, "actor" not in self.config.trained
-        if s.samples_per_prompt == 1 and not evaluates or s.greedy_baseline:
-            flag = "--greedy-baseline" if s.greedy_baseline else "--samples-per-prompt 1"
+        if 1 in group_sizes(s) and not evaluates or s.greedy_baseline:
+            by_file = f"--prompts {s.prompts}: samples-per-prompt 1"
+            flag = "--samples-per-prompt 1" if s.samples_per_prompt == 1 else by_file
+            flag = "--greedy-baseline" if s.greedy_baseline else flag
             raise UsageError(f"{flag}: {self.judge.where} has the mode pair, which compares the responses to a prompt")
 
     def check(self, *prompts: PromptSet):
@@ -75,7 +78,7 @@ class RewardFactory:
             return lambda prompt_set: prompt_set.encode(self.encoder)
         lengths = s.judge_max_length, s.max_response_length
         self.judge_prompts = JudgePrompts(self.judge, self.encoder, s.seed, *lengths)
-        group_size = max(s.samples_per_prompt, s.eval_responses)
+        group_size = max(*group_sizes(s), s.eval_responses)
         return functools.partial(self.judge_prompts.check, group_size=group_size)
 
     def _judge_weights(self, role: RoleSettings) -> PretrainedWeights:

@@ -4,6 +4,7 @@ import itertools
 
 import torch
 
+from megarl.groups import PromptGroups
 from tests.cuda_walk.device import CUDA, Walk
 from tests.cuda_walk.training import device_batch, host_batch
 from tests.helpers.tiny_models import join_actor
@@ -12,7 +13,8 @@ from tests.helpers.tiny_models import join_actor
 class Step(dict):
     """Batches of a step by role, as `StepBatch` has them."""
 
-    count, step = 6, 1
+    groups, step = PromptGroups.equal(3, 2), 1
+    count = groups.count
 
 
 def _scored_batch():

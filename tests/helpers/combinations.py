@@ -75,7 +75,7 @@ AXES = {
               AGENT, f"{AGENT} --partial-rollouts --over-sampling 2 --rollout-correction tis",
               f"{AGENT} {APART} --generation-lag 1 --rollout-correction tis --prompts {{environments}}",
               f"{BRANCHES} --max-prompt-length 20 --max-tokens-per-microbatch 400"],
-    "data": ["--prompts {limits}", "--prompts {rewards}"],
+    "data": ["--prompts {limits}", "--prompts {rewards}", "--prompts {sizes}"],
     "kept": ["--rollout-bank {save}-bank", "--save-rollouts", "--rollout-bank {save}-bank --save-rollouts"],
     "experts": [f"{EXPERTS} {flags}" for flags in (
         "", "--moe-z-loss-coeff 0.1", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
@@ -116,12 +116,12 @@ NEUTRAL = [
 
 @functools.cache
 def mixtures() -> dict[str, Path]:
-    """Mixtures of prompt files, whose second file has a limit, a reward, or an environment of its own."""
+    """Mixtures of prompt files, whose second file has a limit, a reward, an environment, or a group size of its own."""
     folder = programs.inputs()
     rows = [programs.addition(35, number) for number in range(6)]
     few = programs.write_lines(folder / "few.jsonl", rows)
     own = {"limits": "max-response-length: 2", "rewards": "reward: length+0.2*repetition",
-           "environments": "environment: tests.helpers.agents:sums"}  # fmt: skip
+           "environments": "environment: tests.helpers.agents:sums", "sizes": "samples-per-prompt: 3"}  # fmt: skip
     for name, line in own.items():
         text = f"many:\n  prompts: {folder / 'train.jsonl'}\n  weight: 2\nfew:\n  prompts: {few}\n  {line}\n"
         (folder / f"{name}.yaml").write_text(text)

@@ -2,8 +2,9 @@
 
 import torch
 
-from megarl.batch import Batch, round_robin
+from megarl.batch import Batch
 from megarl.data.tokenizers import build_tokenizer
+from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from tests.helpers.worlds import SAFETY
 
@@ -37,13 +38,14 @@ def experience(dp_rank: int, replicas: int) -> Batch:
         tokens=tokens, finished=ids % 3 > 0, correct=ids % 2 > 0,
         scores=torch.randn(SEQUENCES, generator=generator), **noise,
     )  # fmt: skip
-    return batch.select((round_robin(ids, replicas, 2) == dp_rank).nonzero().flatten())
+    return batch.select((ids // 2 % replicas == dp_rank).nonzero().flatten())
 
 
 class LocalStepBatch(dict):
     """A step batch whose data are already on the ranks of the roles."""
 
-    count, step, samples_per_prompt = SEQUENCES, 1, 2
+    groups, step = PromptGroups.equal(SEQUENCES // 2, 2), 1
+    count = property(lambda self: self.groups.count)
 
 
 def role_of(name: str, parsed):

@@ -14,7 +14,6 @@ from megarl.batch import (
     Batch,
     concatenate,
     empty_batch,
-    round_robin,
     with_row_starts,
 )
 from tests.helpers.batches import random_batch, sequences
@@ -66,7 +65,7 @@ def test_shuffled_then_sorted_is_the_batch(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_split_over_replicas_then_concatenated_is_the_batch(seed):
     batch = random_batch(seed)
-    owner = round_robin(batch.sequence_ids, 3, 2)
+    owner = batch.sequence_ids // 2 % 3
     parts = [batch.select((owner == dp_rank).nonzero().flatten()) for dp_rank in (2, 0, 1)]
     assert sum(len(part) for part in parts) == len(batch)
     joined = concatenate(parts)
@@ -142,12 +141,6 @@ def test_routes_are_not_exchanged_with_the_batch():
         and "routing" not in FIELDS
         and "routes" not in {*GENERATED_FIELDS, *ACTOR_FIELDS, *RESPONSE_FIELDS}
     )
-
-
-def test_round_robin_keeps_the_samples_of_a_prompt_together():
-    assert round_robin(torch.arange(12), 3, 2).tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
-    assert round_robin(torch.arange(4), 1, 3).tolist() == [0, 0, 0, 0]
-    assert round_robin(torch.tensor([7, 100]), 2, 1).tolist() == [1, 0]
 
 
 def test_every_field_documents_its_shape():

@@ -76,7 +76,7 @@ class EpisodeRound:
 
 
 def _key_in(requests: RoundRequests, number: int) -> str:
-    line = requests.prompts[number // requests.samples].line
+    line = requests.prompt_of(number).line
     return key_of(requests.step_of(number), line, requests.stream_of(number))
 
 
@@ -243,7 +243,7 @@ class EpisodeRunner:
         self, requests: RoundRequests, prompts: PromptSet, is_training: bool, number: int, request: GenerationRequest
     ) -> Episode:
         """Makes an episode or continues that of an earlier round; on the leader, with its environment."""
-        asked, key = requests.prompts[number // requests.samples], _key_in(requests, number) if is_training else None
+        asked, key = requests.prompt_of(number), _key_in(requests, number) if is_training else None
         before = self.carried.get(key) if key is not None and asked.partial else None
         if self.client is not None:
             prompt, task = prompts[asked.line], self.task(requests, number, prompts[asked.line])
@@ -264,7 +264,7 @@ class EpisodeRunner:
 
     def task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
         """What the environment of an episode begins with."""
-        asked, step = requests.prompts[number // requests.samples], requests.step_of(number)
+        asked, step = requests.prompt_of(number), requests.step_of(number)
         sample = requests.stream_of(number)
         return Task(
             messages=[dict(message) for message in prompt.conversation],

@@ -5,12 +5,14 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.environments.protocol import Observation
 from megarl.errors import UsageError
+from megarl.groups import PromptGroups
 from megarl.observe.files import step_name
 from megarl.observe.terminal import ranges_text
 from megarl.rollout.episodes.record import observations_of
@@ -88,25 +90,26 @@ def read_response(run: str, step: int, sample: int) -> SavedResponse:
 
 
 def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedResponse:
-    samples, left = manifest["samples_per_prompt"], sample
-    total = sum(len(round_["lines"]) * samples for round_ in manifest["rounds"])
+    rounds, size, left = manifest["rounds"], manifest["samples_per_prompt"], sample
+    groups = [PromptGroups(round_.get("sizes") or [size] * len(round_["lines"])) for round_ in rounds]
+    total = sum(of_round.count for of_round in groups)
     if not 0 <= sample < total:
         raise UsageError(f"--sample {sample}: step {manifest['step']} has the samples 0-{total - 1}")
     number = 0
-    while left >= (count := len(manifest["rounds"][number]["lines"]) * samples):
-        number, left = number + 1, left - count
-    round_ = manifest["rounds"][number]
+    while left >= groups[number].count:
+        number, left = number + 1, left - groups[number].count
+    round_ = rounds[number]
     if not round_.get("draws"):
         raise UsageError(f"--step: {folder}: was written by an older version, which did not say how prompts were drawn")
     rows = _row(folder, manifest, number, left)
     record = _record(folder, manifest, number, left) if manifest["environment"] is not None else None
-    group = left // samples
+    group = int(groups[number].of(torch.tensor(left)))
     tokens, length = rows["tokens"].tolist(), int(rows["prompt_lengths"])
     turns = [(length, len(tokens))] if record is None else [(int(start), int(end)) for start, end in record["turns"]]
     logprobs, mask = rows["rollout_logprobs"], rows["response_mask"]
     finished = bool(rows["finished"])
     return SavedResponse(
-        manifest=manifest, sample=sample, place=(round_["lines"][group], left % samples),
+        manifest=manifest, sample=sample, place=(round_["lines"][group], left - int(groups[number].starts[group])),
         draw=tuple(round_["draws"][group]), tokens=tokens, prompt_length=length,
         row_starts=rows["row_starts"].nonzero().flatten().tolist() if "row_starts" in rows else [], turns=turns,
         logprobs=[logprobs[start:end].tolist() for start, end in turns],

@@ -11,6 +11,7 @@ from megarl.batch import Batch
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
 from megarl.comm.whole_groups import positions_by_group, with_whole_groups
+from megarl.groups import PromptGroups
 from tests.helpers.worlds import run_world
 
 HIDDEN = 64
@@ -133,11 +134,8 @@ def test_one_minibatch_holds_all(size):
     (6, 4, 8, 4), (5, 4, 8, 4), (6, 4, 12, 4), (6, 4, 6, 1), (6, 4, 24, 1), (6, 1, 3, 1), (6, 4, None, 1),
 ])  # fmt: skip
 def test_minibatches_have_whole_groups_where_their_size_allows(prompts, samples, size, group):
-    settings = SimpleNamespace(minibatch_size=size, samples_per_prompt=samples, seed=3)
-    settings.group_of_minibatches = lambda count: Settings.group_of_minibatches(settings, count)
-    count = prompts * samples
-    assert settings.group_of_minibatches(count) == group
-    parts = mb.minibatches_of_step(settings, count, step=1, epoch=0)
+    settings, count = Settings(minibatch_size=size, samples_per_prompt=samples, seed=3), prompts * samples
+    parts = mb.minibatches_of_step(settings, PromptGroups.equal(prompts, samples), step=1, epoch=0)
     assert sorted(torch.cat(parts).tolist()) == list(range(count))
     assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
     assert all(part.tolist() == sorted(part.tolist()) for part in parts)
@@ -248,8 +246,9 @@ def test_minibatches_smaller_than_the_replicas_rotate():
 def test_replicas_get_whole_groups_if_there_are_enough(groups, is_whole):
     """Two replicas; of fewer groups than four for each, the work is not shared out evenly enough."""
     lengths = ragged(7, 2 * groups * 4).add(20)
-    minibatches = mb.minibatch_ids(2 * groups * 4, groups * 4, 1, 1, 0, group=4)
-    dp_assignment = load_balance.balance_by_flops(lengths, minibatches, 2, HIDDEN, group=4)
+    of_step = PromptGroups.equal(2 * groups, 4)
+    minibatches = [of_step.ids_of(drawn) for drawn in mb.minibatch_ids(2 * groups, groups, 1, 1, 0)]
+    dp_assignment = load_balance.balance_by_flops(lengths, minibatches, 2, HIDDEN, of_step)
     by_group = dp_assignment.view(-1, 4)
     assert bool((by_group == by_group[:, :1]).all()) == is_whole
     for ids in [*minibatches, torch.arange(len(lengths))]:
@@ -263,18 +262,24 @@ def test_replicas_get_whole_groups_if_there_are_enough(groups, is_whole):
 def test_whole_groups_meet_on_one_replica(groups, replicas):
     lengths = ragged(7, groups * 4).add(20)
     split = load_balance.balance_by_flops(lengths, [torch.arange(groups * 4)], replicas, HIDDEN)
-    found = with_whole_groups(split, lengths, 4, replicas, HIDDEN)
+    found = with_whole_groups(split, lengths, PromptGroups.equal(groups, 4), replicas, HIDDEN)
     by_group = found.view(-1, 4)
     assert bool((by_group == by_group[:, :1]).all())
     assert replicas == 1 or not torch.equal(split, found), "there was something to bring together"
     counts = by_group[:, 0].bincount(minlength=replicas)
-    assert counts.max() - counts.min() <= 1 and with_whole_groups(found, lengths, 4, replicas, HIDDEN) is found
+    assert (
+        counts.max() - counts.min() <= 1
+        and with_whole_groups(found, lengths, PromptGroups.equal(groups, 4), replicas, HIDDEN) is found
+    )
 
 
 def test_positions_by_group():
     """Of three samples each: a group of which one is missing, groups that another replica has, a whole one."""
-    assert positions_by_group([0, 2, 9, 10, 11], 3) == [[0, 1], [2, 3, 4]]
-    assert positions_by_group([4, 5], 1) == [[0], [1]] and positions_by_group([], 3) == []
+    assert positions_by_group([0, 2, 9, 10, 11], PromptGroups.equal(4, 3)) == [[0, 1], [2, 3, 4]]
+    assert (
+        positions_by_group([4, 5], PromptGroups.equal(6, 1)) == [[0], [1]]
+        and positions_by_group([], PromptGroups([3])) == []
+    )
 
 
 def test_the_assignment_depends_on_lengths_and_plan_only():
@@ -290,5 +295,7 @@ def test_the_assignment_depends_on_lengths_and_plan_only():
 def test_the_updates_of_a_step_are_its_minibatches(size):
     """The learning rate's schedule counts them before the first step; the last mini-batch may be smaller."""
     settings = Settings(prompts_per_step=5, samples_per_prompt=2, minibatch_size=size, ppo_epochs=3)
-    minibatches = [ids for epoch in range(3) for ids in mb.minibatches_of_step(settings, 10, 1, epoch)]
+    minibatches = [
+        ids for epoch in range(3) for ids in mb.minibatches_of_step(settings, PromptGroups.equal(5, 2), 1, epoch)
+    ]
     assert settings.updates_per_step == len(minibatches)

@@ -62,7 +62,12 @@ b: {prompts: c}
     ("a: {prompts: x, weight: true}", "a: weight: True: allowed is a number"),
     ("a: {prompts: x, weight: 1e-300}", "a: weight: 1e-300: allowed is a number"),
     ("a: {prompts: x, weight: heavy}", "a: weight: heavy: allowed is a number"),
-    ("a: {prompts: x, samples-per-prompt: 8}", "a: samples-per-prompt: all files have the one of --samples-per-prompt"),
+    ("a: {prompts: x, samples-per-prompt: 0}", "a: samples-per-prompt: 0: allowed is a whole number above 0"),
+    ("a: {prompts: x, samples-per-prompt: -2}", "a: samples-per-prompt: -2: allowed is a whole number above 0"),
+    ("a: {prompts: x, samples-per-prompt: two}", "a: samples-per-prompt: two: allowed is a whole number above 0"),
+    ("a: {prompts: x, samples-per-prompt: 2.0}", "a: samples-per-prompt: 2.0: allowed is a whole number above 0"),
+    ("a: {prompts: x, samples-per-prompt: true}", "a: samples-per-prompt: True: allowed is a whole number above 0"),
+    ("a: {prompts: x, samples-per-prompt: [2]}", "a: samples-per-prompt: [2]: allowed is a whole number above 0"),
     ("a: {prompts: x, lr: 8}", "a: lr is unknown here; allowed: environment, max-prompt-length"),
     ("a: {prompts: x, max-prompt-length: 1.5}", "a: max-prompt-length: 1.5: allowed is a whole number above 0"),
     ("a: {prompts: [x]}", "a: prompts: must be a text"),
@@ -98,10 +103,25 @@ def test_another_mixture_of_the_same_lines_is_other_data(tmp_path):
     hashes = {
         mixture(tmp_path, text).sha256() for text in (
             BOTH, BOTH.replace("0.25", "0.5"), BOTH.replace("second", "third"),
-            BOTH.replace("weight: 0.25", "max-response-length: 3"),
+            *(BOTH.replace("weight: 0.25", f"{key}: 3") for key in ("max-response-length", "samples-per-prompt")),
         )
     }  # fmt: skip
-    assert len(hashes) == 4 and mixture(tmp_path, BOTH).sha256() in hashes
+    assert len(hashes) == 5 and mixture(tmp_path, BOTH).sha256() in hashes
+
+
+def test_checkpoints_of_versions_without_group_sizes_have_the_same_data(tmp_path):
+    entry, _ = mixture(tmp_path, BOTH).entries
+    assert entry.facts() == (
+        "MixtureEntry(name='first', prompts='', weight=Fraction(3, 4), environment=None, max_prompt_length=None,"
+        " max_response_length=None, reward=None)"
+    )
+
+
+def test_groups_have_the_sizes_of_their_files(tmp_path):
+    found = mixture(tmp_path, BOTH.replace("weight: 0.25", "samples-per-prompt: 3"))
+    assert [found.group_size(line) for line in range(5)] == [None] * 3 + [3] * 2
+    assert found.groups([4, 0, 3, 3, 2], 8).sizes.tolist() == [3, 8, 3, 3, 8]
+    assert found.of_entries({1}).groups([1], 8).sizes.tolist() == [3]
 
 
 @pytest.mark.parametrize("text, message", [

@@ -294,7 +294,9 @@ def test_flags_give_the_planned_step_sizes(flags, updates, greedy, on_policy):
     step = traffic.step_sizes(found.settings)
     assert (step.sequences, step.updates, step.greedy, step.skips_old_logprobs) == (64, updates, greedy, on_policy)
     assert step.with_greedy().sequences == 64 + greedy
-    of_actor = Actor._updates_on_policy(SimpleNamespace(settings=found.settings), SimpleNamespace(count=64, step=1))
+    of_actor = Actor._updates_on_policy(
+        SimpleNamespace(settings=found.settings), SimpleNamespace(groups=range(16), step=1)
+    )
     assert of_actor == on_policy
     forwards, backwards = traffic.passes("actor", found.roles["actor"].megatron, step)
     compares = "real" in flags and updates > 1

@@ -150,7 +150,7 @@ def compared(rank: int, parsed) -> tuple:
     old, positions = batch.logprobs.clone(), torch.arange(len(batch))
     role._updates_on_policy = lambda *_: False
     role.update(LocalStepBatch(actor=batch), 0.0)
-    found = role._compare(batch, positions, len(batch), batch.advantages, False)
+    found = role._compare(batch, positions, LocalStepBatch.groups, batch.advantages, False)
     role.old_logprobs(LocalStepBatch(actor=batch))
     columns = batch.advantages, batch.response_mask, batch.cu_seqlens, batch.sequence_ids // 2, len(batch) // 2
     inputs = (MinibatchResponses(x, *columns, lambda x: x) for x in (batch.logprobs - old, torch.zeros_like(old)))

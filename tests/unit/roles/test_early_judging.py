@@ -12,6 +12,7 @@ from megarl.comm.announcements import MessageQueue
 from megarl.comm.early_responses import ResponseReceiver, ResponseSender
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
+from megarl.groups import PromptGroups
 from megarl.mcore.inference.generation import Completion
 from megarl.observe.timers import Timers
 from megarl.rewards.judge.config import read_config
@@ -154,11 +155,11 @@ def test_a_queue_gives_each_message_of_several_senders_once_and_in_their_order()
 
 def responses_of_a_round(rank: int) -> list:
     if rank == 2:  # the rollout
-        sender = ResponseSender(5, 0, samples=2, replicas=2)
+        sender = ResponseSender(5, 0, PromptGroups([2, 2, 2]), replicas=2)
         for sequence in (4, 0, 2, 1, 5, 3, 4):  # the last one again
             sender.send(sequence, None if sequence == 1 else [sequence, 7])
         return []
-    receiver, found = ResponseReceiver(5, 0, 2, 2, rank, groups=3), []
+    receiver, found = ResponseReceiver(5, 0, PromptGroups([2, 2, 2]), 2, rank), []
     while not receiver.is_done:
         receiver.wait()
         found += receiver.receive()
@@ -191,7 +192,9 @@ def test_what_arrives_without_episodes_that_failed(together, expected):
         [(0, [1])], [(5, [1]), (3, [1]), (6, None)], [(1, None), (2, [9]), (9, [2])], [(4, None), (7, None)],
         [(10, [1]), (11, None)],
     ])  # fmt: skip
-    arriving = ArrivingResponses(received, [Prompt(10), Prompt(11), Prompt(12), None], 3, repr, together)
+    arriving = ArrivingResponses(
+        received, [Prompt(10), Prompt(11), Prompt(12), None], PromptGroups.equal(4, 3), repr, together
+    )
     found = []
     while not arriving.is_done:
         found.append(arriving.receive())

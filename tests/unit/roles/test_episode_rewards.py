@@ -6,6 +6,7 @@ import torch
 from megarl.batch import Batch
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
+from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Score
 from megarl.rewards.build import build_verifiers
@@ -68,7 +69,7 @@ def scored(rank: int, parsed) -> tuple[Batch, list[dict], dict]:
     if len(place.replicas) > 1:  # the failed episode is all that the second replica has
         batch = batch.select((batch.lengths - batch.prompt_lengths == 0).eq(place.dp_rank == 1).nonzero().flatten())
     held = LocalStepBatch(reward=batch)
-    held.prompts, held.count = load_prompts(str(inputs() / "sums.jsonl")), len(EPISODES)
+    held.prompts, held.groups = load_prompts(str(inputs() / "sums.jsonl")), PromptGroups([len(EPISODES)])
     reward.score(held)
     return batch, reward.rows, reward.metrics
 

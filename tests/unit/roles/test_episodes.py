@@ -5,6 +5,7 @@ import torch
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.batch import Batch
+from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from tests.helpers.episode_batches import COUNT, FAILED, FLAGS, SAMPLES, episodes
 from tests.helpers.programs import program, rl_argv
@@ -28,6 +29,7 @@ def computed(rank: int, parsed, failed, other_rewards: float) -> tuple[Batch, to
     batch.advantages = batch.returns = None
     batch.scores = torch.where(batch.response_lengths > 0, batch.scores + other_rewards * batch.finished, 0.0)
     held = LocalStepBatch(actor=batch)
+    held.groups = PromptGroups.equal(COUNT // SAMPLES, SAMPLES)
     role.compute(held)
     role.update_kl_coefficient(held)
     return batch, role._token_rewards(batch, 0.0), role.metrics
@@ -160,7 +162,9 @@ def updated(rank: int, parsed, name: str, failed: tuple, without: bool) -> tuple
         batch = batch.select(batch.response_lengths.nonzero().flatten())
     before = [p.detach().clone() for p in role.trainable_model.model.parameters()]
     role._updates_on_policy = lambda *_: False
-    role.update(LocalStepBatch({name: batch}), *[0.1] * (name == "actor"))
+    held = LocalStepBatch({name: batch})
+    held.groups = PromptGroups.equal(COUNT // SAMPLES, SAMPLES)
+    role.update(held, *[0.1] * (name == "actor"))
     model = role.trainable_model.model
     changed = any(not torch.equal(*pair) for pair in zip(before, model.parameters()))
     return {n: p.main_grad.clone() for n, p in model.named_parameters()}, role.metrics, changed

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megarl.batch import Batch
+from megarl.groups import PromptGroups
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default
@@ -27,7 +28,7 @@ LAYOUTS = {
 class _Step(LocalStepBatch):
     """A step with as many sequences as episodes."""
 
-    count = len(EPISODES)
+    groups = PromptGroups.equal(len(EPISODES) // 2, 2)
 
 
 def joined(batch: Batch) -> Batch:

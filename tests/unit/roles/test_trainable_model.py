@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megarl.groups import PromptGroups
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.role_stubs import PLAIN, SEQUENCES, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default, long
@@ -93,7 +94,7 @@ def schedule_of_steps(rank: int, parsed, name: str, kept: int) -> list[int]:
         role.trainable_model.begin_step(step)
         if count:
             step_batch = LocalStepBatch({name: whole.select((whole.sequence_ids < count).nonzero().flatten())})
-            step_batch.count, step_batch.step = count, step
+            step_batch.groups, step_batch.step = PromptGroups.equal(count // 2, 2), step
             role.update(step_batch, *[0.0] * (name == "actor"))
         found.append(role.trainable_model.scheduler.num_steps)
     return found
@@ -116,6 +117,7 @@ def entropies(rank: int, parsed, masked: int) -> tuple[float, float]:
     batch.finished[:] = batch.sequence_ids >= masked
     batch.logprobs[:], batch.entropy[:] = 0.0, 0.0
     step_batch = LocalStepBatch({"actor": batch})
+    step_batch.groups = PromptGroups.equal(SEQUENCES, 1)
     role.old_logprobs(step_batch)
     role.update(step_batch, 0.0)
     counted = batch.response_mask & batch.finished.repeat_interleave(batch.lengths)

@@ -3,6 +3,7 @@
 import torch
 
 from megarl.batch import Batch
+from megarl.groups import PromptGroups
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -19,7 +20,9 @@ def versions_after(rank: int) -> dict:
     for saves in (False, True):
         stamps = {"versions": tokens.int()} if saves else {}
         before = GroupBuffer(mesh, 2, (), has_versions=saves)
-        before.add(Batch(tokens=tokens, lengths=lengths, **fields, **stamps), torch.tensor([True]))
+        before.add(
+            Batch(tokens=tokens, lengths=lengths, **fields, **stamps), PromptGroups.equal(1, 2), torch.tensor([True])
+        )
         for loads in (False, True):
             after = GroupBuffer(mesh, 2, (), has_versions=loads)
             after.from_bytes([(before.to_bytes(), "group_buffer.pt")], version=7)
@@ -34,3 +37,44 @@ def test_a_run_that_needs_versions_gives_them_to_groups_without():
         (False, False): None, (True, False): None, (False, True): (torch.int32, [7] * 5),
         (True, True): (torch.int32, [0, 1, 2, 3, 4]),
     }]  # fmt: skip
+
+
+def buffer_of(size: int):
+    """(an empty `GroupBuffer`, this rank's role groups) of a rollout without a model."""
+    from megarl.comm import role_mesh
+    from megarl.rollout.group_buffer import GroupBuffer
+
+    mesh = role_mesh.create_mesh(parse_roles("", size, program="rl"), SAFETY)
+    return GroupBuffer(mesh, 2, ()), mesh["rollout"]
+
+
+def unequal_groups(rank: int) -> tuple[bytes | None, list[int]]:
+    """(the file of this rank's replica of two, sizes) of three groups out of two rounds."""
+    buffer, role_groups = buffer_of(2)
+    for start, sizes, keep in ((0, [3, 1, 2], [True, False, True]), (50, [1, 4], [False, True])):
+        groups = PromptGroups(sizes)
+        ids = torch.arange(groups.count)
+        tokens = (start + ids).repeat_interleave(2)
+        whole = Batch(
+            sequence_ids=ids, lengths=torch.full_like(ids, 2), prompt_lengths=torch.ones_like(ids), tokens=tokens,
+            prompt_ids=groups.of(ids), finished=ids > 2, response_mask=tokens > 0, rollout_logprobs=-tokens.float(),
+        )  # fmt: skip
+        mine = groups.round_robin(2) == role_groups.dp_rank
+        buffer.add(whole.select(mine.nonzero().flatten()), groups, torch.tensor(keep))
+    return buffer.to_bytes(), buffer.sizes
+
+
+def loaded(rank: int, files: list[bytes]) -> tuple[list[int], list[int], list[int]]:
+    """(sizes, tokens, ids) of the groups of a checkpoint, on one rank."""
+    buffer, _ = buffer_of(1)
+    buffer.from_bytes([(data, "group_buffer.pt") for data in files])
+    taken = buffer.take()
+    assert not buffer.sizes and not len(buffer)
+    return taken.sizes, taken.batch.tokens[::2].tolist(), taken.batch.sequence_ids.tolist()
+
+
+def test_groups_of_unequal_sizes_wait_in_a_checkpoint():
+    results = run_world(unequal_groups, 2)
+    assert [sizes for _, sizes in results] == [[3, 2, 4]] * 2
+    (found,) = run_world(loaded, 1, [data for data, _ in results])
+    assert found == ([3, 2, 4], [0, 1, 2, 4, 5, 51, 52, 53, 54], list(range(9)))

@@ -41,8 +41,8 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
 
     if slow:
         engine.engine.step_modern = paced
-    prompts = [PromptRequest(line, request.prompt) for line, request in enumerate(make_requests(count=COUNT))]
-    source = SharedRequestQueue(RoundRequests(prompts, 1, 1, 0, LIMIT), unit, place)
+    prompts = [PromptRequest(line, request.prompt) for line, request in enumerate(make_requests(count=COUNT // unit))]
+    source = SharedRequestQueue(RoundRequests(prompts, unit, 1, 0, LIMIT), unit > 1, place)
     routes = "experts" in flags
     done = dict(engine.stream(source, end, settings_of(), routes, source.share))
     if slow and place.dp_rank == 1:
@@ -65,8 +65,8 @@ def merged(results: list) -> dict:
 
 
 @functools.cache
-def alone(flags: str = "") -> dict:
-    return merged(run_world(taken, 1, flags, 1))
+def alone(flags: str = "", unit: int = 1) -> dict:
+    return merged(run_world(taken, 1, flags, unit))
 
 
 def assert_same(found: dict, expected: dict):
@@ -86,8 +86,8 @@ def test_dispatch_over_replicas_does_not_change_the_responses(size, flags, unit,
         expected = alone()
         assert {n: c.tokens for n, c in whole.items()} == {n: c.tokens for n, c in expected.items()}
     else:
-        assert_same(whole, alone(EXPERTS if "experts" in flags else ""))
-    assert len({len(c.tokens) for c in whole.values()}) > 4, "ragged"
+        assert_same(whole, alone(EXPERTS if "experts" in flags else "", unit))
+    assert len({len(c.tokens) for c in whole.values()}) > 2, "ragged"
 
 
 def test_a_slow_replica_takes_fewer_requests():

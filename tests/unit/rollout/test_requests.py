@@ -41,6 +41,26 @@ def test_a_batch_has_the_numbers_of_its_completions():
     assert kinds["response_mask"] == torch.bool and kinds["rollout_logprobs"] == torch.float32
 
 
+def test_prompts_with_their_own_numbers_of_responses():
+    """Three responses to the first prompt, two by default to the second, one to the third, which is continued."""
+    partial = (PartialResponse(2, False, (50, 51)),)
+    prompts = [
+        PromptRequest(7, [1, 2, 3], samples=3, draw_index=2, limit=4), PromptRequest(4, [9], draw_index=1),
+        PromptRequest(5, [8], samples=1, partial=partial),
+    ]  # fmt: skip
+    found = RoundRequests(prompts, 2, 1, 1, 6)
+    assert found.limits == [4, 4, 4, 6, 6, 4] and found.groups.sizes.tolist() == [3, 2, 1]
+    assert [found.group_of(i) for i in range(6)] == [0, 0, 0, 1, 1, 2]
+    assert [found.sample_of(i) for i in range(6)] == [0, 1, 2, 0, 1, 0]
+    assert [found.stream_of(i) for i in range(6)] == [6, 7, 8, 2, 3, 0], "streams of all draws of a line differ"
+    assert found.prompt(5) == [8, 50, 51] and found.assigned_to(0, 2) == [0, 1, 2, 5]
+    alone = [RoundRequests([prompt], 2, 1, 1, 6) for prompt in prompts]
+    keys = [request.key for round_ in alone for request in round_.build(range(len(round_)))]
+    assert [request.key for request in found.build(range(6))] == keys
+    found.skip_if_enough_are_finished(1)
+    assert found.limits == [4, 4, 4, 6, 6, 4], "none is finished"
+
+
 def test_a_replica_without_completions_has_an_empty_batch():
     batch = completions_to_batch({}, requests(), ROUTES)
     assert all(len(getattr(batch, name)) == 0 for name in batch.present()) and "routes" in batch.present()

@@ -84,7 +84,8 @@ def contents(waiting) -> dict[int, list]:
 
 def put_away(rank: int, flags: str):
     """(this rank's contents, the checkpoint on rank 0) of four groups kept out of two rounds of three."""
-    from megarl.batch import Batch, round_robin
+    from megarl.batch import Batch
+    from megarl.groups import PromptGroups
 
     waiting, place = waiting_in(flags)
     for start, wanted in ((0, [1, 0, 1]), (50, [1, 1, 0])):
@@ -96,8 +97,8 @@ def put_away(rank: int, flags: str):
             prompt_ids=torch.arange(6) // 2, finished=lengths > 2, scores=lengths / 2, response_mask=tokens > 3,
             rollout_logprobs=-tokens.float(), routes=routes_of(tokens, waiting.layers),
         )  # fmt: skip
-        mine = (round_robin(whole.sequence_ids, len(place.replicas), 2) == place.dp_rank).nonzero().flatten()
-        waiting.add(whole.select(mine), torch.tensor(wanted).bool())
+        mine = (whole.sequence_ids // 2 % len(place.replicas) == place.dp_rank).nonzero().flatten()
+        waiting.add(whole.select(mine), PromptGroups.equal(3, 2), torch.tensor(wanted).bool())
     return contents(waiting), waiting.to_bytes()
 
 
