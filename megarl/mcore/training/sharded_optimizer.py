@@ -1,0 +1,86 @@
+"""Megarl's form of Megatron's distributed optimizer: also for SGD, and with states on the host."""
+
+import contextlib
+from collections.abc import Iterator
+from itertools import chain
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig
+from torch import Tensor
+
+from megarl.mcore.config.optimizer_rules import SGD
+from megarl.mcore.training.host_adam import HostShard
+
+
+def create_momentum(sgd: torch.optim.SGD, config: OptimizerConfig):
+    """Creates the momentum of parameters that have none. Zeros, to which torch adds the first gradient."""
+    for parameter in (p for group in sgd.param_groups for p in group["params"] if config.sgd_momentum):
+        sgd.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+class ShardedOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer, also for SGD: Megatron knows the states of Adam and Lion alone.
+
+    Of parameters that a `HostAdam` has moved to the host, weights and states are read and written there.
+    """
+
+    model_float16_groups: list[list[Tensor]]
+    shard_fp32_from_float16_groups: list[list[Tensor]]
+
+    def __init__(self, optimizer, config, grad_scaler, init_state_fn, *args, **kwargs):
+        super().__init__(optimizer, config, grad_scaler, init_state_fn or create_momentum, *args, **kwargs)
+
+    @property
+    def optimizer_state_keys(self):
+        """Names of the states of a parameter."""
+        if self.config.optimizer != SGD:
+            return super().optimizer_state_keys
+        return ("momentum_buffer",) if self.config.sgd_momentum else ()
+
+    def model_weights(self) -> dict[Tensor, Tensor]:
+        """The model's weights [n] of each of the optimizer's parameters, which is itself one if these are fp32."""
+        copies = (self.shard_fp32_from_float16_groups, self.shard_float16_groups)
+        pairs = zip(*map(chain.from_iterable, copies), strict=True)
+        return dict(pairs) | {parameter: parameter for parameter in chain.from_iterable(self.shard_fp32_groups)}
+
+    @property
+    def _on_host(self) -> dict[Tensor, HostShard]:
+        return getattr(self.optimizer, "on_host", {})
+
+    @contextlib.contextmanager
+    def _without_host_parameters(self) -> Iterator[None]:
+        """Context in which copies between model and fp32 weights leave out those that are on the host."""
+        own = self.model_float16_groups, self.shard_fp32_from_float16_groups
+        kept = [
+            [(model, main) for model, main in zip(*groups, strict=True) if main not in self._on_host]
+            for groups in zip(*own, strict=True)
+        ]
+        self.model_float16_groups = [[model for model, _ in group] for group in kept]
+        self.shard_fp32_from_float16_groups = [[main for _, main in group] for group in kept]
+        try:
+            yield
+        finally:
+            self.model_float16_groups, self.shard_fp32_from_float16_groups = own
+
+    def _copy_main_params_to_model_params(self):
+        with self._without_host_parameters():
+            super()._copy_main_params_to_model_params()  # the host sends its own in its update
+
+    def _copy_model_params_to_main_params(self, state_dict=None):
+        with self._without_host_parameters():
+            super()._copy_model_params_to_main_params(state_dict)
+        for shard in self._on_host.values():
+            shard.main.copy_(shard.weights)
+
+    def _get_main_param_and_optimizer_states(self, model_param) -> dict[str, Tensor]:
+        tensors = super()._get_main_param_and_optimizer_states(model_param)
+        shard = self._on_host.get(tensors["param"])
+        return tensors if shard is None else tensors | {"param": shard.main}
+
+    def _set_main_param_and_optimizer_states(self, model_param, tensors: dict[str, Tensor]):
+        for name, own in self._get_main_param_and_optimizer_states(model_param).items():
+            own.copy_(tensors[name])
+
+
+megatron_optimizer.DistributedOptimizer = ShardedOptimizer
