@@ -6,7 +6,7 @@ import torch
 from megarl.checkpoint import folders
 from tests.emulator.programs import needs_emulator
 from tests.helpers.lora_models import stored_tensors
-from tests.helpers.programs import metrics, rl_argv, timeless
+from tests.helpers.programs import metrics, preference_argv, reward_argv, rl_argv, sft_argv, timeless
 
 pytestmark = needs_emulator
 HOST, SHARDED = "--optimizer-cpu-offload", "--use-distributed-optimizer"
@@ -73,6 +73,18 @@ def test_updates_by_the_host_have_all_bits_and_every_checkpoint_continues(name, 
             start = f"--load {folders.step_folder(tmp_path / source, 1)}"
             emulator.run("rl", argv(save, f"{flags} {start}"), ranks)
             assert differing(save, tmp_path / "device", 3) == []
+
+
+SUPERVISED = {"sft": sft_argv, "reward": reward_argv, "preference": preference_argv}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_supervised_programs_have_all_bits(name, emulator, tmp_path):
+    for kind, flags in (("device", ""), ("host", f"{HALF} {OVERLAP}")):
+        own = f"--train-iters 3 --save-interval 3 --bf16 {SHARDED} {flags}"
+        emulator.run(name, SUPERVISED[name](tmp_path / kind, own))
+    assert differing(tmp_path / "host", tmp_path / "device", 3) == []
 
 
 ROUTE = [  # data-parallel ranks, flags
