@@ -92,10 +92,10 @@ def update_model(trainable_model) -> float:
         trainable_model.router_state.attach(batch, parts)
         _, applied, norm = trainable_model.update(parts, forward_of(True), loss)
         assert applied
-        with torch.no_grad():
+        with torch.no_grad(), trainable_model.offload.present("weights", "optimizer", changed=True):
             for parameter in trainable_model.model.parameters():
                 parameter.add_(1)
-        trainable_model.optimizer.reload_model_params()
+            trainable_model.optimizer.reload_model_params()
     return norm
 
 
