@@ -78,6 +78,27 @@ class ShardedOptimizer(DistributedOptimizer):
         shard = self._on_host.get(tensors["param"])
         return tensors if shard is None else tensors | {"param": shard.main}
 
+    def get_parameter_state_dp_zero(self, use_gloo_comm=True, empty_data=False, return_on_all_ranks=False):
+        """Megatron's; one rank copies its states to the host as they are, with no bucket of them on the device.
+
+        Without `--overlap-grad-reduce`, which one rank does not have, a bucket is a whole buffer, which Megatron would
+        have there twice in fp32.
+        """
+        is_alone = self.data_parallel_group.size() == 1
+        state = super().get_parameter_state_dp_zero(use_gloo_comm, empty_data or is_alone, return_on_all_ranks)
+        if not is_alone or empty_data:
+            return state
+        for number, (buffer, by_type) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
+            for dtype, ranges in by_type.items():
+                start = 0
+                for bucket, found in zip(buffer.buckets, ranges, strict=True):
+                    for model_param, place in found["param_map"].items():
+                        own, tensors = place["gbuf_local"], self._get_main_param_and_optimizer_states(model_param)
+                        for name, tensor in tensors.items():
+                            state[number][dtype][name][start + own.start : start + own.end].copy_(tensor)
+                    start += bucket.numel_unpadded
+        return state
+
     def _set_main_param_and_optimizer_states(self, model_param, tensors: dict[str, Tensor]):
         for name, own in self._get_main_param_and_optimizer_states(model_param).items():
             own.copy_(tensors[name])

@@ -128,3 +128,35 @@ def test_a_model_has_the_same_bits_and_its_host_the_fraction(size, flags, more, 
     fraction = float(more.split()[1])
     for is_same, left in run_world(with_and_without, size, flags, more, offload):
         assert is_same and 1 - fraction <= left <= 1.1 - fraction
+
+
+def states_to_save(rank: int, flags: str):
+    """This rank's states for a checkpoint, as megarl's optimizer collects them and as Megatron's does."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    from megarl.mcore.weights.optimizer_states import described
+
+    model, found = critic_model(f"{DISTRIBUTED} {flags}", False), []
+    update_model(model)
+    megatrons = distrib_optimizer.DistributedOptimizer.get_parameter_state_dp_zero
+    with described(model.optimizer):
+        for part in model.optimizer.chained_optimizers:
+            for collect in (type(part).get_parameter_state_dp_zero, megatrons):
+                state = collect(part, use_gloo_comm=False, return_on_all_ranks=True)
+                found.append([(name, tensor) for buffer in state.values() if isinstance(buffer, dict)
+                              for by_name in buffer.values() for name, tensor in by_name.items()])  # fmt: skip
+    return found[::2], found[1::2]
+
+
+@pytest.mark.parametrize("size, flags", [
+    (1, "--bf16 --optimizer-cpu-offload --overlap-grad-reduce --ddp-bucket-size 3000"), long((1, MOE)),
+    long((2, f"{MOE} --bf16 --optimizer-cpu-offload --expert-model-parallel-size 2")), long((2, "--bf16")),
+])  # fmt: skip
+def test_one_rank_collects_the_states_that_megatron_gathers(size, flags):
+    for ours, megatrons in run_world(states_to_save, size, flags):
+        assert len(ours) == len(megatrons) > 0
+        for found, wanted in zip(ours, megatrons, strict=True):
+            assert [name for name, _ in found] == [name for name, _ in wanted] and len(found) >= 4
+            assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+                       for (_, a), (_, b) in zip(found, wanted, strict=True))  # fmt: skip
+            assert any(torch.as_tensor(tensor).any() for name, tensor in found if name == "exp_avg_sq")
