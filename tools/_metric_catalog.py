@@ -304,7 +304,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Memory": (
         Metric("memory/<role>/peak_bytes", "bytes", "peak device memory of the role's ranks", "on CUDA", TRAINING),
-        Metric("memory/<role>/offloaded_bytes", "bytes", "size of the role's host copies", "with --offload"),
+        Metric("memory/<role>/offloaded_bytes", "bytes", "size of the role's host copies, and of states on the host",
+               "with --offload or --optimizer-cpu-offload"),
         Metric("memory/<role>/average_bytes", "bytes", "size of the moving average, in host memory", "with --ema-decay",
                TRAINING),
     ),

@@ -1,20 +1,21 @@
 """Memory of a role on the ranks of each pipeline stage, in bytes.
 
-Weights, gradients and optimizer states are exact (`buffers` follows megatron-core's layout of gradient buffers);
-activations and logits are estimates (`activations`).
+Weights, gradients and optimizer states are exact (`gradient_buffers`); activations and logits are estimates
+(`activations`).
 """
 
 import functools
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import numpy as np
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.config.optimizer_offload import on_host
 from megarl.mcore.config.optimizer_rules import MUON, SGD
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.planning import activations
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
+from megarl.planning.gradient_buffers import GradientBuffer, buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.parameters import (
     CACHED,
     LAYERS,
@@ -28,8 +29,6 @@ from megarl.planning.parameters import (
 )
 
 GIB = 2**30
-ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements; the distributed optimizer's padding
-MIN_BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000  # elements of a bucket with --overlap-grad-reduce
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ class Memory:
     peak is that of the actor, which loads them, not that of the rollout. `sent_weights` are the copies of the actor's
     weights on their way to a rollout that generates ahead. `teacher_data` are the actor's rows of the teacher's output
     layer and the teacher's hidden states of a step, with those of the micro-batches. `average` is the moving average of
-    what is trained, in host memory; `waiting` are teachers there that wait for their turns.
+    what is trained, in host memory; `waiting` are teachers there that wait for their turns. `host_states` are the
+    optimizer's states, gradients and weights there of parameters that the host updates (`--optimizer-cpu-offload`).
     """
 
     weights: int = 0
@@ -56,6 +56,7 @@ class Memory:
     teacher_data: int = 0
     average: int = 0
     waiting: int = 0
+    host_states: int = 0
 
     @property
     def resident(self) -> int:
@@ -73,8 +74,9 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """Bytes of host copies of what is offloaded, gradients apart, which are not kept, and of the moving average."""
-        return self.average + self.waiting + sum(getattr(self, name) for name in self.offloaded if name != "gradients")
+        """Bytes of host copies of what is offloaded, gradients apart, which are not kept, and of what is only there."""
+        copies = sum(getattr(self, name) for name in self.offloaded if name != "gradients")
+        return self.average + self.waiting + self.host_states + copies
 
     @property
     def total(self) -> int:
@@ -85,71 +87,6 @@ class Memory:
         """Every field in bytes, the peak on the device, and the bytes in host memory."""
         sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int}
         return sizes | {"total": self.total, "host": self.host}
-
-
-class GradientBuffer(NamedTuple):
-    """The contiguous gradients of one dtype and reducing group: [start, end) of each weight and bucket, in elements."""
-
-    ranges: list[tuple[int, int]]
-    buckets: list[tuple[int, int]]
-    itemsize: int
-    ranks: int  # data-parallel ranks that reduce it
-
-    @property
-    def elements(self) -> int:
-        """Elements, with padding."""
-        return self.buckets[-1][1]
-
-    def shares(self) -> np.ndarray:
-        """[ranks] elements of each rank's shares of all buckets, without padding."""
-        held = np.zeros(self.ranks, dtype=np.int64)
-        first, last = np.array(self.ranges, dtype=np.int64).T
-        for start, end in self.buckets:
-            edges = np.linspace(start, end, self.ranks + 1, dtype=np.int64)[:, None]
-            own = slice(*np.searchsorted(first, (start, end)))  # a weight is in one bucket
-            held += (np.minimum(last[own], edges[1:]) - np.maximum(first[own], edges[:-1])).clip(0).sum(1)
-        return held
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def buffers(weights: list[Weight], args, first_stage: bool) -> list[GradientBuffer]:
-    """Gradient buffers of a model chunk: one for each dtype and reducing group, weights in reverse order."""
-    sizes, laid_out = parallel_sizes(args), []
-    replicas, dense = sizes.data(args.world_size), sizes.data(args.world_size) * sizes.context
-    limit = None
-    if args.overlap_grad_reduce and first_stage:
-        limit = args.ddp_bucket_size or max(MIN_BUCKET, BUCKET_PER_REPLICA * replicas)
-    for itemsize, is_expert in dict.fromkeys((w.itemsize, w.is_expert) for w in weights):
-        members = [w for w in weights if (w.itemsize, w.is_expert) == (itemsize, is_expert)]
-        ranks = sizes.expert_data(args.world_size) if is_expert else dense
-        ranges, buckets = _lay_out(members[::-1], limit, ranks, args)
-        laid_out.append(GradientBuffer(ranges=ranges, buckets=buckets, itemsize=itemsize, ranks=ranks))
-    return laid_out
-
-
-def _lay_out(weights: list[Weight], limit: int | None, ranks: int, args):
-    """(ranges, buckets) of a gradient buffer; a bucket is closed at `limit` elements, a tied embedding has its own."""
-    pads = args.use_distributed_optimizer
-    unit = np.lcm(ranks, BUCKET_ALIGNMENT * (2**9 if args.ddp_pad_buckets_for_high_nccl_busbw else 1)) if pads else 1
-    ranges, buckets, begin, position = [], [], 0, 0
-    for weight in weights:
-        position = _round_up(position, ALIGNMENT) if pads else position
-        alone = pads and weight.is_shared
-        if alone and position > begin:
-            begin = position = _round_up(position, unit)
-            buckets.append((buckets[-1][1] if buckets else 0, begin))
-        ranges.append((position, position + weight.elements))
-        position += weight.elements
-        if alone or limit is not None and position - begin >= limit:
-            position = _round_up(position, unit)
-            buckets.append((begin, position))
-            begin = position
-    if not buckets or position > buckets[-1][1]:
-        buckets.append((begin, _round_up(position, unit)))
-    return ranges, [(int(a), int(b)) for a, b in buckets]
 
 
 def _states(args, itemsize: int, is_of_muon: bool = False) -> int:
@@ -166,16 +103,6 @@ def _is_of_muon(weight: Weight, args) -> bool:
     """Whether Muon trains a weight: matrices that are no embedding, head or convolution."""
     is_matrix = weight.elements > weight.rows and not weight.name.startswith(("embedding.", "output_layer."))
     return args.optimizer == MUON and is_matrix and not weight.name.endswith("conv1d.weight")
-
-
-def gradient_itemsize(args, itemsize: int) -> int:
-    """Bytes of a gradient, by those of its weight."""
-    return 4 if args.accumulate_allreduce_grads_in_fp32 else itemsize
-
-
-def gradient_bytes(buffer: GradientBuffer, args) -> int:
-    """Bytes of a gradient buffer, with padding."""
-    return buffer.elements * gradient_itemsize(args, buffer.itemsize)
 
 
 def trained_bytes(weights: list[Weight], args, first_stage: bool) -> tuple[int, int, np.ndarray]:
@@ -199,6 +126,26 @@ def _states_of_ranks(gradient_buffers: list[GradientBuffer], args) -> np.ndarray
     ranks = max(b.ranks for b in gradient_buffers)
     by_buffer = [np.repeat(b.shares() * _states(args, b.itemsize), ranks // b.ranks) for b in gradient_buffers]
     return np.sum(by_buffer, axis=0)
+
+
+def host_part(chunks: list[list[Weight]], args, stage: int) -> tuple[np.ndarray, np.ndarray]:
+    """What `--optimizer-cpu-offload` moves to the host of each data-parallel rank of a stage, as one optimizer.
+
+    Args:
+        chunks: the trained weights.
+
+    Returns:
+        [ranks] bytes that the device does not have, and that the host has.
+    """
+    if not args.optimizer_cpu_offload:
+        return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    found = [buffer for weights in chunks for buffer in buffers(weights, args, stage == 0)]
+    ranks, moments = max(b.ranks for b in found), args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    shares = [(np.repeat(b.shares_of_weights(), ranks // b.ranks, axis=0), _states(args, b.itemsize)) for b in found]
+    elements, sizes = (np.concatenate(parts, axis=1) for parts in zip(*((n, n * b) for n, b in shares), strict=True))
+    chosen = on_host(sizes, args.optimizer_offload_fraction)
+    # Beside moments the host has fp32 weights, and fp32 memory for copies.
+    return (sizes * chosen).sum(1), (elements * chosen).sum(1) * (moments + 8)
 
 
 def _states_of_whole_weights(weights: list[Weight], args) -> np.ndarray:
@@ -265,7 +212,7 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
     memories, stages = [], stage_weights(args, vocab_size, kind in SCALAR_HEAD)
     model = (ModelKey.of_gradients(args), vocab_size, kind, role.lora)
     is_own = role.model_role == role.name
-    held = _persistent_of_stages(*model) if is_own else [(0, 0, 0)] * len(stages)
+    held = _persistent_of_stages(*model) if is_own else [(0, 0, 0, 0)] * len(stages)
     largest = [0] * len(stages) if is_own else _largest_buffers(*model)
     for stage, chunks in enumerate(stages):
         activation = activations.of_stage(args, stage, kind, tokens, microbatches)
@@ -273,10 +220,11 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         if args.use_torch_fsdp2:
             activation += gathered(chunks)
             activation += sum(plain_bytes(all_factors(weights, args, role.lora)) for weights in chunks)
-        weights, gradients, states = held[stage]
+        weights, gradients, states, host_states = held[stage]
         memory = Memory(
             weights=weights, gradients=gradients, optimizer=states, kv_cache=kv_cache, activations=activation,
             logits=logits, offloaded=offloaded, kv_cache_in_gradients=min(kv_cache, largest[stage]),
+            host_states=host_states,
         )  # fmt: skip
         memories.append(memory)
     return memories
@@ -285,7 +233,7 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
 @functools.lru_cache(maxsize=CACHED)
 def _persistent_of_stages(
     model: ModelKey, vocab_size: int, kind: str, lora: LoRASettings | None
-) -> list[tuple[int, int, int]]:
+) -> list[tuple[int, int, int, int]]:
     """`_persistent` of each stage."""
     stages = stage_weights(model.args, vocab_size, kind in SCALAR_HEAD)
     return of_stages(stages, lambda chunks, stage: _persistent(chunks, model.args, kind, stage, lora))
@@ -315,24 +263,27 @@ def _offloaded(role, kind: str) -> tuple[str, ...]:
 
 def _persistent(
     chunks: list[list[Weight]], args, kind: str, stage: int, lora: LoRASettings | None
-) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer states of a stage's fullest rank."""
+) -> tuple[int, int, int, int]:
+    """Bytes of weights, gradients and optimizer states of a stage's fullest rank, and of states on the host."""
     if kind in ("train", "value"):
         parts = [trained_and_frozen(weights, args, lora, kind in SCALAR_HEAD) for weights in chunks]
         sizes = [trained_bytes(trained, args, stage == 0) for trained, _ in parts]
+        moved = [host_part([trained for trained, _ in parts], args, stage)]
         predicts, frozen_bytes = prediction_weights(args), sum(_held(frozen, args) for _, frozen in parts)
         if predicts and args.trains_prediction:
             sizes.append(trained_bytes(predicts, args, False))  # reduced after its backward
+            moved.append(host_part([predicts], args, stage=1))
         else:
             frozen_bytes += plain_bytes(predicts)
         return (
             sum(s[0] for s in sizes) + frozen_bytes,
             sum(s[1] for s in sizes),
-            int(np.max(sum(s[2] for s in sizes))),
+            int(np.max(sum(s[2] for s in sizes) - sum(device for device, _ in moved))),
+            int(np.max(sum(host for _, host in moved))),
         )
     # A rollout's own model has the factors, too.
     own = sum(_held(weights + factors_apart(weights, args, lora), args) for weights in chunks)
-    return own + plain_bytes(prediction_weights(args)), 0, 0
+    return own + plain_bytes(prediction_weights(args)), 0, 0, 0
 
 
 def average_bytes(role, vocab_size: int, kind: str) -> list[int]:

@@ -1,8 +1,8 @@
 """Estimated time of a step: training by FLOPs, generation by bytes over memory bandwidth, traffic over links.
 
-Every response has its full length, nothing overlaps within a role; launches of kernels, copies of `--offload` and
-checkpoints are not counted. Nothing of it was measured. Symbols as in `parameters`; P parameters of a token's forward,
-T tokens, sequences of s tokens.
+Every response has its full length, nothing overlaps within a role; launches of kernels, copies of `--offload`, updates
+of `--optimizer-cpu-offload` and checkpoints are not counted. Nothing of it was measured. Symbols as in `parameters`; P
+parameters of a token's forward, T tokens, sequences of s tokens.
 """
 
 from dataclasses import asdict, dataclass

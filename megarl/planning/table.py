@@ -47,7 +47,7 @@ def _layout(roles: list[RolePlan]) -> list[str]:
 
 
 def _memory(roles: list[RolePlan]) -> list[str]:
-    shown = (*MEMORY, "host") if any(role.largest.offloaded or role.largest.average for role in roles) else MEMORY
+    shown = (*MEMORY, "host") if any(role.largest.offloaded or role.largest.host for role in roles) else MEMORY
     rare = [name for name in RARE if any(getattr(role.largest, name) for role in roles)]
     shown = (*shown[: MEMORY.index("total")], *rare, *shown[MEMORY.index("total") :])
     rows = [["role", "stage", *(name.replace("_", " ") for name in shown), "micro-batches of an update"]]

@@ -98,6 +98,7 @@ def possible_changes(price: Price) -> list[tuple[str, ...]]:
         SELECTIVE_RECOMPUTE,
         ("--offload",),
         FULL_RECOMPUTE,
+        ("--use-distributed-optimizer", "--optimizer-cpu-offload"),
         (*twice["tensor"], "--sequence-parallel"),
     ]
     changes += [twice["expert"]] if args.num_experts else []

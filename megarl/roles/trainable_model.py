@@ -93,10 +93,12 @@ class TrainableModel:
         if role.megatron.predicts:
             self.prediction = PolicyPrediction(role, role_groups, vocab_size, updates)
         self.router_state = RouterState(role, role_groups, self.model)
-        self.offload = offload.Offload({})
+        self.offload = offload.Offload({}, offload.bytes_on_host(self.optimizer))
         if role.offload:
             keeps_weights = role.name == "actor"  # generation uses them
             self.offload = offload.offload_trainable(self.model, self.wrapped, self.optimizer, keeps_weights)
+        if self._trains_prediction:
+            self.offload.host_states += offload.bytes_on_host(self.prediction.optimizer)
         self.average: WeightAverage | None = None
         self.cache_in_grad_buffer = None
         if not role.megatron.use_torch_fsdp2:  # FSDP has no persistent gradient buffer

@@ -23,7 +23,7 @@ from megarl.faults import heartbeat, run_lock
 from megarl.flags import role_flags
 from megarl.flags.debug_settings import parse_step_range
 from megarl.mcore import device, kernel_choice
-from megarl.mcore.config import recurrent_rules
+from megarl.mcore.config import optimizer_offload, recurrent_rules
 from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
@@ -150,6 +150,7 @@ def read_inputs(
         The inputs, the role mesh, and the checkpoints among the inputs.
     """
     check_kernels(config)
+    check_device(config)
     with folders.recorded() as found:
         inputs = read()
     if config.check:
@@ -190,6 +191,13 @@ def check_kernels(config: arguments.RunConfig):
                 raise UsageError(
                     f"{role.name}: {recurrent_rules.flag_of(role.megatron)}: needs compiled kernels on a CPU: {absence}"
                 )
+
+
+def check_device(config: arguments.RunConfig):
+    """UsageError if a role keeps optimizer states on the host, and there is no device beside it."""
+    for role in (config.roles[name] for name in config.trained):
+        if role.megatron.optimizer_cpu_offload and not device.has_cuda():
+            raise UsageError(f"{role.name}: {optimizer_offload.FLAG}: needs a CUDA device; on a CPU nothing would move")
 
 
 def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None = None):

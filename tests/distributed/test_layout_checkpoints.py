@@ -208,12 +208,22 @@ EVERY_KIND = [
 ]  # fmt: skip
 
 
+HOST = f"{SHARDED} --optimizer-cpu-offload --optimizer-offload-fraction"  # here the host's memory is the device's
+HOST_KINDS = [
+    (2, f"--bf16 {HOST} 0.5"), (1, f"{HOST} 1"), (2, f"--bf16 {SHARDED} {TP2} {SP}"), (2, f"{HOST} 0.7 {PP2}"),
+    (1, ""),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("shape, model, kinds", [
     (DENSE, "recurrent", [(1, f"--bf16 {SHARDED}"), (2, FSDP), (1, "--bf16"), (2, SHARDED), (1, "")]),
     *(long((f"{shape} {more}", "llama", EVERY_KIND)) for shape in (DENSE, MOE) for more in ("", "--lora-rank 2")),
     long((f"{SGD} {RATES}", "llama", EVERY_KIND)),
     *(long((f"{shape} {SMALL}", "llama", EVERY_KIND)) for shape in (DENSE, MOE, f"{DENSE} --lora-rank 2")),
     long((f"{FROZEN} --bf16", "llama", [(1, ""), (2, TP2), (2, PP2), (1, "")])),
+    *(long((shape, model, HOST_KINDS)) for shape, model in (
+        (DENSE, "recurrent"), (MOE, "llama"), (f"{DENSE} {SMALL}", "llama"))),
+    long((f"{FROZEN} --bf16 {SHARDED}", "llama", [(2, f"{HOST} 0.5"), (1, f"{HOST} 1"), (2, TP2), (1, "")])),
 ])  # fmt: skip
 def test_an_optimizer_of_another_kind_takes_weights_moments_and_steps_to_the_bit(shape, model, kinds, tmp_path):
     """Through all kinds and back: fp32 weights, which those of 16 bits and the distributed one keep as copies."""

@@ -102,6 +102,40 @@ def _offloaded(x: Tensor):
     return DeviceBlock(x.untyped_storage(), torch.empty(x.nbytes, dtype=torch.uint8).pin_memory())
 
 
+def host_update_of_gradients_on_their_way(rank: int):
+    torch.cuda.Event.synchronize = lambda _: None
+    _updated_by_the_host()
+
+
+def host_update_of_gradients_not_computed(rank: int):
+    wait, waits = torch.cuda.Stream.wait_stream, []
+    torch.cuda.Stream.wait_stream = lambda *streams: waits.append(streams) if not waits else wait(*streams)
+    _updated_by_the_host()
+
+
+def weights_of_a_host_update_read_early(rank: int):
+    wait, waits = torch.cuda.Stream.wait_stream, []
+    torch.cuda.Stream.wait_stream = lambda *streams: waits.append(streams) or (wait(*streams) if len(waits) % 3 else 0)
+    _updated_by_the_host(updates=1)
+
+
+def _updated_by_the_host(updates: int = 2) -> Tensor:
+    """Weights [32 N] of bf16 after updates of which the host computes one half: whole pages of pinned memory."""
+    from megarl.mcore.training.host_adam import HostAdam
+
+    weights = [_ones(16 * N, dtype=torch.bfloat16) for _ in range(2)]
+    mains = [of_model.float().requires_grad_() for of_model in weights]
+    moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
+    adam = HostAdam(mains, 0.5, 0.0, (0.9, 0.99), 1e-8, moments=moments, overlaps=True, pins=True)
+    adam.move_to_host({mains[0]: weights[0]})
+    for _ in range(updates):
+        for main in mains:
+            main.grad = _ones(16 * N)
+        adam.step()
+    weights[1].copy_(mains[1].detach())
+    return torch.cat(weights)
+
+
 def missing_record_stream(rank: int):
     x, side = _ones(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -202,6 +236,11 @@ def healthy(rank: int):
     block.arrive()
     assert y.sum().item() == N * 6
     assert _steps_of_a_replaced_table().sum().item() == N * 2
+    from megarl.mcore.memory.arena import host_memory
+
+    storage = host_memory(4 * N).untyped_storage()  # the tensor is gone
+    assert torch.empty(0).set_(storage, 0, (N,)).is_pinned() and not host_memory(N, is_pinned=False).is_pinned()
+    assert _updated_by_the_host().sum().item() == 0  # two steps of 0.5
     dist.barrier()
 
 
@@ -218,6 +257,8 @@ FAULTS = {
     for function in (
         host_tensor_in_a_collective, host_index, item_in_a_capture, freed_table_in_a_graph, table_that_no_graph_holds,
         missing_wait, offload_without_wait, offload_read_early, missing_record_stream, collective_without_wait,
+        host_update_of_gradients_on_their_way, host_update_of_gradients_not_computed,
+        weights_of_a_host_update_read_early,
         swapped_collectives, collective_of_one_rank, allocation_in_a_capture, pinned_memory_reused,
         pinned_memory_read_early, seed_in_a_capture, int16_collective, strided_collective, send_without_receiver,
         both_send_first, not_deterministic, healthy, fragmented,

@@ -57,6 +57,24 @@ def test_offload_gives_the_same_run_in_less_device_memory(tmp_path):
 
 
 @pytest.mark.gpu
+def test_updates_by_the_host_are_those_of_the_device_in_less_memory(tmp_path):
+    """But for the rounding of two Adams, which the second step shows."""
+    wide = "--hidden-size 512 --ffn-hidden-size 1024 --deterministic --train-iters 2 --reward exact-match"
+    host = "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d"
+    for name, flags in (("device", ""), ("host", host)):
+        argv = rl_argv(tmp_path / name, f"{wide} --use-distributed-optimizer {flags}", warm_start=False)
+        done = torchrun("megarl.train_rl", argv, 1)
+        assert done.returncode == 0, done.stderr
+    device, moved = metrics(tmp_path / "device"), metrics(tmp_path / "host")
+    for step in (1, 2):
+        for name in ("actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm"):
+            assert moved[step][name] == pytest.approx(device[step][name], rel=1e-3, abs=1e-5), (step, name)
+    gone = device[2]["memory/actor/peak_bytes"] - moved[2]["memory/actor/peak_bytes"]
+    on_host = sum(moved[2][f"memory/{role}/offloaded_bytes"] for role in ("actor", "critic"))
+    assert gone > 0.9 * on_host / 2  # fp32: 8 of 16 bytes
+
+
+@pytest.mark.gpu
 def test_offload_on_a_cuda_device_is_exact_and_uses_pinned_memory():
     script = (
         "import torch; from megarl.mcore.memory.arena import Arena\n"

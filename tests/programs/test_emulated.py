@@ -141,6 +141,12 @@ FAULTS = {  # of `faults.py` -> (ranks, what names it)
     "missing_wait": (1, "reads what aten::fill_ on the default stream writes, without waiting for it"),
     "offload_without_wait": (1, "reads what aten::fill_ on the default stream writes, without waiting for it"),
     "offload_read_early": (1, "the host uses the pinned memory that aten::copy_ on stream"),
+    "host_update_of_gradients_on_their_way": (1, "the host uses the pinned memory that aten::copy_ on stream"),
+    "host_update_of_gradients_not_computed": (
+        1,
+        "reads what aten::fill_ on the default stream writes, without waiting for it",
+    ),
+    "weights_of_a_host_update_read_early": (1, "on the default stream reads what aten::copy_ on stream"),
     "missing_record_stream": (1, "aten::fill_ on the default stream overwrites what aten::sum on stream"),
     "collective_without_wait": (2, "aten::mul on the default stream reads what nccl allreduce on NCCL's stream"),
     "swapped_collectives": (2, "emulator: collective 1 of the group: rank"),

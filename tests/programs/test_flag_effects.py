@@ -84,6 +84,9 @@ COMPANY = {
     "--recompute-granularity selective": "recompute_modules",
     "--decoupled-lr 1e-4": "decoupled_min_lr",
     "--optimizer sgd": "sgd_momentum",
+    "--use-distributed-optimizer": "optimizer_cpu_offload",
+    "--use-distributed-optimizer --optimizer-cpu-offload":
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads",
     "--use-precision-aware-optimizer --exp-avg-dtype bf16 --adam-beta2 0.9": "exp_avg_sq_dtype",
     "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --adam-beta2 0.9": "exp_avg_dtype",
     **({"--optimizer muon": " ".join(MUON)} if has_muon() else {}),
@@ -124,6 +127,11 @@ ALREADY_SO = {
 }  # fmt: skip
 # Read by runs that resume (tests/unit/checkpoint/test_schedules.py).
 ON_RESUME = {("flags", f"{name}_opt_param_scheduler") for name in ("override", "use_checkpoint")}
+# Read by runs with states on the host of a device (test_emulated_optimizer.py).
+ON_DEVICES = {
+    ("flags", name) for name in (
+        "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads")
+}  # fmt: skip
 # Refused by Megatron without a GPU or Transformer Engine, or without one of those that `ONLY` refuses; by megarl: gloo,
 # a switch without the types that it allows.
 REFUSED_HERE = {
@@ -188,7 +196,7 @@ def read_by_runs(folder) -> frozenset[tuple[str, str]]:
         line = line.replace(GROUPED, "") if LATENT in flags else line
         for read in run_world(reads, size, line.split(), size):
             found |= {(kind, name) for kind, names in read.items() for name in names}
-    return frozenset(found | ON_RESUME)
+    return frozenset(found | ON_RESUME | ON_DEVICES)
 
 
 # -- what flags change ---------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from megarl.checkpoint import folders
 from tests.helpers.checkpoints import stored_weights
-from tests.helpers.forked_programs import accepted
+from tests.helpers.forked_programs import accepted, refusal
 from tests.helpers.programs import metrics, preference_argv, reward_argv, rl_argv, sft_argv, train
 from tests.helpers.tiers import long
 
@@ -70,6 +70,15 @@ def test_frozen_weights_keep_their_bits_and_a_resumed_run_has_all_numbers(name, 
         assert {key: v for key, v in one.items() if key.startswith(role)} == {
             key: v for key, v in two.items() if key.startswith(role)
         }
+
+
+@pytest.mark.parametrize(
+    "name, flag", [("rl", "--critic-"), long(("rl", "--")), long(("sft", "--")), long(("reward", "--"))]
+)
+def test_states_on_the_host_need_a_device_beside_it(name, flag, tmp_path):
+    line = refusal(ARGV[name](tmp_path, f"{flag}use-distributed-optimizer {flag}optimizer-cpu-offload"), name)
+    role = flag[2:-1] or {"rl": "actor", "sft": "actor", "reward": "reward"}[name]
+    assert f"{role}: --optimizer-cpu-offload: needs a CUDA device; on a CPU nothing would move" in line
 
 
 def test_the_check_says_what_is_frozen(tmp_path, capfd):

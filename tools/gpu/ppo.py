@@ -44,6 +44,7 @@ CASES = {
     "mamba, no graphs": f"{MAMBA} --decode-graphs off",
     "drafts": "--mtp-train --mtp-drafts",
     "offload": "--offload",
+    "states on the host": "--use-distributed-optimizer --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d",
     "exact": "--exact-rollout",
     "exact experts": f"{EXPERTS} --exact-rollout --router-replay rollout",
     "deterministic 1": "--deterministic",

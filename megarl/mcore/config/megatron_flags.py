@@ -23,6 +23,7 @@ from megarl.mcore.config import (
     layout_rules,
     model_flags,
     model_rules,
+    optimizer_offload,
     optimizer_rules,
     parameter_patterns,
     recurrent_rules,
@@ -187,6 +188,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     require(role, model_rules.rules(args))
     require(role, recurrent_rules.rules(args))
     require(role, optimizer_rules.rules(args))
+    optimizer_offload.check(role, args)
     exact_rules.check(role, args)
     transformer_engine.check(role, args)
     if args.overlap_grad_reduce is None:
@@ -205,10 +207,12 @@ def _without_own_parts(args):
     For sharded parameters (`mcore/parallel/fsdp.py`; `layout_rules`) it wants untied embeddings. For grouped products
     of experts (`moe/layer.py`) it wants a GPU; on a CPU they run one after another. For tensor parallelism it wants
     CUDA_DEVICE_MAX_CONNECTIONS=1 except on the newest devices, and would start CUDA to know which this is;
-    `cuda_environment` chooses afterwards. A pattern of layers means another class of models, which is divided among
+    `cuda_environment` chooses afterwards. For an optimizer on the host (`training/host_adam.py`) it wants
+    --use-precision-aware-optimizer. A pattern of layers means another class of models, which is divided among
     pipeline stages by marks in the pattern.
     """
     own = {"use_torch_fsdp2": False, "moe_grouped_gemm": False, "hybrid_layer_pattern": None}
+    own["optimizer_cpu_offload"] = False
     version = arguments.get_device_arch_version
     hidden = {name: getattr(args, name) for name in own}
     for name, value in own.items():

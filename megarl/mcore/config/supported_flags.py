@@ -96,7 +96,6 @@ ONLY = {
     ),
     "optimizer": (("adam", "sgd", "muon", "dist_muon"), "other optimizers are not supported yet"),
     "muon_scalar_optimizer": ("adam", "vectors, embeddings and heads are trained by Adam"),
-    "optimizer_cpu_offload": (False, "--offload keeps optimizer states on the host between updates"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
 }
@@ -105,7 +104,7 @@ ONLY = {
 FOREIGN = (
     "dsa_", "mamba_", "mtp_", "lion_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
     "megatron_fsdp_", "fsdp_", "moe_paged_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_", "moe_flex_", "kitchen_",
-    "use_kitchen", "qk_clip_", "moe_router_quantile_", "optimizer_offload_", "cuda_graph_", "gtp_",
+    "use_kitchen", "qk_clip_", "moe_router_quantile_", "cuda_graph_", "gtp_",
 )  # fmt: skip
 
 # Fields of Megatron's configs that nothing reads on megarl's path, or only code for parts that megarl does not have.
@@ -135,9 +134,8 @@ WITHOUT_EFFECT = {
     # communication
     "align_param_gather", "pipeline_model_parallel_comm_backend", "use_ring_exchange_p2p",
     "nccl_all_reduce_for_prefill",
-    # optimizer: fp32 weights and gradients, on the device
-    "main_params_dtype", "main_grads_dtype", "use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d",
-    "pin_cpu_grads", "pin_cpu_params",
+    # optimizer: fp32 weights and gradients; the host's Adam is torch's, and sends weights in the gradients' memory
+    "main_params_dtype", "main_grads_dtype", "use_torch_optimizer_for_cpu_offload", "pin_cpu_params",
     # measurements of Megatron's training loop
     "log_num_zeros_in_grad", "barrier_with_L1_time",
 }  # fmt: skip

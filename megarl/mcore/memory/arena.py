@@ -24,16 +24,17 @@ def _side_stream():
     return torch.cuda.Stream()
 
 
-def host_memory(size: int) -> Tensor:
-    """Allocates [size] bytes on the host, page-locked for CUDA.
+def host_memory(size: int, is_pinned: bool = True) -> Tensor:
+    """Allocates [size] bytes on the host, page-locked for CUDA unless not `is_pinned`.
 
     torch rounds its own page-locked allocations up to powers of two, which could double the memory.
     """
     memory = torch.empty(size, dtype=torch.uint8)
-    if device.has_cuda():
+    if is_pinned and size and device.has_cuda():
         cudart, address = torch.cuda.cudart(), memory.data_ptr()
         torch.cuda.check_error(cudart.cudaHostRegister(address, size, 0))
-        weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
+        # Of the storage: views of it may live longer than this tensor.
+        weakref.finalize(memory.untyped_storage(), cudart.cudaHostUnregister, address).atexit = False
     return memory
 
 

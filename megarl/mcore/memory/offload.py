@@ -20,9 +20,12 @@ from megarl.mcore.memory.arena import Arena, DeviceBlock, host_memory, storage_o
 class Offload:
     """One role's memory on this rank that moves, by kind: "weights", "gradients", "optimizer"."""
 
-    def __init__(self, blocks: dict[str, list[DeviceBlock]]):
-        """Moves all `blocks` to the host. `timed` may be set to a factory of context managers that time moves."""
-        self.blocks = blocks
+    def __init__(self, blocks: dict[str, list[DeviceBlock]], host_states: int = 0):
+        """Moves all `blocks` to the host. `timed` may be set to a factory of context managers that time moves.
+
+        `host_states`: bytes of optimizer states that stay there (`training.host_adam`).
+        """
+        self.blocks, self.host_states = blocks, host_states
         self.timed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         for block in self._all():
             if block.is_present:
@@ -33,12 +36,12 @@ class Offload:
 
     @property
     def bytes(self) -> int:
-        """Bytes of host copies on this rank."""
-        return sum(block.size for block in self._all() if block.host_copy is not None)
+        """Bytes of host copies on this rank, and of states that stay on the host."""
+        return self.host_states + sum(block.size for block in self._all() if block.host_copy is not None)
 
     def metrics(self, role: str) -> dict[str, float]:
         """Returns `memory/<role>/offloaded_bytes`; empty for a role without offload."""
-        return {f"memory/{role}/offloaded_bytes": self.bytes} if self.blocks else {}
+        return {f"memory/{role}/offloaded_bytes": self.bytes} if self.blocks or self.host_states else {}
 
     @contextlib.contextmanager
     def present(self, *kinds: str, changed: bool = False):
@@ -129,7 +132,12 @@ def offload_trainable(stages, wrapped, optimizer, keeps_weights: bool = False) -
         "gradients": [DeviceBlock(buffer.grad_data.untyped_storage(), None) for buffer in buffers],
         "optimizer": _arena(lambda: _states(stages, optimizer)),
     }
-    return _guarded(stages, blocks)
+    return _guarded(stages, blocks, bytes_on_host(optimizer))
+
+
+def bytes_on_host(optimizer) -> int:
+    """Bytes that an optimizer keeps on the host, with and without offload (`training.host_adam`)."""
+    return sum(getattr(part.optimizer, "host_bytes", 0) for part in optimizer.chained_optimizers)
 
 
 def _arena(find) -> list[DeviceBlock]:
@@ -144,17 +152,18 @@ def _weights(stages, buffers: list[Tensor]) -> list[DeviceBlock]:
 
 
 def _states(stages, optimizer) -> list[Tensor]:
-    """Returns an optimizer's tensors other than the weights: their fp32 copies, and moments."""
+    """Returns an optimizer's tensors on the device other than the weights: their fp32 copies, and moments."""
     weights, tensors = {storage_of(p) for p in stages.parameters()}, []
     for chained in optimizer.chained_optimizers:
-        for parameter in (p for group in chained.optimizer.param_groups for p in group["params"]):
+        parameters = (p for group in chained.optimizer.param_groups for p in group["params"])
+        for parameter in (p for p in parameters if p not in getattr(chained.optimizer, "on_host", ())):
             states = chained.optimizer.state.get(parameter, {})
             candidates = [parameter, *(states[name] for name in sorted(states))]
             tensors += [t for t in candidates if isinstance(t, Tensor) and storage_of(t) not in weights]
     return tensors
 
 
-def _guarded(stages, blocks: dict[str, list[DeviceBlock]]) -> Offload:
+def _guarded(stages, blocks: dict[str, list[DeviceBlock]], host_states: int = 0) -> Offload:
     """Returns the offload, with hooks that reject a forward without weights, which would read freed memory."""
 
     def check(*_):
@@ -163,4 +172,4 @@ def _guarded(stages, blocks: dict[str, list[DeviceBlock]]) -> Offload:
 
     for chunk in stages:
         chunk.register_forward_pre_hook(check)
-    return Offload(blocks)
+    return Offload(blocks, host_states)

@@ -37,6 +37,9 @@ class Adam(torch.optim.Optimizer):
         columns = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params]
         # Each rank updates its own rows of a sharded parameter.
         weights, grads, first, second = [list(map(to_local_if_dtensor, c)) for c in zip(*columns, strict=True)]
+        self._update_tensors(group, weights, grads, first, second)
+
+    def _update_tensors(self, group: dict, weights: list, grads: list, first: list, second: list):
         decay = group["weight_decay"]
         if not self.adam_w_mode:
             grads, decay = [g.add(p, alpha=decay) for g, p in zip(grads, weights, strict=True)], 0.0
@@ -87,7 +90,7 @@ class SmallMomentsAdam(Adam):
             state |= {name: state[name].to(dtype) for name, dtype in self.moments.items() if name in state}
 
     def _apply(self, group: dict, decay: float, weights: list, grads: list, first: list, second: list):
-        for of_weights, of_grads, *kept in _pieces(weights, grads, first, second):
+        for of_weights, of_grads, *kept in pieces(weights, grads, first, second):
             computed = [[moment.float() for moment in moments] for moments in kept]
             super()._apply(group, decay, of_weights, of_grads, *computed)
             for moment, result in zip(chain(*kept), chain(*computed), strict=True):
@@ -95,7 +98,7 @@ class SmallMomentsAdam(Adam):
                     moment.copy_(result)
 
 
-def _pieces(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+def pieces(*columns: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     """Cuts tensors by rows; yields columns of views of at most `PIECE` elements together, or of one row.
 
     Args:

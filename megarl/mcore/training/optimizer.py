@@ -8,16 +8,11 @@ from collections.abc import Callable
 from itertools import chain
 
 import megatron.core.optimizer as megatron_optimizer
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import (
-    DistributedOptimizer,
-    OptimizerConfig,
-    clip_grads,
-    distrib_optimizer,
-    get_megatron_optimizer,
-)
+from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as mixed_precision
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
@@ -26,13 +21,15 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.config.optimizer_rules import SGD
+from megarl.mcore.config.optimizer_offload import on_host
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.buffer_layout import stacked_experts
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 from megarl.mcore.training import layer_wise  # noqa: F401  it replaces a class of Megatron
 from megarl.mcore.training.adam import Adam, SmallMomentsAdam
+from megarl.mcore.training.host_adam import HostAdam
 from megarl.mcore.training.parameter_groups import group_overrides
+from megarl.mcore.training.sharded_optimizer import copy_together, create_momentum
 
 # To exempt these methods from compilation, torch would import its compiler, which takes half a second of each start.
 # Nothing that calls them is compiled.
@@ -41,40 +38,6 @@ for _exempt in ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     _method.__dynamo_disable = _method
 
 
-def create_momentum(sgd: torch.optim.SGD, config: OptimizerConfig):
-    """Creates the momentum of parameters that have none. Zeros, to which torch adds the first gradient."""
-    for parameter in (p for group in sgd.param_groups for p in group["params"] if config.sgd_momentum):
-        sgd.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-class ShardedOptimizer(DistributedOptimizer):
-    """Megatron's distributed optimizer, also for SGD: Megatron knows the states of Adam and Lion alone."""
-
-    def __init__(self, optimizer, config, grad_scaler, init_state_fn, *args, **kwargs):
-        super().__init__(optimizer, config, grad_scaler, init_state_fn or create_momentum, *args, **kwargs)
-
-    @property
-    def optimizer_state_keys(self):
-        """Names of the states of a parameter."""
-        if self.config.optimizer != SGD:
-            return super().optimizer_state_keys
-        return ("momentum_buffer",) if self.config.sgd_momentum else ()
-
-    def _copy_main_params_to_model_params(self):
-        """As Megatron's, in one call."""
-        if not self.is_stub_optimizer:
-            models = chain(*self.model_float16_groups, *self.model_fp32_groups)
-            shards = chain(*self.shard_fp32_from_float16_groups, *self.shard_fp32_groups)
-            copy_together([*shards], [self._place_of(parameter) for parameter in models])
-
-    def _place_of(self, parameter: Tensor) -> Tensor:
-        """The part of a parameter that this rank updates, in the buffer of its bucket."""
-        number, _, bucket = self.model_param_gbuf_map[parameter]
-        place = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-        return self.buffers[number].buckets[bucket].param_data.view(-1)[place.start : place.end]
-
-
-megatron_optimizer.DistributedOptimizer = ShardedOptimizer
 megatron_optimizer.SGD = torch.optim.SGD  # of Transformer Engine, whose states nothing here has tried
 if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
     megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
@@ -94,12 +57,6 @@ def scale_together(chunk_size, noop_flag, tensor_lists: list[list[Tensor]], scal
     """Scales tensors in place, for Megatron's `local_multi_tensor_scale`, which also copies each of them."""
     if targets := tensor_lists[1]:
         torch._foreach_mul_(targets, scale)
-
-
-def copy_together(this: list[Tensor], that: list[Tensor], overflow_buf=None):
-    """Copies tensors `this` to those of `that`, which may have other types, for Megatron's function of this kind."""
-    if that:
-        torch._foreach_copy_(that, this)
 
 
 mixed_precision._multi_tensor_copy_this_to_that = copy_together
@@ -146,15 +103,17 @@ def finish_gradients(wrapped, pg_collection):
 
 def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataParallel], args, pg_collection):
     """Returns Megatron's optimizer of the wrapped chunks' parameters."""
-    moments = {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
-    # Megatron's own way would keep fp32 weights and gradients elsewhere, too, and wants Transformer Engine.
-    fields = _fields(OptimizerConfig, args) | {"use_precision_aware_optimizer": False}
-    config = OptimizerConfig(**fields | {f"{name}_dtype": torch.float32 for name in moments})
-    with _default_group(pg_collection.intra_dist_opt), _adam_with(moments):
+    # Megatron's own ways would keep fp32 weights and gradients elsewhere, too, and want Transformer Engine.
+    own = {"use_precision_aware_optimizer": False, "optimizer_cpu_offload": False}
+    fields = _fields(OptimizerConfig, args) | own | {f"{name}_dtype": torch.float32 for name in _moments(args)}
+    config = OptimizerConfig(**fields)
+    with _default_group(pg_collection.intra_dist_opt), _adam_of(args):
         overrides = group_overrides(wrapped, config, args, pg_collection)
         optimizer = get_megatron_optimizer(
             config, wrapped, overrides, use_gloo_process_groups=False, pg_collection=pg_collection
         )
+    if args.optimizer_cpu_offload:
+        _move_to_host(optimizer.chained_optimizers, args)
     for chained in optimizer.chained_optimizers:
         if isinstance(chained.optimizer, SmallMomentsAdam):  # Megatron's function would create them in fp32
             chained.optimizer.create_all_moments()
@@ -182,16 +141,40 @@ def _default_group(group):
         dist.all_gather_object, dist.get_world_size, dist.get_rank = gather, size, rank
 
 
+def _moments(args) -> dict[str, torch.dtype]:
+    return {"exp_avg": args.exp_avg_dtype, "exp_avg_sq": args.exp_avg_sq_dtype}
+
+
 @contextlib.contextmanager
-def _adam_with(moments: dict[str, torch.dtype]):
-    """Context in which Megatron builds optimizers with moments of these types."""
-    adam = megatron_optimizer.Adam
-    if any(dtype != torch.float32 for dtype in moments.values()):
+def _adam_of(args):
+    """Context in which Megatron builds optimizers with the moments that a role's flags ask for."""
+    adam, moments = megatron_optimizer.Adam, _moments(args)
+    if args.optimizer_cpu_offload:
+        copies = {"overlaps": args.overlap_cpu_optimizer_d2h_h2d, "pins": args.pin_cpu_grads}
+        megatron_optimizer.Adam = functools.partial(HostAdam, moments=moments, **copies)
+    elif any(dtype != torch.float32 for dtype in moments.values()):
         megatron_optimizer.Adam = functools.partial(SmallMomentsAdam, moments=moments)
     try:
         yield
     finally:
         megatron_optimizer.Adam = adam
+
+
+def _move_to_host(parts, args):
+    """Moves the states of a fraction of this rank's parameters to the host, before there are moments.
+
+    Args:
+        parts: the distributed optimizers of a role.
+    """
+    weights = [part.model_weights() for part in parts]
+    moments = sum(dtype.itemsize for dtype in _moments(args).values())
+    sizes = [
+        len(parameter) * (moments + 4 * (parameter is not of_model))
+        for pairs in weights for parameter, of_model in pairs.items()
+    ]  # fmt: skip
+    chosen = iter(on_host(np.array([sizes], dtype=np.int64), args.optimizer_offload_fraction)[0])
+    for part, pairs in zip(parts, weights, strict=True):
+        part.optimizer.move_to_host({parameter: own for parameter, own in pairs.items() if next(chosen)})
 
 
 def _number_as_grouped(part):

@@ -41,6 +41,7 @@ def check(program):
             ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, 1),
             ("--context-parallel-size", args.context_parallel_size, 1),
             ("--use-torch-fsdp2", args.use_torch_fsdp2, False),
+            ("--optimizer-cpu-offload", args.optimizer_cpu_offload, False),
             ("--lora-rank", role.lora and role.lora.rank, None),
             ("--speculative-rollout", program.settings.speculative_rollout, False),
         ):

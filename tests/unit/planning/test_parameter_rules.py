@@ -13,6 +13,7 @@ from tests.helpers.tiny_models import LENGTHS, SHAPES
 
 PP2 = "--pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
+HOST = "--optimizer-cpu-offload"
 REFUSED = [  # flags, ranks, what the message says
     ("--freeze decoder.layer.0.*", 1, "actor: --freeze decoder.layer.0.*: names no parameter of the actor; "
      "nearest: decoder."),
@@ -48,7 +49,15 @@ REFUSED = [  # flags, ranks, what the message says
     ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --adam-beta1 0.995", 1, "--adam-beta1 0.995: allowed is at"),
     ("--use-precision-aware-optimizer --exp-avg-dtype bf16 --optimizer sgd", 1, "none without --optimizer adam"),
     ("--main-params-dtype fp16", 1, "--main-params-dtype is a Megatron flag that megarl does not use"),
-    ("--optimizer-cpu-offload", 1, "--optimizer-cpu-offload True: "),
+    (HOST, 1, "--optimizer-cpu-offload True: allowed is none without --use-distributed-optimizer"),
+    (f"{HOST} --use-torch-fsdp2", 2, "--optimizer-cpu-offload True: allowed is none with --use-torch-fsdp2"),
+    (f"{HOST} --optimizer sgd", 1, "--optimizer-cpu-offload True: allowed is none without --optimizer adam"),
+    *((f"{HOST} --use-distributed-optimizer --optimizer-offload-fraction {fraction}", 1, "allowed is above 0, at most")
+      for fraction in ("0", "1.5", "nan")),
+    ("--optimizer-offload-fraction 0.5", 1, "fraction 0.5: allowed is none without --optimizer-cpu-offload"),
+    ("--overlap-cpu-optimizer-d2h-h2d", 1, "allowed is none without --optimizer-cpu-offload"),
+    ("--no-pin-cpu-grads", 1, "--no-pin-cpu-grads True: allowed is none without --optimizer-cpu-offload"),
+    ("--no-pin-cpu-params", 1, "--no-pin-cpu-params is a Megatron flag that megarl does not use"),
     ("--muon-momentum 0.5", 1, "--muon-momentum 0.5: allowed is none without --optimizer muon"),
     ("--muon-no-split-qkv", 1, "--muon-no-split-qkv True: allowed is none without --optimizer muon"),
     *(("--optimizer muon", 1, "--optimizer muon: allowed is adam or sgd without the package emerging-optimizers; pip "

@@ -1,0 +1,116 @@
+"""Megarl's form of Megatron's distributed optimizer: also for SGD, and with states on the host."""
+
+import contextlib
+from collections.abc import Iterator
+from itertools import chain
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig
+from torch import Tensor
+
+from megarl.mcore.config.optimizer_rules import SGD
+from megarl.mcore.training.host_adam import HostShard
+
+
+def create_momentum(sgd: torch.optim.SGD, config: OptimizerConfig):
+    """Creates the momentum of parameters that have none. Zeros, to which torch adds the first gradient."""
+    for parameter in (p for group in sgd.param_groups for p in group["params"] if config.sgd_momentum):
+        sgd.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+# One call for all tensors: of thousands of experts, one for each would take longer than the update.
+def copy_together(this: list[Tensor], that: list[Tensor], overflow_buf=None):
+    """Copies tensors `this` to those of `that`, which may have other types, for Megatron's function of this kind."""
+    if that:
+        torch._foreach_copy_(that, this)
+
+
+class ShardedOptimizer(DistributedOptimizer):
+    """Megatron's distributed optimizer, also for SGD: Megatron knows the states of Adam and Lion alone.
+
+    Of parameters that a `HostAdam` has moved to the host, weights and states are read and written there.
+    """
+
+    model_float16_groups: list[list[Tensor]]
+    shard_fp32_from_float16_groups: list[list[Tensor]]
+
+    def __init__(self, optimizer, config, grad_scaler, init_state_fn, *args, **kwargs):
+        super().__init__(optimizer, config, grad_scaler, init_state_fn or create_momentum, *args, **kwargs)
+
+    @property
+    def optimizer_state_keys(self):
+        """Names of the states of a parameter."""
+        if self.config.optimizer != SGD:
+            return super().optimizer_state_keys
+        return ("momentum_buffer",) if self.config.sgd_momentum else ()
+
+    def model_weights(self) -> dict[Tensor, Tensor]:
+        """The model's weights [n] of each of the optimizer's parameters, which is itself one if these are fp32."""
+        copies = (self.shard_fp32_from_float16_groups, self.shard_float16_groups)
+        pairs = zip(*map(chain.from_iterable, copies), strict=True)
+        return dict(pairs) | {parameter: parameter for parameter in chain.from_iterable(self.shard_fp32_groups)}
+
+    @property
+    def _on_host(self) -> dict[Tensor, HostShard]:
+        return getattr(self.optimizer, "on_host", {})
+
+    @contextlib.contextmanager
+    def _without_host_parameters(self) -> Iterator[None]:
+        """Context in which copies between model and fp32 weights leave out those that are on the host."""
+        own = self.model_float16_groups, self.shard_fp32_from_float16_groups
+        kept = [
+            [(model, main) for model, main in zip(*groups, strict=True) if main not in self._on_host]
+            for groups in zip(*own, strict=True)
+        ]
+        self.model_float16_groups = [[model for model, _ in group] for group in kept]
+        self.shard_fp32_from_float16_groups = [[main for _, main in group] for group in kept]
+        try:
+            yield
+        finally:
+            self.model_float16_groups, self.shard_fp32_from_float16_groups = own
+
+    def _copy_main_params_to_model_params(self):
+        if not self.is_stub_optimizer:
+            copies = {main: own for main, own in self.model_weights().items() if own is not main}
+            here = [main for main in copies if main not in self._on_host]  # the host sends its own in its update
+            copy_together(here, [copies[main] for main in here])
+
+    def _copy_model_params_to_main_params(self, state_dict=None):
+        with self._without_host_parameters():
+            super()._copy_model_params_to_main_params(state_dict)
+        for shard in self._on_host.values():
+            shard.main.copy_(shard.weights)
+
+    def _get_main_param_and_optimizer_states(self, model_param) -> dict[str, Tensor]:
+        tensors = super()._get_main_param_and_optimizer_states(model_param)
+        shard = self._on_host.get(tensors["param"])
+        return tensors if shard is None else tensors | {"param": shard.main}
+
+    def get_parameter_state_dp_zero(self, use_gloo_comm=True, empty_data=False, return_on_all_ranks=False):
+        """Megatron's; one rank copies its states to the host as they are, with no bucket of them on the device.
+
+        Without `--overlap-grad-reduce`, which one rank does not have, a bucket is a whole buffer, which Megatron would
+        have there twice in fp32.
+        """
+        is_alone = self.data_parallel_group.size() == 1
+        state = super().get_parameter_state_dp_zero(use_gloo_comm, empty_data or is_alone, return_on_all_ranks)
+        if not is_alone or empty_data:
+            return state
+        for number, (buffer, by_type) in enumerate(zip(self.buffers, self.gbuf_ranges, strict=True)):
+            for dtype, ranges in by_type.items():
+                start = 0
+                for bucket, found in zip(buffer.buckets, ranges, strict=True):
+                    for model_param, place in found["param_map"].items():
+                        own, tensors = place["gbuf_local"], self._get_main_param_and_optimizer_states(model_param)
+                        for name, tensor in tensors.items():
+                            state[number][dtype][name][start + own.start : start + own.end].copy_(tensor)
+                    start += bucket.numel_unpadded
+        return state
+
+    def _set_main_param_and_optimizer_states(self, model_param, tensors: dict[str, Tensor]):
+        for name, own in self._get_main_param_and_optimizer_states(model_param).items():
+            own.copy_(tensors[name])
+
+
+megatron_optimizer.DistributedOptimizer = ShardedOptimizer
