@@ -337,7 +337,9 @@ class Settings(
     @property
     def environment_fields(self) -> tuple[str, ...]:
         """Batch fields that environments add to those of generation."""
-        return ("turn_rewards", "solved", "row_starts") if self.environment else ()
+        if not self.environment:
+            return ()
+        return ("turn_rewards", "solved", "row_starts", *(("forced",) if self.thinking_budget else ()))
 
     @property
     def sampled_fields(self) -> tuple[str, ...]:

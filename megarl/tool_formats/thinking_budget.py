@@ -4,6 +4,7 @@ Whether it gets them, and where, follows from its tokens alone. So the engine th
 train on them, and a run that continues a response agree without telling each other.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ class ThoughtReader:
 
     def __init__(self, vocabulary: Vocabulary, form: ToolFormat):
         self.marks, self._vocabulary, self._form = form.thought_marks, vocabulary, form
+        self.encode = functools.lru_cache(16)(self._encode)  # a request to a server may have thousands of answers
 
     def is_open(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
         """Whether what follows the first `tokens` of a turn belongs to its thoughts, which the turn or the prompt has
@@ -42,7 +44,7 @@ class ThoughtReader:
         marks = self.marks
         return f"\n\nMy time to think is over, so I answer with what I have.\n{marks.end}{marks.after}"
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         """The tokens that end thoughts. ValueError, with what is wrong, for a text that does not end them."""
         tokens = tuple(self._vocabulary.tokenizer.encode_template(text))
         if self.marks.end not in text:
