@@ -59,6 +59,7 @@ class Batch:
     versions: Tensor = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
     staleness: Tensor = _token(torch.int32)  # [T] updates between that policy and the one that is trained on the token
     turn_rewards: Tensor = _token(torch.float32)  # [T] the environment's reward of a turn, at its last token; else 0
+    forced: Tensor = _token(torch.bool)  # [T] True where a thinking budget has put the token into an episode's turn
     row_starts: Tensor = _token(torch.bool)  # [T] True where another row of an episode begins, not at its first token
     routes: Tensor = _token(torch.int16)  # [T], each [L, k]: experts in this rank's L MoE layers; −1: unknown
 

@@ -21,7 +21,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.rollout.remote_rollout import RemoteRollout
-from megarl.rollout.response_ends import ResponseEnds, check_ends
+from megarl.rollout.response_ends import ResponseEnds, check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments
 from megarl.trainers.evaluations import Evaluations, check_names
@@ -32,8 +32,8 @@ from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import check_required, check_save, read_inputs
 
 SETTINGS = ("eval_prompts", "evals", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "min_p",
-            "reward", "max_prompt_length", "max_response_length", "stop", "stop_token_ids", "environment", "max_turns",
-            "max_turn_length", "seed")  # fmt: skip
+            "reward", "max_prompt_length", "max_response_length", "stop", "stop_token_ids", "thinking_budget",
+            "thinking_budget_text", "environment", "max_turns", "max_turn_length", "seed")  # fmt: skip
 
 METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a term of --reward is a metric
 
@@ -50,6 +50,7 @@ class EvaluationInputs(PolicyInputs):
         self._server = RemoteGenerator.of_settings(s) if s.rollout_server else None
         super().__init__(config)
         check_ends(s, self.tokenizer)
+        self.thinking = thinking_budget_of(s, self.encoder)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, self.encoder)
         self.tokens = tokens_of
         check_names(self.prompt_sets, s.eval_samples)
@@ -61,9 +62,11 @@ class EvaluationInputs(PolicyInputs):
         s = self.config.settings
         episodes = EpisodeRunner(s, mesh["rollout"], self.encoder) if s.environment else None
         if self._server is not None:
-            return RemoteRollout(s, mesh, self._server, ResponseEnds(s, self.tokenizer), timers, episodes)
+            ends = ResponseEnds(s, self.tokenizer)
+            return RemoteRollout(s, mesh, self._server, ends, timers, episodes, self.thinking)
         model = self.load(mesh["actor"])
-        return Rollout(s, self.rollout_role(), mesh, model, self.tokenizer, timers, episodes=episodes)
+        common = s, self.rollout_role(), mesh, model, self.tokenizer, timers
+        return Rollout(*common, episodes=episodes, thinking=self.thinking)
 
 
 def evaluate(config: RunConfig, timers: Timers):

@@ -36,7 +36,7 @@ from megarl.rollout.replay.agent_fork import ForkedPool, run_again
 from megarl.rollout.replay.player import LiveEnvironment, Player, fork_problem, other_answer
 from megarl.rollout.replay.saved import SavedResponse, read_response
 from megarl.rollout.requests import PromptRequest, RoundRequests
-from megarl.rollout.response_ends import check_ends
+from megarl.rollout.response_ends import check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags
 from megarl.trainers.launch import launch, refuse
@@ -131,6 +131,7 @@ class ReplayInputs:
         self.encoder = build_role_encoder(actor, s)
         self.tokenizer = self.encoder.tokenizer
         check_ends(s, self.tokenizer)
+        self.thinking = thinking_budget_of(s, self.encoder)
         check_vocabulary(actor, self.tokenizer.vocab_size)
         self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
         self.prompt_sets, tokens = read_encoded_prompts(s, self.encoder)
@@ -196,7 +197,7 @@ def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundR
     tokens, limit = inputs.prompt_tokens.view(line), inputs.prompts.response_limit(line)
     size = inputs.prompts.group_size(line)
     prompt = PromptRequest(line=line, tokens=tokens, draw_index=draw, step=step, limit=limit, samples=size)
-    return RoundRequests([prompt], s.samples_per_prompt, s.seed, step, s.max_response_length)
+    return RoundRequests([prompt], s.samples_per_prompt, s.seed, step, s.max_response_length, inputs.thinking)
 
 
 def _fork(

@@ -54,6 +54,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/response_length_mean", "tokens", "mean length of the responses"),
         Metric("rollout/finished_fraction", "fraction", "responses that ended before --max-response-length; with an"
                " environment, episodes that it ended"),
+        Metric("rollout/thinking_cut_fraction", "fraction", "generated responses, or episodes, with thoughts that their"
+               " budget has ended", "with --thinking-budget"),
         Metric("rollout/masked_fraction", "fraction", "response tokens that are excluded from the losses, since"
                " their response was truncated", "with --mask-truncated-responses"),
         Metric("rollout/entropy", "nats", "mean entropy of the policy over the response tokens, before the updates"),

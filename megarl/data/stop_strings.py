@@ -25,7 +25,8 @@ class StopMatcher:
     def _follow(self, place: bytes, token: int) -> tuple[bytes, bool]:
         """(where a text is after one more token, whether the token completes a stop string)."""
         text = place + self._bytes(token)
-        is_complete = any(stop in text for stop in self.stops)
+        # Tokens that a thinking budget forces may have completed one before: then the next one does not complete it.
+        is_complete = any(stop in text[max(0, len(place) - len(stop) + 1) :] for stop in self.stops)
         rest = text[max(0, len(text) - self._longest) :]
         while rest and not any(stop.startswith(rest) for stop in self.stops):
             rest = rest[1:]

@@ -130,8 +130,12 @@ CONDITIONS: dict[str, Condition] = {
                      "needs --environment: --agent-sessions has no worker processes"),
     "tool_calls": Condition(
         lambda context: context.program == "serve" or context.settings.serve_policy
-        or context.settings.environment is not None,
-        "needs --environment or --serve-policy"),
+        or context.settings.environment is not None or context.settings.thinking_budget is not None,
+        "needs --environment, --serve-policy or --thinking-budget"),
+    "thinks": Condition(
+        lambda context: context.program == "serve" or context.settings.serve_policy
+        or context.settings.thinking_budget is not None,
+        "needs --thinking-budget or --serve-policy"),
     "engine": _when(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine"),
     "prefixes": _when(lambda s: s.rollout_prefix_caching and not s.debug_train_only, "needs --rollout-prefix-caching"),
     "trained": _when(lambda s: not s.debug_rollout_only, "--debug-rollout-only trains nothing"),
@@ -352,6 +356,8 @@ def _environments(s: Settings) -> list[FlagRule]:
         FlagRule("--environment", name, name is None or not s.is_scheduled or s.over_sampling == 1,
              "not allowed with --over-sampling where the clock decides (--generation-schedule recorded,"
              " --replay-schedule)"),
+        FlagRule("--thinking-budget", s.thinking_budget, s.thinking_budget is None or s.credit == "episode",
+             "not allowed with --credit turns, which tells turns apart by what the policy has chosen"),
         FlagRule("--max-turn-length", s.max_turn_length, (s.max_turn_length or 0) <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}, which holds all turns and "
              "observations"),

@@ -339,7 +339,9 @@ class Settings(
     @property
     def environment_fields(self) -> tuple[str, ...]:
         """Batch fields that environments add to those of generation."""
-        return ("turn_rewards", "solved", "row_starts") if self.environment else ()
+        return ("turn_rewards", "solved", "row_starts", *["forced"] * bool(self.thinking_budget)) * bool(
+            self.environment
+        )
 
     @property
     def sampled_fields(self) -> tuple[str, ...]:

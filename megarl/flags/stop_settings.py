@@ -1,9 +1,9 @@
-"""Flags of what ends a response besides the tokenizer's end tokens."""
+"""Flags of what ends a response besides the tokenizer's end tokens, and of what ends its thoughts."""
 
 import dataclasses
 import json
 
-from megarl.flags.fields import flag, parses
+from megarl.flags.fields import flag, parses, positive
 
 
 def parse_stops(text: str) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def parse_ids(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class StopSettings:
-    """What ends a response."""
+    """What ends a response, and its thoughts."""
 
     stop: str | None = flag(None, "a string that ends a response, or several as '[\"a\", \"b\"]'; its tokens are part"
                              " of the response and trained on", parses(parse_stops), "strings with some text",
@@ -32,3 +32,9 @@ class StopSettings:
     stop_token_ids: str | None = flag(None, "tokens that end a response like the tokenizer's end tokens, as '7,9'",
                                        parses(parse_ids), "whole numbers with commas", programs="rl evaluate",
                                        when="engine")  # fmt: skip
+    thinking_budget: int | None = positive(None, "tokens of a response, or of a turn, after which thoughts that are"
+                                            " still open are ended by tokens that the policy does not choose and is not"
+                                            " trained on; default: none", programs="rl evaluate")  # fmt: skip
+    thinking_budget_text: str | None = flag(None, "the text of these tokens, with the mark that ends thoughts; default:"
+                                             " a sentence and the mark", bool, "a text",
+                                             programs="rl evaluate serve", when="thinks")  # fmt: skip

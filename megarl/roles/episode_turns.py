@@ -13,7 +13,8 @@ def turns_of(batch: Batch, tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
 
     A turn's text has no special tokens, and so not the token that ended it.
     """
-    numbers = turn_numbers(batch.response_mask, batch.cu_seqlens)
+    mask = batch.response_mask if batch.forced is None else batch.response_mask | batch.forced
+    numbers = turn_numbers(mask, batch.cu_seqlens)
     lengths = batch.lengths.tolist()
     columns = (field.cpu().split(lengths) for field in (batch.tokens, numbers, batch.turn_rewards))
     return [
@@ -32,5 +33,5 @@ def _turns(
         yield {
             "text": tokenizer.decode(tokens[begin:end]),
             "observation": tokenizer.decode(tokens[end:following]),
-            "reward": rewards[end - 1],
+            "reward": sum(rewards[begin:end]),  # it has one, at the last token that the policy has chosen
         }

@@ -35,7 +35,7 @@ from megarl.rollout.response_rows import joined, rows_by_id, selected, split_at,
 from megarl.rollout.waiting_groups import VERSIONS
 
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
-_RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS)
+_RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS, "forced")
 
 
 class CarriedGroup(NamedTuple):
@@ -196,7 +196,8 @@ class PartialRolloutBuffer:
         is_continued, before = is_continued[is_longer], before.select(is_longer.nonzero().flatten())
         positions = expand_ranges(batch.cu_seqlens[:-1][is_continued], before.lengths)
         for name in _RESTORED_FIELDS:
-            getattr(batch, name)[positions] = getattr(before, name)
+            if getattr(batch, name) is not None:
+                getattr(batch, name)[positions] = getattr(before, name)
         batch.prompt_lengths[is_continued] = before.prompt_lengths
 
     def _restore_relaid(self, batch: Batch, rows: list[tuple[int, str]]):

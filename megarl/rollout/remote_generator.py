@@ -112,13 +112,19 @@ def _batches(requests: Sequence[GenerationRequest]) -> list[list[int]]:
     """Numbers of requests that differ in prompt and key alone, at most `BATCH` together."""
     alike: dict[tuple, list[int]] = {}
     for number, request in enumerate(requests):
-        kind = request.sampling, request.end_ids, request.max_new_tokens, request.top_logprobs, _stops_of(request)
+        ends = request.end_ids, _stops_of(request), *_thinking_of(request).values()
+        kind = request.sampling, request.max_new_tokens, request.top_logprobs, ends
         alike.setdefault(kind, []).append(number)
     return [members[i : i + BATCH] for members in alike.values() for i in range(0, len(members), BATCH)]
 
 
 def _stops_of(request: GenerationRequest) -> tuple[str, ...]:
     return () if request.stops is None else tuple(stop.decode() for stop in request.stops.stops)
+
+
+def _thinking_of(request: GenerationRequest) -> dict[str, Any]:
+    budget = request.thinking
+    return {} if budget is None else {"thinking_budget": budget.limit, "thinking_budget_text": budget.text}
 
 
 def request_body(requests: list[GenerationRequest]) -> dict[str, Any]:
@@ -140,6 +146,7 @@ def request_body(requests: list[GenerationRequest]) -> dict[str, Any]:
             "stop": list(_stops_of(first)),
             "stop_token_ids": list(first.end_ids),
             "ignore_eos": True,  # the end tokens are exactly those of the request
+            **_thinking_of(first),
         },
     }
 

@@ -14,6 +14,7 @@ from megarl.rollout.remote_engine import RemoteEngine
 from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch
 from megarl.rollout.response_ends import ResponseEnds
+from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 
 class RemoteRollout:
@@ -21,10 +22,11 @@ class RemoteRollout:
 
     def __init__(
         self, settings: Settings, mesh: RoleMesh, generator: RemoteGenerator, ends: ResponseEnds, timers: Timers,
-        episodes: EpisodeRunner | None = None,
+        episodes: EpisodeRunner | None = None, thinking: ThinkingBudget | None = None,
     ):  # fmt: skip
-        """`generator`: of the leader's requests; `episodes`: runs the environments; None: one turn."""
-        self.settings, self.role_groups, self.episodes = settings, mesh["rollout"], episodes
+        """`generator`: of the leader's requests; `episodes`: runs the environments; None: one turn; `thinking`: the
+        budget of each response, or turn; None: none."""
+        self.thinking, self.settings, self.role_groups, self.episodes = thinking, settings, mesh["rollout"], episodes
         self._generator, self._ends = generator, ends
         self.timers = timers
 
@@ -46,7 +48,7 @@ class RemoteRollout:
             temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
         )
         with self.timers.phase(role_groups.model_role, "rollout"):
-            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
+            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length, self.thinking)
             ids = requests.assigned_to(role_groups.dp_rank, len(role_groups.replicas))
             if self.episodes is not None:
                 source = RequestList(zip(ids, requests.build(ids), strict=True))

@@ -15,6 +15,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 
 class PartialResponse(NamedTuple):
@@ -63,13 +64,17 @@ class RoundRequests:
     Every rank knows how long each response may get; a request is built on the replica that takes it.
     """
 
-    def __init__(self, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int):
+    def __init__(
+        self, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int,
+        thinking: ThinkingBudget | None = None,
+    ):  # fmt: skip
         """`prompts`: of all replicas; `samples`: as of `groups_of`; `step`: the one that generates; `max_new_tokens`:
-        of a whole response."""
+        of a whole response; `thinking`: the budget of each response, or turn; None: none."""
         self.prompts, self.samples, self.groups = prompts, samples, groups_of(prompts, samples)
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
         self._group_of = self.groups.of(torch.arange(self.groups.count)).tolist()
+        self.thinking = thinking
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts, samples, max_new_tokens)  # 0: the response is finished
         self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
@@ -121,6 +126,12 @@ class RoundRequests:
         """The prompt of a response, with the tokens of its partial response."""
         return [*self.prompt_of(i).tokens, *self.partial(i).tokens]
 
+    def forced(self, i: int, new_tokens: Sequence[int]) -> range:
+        """Places of forced tokens in a response: of those of its partial response and the new ones."""
+        if self.thinking is None:
+            return range(0)
+        return self.thinking.forced(self.prompt_of(i).tokens, [*self.partial(i).tokens, *new_tokens])
+
     def step_of(self, i: int) -> int:
         """The step that drew the prompt of a response."""
         drawn_in = self.prompt_of(i).step
@@ -156,6 +167,8 @@ class RoundRequests:
                 sampling=sampling,
                 end_ids=end_ids,
                 stops_from=len(self.prompt_of(i).tokens),
+                thinking=self.thinking,
+                thinking_from=len(self.prompt_of(i).tokens),
             )
             for i, key in zip(ids, keys.tolist(), strict=True)
         ]
@@ -164,6 +177,21 @@ class RoundRequests:
 def _joined(lists: Sequence[Sequence], dtype) -> np.ndarray:
     """All numbers of some lists, one list after the other. torch.tensor of such a list takes ten times the time."""
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, sum(map(len, lists)))
+
+
+def _mark_forced(mask: np.ndarray, sizes: np.ndarray, found: list[tuple[int, range]]):
+    """Takes forced tokens out of the mask of new tokens.
+
+    Args:
+        mask: [T] of all rows.
+        sizes: [n, 2] tokens of each row that the engine had as prompt, and new ones.
+        found: of each row (tokens of its partial response, `RoundRequests.forced`).
+    """
+    first = 0
+    for (before, new), (partial, forced) in zip(sizes.tolist(), found, strict=True):
+        start = first + before  # of the new tokens
+        mask[start + max(forced.start - partial, 0) : start + min(max(forced.stop - partial, 0), new)] = False
+        first = start + new
 
 
 def completions_to_batch(
@@ -182,15 +210,17 @@ def completions_to_batch(
     completions, prompts = [done[i] for i in ids], [requests.prompt(i) for i in ids]
     sizes = np.array([(len(p), len(c.tokens)) for p, c in zip(prompts, completions, strict=True)], np.int64)
     sizes = sizes.reshape(-1, 2)  # also without completions
-    mask = np.repeat(np.tile([False, True], len(ids)), sizes.ravel())
-    logprobs = np.zeros(len(mask), np.float32)
-    logprobs[mask] = _joined([c.logprobs for c in completions], np.float32)
+    is_new = np.repeat(np.tile([False, True], len(ids)), sizes.ravel())
+    mask, logprobs = is_new.copy(), np.zeros(len(is_new), np.float32)
+    logprobs[is_new] = _joined([c.logprobs for c in completions], np.float32)
+    if requests.thinking is not None:
+        _mark_forced(mask, sizes, [(len(requests.partial(i).tokens), requests.forced(i, done[i].tokens)) for i in ids])
     pairs = zip(prompts, (c.tokens for c in completions), strict=True)
     tokens = _joined(list(itertools.chain.from_iterable(pairs)), np.int64)
     versions = None
     if prompt_version is not None:
         versions = np.full(len(mask), prompt_version, np.int32)
-        versions[mask] = _joined([c.versions or () for c in completions], np.int32)
+        versions[is_new] = _joined([c.versions or () for c in completions], np.int32)
     lines = [requests.prompt_of(i).line for i in ids]
     batch = Batch(
         sequence_ids=torch.tensor(ids, dtype=torch.int64),

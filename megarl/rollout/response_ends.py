@@ -1,10 +1,16 @@
-"""What ends a response of the policy: the tokenizer's end tokens, `--stop-token-ids` and `--stop`."""
+"""What ends a response of the policy: the tokenizer's end tokens, `--stop-token-ids` and `--stop`. What ends its
+thoughts: `--thinking-budget`."""
 
+from megarl.data.conversations import Encoder
+from megarl.data.detokenizer import Vocabulary
 from megarl.data.stop_strings import StopMatcher
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.flags.stop_settings import parse_ids, parse_stops
+from megarl.tool_formats.by_template import name_of
+from megarl.tool_formats.table import load_format
+from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
 
 
 class ResponseEnds:
@@ -26,3 +32,30 @@ def check_ends(settings: Settings, tokenizer: Tokenizer):
             f"--stop-token-ids {settings.stop_token_ids}: allowed are ids below {tokenizer.vocab_size}, the size of the"
             " tokenizer's vocabulary"
         )
+
+
+def thinking_budget_of(settings: Settings, encoder: Encoder) -> ThinkingBudget | None:
+    """The budget of the flags; None without one. `encoder`: the policy's.
+
+    UsageError for a text that does not end its thoughts, or a budget that leaves no room for an answer.
+    """
+    s, limit = settings, settings.thinking_budget
+    if limit is None:
+        return None
+    reader = ThoughtReader(Vocabulary(encoder.tokenizer), load_format(name_of(s.tool_call_parser, encoder.template)))
+    given = s.thinking_budget_text
+    text = reader.default_text if given is None else given
+    try:
+        tokens = reader.encode(text)
+    except ValueError as error:
+        where = f"--thinking-budget {limit}: " if given is None else "--thinking-budget-text: "
+        raise UsageError(f"{where}{error}") from None
+    longest, flag = s.max_response_length, "--max-response-length"
+    if s.environment is not None and s.max_turn_length is not None:
+        longest, flag = s.max_turn_length, "--max-turn-length"
+    if limit + len(tokens) >= longest:
+        raise UsageError(
+            f"--thinking-budget {limit}: with the {len(tokens)} tokens that end thoughts, {flag} {longest} leaves no"
+            " room for an answer"
+        )
+    return ThinkingBudget(limit, text, tokens, reader)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megarl.algorithms.packed import sums_by_sequence
 from megarl.batch import Batch, concatenate, expand_ranges
 
 
@@ -34,6 +35,13 @@ def joined(front: Batch | None, back: Batch | None, count: int) -> Batch | None:
         back.sequence_ids = back.sequence_ids + count
     batches = [batch for batch in (front, back) if batch is not None]
     return concatenate(batches) if batches else None
+
+
+def forced_responses(batch: Batch) -> int:
+    """How many responses have tokens of a thinking budget, in a batch in which no response has lost its mask."""
+    if batch.forced is not None:  # with an environment, whose tokens are not in the mask either
+        return int((sums_by_sequence(batch.forced.long(), batch.forced, batch.cu_seqlens) > 0).sum())
+    return int((batch.response_lengths < batch.lengths - batch.prompt_lengths).sum())
 
 
 def truncated_to(batch: Batch, longest: int) -> Batch:

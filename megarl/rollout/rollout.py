@@ -37,6 +37,7 @@ from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
 from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
+from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 
 class Rollout:
@@ -48,14 +49,16 @@ class Rollout:
         self, settings: Settings, role: RoleSettings, mesh: RoleMesh, trained: gpt.ModelChunks | None,
         tokenizer: Tokenizer, timers: Timers, cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
         episodes: EpisodeRunner | None = None, schedule: Schedule | None = None,
+        thinking: ThinkingBudget | None = None,
     ):  # fmt: skip
         """Uses the actor's module if the layouts agree, else builds a model and plans the weight transfer. Collective.
 
         `trained`: the actor's module on this rank, None outside the actor. `cache_in_grad_buffer`: places the KV cache
         in the actor's gradient buffer if both share a module. `episodes`: runs the environments; None: one turn.
         `schedule`: of the weights within rounds; None: a round of training has those of `--generation-lag`.
+        `thinking`: the budget of each response, or turn; None: none.
         """
-        self.episodes = episodes
+        self.episodes, self.thinking = episodes, thinking
         self.settings, self.role = settings, role
         self._drafts = settings.speculative_rollout or settings.mtp_drafts
         self.ends = ResponseEnds(settings, tokenizer)
@@ -184,7 +187,7 @@ class Rollout:
             return None
         s = self.settings
         with self.timers.phase(self.role_groups.model_role, "rollout"):
-            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
+            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length, self.thinking)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
             is_training = temperature is None
@@ -233,7 +236,8 @@ class Rollout:
             self._fingerprint = tuple(sorted(checksums.items()))
         args = self.role.megatron
         layout = parallel_sizes(args), args.params_dtype, args.attention_kernel, args.transformer_impl
-        return self._fingerprint, layout, sampling, self.ends.identity
+        thinking = None if self.thinking is None else (self.thinking.limit, self.thinking.tokens)
+        return self._fingerprint, layout, sampling, self.ends.identity, thinking
 
     def _run_engine(
         self, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool,
@@ -367,7 +371,7 @@ class Rollout:
             numbers, own = self.episodes.new_lengths()
         else:
             remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
-            numbers, lengths = batch.sequence_ids, batch.response_lengths
+            numbers, lengths = batch.sequence_ids, batch.lengths - batch.prompt_lengths
             is_finished = batch.finished | (lengths == lengths.new_tensor(remaining)[numbers])
             own = lengths.masked_fill(~is_finished, UNFINISHED)
         groups = groups_of(prompts, samples)

@@ -86,6 +86,12 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
             f"wait for their batch to be full; allowed is more than {complete}"
         )
     check_unfinished(unfinished, samples, "turn_rewards" in found["fields"], s)
+    had_budget = "forced" in found["fields"]
+    if unfinished and had_budget != ("forced" in s.environment_fields):
+        raise UsageError(
+            f"--thinking-budget {s.thinking_budget}: the checkpoint of --load {s.load} holds {unfinished} unfinished "
+            f"groups that were generated with{'' if had_budget else 'out'} it; resume like that"
+        )
     environment = manifest.get("settings", {}).get("--environment", s.environment)
     if unfinished and environment != s.environment:  # each answers otherwise, and an agent's turns are no environment's
         raise UsageError(
@@ -100,7 +106,8 @@ def check_complete(saved: tuple[int, set[str]], wanted: tuple[int, set[str]]):
         raise UsageError(
             f"--load: the checkpoint holds groups of {saved[0]} responses that wait for their batch to be full; "
             "--samples-per-prompt, --group-filter, --pool-bounds, --greedy-baseline, --partial-rollouts, "
-            "--router-replay, --generation-schedule and --environment must be those that they were sampled with"
+            "--router-replay, --generation-schedule, --thinking-budget and --environment must be those that they were"
+            " sampled with"
         )
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.data.conversations import Encoder
+from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError
 from megarl.flags.server_settings import ServerSettings
 from megarl.tool_formats.by_template import FALLBACK, name_of
 from megarl.tool_formats.table import AUTO, FORMATS
+from megarl.tool_formats.thinking_budget import ThoughtReader
 
 if TYPE_CHECKING:  # it imports torch
     from megarl.arguments import RunConfig, Settings
@@ -32,6 +34,7 @@ class FrontendConfig:
         api_keys, admin_keys: allowed keys; no API key: no key is needed; no admin key: there is no /admin.
         model_name: of the served policy.
         tool_format: name of the format of tool calls and thoughts.
+        thinking_text: what ends thoughts after a budget; None: the default of the format.
         vocab_size: ids of prompts are smaller.
         replicas: how many leaders will connect.
         ranks_address: where they do: the path of a Unix socket, or host and port (0: any).
@@ -45,6 +48,7 @@ class FrontendConfig:
     admin_keys: list[str] = field(default_factory=list)
     model_name: str = ""
     tool_format: str = FALLBACK
+    thinking_text: str | None = None
     vocab_size: int = 0
     replicas: int = 1
     ranks_address: str | tuple[str, int] = ""
@@ -93,6 +97,12 @@ def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> Fronte
     """The configuration of a server with these flags. `encoder`: of the policy."""
     s = config.settings
     name = s.tool_call_parser if _is_built_in(s.tool_call_parser) else AUTO  # the HTTP process has no code of users
+    form = name_of(name, encoder.template)
+    if s.thinking_budget_text is not None:
+        try:
+            ThoughtReader(Vocabulary(encoder.tokenizer), FORMATS[form]).encode(s.thinking_budget_text)
+        except ValueError as error:
+            raise UsageError(f"--thinking-budget-text: {error}") from None
     return FrontendConfig(
         encoder=encoder,
         max_model_length=s.max_prompt_length + s.max_response_length,
@@ -100,7 +110,8 @@ def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> Fronte
         settings=ServerSettings(**{each.name: getattr(s, each.name) for each in fields(ServerSettings)}),
         api_keys=keys.api,
         admin_keys=keys.admin,
-        tool_format=name_of(name, encoder.template),
+        tool_format=form,
+        thinking_text=s.thinking_budget_text,
     )
 
 

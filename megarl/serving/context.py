@@ -14,6 +14,7 @@ from megarl.serving.metrics import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
 from megarl.serving.submission import Submission
 from megarl.tool_formats.table import FORMATS
+from megarl.tool_formats.thinking_budget import ThoughtReader
 
 _LONG_TEXT = 20_000  # characters or ids; from here on work is done in a thread, so that streams do not wait
 
@@ -25,6 +26,7 @@ class ServingContext:
         self.config, self.encoder = config, config.encoder
         self.vocabulary = Vocabulary(self.encoder.tokenizer)
         self.form = FORMATS[config.tool_format]
+        self.thoughts = ThoughtReader(self.vocabulary, self.form)
         self.metrics = ServerMetrics()
         self.pool = ReplicaPool(
             config.replicas, config.settings.max_queue, config.settings.request_timeout, self.metrics

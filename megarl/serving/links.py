@@ -2,8 +2,8 @@
 
 A message is an object with "type". From the HTTP process to all ranks of a replica:
 
-- generate: id, prompt, key, max_tokens, temperature, greedy, top_k, top_p, min_p, end_ids, stops, top_logprobs,
-  routes
+- generate: id, prompt, key, max_tokens, temperature, greedy, top_k, top_p, min_p, end_ids, stops, thinking (None, or
+  limit, tokens, format), top_logprobs, routes
 - score: id, tokens, temperature, top_logprobs
 - abort: ids
 - control: number, command ("pause" with mode, "resume", "weights" with path)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
+from megarl.data.detokenizer import Vocabulary
 from megarl.data.stop_strings import StopMatcher
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -26,6 +27,8 @@ from megarl.serving.frontend_process import FrontendProcess
 from megarl.serving.links import Message
 from megarl.serving.scoring import ScoreRequest, score_sequences, together
 from megarl.serving.served_engine import PauseMode, ServedEngine
+from megarl.tool_formats.table import FORMATS
+from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "greedy")  # entries of a message
 IDLE_SECONDS = 1.0  # longest wait for a message; then the ranks show that they are alive
@@ -45,13 +48,14 @@ class ReplicaService:
             model: the engine's model, for scores.
             vocab_size: the model's.
             label: name of the weights.
-            tokenizer: in whose texts stop strings are looked for.
+            tokenizer: in whose texts stop strings and thoughts are looked for.
         """
         self.engine, self.model, self.role_groups, self.frontend = engine, model, role_groups, frontend
         self.vocab_size, self.label = vocab_size, label
         self._matcher: Callable[[tuple[str, ...]], StopMatcher] = functools.lru_cache(64)(
             functools.partial(StopMatcher, tokenizer)
         )
+        self._vocabulary = Vocabulary(tokenizer)
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
         self._scores: deque[tuple[int, ScoreRequest]] = deque()
         self._controls: deque[Message] = deque()  # not done yet
@@ -148,17 +152,22 @@ class ReplicaService:
             )
             self._send("refused", id=number, message=problem)
             return
-        stops: dict[str, Any] = {}
+        ends: dict[str, Any] = {}
         if message["stops"]:
-            stops = {"stops": self._matcher(tuple(message["stops"])), "stops_from": len(prompt)}
+            ends = {"stops": self._matcher(tuple(message["stops"])), "stops_from": len(prompt)}
+        if message["thinking"] is not None:
+            ends |= {"thinking": self._budget(**message["thinking"]), "thinking_from": len(prompt)}
         request = GenerationRequest(
             prompt=prompt, key=message["key"], max_new_tokens=message["max_tokens"],
             sampling=SamplingSettings(**{name: message[name] for name in SAMPLING}),
-            end_ids=tuple(message["end_ids"]), top_logprobs=message["top_logprobs"], **stops,
+            end_ids=tuple(message["end_ids"]), top_logprobs=message["top_logprobs"], **ends,
         )  # fmt: skip
         if message["routes"]:
             self._routes_wanted.add(number)
         self._waiting.append((number, request))
+
+    def _budget(self, limit: int, tokens: list[int], format: str) -> ThinkingBudget:
+        return ThinkingBudget(limit, "", tuple(tokens), ThoughtReader(self._vocabulary, FORMATS[format]))
 
     def _abort(self, numbers: set[int]):
         self._waiting = deque(item for item in self._waiting if item[0] not in numbers)

@@ -28,6 +28,8 @@ def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
     """The stop rules of a request; RequestError 400 for too many."""
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     check_stops(context, stops)
+    if fields.thinking_budget is not None and any(stop in _thinking_text(context, fields) for stop in stops):
+        raise invalid("stop: a string is part of the text that ends thoughts (thinking_budget_text)", "stop")
     return StopRules(tuple(stops), frozenset(fields.stop_token_ids or ()), fields.include_stop_str_in_output)
 
 
@@ -35,6 +37,24 @@ def check_stops(context: ServingContext, stops: Sequence[str]):
     """RequestError 400 for too many stop strings."""
     if len(stops) > context.config.settings.max_stops:
         raise invalid(f"stop: at most {context.config.settings.max_stops} strings are allowed", "stop")
+
+
+def _thinking_text(context: ServingContext, fields: SamplingFields) -> str:
+    return fields.thinking_budget_text or context.config.thinking_text or context.thoughts.default_text
+
+
+def _thinking(context: ServingContext, fields: SamplingFields) -> Message | None:
+    """The thinking budget of a message. RequestError 400 for a text that does not end thoughts."""
+    if fields.thinking_budget is None:
+        if fields.thinking_budget_text is not None:
+            raise invalid("thinking_budget_text: needs thinking_budget", "thinking_budget_text")
+        return None
+    text = _thinking_text(context, fields)
+    try:
+        tokens = context.thoughts.encode(text)
+    except ValueError as error:
+        raise invalid(f"thinking_budget_text: {error}", "thinking_budget_text") from None
+    return {"limit": fields.thinking_budget, "tokens": tokens, "format": context.config.tool_format}
 
 
 def choices(context: ServingContext, fields: OpenAIFields) -> int:
@@ -106,6 +126,7 @@ def generate_message(
         "min_p": float(fields.min_p or 0),
         "end_ids": list(dict.fromkeys([*ends, *stops])),
         "stops": list(stop_strings),
+        "thinking": _thinking(context, fields),
         "top_logprobs": top_logprobs,
         "routes": routes,
     }

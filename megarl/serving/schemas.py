@@ -103,6 +103,8 @@ class SamplingFields(StrictModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     ignore_eos: bool = False
+    thinking_budget: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    thinking_budget_text: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
 
 
 class OpenAIFields(SamplingFields):

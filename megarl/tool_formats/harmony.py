@@ -12,9 +12,11 @@ from typing import Any
 
 from megarl.tool_formats.calls import attempt, read_arguments
 from megarl.tool_formats.reader import CONTENT, REASONING, Begins, Calls, Grammar, Said, Until
+from megarl.tool_formats.thoughts import ThoughtMarks
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
+THOUGHTS = ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant<|channel|>final<|message|>")
 MARKS = (START, CHANNEL, MESSAGE, "<|constrain|>", *ENDS)
 _RECIPIENT = re.compile(r"(?:\s|<\|start\|>)to=([^\s<]+)")
 _ANALYSIS = re.compile(re.escape(CHANNEL) + r"\s*analysis(?![^\s<])")

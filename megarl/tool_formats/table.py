@@ -7,7 +7,7 @@ from typing import Any
 from megarl import plugins, process_state
 from megarl.tool_formats import deepseek, glm, harmony, hermes, kimi, llama, mistral, plain_json, qwen_coder
 from megarl.tool_formats.reader import CONTENT, Grammar, GrammarRule, TurnReader, Until
-from megarl.tool_formats.thoughts import THINK, thoughts
+from megarl.tool_formats.thoughts import THINK, ThoughtMarks, thoughts
 from megarl.tool_formats.typed_arguments import Tools
 
 AUTO = "auto"  # the format in which the chat template writes calls (`by_template.py`)
@@ -42,6 +42,11 @@ class ToolFormat:
     def all_marks(self) -> tuple[str, ...]:
         """`marks` with those of thoughts."""
         return self.marks + (self.thoughts or ())
+
+    @property
+    def thought_marks(self) -> ThoughtMarks:
+        """What ends thoughts, for a thinking budget."""
+        return harmony.THOUGHTS if self.thoughts is None else ThoughtMarks(*self.thoughts)
 
     @property
     def answer_marks(self) -> tuple[str, ...]:

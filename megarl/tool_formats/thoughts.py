@@ -1,8 +1,18 @@
 """Thoughts between two marks at the start of a turn, before what a format reads."""
 
+from typing import NamedTuple
+
 from megarl.tool_formats.reader import REASONING, Back, Begins, Grammar, Said, Until
 
 THINK = "<think>", "</think>"
+
+
+class ThoughtMarks(NamedTuple):
+    """How a family of models marks its thoughts."""
+
+    begin: str
+    end: str
+    after: str = "\n\n"  # what it writes between the end and the answer
 
 
 def thoughts(marks: tuple[str, str], opened: bool | None) -> Grammar:

@@ -15,7 +15,7 @@ from megarl.errors import UsageError
 from megarl.flags.distill_settings import SIBLING
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout import waiting_groups
-from megarl.rollout.response_ends import check_ends
+from megarl.rollout.response_ends import check_ends, thinking_budget_of
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import check_server_flags, frontend_config
@@ -49,6 +49,7 @@ class RLInputs:
         self.encoder = encoder = build_role_encoder(config.roles["actor"], s)
         self.tokenizer = encoder.tokenizer
         check_ends(s, encoder.tokenizer)
+        self.thinking = thinking_budget_of(s, encoder)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = held_out(self.prompt_sets), held_out(tokens_of)

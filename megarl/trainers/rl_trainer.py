@@ -66,7 +66,8 @@ class RLTrainer(Trainer):
         self._metrics: dict[str, float] = {}  # of the step that the iteration ends
         self._samples: list[dict] = []
         self._sent = deque[StepBatch]()  # batches that may still be on their way to other ranks
-        self._token_samples = TokenSamples(self.settings.token_samples, self.tokenizer) if self.folder else None
+        shown = self.settings.token_samples, self.tokenizer, inputs.thinking is not None
+        self._token_samples = TokenSamples(*shown) if self.folder else None
         self._batch: StepBatch | None = None
         if self.folder:
             samples.keep_for_failure(self.folder, lambda: rows_so_far(self.reward, self._batch, self.rollout.episodes))
@@ -143,8 +144,8 @@ class RLTrainer(Trainer):
                 self.session_front = SessionFront(inputs.sessions, s, mesh["rollout"], inputs.encoder)
             sessions = self.session_front and self.session_front.pool
             episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
-        schedule = self.inputs.schedule
-        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule)
+        of_inputs = self.inputs.schedule, self.inputs.thinking
+        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, *of_inputs)
 
     def _build_batcher(self, *generation) -> RolloutBatcher:
         """`generation`: arguments of the batcher from the settings to the prompts."""

@@ -21,9 +21,9 @@ MAX_TOKENS = 1024  # tokens of a response; the rest of a longer one is left out,
 class TokenSamples:
     """Makes the rows of `tokens/step_%08d.jsonl`."""
 
-    def __init__(self, count: int, tokenizer: Tokenizer):
-        """`count`: responses of a step; 0: none."""
-        self._count, self._tokenizer = count, tokenizer
+    def __init__(self, count: int, tokenizer: Tokenizer, has_forced: bool = False):
+        """`count`: responses of a step; 0: none. `has_forced`: responses may have tokens of a thinking budget."""
+        self._count, self._tokenizer, self._has_forced = count, tokenizer, has_forced
         self._vocabulary = Vocabulary(tokenizer)
 
     def rows(self, step_batch: StepBatch) -> list[dict]:
@@ -32,8 +32,8 @@ class TokenSamples:
         A row has `sequence` (number in the batch), `prompt` and `response` (text), `reward`, `finished`, `length` (all
         response tokens), and lists with an item for each of the first `MAX_TOKENS` response tokens: `tokens` (their
         texts), `token_ids`, and the fields of `QUANTITIES` (nats, except advantages, values and returns). Numbers are
-        the shortest decimals that read back as the same float32. With an environment, `observed` says which tokens
-        its observations are, and not the policy's: `response`, `length` and the lists have both.
+        the shortest decimals that read back as the same float32. With an environment or a thinking budget, `observed`
+        says which tokens are theirs, and not the policy's: `response`, `length` and the lists have both.
         """
         batch: Batch = step_batch[ACTOR]
         chosen = (batch.sequence_ids < self._count).nonzero().flatten()
@@ -42,7 +42,7 @@ class TokenSamples:
         part = batch.select(chosen)
         names = [name for name in QUANTITIES if getattr(part, name) is not None]
         columns = [getattr(part, name).float() for name in names]
-        if part.turn_rewards is not None:
+        if part.turn_rewards is not None or self._has_forced:
             names, columns = [*names, _WRITTEN], [*columns, part.response_mask.float()]
         fields = torch.stack(columns).cpu().numpy()
         return [self._row(*item, names, step_batch.prompts) for item in _sequences(part, fields)]

@@ -41,6 +41,16 @@ def score_of(texts: list[str]) -> float:
 
 async def sums(task, client) -> float:
     """`LastSums` as an agent."""
+    return await _sums(task, client, "")
+
+
+async def thinking_sums(task, client) -> float:
+    """`sums` with thoughts before each turn, for the tokenizer of `thinkers`."""
+    return await _sums(task, client, "<think>")
+
+
+async def _sums(task, client, opening: str) -> float:
+    """`opening`: of each turn but the first."""
     draws, messages, texts = random.Random(task.seed), list(task.messages), []
     for _ in range(TURNS):
         answer = await client.chat.completions.create(model="policy", messages=messages)
@@ -49,7 +59,8 @@ async def sums(task, client) -> float:
             return 0.0
         texts.append(choice.message.content)
         number = (draws.randrange(30) + len(texts[-1])) % 30
-        messages += [{"role": "assistant", "content": texts[-1]}, {"role": "user", "content": f"+{number}="}]
+        asked = {"role": "user", "content": f"+{number}={opening}"}
+        messages += [{"role": "assistant", "content": texts[-1]}, asked]
     return score_of(texts)
 
 

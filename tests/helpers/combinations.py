@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.helpers import programs
 from tests.helpers.flag_cases import ONLINE
+from tests.helpers.thinkers import thinkers
 
 BASE = "--train-iters 1 --kl-coefficient 0 --prompts-per-step 4 --minibatch-size 4 --ppo-epochs 1"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -60,6 +61,9 @@ AXES = {
     "masks": ["--mask-truncated-responses", "--overlong-buffer 2", "--reward-failure fallback"],
     "sampling": ["--temperature 0.7", "--top-k 3", "--top-p 0.8", "--samples-per-prompt 4", "--samples-per-prompt 1",
                  "--stop 1", "--stop-token-ids 5,6", "--min-p 0.2"],
+    "thoughts": ["--thinking-budget 1 --thinking-budget-text +</think> --prompts {thinkers}/train.jsonl"
+                 " --tokenizer-model {thinkers}/tokenizer.model --max-prompt-length 12 --max-response-length 12"
+                 " --max-tokens-per-microbatch 100"],
     "pools": ["--pool-bounds 0.2,0.8", "--pool-bounds 0.2,0.8 --pool-weights 0,1,0.5 --pool-retire-after 2",
               "--group-filter range --group-filter-range 0.1,0.9"],
     "groups": ["--group-filter reward", "--group-filter reward --dynamic-sampling --max-sampling-rounds 2",
@@ -131,7 +135,13 @@ def mixtures() -> dict[str, Path]:
 def argv_of(values: list[str], save: Path) -> list[str]:
     """Command line of a case: a small run of one step, without a warm start."""
     folder = programs.inputs()
-    files = {"heldout": folder / "heldout.jsonl", "sft": folder / "sft", "save": save, **mixtures()}
+    files = {
+        "heldout": folder / "heldout.jsonl",
+        "sft": folder / "sft",
+        "save": save,
+        "thinkers": thinkers(),
+        **mixtures(),
+    }
     flags = " ".join([BASE, *values]).format(**files)
     has_critic = "--advantage" not in flags or "--advantage gae" in flags
     return programs.rl_argv(

@@ -31,6 +31,7 @@ STATES = (  # a model with recurrent states, whose prefixes are kept
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
     "estimator:length_alpha": "", "environment": "--environment x:y", "tool_calls": "--environment x:y",
+    "thinks": "--thinking-budget 9",
     "workers": "--environment x:y", "listens": "--agent-sessions",
     "critic": "", "reference": "", "kl": "", "refreshes": "--reference-update-interval 2",
     "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
@@ -77,7 +78,7 @@ FAILS = {
     "partial": "--over-sampling 2", "ahead": "--debug-rollout-only",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
     "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "exported": "--save y",
-    "rollout_server": "", "serve_policy": "", "tool_calls": "",
+    "rollout_server": "", "serve_policy": "", "tool_calls": "", "thinks": "",
     "engine": "--debug-train-only --load-rollouts x", "prefixes": "", "evaluates": "--debug-rollout-only",
     "trained": "--debug-rollout-only", "profile": "",
     "model": "", "judge": "", "scoring_model": "", "fallible": "--reward model --reward-model x",
@@ -105,7 +106,7 @@ VALUES = {
     "preference_loss": "rpo", "preference_label_smoothing": 0.25,
     "generation_schedule": "recorded", "distill": "loss", "teacher": "self", "distill_divergence": "forward",
     "distill_beta": 0.25, "teacher_context": "sibling", "hf_mtp": "drop",
-    "stop": "</a>", "stop_token_ids": "5,7", "tool_call_parser": "glm",
+    "stop": "</a>", "stop_token_ids": "5,7", "tool_call_parser": "glm", "thinking_budget_text": "</think>",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
@@ -118,7 +119,7 @@ REQUIRED = {
     "replay_schedule": "--generation-lag 1 --rollout-correction tis",
     "kl_controller": "--kl-target 1",
     "lora_alpha": "--lora-rank 4", "lora_rslora": "--lora-rank 4", "lora_targets": "--lora-rank 4",
-    "credit": "--environment x:y --advantage rloo",
+    "credit": "--environment x:y --advantage rloo", "thinking_budget_text": "--thinking-budget 9",
     "eval_responses": "--eval-prompts x --eval-temperature 1",
     "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2", "mtp_drafts": "--mtp-train",
 }  # fmt: skip
@@ -131,6 +132,7 @@ OUTSIDE = {
     "pool_weights": ("0,0,0", "1,0,1", "1,-1,1", "1,1", "nan,1,1", "1,inf,1", "1e-9,1,1"),
     "group_filter_range": ("1,0", "0,inf", "x,1"),
     "stop": ('["a"', "[]"),
+    "thinking_budget_text": ("",),
     "tracker_project": ("a/b", " "),
     "tracker_run": ("a:b", " "),
     "reward_url": ("localhost:80/x", "ftp://host/x", "http://", "http://[::1", "http://host:x"),

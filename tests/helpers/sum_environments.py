@@ -151,3 +151,13 @@ def hang() -> BreakingSums:
 def crash() -> BreakingSums:
     """It raises."""
     return BreakingSums("crash")
+
+
+class ThinkingSums(Sums):
+    """Opens thoughts before each turn, for the tokenizer of `thinkers`."""
+
+    def step(self, turn: Turn) -> Observation:
+        """As `Sums`."""
+        seen = super().step(turn)
+        return Observation([{**seen.messages[0], "content": seen.messages[0]["content"] + "<think>"}], seen.reward,
+                           seen.done)  # fmt: skip

@@ -15,6 +15,9 @@ from megarl.replay import ReplayRequest, prepared
 from tests.helpers.programs import inputs, rl_argv, samples, train
 from tests.helpers.replays import played
 from tests.helpers.sum_environments import Sums
+from tests.helpers.thinkers import FILES, with_thinkers
+from tests.helpers.thinkers import FLAGS as THINKING
+from tests.helpers.thinkers import TURNS as THINKING_TURNS
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import RankFailed
 
@@ -46,6 +49,8 @@ RUNS = {  # ranks, ranks of the replay, flags
     "a file's limit": (1, 1, "--advantage rloo --kl-coefficient 0 --prompts {folder}/mix.yaml"),
     "drafts of a trained layer": (1, 1, "--advantage rloo --kl-coefficient 0 --mtp-train --mtp-drafts"),
     "low rank": (1, 1, f"{TURNS} --lora-rank 4"),
+    "thoughts": (1, 1, f"{THINKING} {FILES} --train-iters 3"),
+    "thoughts in turns": (1, 1, f"{THINKING} {FILES} {THINKING_TURNS} --train-iters 3"),
     "partial": (2, 1, f"{TURNS} --over-sampling 2 --partial-rollouts --rollout-correction tis"),
 }  # fmt: skip
 SAME = "the same tokens and log-probs"
@@ -62,7 +67,7 @@ def folder(tmp_path_factory) -> Path:
 def saved(folder: Path, name: str) -> Path:
     size, _, flags = RUNS[name]
     save = folder / name.replace(" ", "-")
-    flags = flags.format(folder=folder)
+    flags = with_thinkers(flags.format(folder=folder))
     train("rl", rl_argv(save, f"--train-iters 3 --save-interval 1 {flags} --save-rollouts"), size)
     return save
 

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.errors import UsageError
 from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless
+from tests.helpers.thinkers import BUDGET, FILES, TEXT, with_thinkers
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import RankFailed, run_world
 
@@ -45,7 +46,7 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
 def run(save: Path, flags: str, size: int = 1, killed_at: tuple[int, int, int] | None = None) -> list[Counter]:
     """Runs train_rl with the bank next to the run's folder."""
     bank = save.with_name(f"{save.name}-bank")
-    argv = rl_argv(save, f"{FLAGS} --rollout-bank {bank} {flags}", warm_start=False)
+    argv = rl_argv(save, with_thinkers(f"{FLAGS} --rollout-bank {bank} {flags}"), warm_start=False)
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     return run_world(counted, size, program("rl", argv, size), killed_at)
@@ -91,6 +92,8 @@ CASES = {
                          (0, 2, 15)),
     "partial rollouts": ("--over-sampling 2 --partial-rollouts --rollout-correction tis --max-response-length 30"
                          " --max-tokens-per-microbatch 100", 1, (0, 2, 4)),
+    "a thinking budget": (f"{FILES} --thinking-budget {BUDGET} --thinking-budget-text {TEXT} --max-response-length 16"
+                          " --max-prompt-length 12 --max-tokens-per-microbatch 100", 1, (0, 2, 5)),
 }  # fmt: skip
 
 

@@ -147,10 +147,12 @@ class DeviceDecode:
     def rows(self, count: int) -> int | None:
         """Rows B of the next step, which decodes so many tokens, if it can run here; else None.
 
-        Not here: pipeline stages of replicas that share experts.
+        Not here: pipeline stages of replicas that share experts, and forced tokens.
         """
-        is_apart = self.engine.is_coupled and self.stages.count > 1
-        if is_apart or not self.context.reads_tables or self.engine.controller.sampling.needs_host:
+        is_apart, sampling = self.engine.is_coupled and self.stages.count > 1, self.engine.controller.sampling
+        if is_apart or not self.context.reads_tables or sampling.needs_host:
+            return None
+        if sampling.forced and sampling.forced.are_forced(*self.context.sampled_rows()).any():
             return None
         rows = bucket_of(count, self.context.tensor_ranks)
         return rows if rows <= self._max_rows else None

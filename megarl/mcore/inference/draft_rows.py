@@ -99,7 +99,7 @@ def accepted_counts(context, drawn: Tensor) -> Tensor:
     rows = context.draft_rows
     is_last = torch.ones(len(rows.owners), dtype=torch.bool)
     is_last[:-1] = rows.owners[1:] != rows.owners[:-1]
-    ends = is_last | context.end_tokens.contains(drawn, context.request_ids[rows.owners])
+    ends = is_last | context.end_tokens.contains(drawn, *context.sampled_rows())
     ends[:-1] |= drawn[:-1] != context.token_to_input_ids[rows.computed[1:]]
     ends, last = ends.nonzero().flatten(), is_last.nonzero().flatten()
     first = torch.cat([last.new_zeros(1), last[:-1] + 1])

@@ -7,6 +7,7 @@ from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from torch import Tensor
 
+from megarl.mcore.inference.forced_tokens import ForcedTokens
 from megarl.mcore.inference.pipeline_stages import PipelineStages
 from megarl.mcore.inference.stop_states import StopStates
 from megarl.mcore.kernels.linear import logits_dtype
@@ -19,6 +20,7 @@ class EndTokens:
 
     def __init__(self, ids: tuple[int, ...] = (), stops: StopStates | None = None):
         self.ids, self.stops = frozenset(ids), stops
+        self.forced: ForcedTokens | None = None  # end nothing
         self._tensor = torch.tensor(sorted(ids), dtype=torch.int64)
         self._own: dict[int, frozenset[int]] = {}  # by request id
 
@@ -38,16 +40,17 @@ class EndTokens:
         """The end tokens of a request."""
         return self._own.get(request_id, self.ids)
 
-    def contains(self, tokens: Tensor, request_ids: Tensor) -> Tensor:
-        """Whether each of some tokens [n] on the host ends its request; `request_ids` [n]."""
+    def contains(self, tokens: Tensor, request_ids: Tensor, positions: Tensor) -> Tensor:
+        """Whether each of some tokens [n] on the host ends its request; `request_ids` [n], `positions` [n] in their
+        sequences."""
         if not self._own:
             found = torch.isin(tokens, self._tensor)
         else:
             pairs = zip(tokens.tolist(), request_ids.tolist(), strict=True)
             found = torch.tensor([token in self.of(request_id) for token, request_id in pairs], dtype=torch.bool)
-        if not self.stops:
-            return found
-        return found | torch.tensor(self.stops.completes(tokens.tolist(), request_ids.tolist()), dtype=torch.bool)
+        if self.stops:
+            found |= torch.tensor(self.stops.completes(tokens.tolist(), request_ids.tolist()), dtype=torch.bool)
+        return found & ~self.forced.are_forced(request_ids, positions) if self.forced else found
 
     def have_ended(self, request_id: int, tokens: list[int]) -> bool:
         """Whether one of them, or a stop string, has ended a response of these tokens."""
@@ -99,7 +102,6 @@ class EndTokensController(TextGenerationController):
         """Same as Megatron's; then sets each request's own end token, which is compared next."""
         tokens, speculative = super()._transfer_samples_to_cpu(active_request_count)
         context = self.inference_wrapped_model.inference_context
-        request_ids = context.request_ids[context.paused_request_count : context.total_request_count]
-        ends = torch.where(self.end_tokens.contains(tokens, request_ids), tokens, NO_TOKEN)
+        ends = torch.where(self.end_tokens.contains(tokens, *context.sampled_rows()), tokens, NO_TOKEN)
         context.active_request_metadata["termination_id"][:active_request_count] = ends
         return tokens, speculative

@@ -8,6 +8,7 @@ from torch import Tensor
 from megarl.algorithms.sampling_settings import SamplingSettings
 
 if TYPE_CHECKING:
+    from megarl.mcore.inference.forced_tokens import ForcesTokens
     from megarl.mcore.inference.stop_states import Follows
 
 TopLogprobs = list[tuple[int, float]]  # (token, log-prob), most likely first
@@ -27,6 +28,8 @@ class GenerationRequest:
     # rounds wrote. None: no stop string ends it.
     stops_from: int | None = None
     stops: "Follows | None" = None  # its own stop strings; None: those of the engine
+    thinking: "ForcesTokens | None" = None  # its thinking budget
+    thinking_from: int = 0  # where the response begins that has the budget, as `stops_from`
     counted_tokens: int = 0  # that a limit on responses counts besides those of this one: of earlier turns
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.algorithms.counter_rng import uniforms
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.algorithms.token_sampling import sample_tokens, sample_tokens_by_integers
+from megarl.mcore.inference.forced_tokens import ForcedTokens
 from megarl.mcore.inference.generation import GenerationRequest, TopLogprobs
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
@@ -27,6 +28,7 @@ class KeyedSampling(Sampling):
         self._own: dict[int, SamplingSettings] = {}  # by request id
         self._top_counts: dict[int, int] = {}  # by request id, of requests that want top log-probs
         self._restricted: set[int] = set()  # ids of requests with top-k or top-p
+        self.forced: ForcedTokens | None = None  # take the places of drawn ones
         self._policy: GatheredPolicy | None = None
         self._log_probs: Tensor | None = None  # of the tokens just sampled, if they are known already
         self.reset(SamplingSettings(), 0)
@@ -73,6 +75,8 @@ class KeyedSampling(Sampling):
             tokens = self._sample_by_settings(rows, numbers, request_ids.tolist())
         else:
             tokens = self._sample(rows, numbers, self.settings)
+        if self.forced:
+            tokens, self._log_probs = self.forced.force(tokens, self.log_probs(tokens), request_ids, positions)
         if self._top_counts:
             self._keep_top_logprobs(rows, request_ids.tolist(), positions.tolist())
         return tokens if output is None else output.copy_(tokens)

@@ -310,9 +310,9 @@ class PagedContext(DynamicInferenceContext):
         """Advances from a step that `only_decodes`; returns False, changing nothing, if a request ends or the free
         blocks do not suffice."""
         active = slice(self.total_request_count)
-        lengths = self.request_kv_length_offsets[active] + self.request_query_lengths[active] + 1
-        ends = self.end_tokens.contains(new_tokens, self.request_ids[active])
-        ends |= lengths >= self.request_output_lengths[active]
+        request_ids, positions = self.sampled_rows()
+        ends = self.end_tokens.contains(new_tokens, request_ids, positions)
+        ends |= positions + 1 >= self.request_output_lengths[active]
         self.only_decodes = not ends.any() and self._advance(new_tokens)
         return self.only_decodes
 

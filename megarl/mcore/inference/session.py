@@ -14,6 +14,7 @@ from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
+from megarl.mcore.inference.forced_tokens import ForcedTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.stop_states import StopStates
 from megarl.mcore.moe.router import recording_routes
@@ -51,6 +52,7 @@ class GenerationSession:
         self.engine.waiting_request_ids.clear()
         size = self.owner.max_requests
         self.sampling.reset(self.settings, size)
+        self.forced = self.sampling.forced = self.end_tokens.forced = ForcedTokens(self._drawn_since, size)
         self._numbers: dict[int, int] = {}  # request id in the engine -> number of the request
         self._free_ids = deque(range(size))
         self._prompt_lengths = torch.zeros(size, dtype=torch.int64)  # by request id
@@ -81,6 +83,8 @@ class GenerationSession:
         stops = request.stops or self.owner.stops
         if stops is not None and request.stops_from is not None:
             self.stops.begin(request_id, stops, request.prompt[request.stops_from :])
+        if request.thinking is not None:
+            self.forced.begin(request_id, request.thinking, request.prompt, request.thinking_from)
         self.engine.add_request(request_id, request.prompt, _params(request))
         if self.drafter is not None:
             self.drafter.begin(request_id, request.prompt)
@@ -191,6 +195,8 @@ class GenerationSession:
         if self.drafter is not None:
             self.drafter.finish(request_id, [*request.prompt_tokens.tolist(), *tokens])
         is_finished = self.end_tokens.have_ended(request_id, tokens)
+        if is_finished and self.forced:
+            is_finished = not self.forced.are_forced(torch.tensor([request_id]), torch.tensor([length - 1]))
         top_logprobs = self.sampling.top_logprobs_of(request_id, len(request.prompt_tokens), len(tokens))
         is_aborted, number = request_id in self._aborted, self._forget(request_id)
         if is_aborted:
@@ -203,6 +209,7 @@ class GenerationSession:
         """Frees the id of a request that ended; returns its number."""
         self.sampling.finish(request_id)
         self.stops.finish(request_id)
+        self.forced.finish(request_id)
         self._aborted.discard(request_id)
         self._free_ids.append(request_id)
         return self._numbers.pop(request_id)

@@ -120,6 +120,8 @@ class SpeculativeEngine(DecodeLoopEngine):
         # A request ends at its output length: the last row that may be used draws the token that reaches it.
         room = np.full(len(groups.first), MAX_DEPTH)
         np.minimum.at(room, groups.of, np.maximum(c.request_output_lengths[:n].numpy() - lengths - 1, 0))
+        if forced := self.controller.sampling.forced:
+            np.minimum.at(room, groups.of, forced.room(c.request_ids[:n], torch.from_numpy(lengths)).numpy())
         predicted = None if self.prediction is None else self.prediction.guesses(ids[groups.first])
         drafts = self.drafter.draft(rows[groups.first], room, groups.sizes, self.max_rows, predicted)
         if not len(drafts.tokens):

@@ -11,12 +11,15 @@ from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.rollout.episodes.episode import DONE, Episode
 
 
-def episodes_to_batch(episodes: Iterable[Episode], empty_routes: Tensor | None = None) -> Batch:
-    """The episodes of a replica in ascending order of their numbers; only the policy's tokens are in the mask.
+def episodes_to_batch(
+    episodes: Iterable[Episode], empty_routes: Tensor | None = None, has_forced: bool = False
+) -> Batch:
+    """The episodes of a replica in ascending order of their numbers; only what the policy has chosen is in the mask.
 
     Args:
         episodes: they have ended, or a later round continues them.
         empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
+        has_forced: turns have a thinking budget.
     """
     ordered = sorted(episodes, key=lambda episode: episode.number)
     lengths = [len(episode.tokens) for episode in ordered]
@@ -26,6 +29,8 @@ def episodes_to_batch(episodes: Iterable[Episode], empty_routes: Tensor | None =
         "turn_rewards": torch.zeros(sum(lengths), dtype=torch.float32),
         "row_starts": torch.zeros(sum(lengths), dtype=torch.bool),
     }
+    if has_forced:
+        fields["forced"] = torch.zeros(sum(lengths), dtype=torch.bool)
     routes = None
     if empty_routes is not None:
         routes = torch.cat([empty_routes, *(_routes(episode, empty_routes) for episode in ordered)])
@@ -50,10 +55,15 @@ def episodes_to_batch(episodes: Iterable[Episode], empty_routes: Tensor | None =
 def _fill(episode: Episode, fields: dict[str, Tensor]):
     """Writes an episode's turns to its rows of the fields."""
     turns = zip(episode.turns, episode.logprobs, episode.rewards, strict=True)
-    for (start, end), logprobs, reward in turns:
+    for number, ((start, end), logprobs, reward) in enumerate(turns):
         fields["rollout_logprobs"][start:end] = torch.tensor(logprobs, dtype=torch.float32)
         fields["response_mask"][start:end] = True
-        fields["turn_rewards"][end - 1] = reward
+        begin_forced, end_forced = episode.forced_in(number)
+        if begin_forced < end_forced:
+            fields["response_mask"][begin_forced:end_forced] = False
+            fields["forced"][begin_forced:end_forced] = True
+        last = begin_forced if end_forced == end else end  # after the last token that the policy has chosen
+        fields["turn_rewards"][last - 1] = reward
     fields["row_starts"][episode.row_starts] = True
 
 

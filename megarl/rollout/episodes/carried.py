@@ -125,7 +125,8 @@ class CarriedEpisodes:
 
 def _episode(row: Batch, key: str, fact: dict, limits: EpisodeLimits) -> Episode:
     """The episode of a batch with one row. UsageError if it has not ended and may get no more tokens."""
-    turns = _turns(row.response_mask.tolist())
+    mask = row.response_mask if row.forced is None else row.response_mask | row.forced
+    turns = _turns(mask.tolist())
     logprobs = row.rollout_logprobs.tolist()
     episode = Episode(
         number=0, request=_UNKNOWN, line=int(row.prompt_ids), limits=limits, key=key, tokens=row.tokens.tolist(),

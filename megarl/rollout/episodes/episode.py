@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +29,7 @@ class EpisodeLimits(NamedTuple):
     ends: tuple[int, ...] = ()  # the tokenizer's end tokens
     closing: int | None = None  # the token that closes a turn which something else has ended; None: nothing else does
     is_carried: bool = False  # a later round may continue an episode
+    thinking: ThinkingBudget | None = None  # of each turn
 
 
 class EnvironmentResult(NamedTuple):
@@ -159,7 +161,7 @@ class Episode:
         start = self.turns[-1][0] if self.is_open else len(self.tokens)
         return dataclasses.replace(
             self.request, prompt=list(self.tokens), key=turn_key(self.request.key, self.tokens[:start]),
-            max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, stops_from=start,
+            max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, stops_from=start, thinking_from=start,
         )  # fmt: skip
 
     def add_turn(self, completion: Completion):
@@ -176,6 +178,15 @@ class Episode:
         self.routes, self.is_open = completion.routes, is_cut
         if not completion.finished and not is_cut:
             self.end = LENGTH if self._room < 1 else TURN_LENGTH
+
+    def forced_in(self, turn: int) -> tuple[int, int]:
+        """(start, end) in `tokens` of what a thinking budget has put into a turn; equal if it has not."""
+        start, end = self.turns[turn]
+        if self.limits.thinking is None:
+            return end, end
+        row = max((first for first in self.row_starts if first <= start), default=0)
+        found = self.limits.thinking.forced(self.tokens[row:start], self.tokens[start:end])
+        return (min(start + found.start, end), min(start + found.stop, end)) if found else (end, end)
 
     def turn_tokens(self, turn: int) -> list[int]:
         start, end = self.turns[turn]

@@ -41,7 +41,7 @@ from megarl.rollout.episodes.turn_bank import TurnBank
 from megarl.rollout.remote_engine import RemoteEngine
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
-from megarl.rollout.response_ends import ResponseEnds
+from megarl.rollout.response_ends import ResponseEnds, thinking_budget_of
 from megarl.tool_formats.by_template import name_of
 
 JOURNAL = "journal"  # folder in that of the run
@@ -56,7 +56,8 @@ def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens) -> Episod
     has_others = settings.stop is not None or settings.stop_token_ids is not None
     closing = turns.closing_token() if has_others else None
     turn = min(settings.max_turn_length or longest, longest)
-    return EpisodeLimits(settings.max_turns, turn, longest, ends, closing, settings.partial_rollouts)
+    budgets = settings.max_turns, turn, longest
+    return EpisodeLimits(*budgets, ends, closing, settings.partial_rollouts, thinking_budget_of(settings, encoder))
 
 
 @dataclasses.dataclass
@@ -186,7 +187,7 @@ class EpisodeRunner:
             self._end_round(self.client)
         if played.is_training and self.settings.partial_rollouts:
             self.carried.add(played.episodes)
-        batch = episodes_to_batch(played.episodes, empty_routes)
+        batch = episodes_to_batch(played.episodes, empty_routes, self.limits.thinking is not None)
         for episode in played.episodes:
             episode.routes = None  # they are large, and the batch has them
         return batch

@@ -74,8 +74,9 @@ class Player:
             asked = saved.record["asked"][turn]
             key, limit, stops = asked["stream"], asked["limit"], self._matcher(tuple(asked["stops"]))
         return dataclasses.replace(
-            self._request, prompt=before, key=key, max_new_tokens=limit, stops_from=len(before), stops=stops
-        )
+            self._request, prompt=before, key=key, max_new_tokens=limit, stops_from=len(before), stops=stops,
+            thinking_from=len(before),
+        )  # fmt: skip
 
     def _compared(self, turn: int, completion: Completion) -> TurnCheck:
         own, saved = completion.tokens, self._saved.turn_tokens(turn)

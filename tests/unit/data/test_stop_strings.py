@@ -68,6 +68,16 @@ def test_overlapping_beginnings_and_special_tokens(tokenizers):
     assert first_match(matcher, [tokenizer.vocab_size + 3, *tokenizer.encode("aa")]) is None
 
 
+def test_a_string_that_forced_tokens_have_completed_is_not_completed_by_the_next_token(tokenizers):
+    tokenizer = tokenizers["chatml"]
+    matcher, place = StopMatcher(tokenizer, ("ab", "xxabyy")), StopMatcher.START
+    found = []
+    for token in map(tokenizer.encode, "xxabzab"):
+        place, is_complete = matcher.follow(place, *token)
+        found.append(is_complete)
+    assert found == [letter == "b" for letter in "xxabzab"]
+
+
 def test_the_flags_values():
     assert parse_stops("</answer>") == ("</answer>",) and parse_stops('["a", "b c", "a"]') == ("a", "b c")
     assert parse_ids("7,0") == (7, 0)

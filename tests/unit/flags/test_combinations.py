@@ -197,11 +197,11 @@ WRONG = {
     "a judge without a file": ("--reward judge --judge-load x", "--reward judge: needs --judge-config"),
     "a judge without weights": ("--reward judge --judge-config x", "--reward judge: needs --judge-hf-model or "),
     "rewards of no environment": ("--reward 0.5*environment", "--reward 0.5*environment: needs --environment"),
+    "thoughts": ("--environment x:y --advantage rloo --credit turns --thinking-budget 9", "--thinking-budget 9"),
     "turns against whole episodes": ("--environment x:y --advantage grpo --credit turns", "--credit turns: needs --ad"),
     "the clock and turns": ("--environment x:y --over-sampling 2 --generation-lag 1 --rollout-correction tis --save w"
                             " --generation-schedule recorded", "--environment x:y: not allowed with --over-sampling"),
-    "a turn longer than all": ("--environment x:y --max-turn-length 65 --max-response-length 64",
-                               "--max-turn-length 65: allowed is at most --max-response-length 64, which holds all"),
+    "a long turn": ("--environment x:y --max-turn-length 65 --max-response-length 64", "--max-turn-length 65: allow"),
     "rewards that do not count": ("--reward 0*exact-match", "--reward 0*exact-match: every weight is 0; at least one"),
     "nothing to learn from": ("--reward none", "--reward none: needs --distill"),
     "no advantage": ("--advantage none", "--advantage none: needs --distill"),

@@ -1,5 +1,8 @@
 """Completions as a packed batch: every field in the order of sequence ids, with the bits of the completions."""
 
+import itertools
+from typing import NamedTuple
+
 import torch
 
 from megarl.mcore.inference.generation import Completion
@@ -59,6 +62,36 @@ def test_prompts_with_their_own_numbers_of_responses():
     assert [request.key for request in found.build(range(6))] == keys
     found.skip_if_enough_are_finished(1)
     assert found.limits == [4, 4, 4, 6, 6, 4], "none is finished"
+
+
+class _Rule(NamedTuple):
+    """Forces two tokens after three of a response, unless it begins with 50."""
+
+    limit = 3
+
+    def forced(self, prompt, response):
+        assert prompt in ([1, 2, 3], [8])
+        return range(3, 5) if len(response) >= 3 and response[0] != 50 else range(0)
+
+
+def test_forced_tokens_are_not_the_policys():
+    """Rows cut before, within and after forced tokens, by the end of this round or of the last one."""
+    for before, new in itertools.product(range(6), range(1, 6)):
+        partial = PartialResponse(before, False, tuple(range(10, 10 + before))), PartialResponse(1, False, (50,))
+        asked = RoundRequests(
+            [PromptRequest(7, [1, 2, 3], partial=partial), PromptRequest(8, [8])], 2, 1, 1, 9, _Rule()
+        )
+        rows = [range(10 + before, 10 + before + new), range(51, 51 + new), range(10, 10 + new), range(50, 50 + new)]
+        done = {i: Completion([*row], [-1.0] * new, True) for i, row in enumerate(rows)}
+        batch = completions_to_batch(done, asked, prompt_version=None)
+        masks = batch.response_mask.split(batch.lengths.tolist())
+        expected = [[i not in (3, 4) for i in range(before, before + new)], [True] * new,
+                    [i not in (3, 4) for i in range(new)], [True] * new]  # fmt: skip
+        assert [mask.tolist()[-new:] for mask in masks] == expected
+        assert not any(mask[:-new].any() for mask in masks)
+        assert batch.rollout_logprobs.sum() == -4 * new  # of all new tokens: the engine gives forced ones 0
+        for i, request in enumerate(asked.build(range(4))):
+            assert request.thinking == _Rule() and request.thinking_from == (3 if i < 2 else 1)
 
 
 def test_a_replica_without_completions_has_an_empty_batch():
