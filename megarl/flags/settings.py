@@ -45,7 +45,6 @@ from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
 from megarl.rewards import expression
-from megarl.rewards.expression import NAMES
 from megarl.rewards.shaping import parse_cosine
 
 MODELS = ("actor", "critic", "reward", "reference", "teacher")  # roles that run a model over packed sequences
@@ -79,7 +78,7 @@ class Settings(
                                  roles=("actor", "critic", "reference", "teacher"))  # fmt: skip
     # Rewards.
     reward: str = flag("exact-match", "weighted sum of reward terms, as 'model+0.2*format' (weight 0: logged, not"
-                        f" added); terms: {', '.join(NAMES)}, or package.module:function; default with"
+                        f" added); terms: {', '.join(expression.NAMES)}, or package.module:function; default with"
                         " --environment: environment, with --distill: none, without any term",
                         programs=GENERATING)  # fmt: skip
     reward_model: str | None = flag(None, "run folder of train_reward; several, separated by commas, form an ensemble",
@@ -339,9 +338,8 @@ class Settings(
     @property
     def environment_fields(self) -> tuple[str, ...]:
         """Batch fields that environments add to those of generation."""
-        return ("turn_rewards", "solved", "row_starts", *["forced"] * bool(self.thinking_budget)) * bool(
-            self.environment
-        )
+        fields = "turn_rewards", "solved", "row_starts", *["forced"] * bool(self.thinking_budget)
+        return fields if self.environment else ()
 
     @property
     def sampled_fields(self) -> tuple[str, ...]:
