@@ -26,7 +26,6 @@ from megarl.data.ragged import Ragged
 from megarl.data.sources import find_files
 from megarl.data.special_tokens import pattern_of
 from megarl.errors import UsageError
-from megarl.groups import PromptGroups
 
 if TYPE_CHECKING:
     from megarl.data.conversations import Encoder
@@ -98,9 +97,9 @@ class PromptSet:
         entry = self.entry_of(index)
         return None if entry is None else entry.samples_per_prompt
 
-    def groups(self, lines: Iterable[int], size: int) -> PromptGroups:
-        """The groups of responses to prompts; `size`: of a group whose file in a mixture has no size of its own."""
-        return PromptGroups([self.group_size(line) or size for line in lines])
+    def group_sizes(self, lines: Iterable[int], size: int) -> list[int]:
+        """Responses to each prompt; `size`: to one whose file in a mixture does not say how many."""
+        return [self.group_size(line) or size for line in lines]
 
     def of_entries(self, numbers: Container[int]) -> PromptSet:
         """The prompts of these entries of the mixture, by their numbers."""

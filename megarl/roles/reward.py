@@ -19,6 +19,7 @@ from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import warn
+from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, failure, only_turn
 from megarl.rewards.composition import compose
@@ -96,7 +97,7 @@ class Reward:
             return
         groups, arrivals = self.role_groups, None
         if groups.is_leader:
-            of_round = prompts.groups(lines, self.settings.samples_per_prompt)
+            of_round = PromptGroups(prompts.group_sizes(lines, self.settings.samples_per_prompt))
             receiver = ResponseReceiver(step, number, of_round, len(groups.replicas), groups.dp_rank)
             are_judged = (JUDGE in self._expressions.of_line(prompts, line).names for line in lines)
             of_lines = [prompts[line] if is_judged else None for line, is_judged in zip(lines, are_judged, strict=True)]

@@ -153,7 +153,7 @@ class GroupCollector:
         if self._scorer.is_needed:
             self._announcements.send({"round": {"lines": found.lines, "kept": found.kept}})
         scores = self._scorer.score(found, step)
-        groups = self.prompts.groups(found.lines, self.settings.samples_per_prompt)
+        groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
         if self._writer is not None:
             with self.timers.phase(self.role_groups.model_role, "save"):
                 self._writer.add(found, groups, scores.keep)

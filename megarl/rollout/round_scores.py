@@ -82,7 +82,7 @@ class RoundScorer:
             self._set_baselines(found, step)
         keep = torch.ones(count, dtype=torch.bool)
         responses, reward_sum, shares = 0, 0.0, None
-        groups = self.prompts.groups(found.lines, self.settings.samples_per_prompt)
+        groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
         if self._scores_all:
             of_responses = self._score(batch, groups, step)
             if batch is not None:
@@ -111,7 +111,7 @@ class RoundScorer:
         """Scores the greedy responses: each is the baseline of its prompt's group."""
         scores = self._score(found.greedy, PromptGroups.equal(len(found.lines), 1), step, for_training=False)
         if found.batch is not None:
-            groups = self.prompts.groups(found.lines, self.settings.samples_per_prompt)
+            groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
             own = scores[groups.of(found.batch.sequence_ids)]
             found.batch.baseline_scores = own[:, 0].float()
             found.batch.response_mask = without_unscored(found.batch, own[:, 2] > 0)

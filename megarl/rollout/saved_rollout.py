@@ -99,7 +99,7 @@ class SavedGroupCollector(GroupCollector):
         versions = [VERSIONS] if self._has_versions else []  # of one policy, none were written
         with self.timers.phase(role_groups.model_role, "read"):
             layers = self.rollout.recorded_layers
-            groups = self.prompts.groups(lines, s.samples_per_prompt)
+            groups = PromptGroups(self.prompts.group_sizes(lines, s.samples_per_prompt))
             responses = self._saved.read(record, number, RESPONSES, fields, layers, role_groups, groups, versions)
             greedy, single = None, PromptGroups.equal(len(lines), 1)
             if s.greedy_baseline:

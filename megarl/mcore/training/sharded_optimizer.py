@@ -7,6 +7,7 @@ from itertools import chain
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig
+from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
 from megarl.mcore.config.optimizer_rules import SGD
@@ -21,9 +22,10 @@ def create_momentum(sgd: torch.optim.SGD, config: OptimizerConfig):
 
 # One call for all tensors: of thousands of experts, one for each would take longer than the update.
 def copy_together(this: list[Tensor], that: list[Tensor], overflow_buf=None):
-    """Copies tensors `this` to those of `that`, which may have other types, for Megatron's function of this kind."""
+    """Copies tensors `this`, or their shards on this rank, to those of `that`, which may have other types; replaces
+    Megatron's function of this kind."""
     if that:
-        torch._foreach_copy_(that, this)
+        torch._foreach_copy_(*(list(map(to_local_if_dtensor, tensors)) for tensors in (that, this)))
 
 
 class ShardedOptimizer(DistributedOptimizer):

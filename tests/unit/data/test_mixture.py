@@ -120,8 +120,8 @@ def test_checkpoints_of_versions_without_group_sizes_have_the_same_data(tmp_path
 def test_groups_have_the_sizes_of_their_files(tmp_path):
     found = mixture(tmp_path, BOTH.replace("weight: 0.25", "samples-per-prompt: 3"))
     assert [found.group_size(line) for line in range(5)] == [None] * 3 + [3] * 2
-    assert found.groups([4, 0, 3, 3, 2], 8).sizes.tolist() == [3, 8, 3, 3, 8]
-    assert found.of_entries({1}).groups([1], 8).sizes.tolist() == [3]
+    assert found.group_sizes([4, 0, 3, 3, 2], 8) == [3, 8, 3, 3, 8]
+    assert found.of_entries({1}).group_sizes([1], 8) == [3]
 
 
 @pytest.mark.parametrize("text, message", [
