@@ -81,7 +81,7 @@ def test_rows_of_agents_are_carried_within_turns_and_between_them():
 
 
 @pytest.mark.parametrize("agent, replicas, flags", [
-    ("late_wandering", 1, "--environment-workers 2"), long(("late_wandering", 2, "--rollout-max-requests 4")),
+    long(("late_wandering", 1, "--environment-workers 2")), long(("late_wandering", 2, "--rollout-max-requests 4")),
     long(("late_wandering", 2, "--rollout-pipeline-model-parallel-size 2")),  # one replica of two ranks
     long(("wandering", 1, "--rollout-prefix-caching --rollout-dispatch static")),
 ], ids=str)  # fmt: skip

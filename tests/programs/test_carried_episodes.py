@@ -191,6 +191,7 @@ def test_stale_groups_and_environments_that_cannot_be_replayed_are_dropped(tmp_p
         assert not unfinished(found, step)
 
 
+@pytest.mark.long
 def test_failed_episodes_count_for_their_groups_wherever_a_round_stops(tmp_path):
     flags = f"{PARTIAL} --environment-max-failures 1"
     first = run(tmp_path / "first", flags, "FailingSums")

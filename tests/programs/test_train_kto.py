@@ -142,6 +142,7 @@ def test_a_batch_without_desirable_responses_has_no_mean_of_them(folder, tmp_pat
     assert not {"preference/chosen_logprob", "preference/chosen_reward", "preference/margin"} & set(row)
 
 
+@pytest.mark.long
 def test_a_run_resumes_exactly(folder, tmp_path):
     flags = f"{flags_of(folder)} --lr-decay-iters 6 --eval-interval 2"
     train("preference", preference_argv(tmp_path / "whole", f"--train-iters 6 {flags}"))

@@ -119,7 +119,7 @@ def gap_of_chosen(model, asked, done, temperature):
     long((1, {"written": BUDGET + len(FORCED)})),
     long((1, {"limit": BUDGET + 3, "end": FORCED[2:3], "pair": FORCED[1:3]})),
     long((1, {"chunked_prefill": True, "step_tokens": 40, "max_requests": 4})),
-    (2, {"flags": "--tensor-model-parallel-size 2", "speculative": True}),
+    long((2, {"flags": "--tensor-model-parallel-size 2", "speculative": True})),
     long((2, {"flags": "--pipeline-model-parallel-size 2", "pair": FORCED[1:3]})),
     long((2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "speculative": True})),
     long((1, {"shape": "recurrent", "speculative": True, "buffer_gb": 0.002})),
