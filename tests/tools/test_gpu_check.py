@@ -27,6 +27,7 @@ PPO = (
 )
 
 
+@pytest.mark.long
 def test_a_stage_never_stops_the_next(tmp_path, monkeypatch, capsys):
     report = "import sys; from tools.gpu import report; report(found=1)"
     hangs = "import os, time; print(os.fork(), flush=True); time.sleep(1e6)"
