@@ -61,3 +61,22 @@ def generate_standard(rank, flags="", shape="llama", end=NEVER, sampling=None, *
 def texts(completions):
     """The tokens of each completion."""
     return [completion.tokens for completion in completions]
+
+
+def on_device(rank, generate, flags, *args):
+    """What `generate` returns with steps that the device plans; how many it planned, and how many the host did."""
+    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+    from megarl.mcore.inference.device_decode import DeviceDecode
+    from tests.helpers import reference_kernels
+
+    reference_kernels.use_them()
+    counts = {}
+    for owner, name in ((DeviceDecode, "run"), (DecodeLoopEngine, "_decode")):
+        counts[name] = 0
+
+        def counted(self, *args, name=name, real=getattr(owner, name)):
+            counts[name] += 1
+            return real(self, *args)
+
+        setattr(owner, name, counted)
+    return *generate(rank, f"--attention-backend varlen {flags}", *args), *counts.values()

@@ -8,7 +8,16 @@ import torch
 from tests.helpers import reference_kernels
 from tests.helpers.combinations import MAMBA, RECURRENT
 from tests.helpers.engine_layouts import generate_in_layout
-from tests.helpers.engines import LIMIT, generate_standard, largest_gap, make_engine, make_requests, settings_of, texts
+from tests.helpers.engines import (
+    LIMIT,
+    generate_standard,
+    largest_gap,
+    make_engine,
+    make_requests,
+    on_device,
+    settings_of,
+    texts,
+)
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -25,24 +34,6 @@ def generated(rank, flags=""):
     completions, step = engine.generate(requests, (), settings_of()), len(kinds)
     gaps = [largest_gap(model, requests[i::step], completions[i::step], kinds[i].temperature) for i in range(step)]
     return completions, float(torch.tensor(gaps).max())  # NaN when one is
-
-
-def on_device(rank, generate, flags, *args):
-    """What `generate` returns with steps that the device plans; how many it planned, and how many the host did."""
-    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-    from megarl.mcore.inference.device_decode import DeviceDecode
-
-    reference_kernels.use_them()
-    counts = {}
-    for owner, name in ((DeviceDecode, "run"), (DecodeLoopEngine, "_decode")):
-        counts[name] = 0
-
-        def counted(self, *args, name=name, real=getattr(owner, name)):
-            counts[name] += 1
-            return real(self, *args)
-
-        setattr(owner, name, counted)
-    return *generate(rank, f"--attention-backend varlen {flags}", *args), *counts.values()
 
 
 @pytest.mark.parametrize("ranks, flags", [

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.helpers import reference_kernels
-from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.engines import NEVER, make_requests, on_device, settings_of
 from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
@@ -136,29 +135,11 @@ def test_a_response_has_the_forced_tokens_where_they_are_due(ranks, case):
         assert drafted or not case.get("speculative")
 
 
-def on_device(rank, flags):
-    """As `with_budget`, with steps that the device plans; how many it planned, and how many the host did."""
-    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-    from megarl.mcore.inference.device_decode import DeviceDecode
-
-    reference_kernels.use_them()
-    counts = {}
-    for owner, name in ((DeviceDecode, "run"), (DecodeLoopEngine, "_decode")):
-        counts[name] = 0
-
-        def counted(self, *args, name=name, real=getattr(owner, name)):
-            counts[name] += 1
-            return real(self, *args)
-
-        setattr(owner, name, counted)
-    return *with_budget(rank, f"--attention-backend varlen {flags}"), *counts.values()
-
-
 @pytest.mark.parametrize(("ranks", "flags"), [
     (1, ""), (2, "--tensor-model-parallel-size 2"), (2, f"{EXPERTS} --expert-model-parallel-size 2"),
 ], ids=str)  # fmt: skip
 @pytest.mark.long
 def test_the_host_plans_the_steps_with_forced_tokens_alone(ranks, flags):
-    for found, expected, _, gap, _, device_steps, host_steps in run_world(on_device, ranks, flags):
+    for found, expected, _, gap, _, device_steps, host_steps in run_world(on_device, ranks, with_budget, flags):
         assert [(tokens, ended) for tokens, _, ended in found] == [(tokens, ended) for tokens, _, ended in expected]
         assert gap < 1e-5 and (device_steps, host_steps) == (2 * (LIMIT - 1) - len(FORCED), len(FORCED))
