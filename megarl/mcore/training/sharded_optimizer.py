@@ -25,7 +25,8 @@ def copy_together(this: list[Tensor], that: list[Tensor], overflow_buf=None):
     """Copies tensors `this`, or their shards on this rank, to those of `that`, which may have other types; replaces
     Megatron's function of this kind."""
     if that:
-        torch._foreach_copy_(*(list(map(to_local_if_dtensor, tensors)) for tensors in (that, this)))
+        own, others = (list(map(to_local_if_dtensor, tensors)) for tensors in (that, this))
+        torch._foreach_copy_(own, others)
 
 
 class ShardedOptimizer(DistributedOptimizer):
