@@ -39,6 +39,9 @@ RUNS = [  # program, ranks, flags
     long(("rl", 2, f"{SMALL} --use-torch-fsdp2 --critic-exp-avg-sq-dtype fp32")),
     long(("rl", 2, f"--freeze {' '.join(FROZEN)} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
           " --expert-model-parallel-size 2 --actor-offload --bf16 --mtp-train --mtp-drafts")),
+    # Experts alone are trained: the optimizer of the other parameters has none.
+    long(("rl", 2, f"--freeze {' '.join(FROZEN)} *self_attention* *norm* *router* --num-experts 4 --moe-router-topk 2"
+          " --moe-ffn-hidden-size 32 --expert-model-parallel-size 2 --use-distributed-optimizer")),
     *(pytest.param(*row, marks=[pytest.mark.long, needs_muon]) for row in MUON_RUNS),
 ]  # fmt: skip
 

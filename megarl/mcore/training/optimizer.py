@@ -112,6 +112,8 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataPara
         optimizer = get_megatron_optimizer(
             config, wrapped, overrides, use_gloo_process_groups=False, pg_collection=pg_collection
         )
+    # Of Megatron's optimizers for experts and for the rest, one has nothing if all of its parameters are frozen.
+    optimizer.chained_optimizers = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
     if args.optimizer_cpu_offload:
         _move_to_host(optimizer.chained_optimizers, args)
     for chained in optimizer.chained_optimizers:
