@@ -1,7 +1,7 @@
 """Whole groups: all responses to one prompt meet on one replica of a role that compares them.
 
-The responses reach the role as they do otherwise, by the exchange of
-the step's batch, and what it computes goes back by the same way: only the assignment differs.
+The responses reach the role as they do otherwise, by the exchange of the step's batch, and what it computes goes back
+by the same way: only the assignment differs.
 """
 
 from collections.abc import Sequence

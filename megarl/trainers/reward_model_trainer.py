@@ -13,7 +13,7 @@ from megarl.data.examples import Examples
 from megarl.data.preferences import Pair, preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.mcore.model import forward_pass
-from megarl.mcore.model.value_head import ValueHead
+from megarl.mcore.model.value_head import value_head_of
 from megarl.observe.progress import REWARD_FIELDS
 from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer, TaskSpec
 
@@ -35,7 +35,7 @@ class RewardModelTrainer(PairwiseTrainer):
 
     def prepare(self):
         for chunk in self.trainable_model.model:
-            if isinstance(head := getattr(chunk, "output_layer", None), ValueHead):
+            if (head := value_head_of(chunk)) is not None:
                 head.trains_bias = self.settings.centring_coefficient > 0
 
     @staticmethod

@@ -14,7 +14,7 @@ _NEVER = 2**62  # a position that no response reaches
 
 
 class ForcesTokens(Protocol):
-    """Says which tokens a response gets, as `megarl.data.thinking_budget.ThinkingBudget` does."""
+    """Says which tokens a response gets, as `megarl.tool_formats.thinking_budget.ThinkingBudget` does."""
 
     @property
     def limit(self) -> int:

@@ -35,6 +35,12 @@ class ValueHead(torch.nn.Linear):
         return values + (bias if self.trains_bias else bias.detach() + 0 * bias)  # a gradient of exactly 0
 
 
+def value_head_of(chunk) -> ValueHead | None:
+    """The scalar head that a model's chunk ends with; None: it has none."""
+    head = getattr(chunk, "output_layer", None)
+    return head if isinstance(head, ValueHead) else None
+
+
 def has_value_head(chunk) -> bool:
     """Whether a model's chunk ends with a scalar head."""
-    return isinstance(getattr(chunk, "output_layer", None), ValueHead)
+    return value_head_of(chunk) is not None

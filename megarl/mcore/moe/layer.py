@@ -5,8 +5,8 @@ the products with weights, more than a decode step's products take. It groups a 
 once, runs the experts' products, and sums the k results of a token in ascending order of the experts: on a CPU with the
 bits of Megatron's path, in rollout and training. Megatron adds them by atomics on CUDA, in no fixed order.
 On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.stacked_swiglu`); else
-each has a product of its own. With expert parallelism, rows travel with their gates; in decode steps in
-which the ranks have equally many rows, the host need not know how many (`moe.equal_rows`).
+each has a product of its own. With expert parallelism, rows travel with their gates; in decode steps in which the ranks
+have equally many rows, the host need not know how many (`moe.equal_rows`).
 """
 
 import functools

@@ -1,7 +1,5 @@
 """Megarl's form of Megatron's distributed optimizer: also for SGD, and with states on the host."""
 
-import contextlib
-from collections.abc import Iterator
 from itertools import chain
 
 import megatron.core.optimizer as megatron_optimizer
@@ -58,30 +56,20 @@ class ShardedOptimizer(DistributedOptimizer):
     def _on_host(self) -> dict[Tensor, HostShard]:
         return getattr(self.optimizer, "on_host", {})
 
-    @contextlib.contextmanager
-    def _without_host_parameters(self) -> Iterator[None]:
-        """Context in which copies between model and fp32 weights leave out those that are on the host."""
-        own = self.model_float16_groups, self.shard_fp32_from_float16_groups
-        kept = [
-            [(model, main) for model, main in zip(*groups, strict=True) if main not in self._on_host]
-            for groups in zip(*own, strict=True)
-        ]
-        self.model_float16_groups = [[model for model, _ in group] for group in kept]
-        self.shard_fp32_from_float16_groups = [[main for _, main in group] for group in kept]
-        try:
-            yield
-        finally:
-            self.model_float16_groups, self.shard_fp32_from_float16_groups = own
+    def _copies(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The fp32 copies on the device, and the model's weights of each. The host sends its own in its update."""
+        pairs = {main: own for main, own in self.model_weights().items() if own is not main}
+        here = [main for main in pairs if main not in self._on_host]
+        return here, [pairs[main] for main in here]
 
     def _copy_main_params_to_model_params(self):
         if not self.is_stub_optimizer:
-            copies = {main: own for main, own in self.model_weights().items() if own is not main}
-            here = [main for main in copies if main not in self._on_host]  # the host sends its own in its update
-            copy_together(here, [copies[main] for main in here])
+            copy_together(*self._copies())
 
     def _copy_model_params_to_main_params(self, state_dict=None):
-        with self._without_host_parameters():
-            super()._copy_model_params_to_main_params(state_dict)
+        assert state_dict is None, "weights are those of the model"
+        main, weights = self._copies()
+        copy_together(weights, main)
         for shard in self._on_host.values():
             shard.main.copy_(shard.weights)
 

@@ -52,13 +52,27 @@ def _softplus(x):
 
 
 @triton.jit
+def _part_of_memory(
+    numbers, memories, heads,
+    KEYS: tl.constexpr, KEY_TILE: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(its row and head, its keys and values and which of these there are, places in the memory that are its own) of a
+    program of a rule."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key, value = tl.arange(0, KEY_TILE), tl.program_id(2) * TILE + tl.arange(0, TILE)
+    number, is_key, is_value = tl.load(numbers + row).to(tl.int64), key < KEYS, value < VALUES
+    place = memories + ((number * heads + head) * KEYS + key[:, None]) * VALUES + value[None, :]
+    return row, head, key, value, is_key, is_value, place, is_key[:, None] & is_value[None, :] & (number >= 0)
+
+
+@triton.jit
 def _delta_row(
     mixed, a, b, gate_stride, decay_logs, biases, numbers, memories, out, channels, groups, heads, scale, epsilon,
     KEYS: tl.constexpr, KEY_TILE: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    key, value = tl.arange(0, KEY_TILE), tl.program_id(2) * TILE + tl.arange(0, TILE)
-    number, is_key, is_value = tl.load(numbers + row).to(tl.int64), key < KEYS, value < VALUES
+    row, head, key, value, is_key, is_value, place, is_own = _part_of_memory(
+        numbers, memories, heads, KEYS, KEY_TILE, VALUES, TILE
+    )
     own = mixed + row * channels
     queries = own + head // (heads // groups) * KEYS + key
     q = tl.load(queries, mask=is_key, other=0.0)
@@ -69,8 +83,6 @@ def _delta_row(
     step = _softplus(tl.load(a + row * gate_stride + head) + tl.load(biases + head))
     decay = tl.exp(-tl.exp(tl.load(decay_logs + head)) * step)
     strength = 1 / (1 + tl.exp(-tl.load(b + row * gate_stride + head)))
-    place = memories + ((number * heads + head) * KEYS + key[:, None]) * VALUES + value[None, :]
-    is_own = is_key[:, None] & is_value[None, :] & (number >= 0)
     memory = tl.load(place, mask=is_own, other=0.0) * decay
     change = (v - tl.sum(k[:, None] * memory, 0)) * strength
     memory += k[:, None] * change[None, :]
@@ -83,9 +95,9 @@ def _space_row(
     mixed, steps, step_stride, decay_logs, biases, skips, numbers, memories, out, channels, groups, heads, min_step,
     KEYS: tl.constexpr, KEY_TILE: tl.constexpr, VALUES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    key, value = tl.arange(0, KEY_TILE), tl.program_id(2) * TILE + tl.arange(0, TILE)
-    number, is_key, is_value = tl.load(numbers + row).to(tl.int64), key < KEYS, value < VALUES
+    row, head, key, value, is_key, is_value, place, is_own = _part_of_memory(
+        numbers, memories, heads, KEYS, KEY_TILE, VALUES, TILE
+    )
     own = mixed + row * channels
     x = tl.load(own + head * VALUES + value, mask=is_value, other=0.0)
     inputs = own + heads * VALUES + head // (heads // groups) * KEYS + key
@@ -94,8 +106,6 @@ def _space_row(
     step = _softplus(tl.load(steps + row * step_stride + head) + tl.load(biases + head))
     step = tl.maximum(step, min_step)
     decay = tl.exp(-tl.exp(tl.load(decay_logs + head)) * step)
-    place = memories + ((number * heads + head) * KEYS + key[:, None]) * VALUES + value[None, :]
-    is_own = is_key[:, None] & is_value[None, :] & (number >= 0)
     memory = tl.load(place, mask=is_own, other=0.0) * decay + b[:, None] * (x * step)[None, :]
     tl.store(place, memory, mask=is_own)
     read = tl.sum(c[:, None] * memory, 0) + tl.load(skips + head) * x
