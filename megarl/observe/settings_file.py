@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import enum
+import functools
 import numbers
 import platform
 import re
@@ -107,6 +108,7 @@ def processor() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
+@functools.cache
 def installed_version(package: str) -> str | None:
     """Version of a package; None if it is not installed, as megarl that runs from its source."""
     try:

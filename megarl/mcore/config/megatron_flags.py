@@ -209,19 +209,20 @@ def _without_own_parts(args):
     CUDA_DEVICE_MAX_CONNECTIONS=1 except on the newest devices, and would start CUDA to know which this is;
     `cuda_environment` chooses afterwards. For an optimizer on the host (`training/host_adam.py`) it wants
     --use-precision-aware-optimizer. A pattern of layers means another class of models, which is divided among
-    pipeline stages by marks in the pattern.
+    pipeline stages by marks in the pattern. The list of a thousand values that it would print is not composed.
     """
     own = {"use_torch_fsdp2": False, "moe_grouped_gemm": False, "hybrid_layer_pattern": None}
     own["optimizer_cpu_offload"] = False
-    version = arguments.get_device_arch_version
+    version, print_args = arguments.get_device_arch_version, arguments._print_args
     hidden = {name: getattr(args, name) for name in own}
     for name, value in own.items():
         setattr(args, name, value)
     arguments.get_device_arch_version = lambda: cuda_environment.NEEDS_NONE
+    arguments._print_args = lambda *_: None
     try:
         yield
     finally:
-        arguments.get_device_arch_version = version
+        arguments.get_device_arch_version, arguments._print_args = version, print_args
         for name, value in hidden.items():
             setattr(args, name, value)
 

@@ -80,9 +80,11 @@ def _draw(whole_name: str, parameter: Tensor, config, seed: int, pg_collection):
     # Devices draw other numbers than the host; `--use-cpu-initialization` gives the same weights on both.
     on = torch.device("cpu") if config.use_cpu_initialization else parameter.device
     whole = torch.empty(shape, dtype=parameter.dtype, device=on)
-    devices = [parameter.device] if parameter.is_cuda else []
+    devices = [on] if on.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(_seed(seed, whole_name))
+        # Not torch.manual_seed, which keeps a stack trace for each kind of device that may yet be used.
+        draw_from = torch.cuda.manual_seed if devices else torch.default_generator.manual_seed
+        draw_from(_seed(seed, whole_name))
         _method(whole_name, config)(whole)
     # A rank holds its shard of the gate projection, then the same shard of the up projection.
     halves = 2 if whole_name.endswith("linear_fc1.weight") and config.gated_linear_unit else 1
