@@ -7,7 +7,9 @@ touched. Tests of a CUDA device start their own processes.
 import gc
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import pytest
 import torch
 
 from megarl.rewards import sandbox
+from tests.helpers import worlds
 
 torch.set_num_threads(1)
 
@@ -32,16 +35,49 @@ def pytest_configure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--claims", type=Path, help="folder in which processes that share the tests claim their files")
+    parser.addoption("--jobs", type=int, default=1, help="processes that share the tests, file by file")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """With --claims, runs the tests of the files that no other process has claimed, file by file, as pytest would; the
-    tests on emulated devices together, whose process takes long to start."""
-    folder = session.config.getoption("--claims")
-    if folder is None or session.testsfailed or session.config.option.collectonly:
+    """With --jobs, forks this process when tests are collected, which takes longest; each fork reports at its end."""
+    jobs = session.config.getoption("--jobs")
+    if jobs == 1 or session.testsfailed or session.config.option.collectonly:
         return None
+    with warnings.catch_warnings(action="ignore"):  # of packages; a test would ignore them, too
+        worlds.warm()
+    folder, others = Path(tempfile.mkdtemp(prefix="megarl-jobs-")), {}
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+    for number in range(1, jobs):
+        printed = folder / f"printed.{number}"
+        pid = os.fork()
+        if pid == 0:
+            worlds.die_with_parent()
+            reporter._tw._file = printed.open("w", buffering=1)
+            _capture_anew(session.config.pluginmanager.getplugin("capturemanager"))
+            return _run_claimed(session, folder)
+        others[pid] = printed
+    try:
+        _run_claimed(session, folder)
+    finally:  # also if this process stops: the others' reports belong to the whole
+        for pid, printed in others.items():
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            reporter.write(f"\n{printed.read_text()}\na process of --jobs ended with status {status}\n", flush=True)
+            session.testsfailed += status != 0
+        shutil.rmtree(folder)
+    return True
+
+
+def _capture_anew(manager):
+    """Gives a fork files of its own for what tests print, in the state in which pytest runs tests."""
+    manager.stop_global_capturing()
+    manager.start_global_capturing()
+    manager.suspend_global_capture()
+
+
+def _run_claimed(session, folder: Path) -> bool:
+    """Runs the tests of the files that no other process has claimed, file by file, as pytest would; the tests on
+    emulated devices together, whose process takes long to start."""
     files = itertools.groupby(session.items, lambda item: "emulator" if "emulator" in item.fixturenames else item.path)
     mine = (item for path, items in files if _claims(folder, path) for item in items)
     item = next(mine, None)

@@ -36,27 +36,13 @@ for argument in "$@"; do
     esac
 done
 
-status=0
-shared=$(mktemp -d)
-spent=$shared/spent
-others=() # processes
-trap 'kill "${others[@]}" 2>/dev/null || true; rm -rf "$shared"' EXIT
 if $whole; then
-    mkdir "$shared/claims"
-    tests=("$PYTHON_BIN" -m pytest -p no:cacheprovider "--claims=$shared/claims" "${select[@]}" "$@")
-    jobs=${JOBS:-$((cores < 8 ? cores + 1 : 8))}
-    for ((i = 1; i < jobs; i++)); do
-        "${tests[@]}" >"$shared/printed.$i" 2>&1 &
-        others+=($!)
-    done
-    "${tests[@]}" || status=$?
-    for ((i = 1; i < jobs; i++)); do
-        wait "${others[i - 1]}" || status=$?
-        cat "$shared/printed.$i"
-    done
-else
-    "$PYTHON_BIN" -m pytest "${select[@]}" "$@" || status=$?
+    select=(-p no:cacheprovider "--jobs=${JOBS:-$((cores < 8 ? cores + 1 : 8))}" "${select[@]}")
 fi
+status=0
+"$PYTHON_BIN" -m pytest "${select[@]}" "$@" || status=$?
+spent=$(mktemp)
+trap 'rm -f "$spent"' EXIT
 times >"$spent" # of all processes that have ended: user and system time on the second line, as 1m2.345s 0m6.789s
 cpu=$(awk 'NR == 2 { for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); sum += 60 * t[1] + t[2] } print int(sum) }' "$spent")
 echo "tests/run.sh: $SECONDS s in all, $cpu s of CPU" >&2

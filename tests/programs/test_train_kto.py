@@ -95,10 +95,12 @@ def watched(rank: int, parsed) -> list[list[float]]:
 
     class Watched(kto_trainer.KTOTrainer):
         def next_batch(self):
-            lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
+            size = self.role.megatron.global_batch_size
+            lines = self.order.indices(self.order.position, size)
             network, examples = self.trainable_model.model[0], self.inputs.examples
             if not reference:
-                for number, example in enumerate(examples[:]):
+                for number in self.order.indices(0, size * parsed.settings.train_iters):
+                    example = examples[number]
                     prompt = example.own[1].index(True)
                     assert example.own[0][:prompt] == example.mismatched[0][:prompt] and example.mismatched[1][prompt]
                     reference[number] = [alone(network, s) for s in (example.own, example.mismatched)]
