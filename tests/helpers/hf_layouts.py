@@ -17,12 +17,13 @@ DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope",
          "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "llama_yarn", "qwen3_yarn", "qwen3_yarn_old_style",
          "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3", "olmo2", "olmo3",
          "gemma3_vision", "qwen3_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3", "glm", "glm4",
-         "ernie4_5")  # fmt: skip
+         "ernie4_5", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4", "exaone4_whole",
+         "mistral3_ministral3", "youtu")  # fmt: skip
 LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite",
-          "glm4_moe_lite")  # fmt: skip
+          "glm4_moe_lite", "mistral4", "mistral3_mistral4")  # fmt: skip
 MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe", "qwen3_moe_window", "mixtral",
        "glm4_moe", "glm4_moe_bf16", "gpt_oss", "qwen3_vl_moe", "glm4v_moe", "solar_open", "olmoe", "minimax_m2",
-       "dots1", *LATENT)  # fmt: skip
+       "dots1", "mellum", *LATENT)  # fmt: skip
 RECURRENT = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_dense", "qwen35_moe",
              "qwen35_vision", "qwen35_moe_vision")  # fmt: skip
 MOE += ("nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_moe", "qwen35_moe_vision")
@@ -34,9 +35,11 @@ FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "ge
             "qwen2_moe_window", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_yarn", "kimi_k2",
             "deepseek_v2", "deepseek_v2_lite", "gemma3_vision", "qwen3_vl", "mistral3", "qwen3_vl_moe", "glm4v_moe",
             "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3", "glm", "glm4", "ernie4_5", "glm4_moe_lite", "solar_open",
-            "olmoe", "minimax_m2", "dots1",
+            "olmoe", "minimax_m2", "dots1", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4",
+            "youtu", "mellum", "mistral4",
             *(case for case in RECURRENT if case != "nemotron_h_moe"), *REWARD)  # fmt: skip
-SHORT = 24  # tokens that several ranks generate; with the prompt more than any case's attention window
+# Tokens of a rollout; with the prompt more than any case's attention window.
+SHORT, LONG = 24, 64
 
 
 class InLayout(NamedTuple):
@@ -55,12 +58,13 @@ def role_of(folder: Path, flags: str, size: int, is_reward: bool):
     return role
 
 
-def run_cases(rank: int, flags: str, folders: dict[str, Path], exports: Path, generates: bool) -> dict[str, InLayout]:
+def run_cases(rank: int, flags: str, folders: dict[str, Path], exports: Path, count: int) -> dict[str, InLayout]:
     """Each case imported, measured, and exported to a folder of its name in `exports`. A collective of the world.
 
-    The name of a case that is stored in another way has a `+` and what is other after it.
+    `count`: tokens that the rollout engine generates, 0: none. The name of a case that is stored in another way has a
+    `+` and what is other after it.
     """
-    return {case: _run(case, folder, flags, exports / case, generates) for case, folder in folders.items()}
+    return {case: _run(case, folder, flags, exports / case, count) for case, folder in folders.items()}
 
 
 _meshes = {}  # one set of groups for all cases of a kind, as programs have it
@@ -84,7 +88,7 @@ def build(folder: Path, flags: str, is_reward: bool, load: bool = True):
     return role, groups, model, weights
 
 
-def _run(case: str, folder: Path, flags: str, export: Path, generates: bool) -> InLayout:
+def _run(case: str, folder: Path, flags: str, export: Path, count: int) -> InLayout:
     from megarl.mcore.weights.hf.export_weights import export_weights
 
     stored = reference(case.partition("+")[0])
@@ -96,7 +100,7 @@ def _run(case: str, folder: Path, flags: str, export: Path, generates: bool) -> 
         return InLayout(float((scores(model, groups, stored.tokens) - stored.scores).abs().max()), None, None)
     rows = logprobs(model, groups, stored.tokens, vocab_size)
     difference = max(float((row - expected).abs().max()) for row, expected in zip(rows, stored.logprobs, strict=True))
-    return InLayout(difference, *_greedy(case, model, groups, stored, vocab_size) if generates else (None, None))
+    return InLayout(difference, *_greedy(case, model, groups, stored, vocab_size, count) if count else (None, None))
 
 
 def logprobs(model, groups, sequences: list[list[int]], vocab_size: int) -> list[torch.Tensor]:
@@ -123,17 +127,16 @@ def scores(model, groups, sequences: list[list[int]]) -> torch.Tensor:
     return found
 
 
-def _greedy(case: str, model, groups, stored: Reference, vocab_size: int) -> tuple[list[int], float]:
+def _greedy(case: str, model, groups, stored: Reference, vocab_size: int, count: int) -> tuple[list[int], float]:
     """The rollout's greedy continuation of the stored prompt, and its gap to the training forward.
 
-    Two shorter prompts share its beginning, and no step has room for all three. Several ranks exchange data at every
-    token, which takes most of the time: they generate less.
+    Two shorter prompts share its beginning, and no step has room for all three.
     """
     from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.inference.generation import GenerationRequest
 
-    prompt, count = stored.prompt, len(stored.greedy) if dist.get_world_size() == 1 else SHORT
+    prompt = stored.prompt
     engine = RolloutEngine(
         model[0], groups.pg_collection, vocab_size, len(prompt) + count, 0.01, 4, prefix_caching=True,
         chunked_prefill=True, step_tokens=len(prompt) // 2,

@@ -3,7 +3,19 @@
 import pytest
 
 from tests.helpers import hf_folders
-from tests.helpers.hf_damage import CONFIG, config, cut, in_order, line_of, loop, remove, rope, text, without
+from tests.helpers.hf_damage import (
+    CONFIG,
+    config,
+    cut,
+    in_order,
+    line_of,
+    loop,
+    remove,
+    rope,
+    text,
+    text_config,
+    without,
+)
 from tests.helpers.hf_layouts import SUPPORTED
 
 # -- config.json -------------------------------------------------------------------------------------------------
@@ -150,6 +162,18 @@ FAMILIES = {
         "fraction 0": (rope(partial_rotary_factor=0), ["'partial_rotary_factor': 0", "above 0, at most 1"]),
         "fraction above 1": (rope(partial_rotary_factor=1.5), ["1.5", "above 0, at most 1"]),
         "fraction true": (rope(partial_rotary_factor=True), ["True", "above 0, at most 1"]),
+    },
+    "ministral3": {
+        "scaled queries": (rope(original_max_position_embeddings=63),
+                           ["a prompt and response of 63 tokens together at most", "llama_4_scaling_beta"]),
+    },
+    "mistral4": {
+        "another share of the channels": (rope(partial_rotary_factor=0.5), ["the share of qk_rope_head_dim"]),
+        "groups": (config(n_group=2), ["n_group 2: allowed is 1"]),
+    },
+    "mistral3": {
+        "another language model": (text_config(model_type="qwen2"),
+                                   ["model_type 'qwen2': allowed is 'mistral', 'ministral3', 'mistral4'"]),
     },
     "mistral": {
         "window a text": (config(sliding_window="8"), refused_type("sliding_window", "'8'")),

@@ -18,6 +18,9 @@ LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0
            "original_max_position_embeddings": 8192}  # fmt: skip
 # From a short original context, so that few positions already show every part of the rule.
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+# Longer than the sequences here, whose queries would be scaled from there on.
+MINISTRAL_3 = YARN | {"original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                      "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}  # fmt: skip
 GLM_4_MOE = {
     "num_hidden_layers": 4, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1,
     "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
@@ -26,10 +29,10 @@ GLM_4_MOE = {
 }  # fmt: skip
 GLM_4V_MOE = GLM_4_MOE | {"rope_parameters": GLM_4_MOE["rope_parameters"] | {"mrope_section": [2, 3, 3]}}
 del GLM_4V_MOE["use_qk_norm"]
-DEEPSEEK = {
-    "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-    "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 24,
-}  # fmt: skip
+LATENTS = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+           "v_head_dim": 24}  # fmt: skip
+DEEPSEEK = {**LATENTS, "n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+MISTRAL_4 = DEEPSEEK | {"q_lora_rank": 24, "num_experts_per_tok": 3, "n_shared_experts": 1}
 DEEPSEEK_V3 = DEEPSEEK | {
     "num_experts_per_tok": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
     "routed_scaling_factor": 2.5, "q_lora_rank": 24, "num_mtp_layers": 0,
@@ -139,6 +142,18 @@ def basic() -> dict[str, Case]:
         "glm4_moe": case("Glm4Moe", {}, end=[2, 0, 1], **GLM_4_MOE),
         "glm4_moe_bf16": case("Glm4Moe", {}, dtype="bfloat16", end=[2, 0, 1], **GLM_4_MOE),
         "seed_oss": case("SeedOss", theta(1e7), head_dim=32),
+        "cwm": case("Cwm", LLAMA_3 | {"factor": 16.0}, num_hidden_layers=4, head_dim=32, sliding_window=8,
+                    max_position_embeddings=131072, end=[2, 0]),
+        "arcee": case("Arcee", YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}, head_dim=32),
+        "ministral": case("Ministral", theta(1e8), head_dim=32, sliding_window=8, layer_types=[
+            "full_attention", "sliding_attention", "sliding_attention"]),
+        "ministral3": case("Ministral3", dict(MINISTRAL_3), head_dim=32, tie_word_embeddings=True,
+                           max_position_embeddings=262144),
+        "iquestcoder": Case(hf.LlamaForCausalLM, hf.IQuestCoderConfig(**BASE | {"rope_parameters": theta(5e5)})),
+        "exaone4": case("Exaone4", LLAMA_3 | {"factor": 16.0}, num_hidden_layers=4, sliding_window=8,
+                        layer_types=["sliding_attention", "full_attention"] * 2, max_position_embeddings=131072),
+        "exaone4_whole": case("Exaone4", theta(1e6), sliding_window=None, layer_types=["full_attention"] * 3,
+                              tie_word_embeddings=True),
         "solar_open": case("SolarOpen", theta(1e6), **SIGMOID, head_dim=32, routed_scaling_factor=1.5),
         "llama_reward": scalar("Llama", theta(1e4), rms_norm_eps=1e-5),
         "qwen3_reward": scalar("Qwen3", theta(1e6), head_dim=32),
@@ -197,6 +212,21 @@ def further() -> dict[str, Case]:
             "Mistral3", 2, tower | {"model_type": "pixtral"},
             {"model_type": "mistral", "head_dim": 32, "sliding_window": None, "rope_parameters": theta(1e6)},
             image_token_index=10, tie_word_embeddings=False),
+        "mistral3_ministral3": multimodal(
+            "Mistral3", 2, tower | {"model_type": "pixtral"},
+            {"model_type": "ministral3", "head_dim": 32, "sliding_window": None, "rope_parameters": dict(MINISTRAL_3)},
+            image_token_index=10, tie_word_embeddings=False),
+        "mistral3_mistral4": multimodal(
+            "Mistral3", 2, tower | {"model_type": "pixtral"},
+            {"model_type": "mistral4", **MISTRAL_4, "rope_parameters": MINISTRAL_3 | {"partial_rotary_factor": 1 / 3}},
+            image_token_index=10, tie_word_embeddings=False),
+        "mistral4": case("Mistral4", dict(MINISTRAL_3), **MISTRAL_4),
+        # As published without a token for padding, whose row transformers would set to 0 as it reads a folder.
+        "youtu": case("Youtu", theta(1e6), **LATENTS, q_lora_rank=24, tie_word_embeddings=True, pad_token_id=None),
+        "mellum": case("Mellum", yarn_on_full, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+                       head_dim=32, num_hidden_layers=4, sliding_window=8, norm_topk_prob=True,
+                       layer_types=[sliding, sliding, full, sliding],
+                       mlp_layer_types=["dense", "sparse", "sparse", "sparse"]),
         "qwen2_5_vl": multimodal(
             "Qwen2_5_VL", [2, 0], vision | {
                 "depth": 2, "num_heads": 2, "out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 28},

@@ -10,19 +10,19 @@ NORM_EPSILON = 1e-6  # of latents, in transformers and in DeepSeek's own code, w
 
 def deepseek_flags(config: ModelConfig) -> dict[str, object]:
     """All but the routers' flags."""
-    config.require("attention_bias", False, None)
-    config.require("num_key_value_heads", config.whole("num_attention_heads"), None)
     config.require("moe_layer_freq", 1, None)
-    found = model_flags(config, rotary=_rotary_flags)
-    for name in ("group-query-attention", "num-query-groups", "kv-channels"):
-        del found[name]
-    found |= _latent_attention_flags(config)
-    found |= expert_flags(config, config.whole("moe_intermediate_size"))
+    found = latent_attention_flags(config) | expert_flags(config, config.whole("moe_intermediate_size"))
     return found | shared_experts(config) | dense_then_experts(config)
 
 
-def _latent_attention_flags(config: ModelConfig) -> dict[str, object]:
-    flags: dict[str, object] = {
+def latent_attention_flags(config: ModelConfig) -> dict[str, object]:
+    """Those of a model with multi-latent attention and without experts."""
+    config.require("attention_bias", False, None)
+    config.require("num_key_value_heads", config.whole("num_attention_heads"), None)
+    flags = model_flags(config, rotary=_rotary_flags)
+    for name in ("group-query-attention", "num-query-groups", "kv-channels"):
+        del flags[name]
+    flags |= {
         "multi-latent-attention": True,
         "qk-layernorm": True,
         "kv-lora-rank": config.whole("kv_lora_rank"),

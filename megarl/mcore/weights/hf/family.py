@@ -145,6 +145,7 @@ class Multimodal(NamedTuple):
     names: tuple[tuple[str, str], ...]
     kept: str  # pattern of the other parts' tensors
     is_flat: bool = False  # config.json may have the language model's entries at its top, without `text_config`
+    texts: tuple[str, ...] = ()  # `model_type` of further language models, families of their own
 
 
 # Names of transformers since 4.52, and those before, which it still writes for some classes.

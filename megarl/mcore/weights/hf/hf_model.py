@@ -138,7 +138,11 @@ def _family(folder: HFFolder) -> Family:
     kind = folder.config.get("model_type")
     if not isinstance(kind, str) or kind not in families():
         raise folder.error(f"config.json: model_type {kind!r}: allowed are {', '.join(families())}")
-    return families()[kind]
+    family, text = families()[kind], folder.config.get(multimodal.TEXT)
+    if family.multimodal and isinstance(text, dict) and text.get("model_type") in family.multimodal.texts:
+        own = families()[text["model_type"]]
+        return own._replace(model_type=kind, config_type=own.model_type, multimodal=family.multimodal)
+    return family
 
 
 def _is_classifier(config: ModelConfig) -> bool:

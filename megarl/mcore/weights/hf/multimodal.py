@@ -67,7 +67,8 @@ def text_config(folder: HFFolder, family: Family, longest: int) -> ModelConfig:
     if not isinstance(values, dict):
         raise folder.error(f"config.json: {TEXT} {values!r}: allowed is an object")
     if values.get("model_type", kind) != kind:
-        raise folder.error(f"config.json: {TEXT}: model_type {values['model_type']!r}: allowed is {kind!r}")
+        kinds = ", ".join(map(repr, (kind, *(family.multimodal.texts if family.multimodal else ()))))
+        raise folder.error(f"config.json: {TEXT}: model_type {values['model_type']!r}: allowed is {kinds}")
     names = folder.config.get("architectures") or [ARCHITECTURE]
     if not isinstance(names, list) or not any(str(name).endswith(ARCHITECTURE) for name in names):
         raise folder.error(f"config.json: architectures {names!r}: allowed is …{ARCHITECTURE}")
