@@ -25,10 +25,30 @@ MECHANISMS = {"colocated", "offload", "exchange", "send", "mesh", "device", "ran
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax, of which the first is the module."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def tree_of(path: Path) -> ast.Module:
+    """A file's syntax."""
+    module = nodes_of(path)[0]
+    assert isinstance(module, ast.Module)
+    return module
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forgets_syntax():
+    """Syntax takes memory, which other tests would fork."""
+    yield
+    nodes_of.cache_clear()
+
+
+@functools.cache
 def imports(path: Path) -> list[tuple[str, int]]:
     """(full name, line) of all that a file imports, at any depth; relative names start with dots."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -204,12 +224,12 @@ def test_no_test_module_loads_libraries_that_start_threads():
     loaded = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in TESTS
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip"
         and node.args[0].value in ("transformers", "peft")
     ]  # fmt: skip
     assert not loaded
-    top = [node for path in TESTS if path.parent.name != "references" for node in ast.parse(path.read_text()).body]
+    top = [node for path in TESTS if path.parent.name != "references" for node in tree_of(path).body]
     modules = [alias.name for node in top if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in top if isinstance(node, ast.ImportFrom)]
     assert not [name for name in modules if name.split(".")[0] in ("transformers", "peft")] and "torch" in modules
@@ -219,7 +239,7 @@ def test_no_global_torch_function_mode():
     """Only a capture of a CUDA graph sees its operators, to hold the memory that they read."""
     captures = PACKAGE / "mcore" / "inference" / "step_graphs.py"
     for path in set(FILES) - {captures}:
-        names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(path.read_text()))}
+        names = {getattr(node, "attr", getattr(node, "id", "")) for node in nodes_of(path)}
         assert not names & {"TorchFunctionMode", "TorchDispatchMode"}, path
 
 
@@ -227,7 +247,7 @@ def test_no_global_torch_function_mode():
 
 
 def test_every_file_and_package_has_a_docstring():
-    empty = [p for p in OURS if not (ast.get_docstring(ast.parse(p.read_text())) or "").strip()]
+    empty = [p for p in OURS if not (ast.get_docstring(tree_of(p)) or "").strip()]
     assert [str(path.relative_to(ROOT)) for path in empty] == []
 
 
@@ -235,7 +255,7 @@ def test_public_classes_have_different_names():
     names = Counter(
         node.name
         for path in FILES
-        for node in ast.parse(path.read_text()).body
+        for node in tree_of(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
@@ -248,7 +268,7 @@ def test_files_are_short():
 def test_functions_are_short():
     long = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno - node.lineno >= 60:
                 long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
     assert not long
@@ -267,32 +287,32 @@ def test_the_training_loop_is_short_and_names_no_mechanism():
 # -- settings ----------------------------------------------------------------------------------------------------
 
 
-def settings_read_in(tree) -> set[str]:
+def settings_read_in(nodes) -> set[str]:
     """Attributes read from something called `settings` or `role`, or from a name that `settings` were assigned to."""
 
     def last_name(node):
         return getattr(node, "attr", getattr(node, "id", ""))
 
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign):
             pairs = [(node.targets[0], node.value)]
             if isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple):
                 pairs = zip(node.targets[0].elts, node.value.elts, strict=False)
             names |= {last_name(target) for target, value in pairs if last_name(value).endswith("settings")}
-    loads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
+    loads = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
     return {n.attr for n in loads if last_name(n.value).endswith(("settings", "role")) or last_name(n.value) in names}
 
 
 def test_settings_that_are_read_are_found():
     source = ("s, x = program.settings, 1\nprint(s.gamma, self.settings.seed, x.save, settings.load)\n"
               "role.offload, settings.top_k = 1, 2")  # fmt: skip
-    assert settings_read_in(ast.parse(source)) == {"gamma", "seed", "load"}
+    assert settings_read_in(list(ast.walk(ast.parse(source)))) == {"gamma", "seed", "load"}
 
 
 def settings_that_nothing_reads(files, names) -> list[str]:
     """The names that no file reads."""
-    read = set().union(*(settings_read_in(ast.parse(path.read_text())) for path in files))
+    read = set().union(*(settings_read_in(nodes_of(path)) for path in files))
     return [name for name in names if name not in read]
 
 
