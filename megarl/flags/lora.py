@@ -76,8 +76,7 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
     path, rank = role_settings.lora_adapter, role_settings.lora_rank
     if hf_model is None:
         raise UsageError(f"--lora-adapter {path}: the {role} needs --hf-model, whose modules it names")
-    if hf_model.family.multimodal:
-        raise hf_model.folder.error(f"a multimodal folder; --lora-adapter {path} needs a language model's")
+    hf_model.check_adapters(f"--lora-adapter {path}")
     for name in (name for name in OF_ADAPTER if getattr(role_settings, name)):
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
     stored = read_adapter(path, args, hf_model.family).lora

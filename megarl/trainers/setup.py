@@ -52,8 +52,8 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
         check_exportable(trained)
     if s.export_peft and (trained.hf_model is None or trained.lora is None):
         raise UsageError("--export-peft: needs --hf-model, whose modules it names, and --lora-rank")
-    if s.export_peft and trained.hf_model.family.multimodal:
-        raise trained.hf_model.folder.error("a multimodal folder; --export-peft needs a language model's")
+    if s.export_peft:
+        trained.hf_model.check_adapters("--export-peft")
     if s.export_peft and trained.megatron.hybrid_layer_pattern is not None and "out_proj" in trained.lora.targets:
         targets = ",".join(name for name in trained.lora.targets if name != "out_proj")
         raise UsageError(f"--export-peft: PEFT refuses the out_proj of Mamba-2; give --lora-targets {targets}")

@@ -198,7 +198,7 @@ STORED_OTHERWISE = {
     "qwen3_vl_moe+transposed_experts": (1, transposed_experts),
     "qwen3_vl+tied_with_another_head": (1, text_config(tie_word_embeddings=True)),
 }
-FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe")
+FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window", "qwen35_moe", "afmoe")
 
 
 def test_what_others_store_is_computed_and_exported_again(tmp_path):

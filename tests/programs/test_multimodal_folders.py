@@ -44,14 +44,15 @@ def test_damaged_multimodal_folders(name, tmp_path):
 UNFIT = {
     "a score": ("reward", "--export-hf", "exports with a scalar head are those of language models"),
     "an adapter": ("sft", "--lora-adapter {}", "a multimodal folder; --lora-adapter {} needs a language model's"),
+    "gates and an exported adapter": ("sft", "--lora-rank 2 --export-peft", "gates of attention in tensors"),
     "an exported adapter": ("sft", "--lora-rank 2 --export-peft", "--export-peft needs a language model's"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", by_default(UNFIT, ["a score"]))
-def test_what_multimodal_folders_cannot_do(name, tmp_path):
+@pytest.mark.parametrize("name", by_default(UNFIT, ["a score", "gates and an exported adapter"]))
+def test_what_some_folders_cannot_do(name, tmp_path):
     program, flags, needle = UNFIT[name]
-    folder = hf_folders.write_folder("qwen3_vl", tmp_path / "folder")
+    folder = hf_folders.write_folder("afmoe" if "gates" in name else "qwen3_vl", tmp_path / "folder")
     status, _, others = check(argv(tmp_path, folder, program, flags.format(tmp_path)), program)
     assert status == 2 and needle.format(tmp_path) in others.splitlines()[-1], others
 

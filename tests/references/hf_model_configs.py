@@ -222,6 +222,9 @@ def further() -> dict[str, Case]:
             image_token_index=10, tie_word_embeddings=False),
         "mistral4": case("Mistral4", dict(MINISTRAL_3), **MISTRAL_4),
         # As published without a token for padding, whose row transformers would set to 0 as it reads a folder.
+        "afmoe": case("Afmoe", theta(1e4), num_hidden_layers=4, head_dim=32, sliding_window=8, num_experts=8,
+                      num_experts_per_tok=3, moe_intermediate_size=32, num_dense_layers=1, num_shared_experts=2,
+                      route_scale=2.5, mup_enabled=True, global_attn_every_n_layers=2, pad_token_id=None),
         "youtu": case("Youtu", theta(1e6), **LATENTS, q_lora_rank=24, tie_word_embeddings=True, pad_token_id=None),
         "mellum": case("Mellum", yarn_on_full, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
                        head_dim=32, num_hidden_layers=4, sliding_window=8, norm_topk_prob=True,

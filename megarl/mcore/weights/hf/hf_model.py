@@ -7,7 +7,7 @@ from megarl.mcore.weights.hf import multimodal
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
-from megarl.mcore.weights.hf.mapping import Mapping, Rows, StackedExperts, rows, stacked_experts
+from megarl.mcore.weights.hf.mapping import Heads, Mapping, Rows, StackedExperts, rows, stacked_experts
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.multimodal import Naming
 from megarl.mcore.weights.hf.prediction import PredictionTensors, prediction_tensors
@@ -50,6 +50,13 @@ class HFModel(NamedTuple):
             raise self.folder.error("a multimodal folder; exports with a scalar head are those of language models")
         if self.family.multimodal and not self.folder.has_weights:
             raise self.folder.error("a multimodal folder without weights; an export takes its other parts from there")
+
+    def check_adapters(self, flag: str):
+        """UsageError if PEFT's adapters of the model cannot be read and written. `flag`: that asks for one."""
+        if self.family.multimodal:
+            raise self.folder.error(f"a multimodal folder; {flag} needs a language model's")
+        if any(isinstance(mapping, Heads) and mapping.has_gates for mapping in self.family.layers.values()):
+            raise self.folder.error(f"gates of attention in tensors of their own; {flag} needs them beside the queries")
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
@@ -110,7 +117,8 @@ def _stored_layers(model: HFModel) -> dict[str, Mapping]:
             stored[match[2]] = tensor.shape
     experts = layers.get("mlp.experts.experts.linear_fc1.weight")
     if isinstance(experts, Rows):  # of single experts
-        return layers | FUSED_EXPERTS if GATE_UP in stored else layers
+        fused = {key: mapping for key, mapping in FUSED_EXPERTS.items() if mapping.names[0] in stored}
+        return layers | fused if GATE_UP in stored else layers
     if not isinstance(experts, StackedExperts) or experts.projections > 1:
         return layers
     hidden, ffn = model.flags["hidden-size"], model.flags["moe-ffn-hidden-size"]

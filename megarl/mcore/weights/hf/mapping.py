@@ -72,13 +72,18 @@ class StackedExperts(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Separate tensors of queries, keys and values."""
+    """Separate tensors of queries, their gates if there are any, keys and values."""
 
-    names: tuple[str, str, str]
+    names: tuple[str, ...]
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether a tensor has the gates of the queries' heads."""
+        return len(self.names) > 3
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
-        return _by_group(self.names, (0, 0, 0), heads)
+        return _by_group(self.names, (0,) * len(self.names), heads)
 
 
 class FusedHeads(NamedTuple):
@@ -95,7 +100,8 @@ class FusedHeads(NamedTuple):
 def _by_group(names: tuple[str, ...], starts: tuple[int, ...], heads: HeadLayout) -> list[RowRange]:
     found, row = [], 0
     for group in range(heads.groups):
-        for name, start, count in zip(names, starts, (heads.queries, 1, 1), strict=True):
+        counts = (heads.queries,) * (len(names) - 2) + (1, 1)  # of a group's heads: queries, gates, its key, its value
+        for name, start, count in zip(names, starts, counts, strict=True):
             size = count * heads.channels
             found.append(RowRange(name, row, start + group * size, size))
             row += size
@@ -175,9 +181,9 @@ def rows(*names: str) -> Rows:
     return Rows(names)
 
 
-def heads(query: str, key: str, value: str) -> Heads:
-    """Separate tensors of queries, keys and values."""
-    return Heads((query, key, value))
+def heads(*names: str) -> Heads:
+    """Separate tensors of queries, their gates if there are any, keys and values."""
+    return Heads(names)
 
 
 def fused_heads(name: str) -> FusedHeads:
