@@ -14,6 +14,18 @@ _TICK = 0.5  # seconds between two looks at an agent
 MAX_REFUSED = 16  # requests without a turn; then the agent is ended
 
 
+class Address(NamedTuple):
+    """Where an agent finds the policy."""
+
+    url: str  # of OpenAI's API; Anthropic's clients want it without /v1
+    key: str
+
+    @property
+    def root(self) -> str:
+        """The URL without /v1."""
+        return self.url.removesuffix("/v1")
+
+
 class LateAgent(Exception):
     """An agent worked for too long without asking."""
 
