@@ -163,11 +163,9 @@ class BodyAndDisconnect:
 
     async def _read(self, scope, receive) -> bytes | None:
         """The body; None if the client went away. RequestError for a body that is too large, slow or no JSON."""
-        headers = dict(scope["headers"])
-        too_large = RequestError(413, f"the body has more than {self._max_bytes} bytes")
-        declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
-            raise too_large
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit():
+            _check_length(int(declared), self._max_bytes)
         body = bytearray()
         try:
             async with asyncio.timeout(self._seconds):
@@ -176,18 +174,28 @@ class BodyAndDisconnect:
                     if message["type"] == "http.disconnect":
                         return None
                     body += message.get("body", b"")
-                    if len(body) > self._max_bytes:
-                        raise too_large
+                    _check_length(len(body), self._max_bytes)
                     if not message.get("more_body"):
                         break
         except TimeoutError:
             raise timed_out(self._seconds) from None
-        media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-        if body and media != b"application/json":
-            raise RequestError(415, "Content-Type must be application/json")
-        if not is_plain(body):
-            raise invalid(f"the body has more than {MAX_VALUES} lists, objects, fields or strings", code="too_complex")
+        check_body(body, scope["headers"], self._max_bytes)
         return bytes(body)
+
+
+def check_body(body: bytes | bytearray, headers: Sequence[tuple[bytes, bytes]], max_bytes: int):
+    """RequestError for a body that is too large, too complex or no JSON; `headers`: with names in lower case."""
+    _check_length(len(body), max_bytes)
+    media = dict(headers).get(b"content-type", b"").split(b";")[0].strip().lower()
+    if body and media != b"application/json":
+        raise RequestError(415, "Content-Type must be application/json")
+    if not is_plain(body):
+        raise invalid(f"the body has more than {MAX_VALUES} lists, objects, fields or strings", code="too_complex")
+
+
+def _check_length(count: int, max_bytes: int):
+    if count > max_bytes:
+        raise RequestError(413, f"the body has more than {max_bytes} bytes")
 
 
 def is_plain(body: bytes | bytearray) -> bool:

@@ -1,13 +1,16 @@
 """Agents that use every dialect, agents that do what none should, and a policy that answers them by a script."""
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import socket
 import sys
 from pathlib import Path
 
 import httpx
+from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
 
 from megarl.environments.agents.exchange import CONTEXT_LENGTH, Reply
 from megarl.environments.agents.program import ProgramEnvironment
@@ -92,6 +95,42 @@ async def chats(task, client) -> float:
     assert [choice.message.content for choice in both.choices] == ["42", "42"]
     assert [model.id async for model in client.models.list()] == ["policy"]
     return 0.5
+
+
+async def asks_both_ways(task, client) -> float:
+    """The same requests without a connection, and over one: the answers are equal but for ids and times."""
+    request = {"model": "m", "messages": USER}
+    wrong: list[dict] = [
+        {"frequency": 1}, {"n": 1000}, {"messages": [{"role": "king", "content": "1"}]}, {"messages": "12"},
+        {"messages": [{"content": "1"}]}, {"max_tokens": "1"}, {"logprobs": True}, {"tools": [{}]},
+    ]  # fmt: skip
+    found = []
+    for one in (client, client.with_options(base_url=f"http://localhost:{client.base_url.port}/v1")):
+        calls = [one.post("/chat/completions", body=request | fields, cast_to=object) for fields in ({}, *wrong)]
+        calls += [one.post("/responses", body={"input": "12"}, cast_to=object)]
+        calls += [one.post("/messages", body=request | fields, cast_to=object) for fields in ({}, {"max_tokens": 1})]
+        calls += [one.get("/models/any/name", cast_to=object), one.get("/nothing", cast_to=object)]
+        calls += [one.get("/responses", cast_to=object), one.post("/models", body=[], cast_to=object)]
+        calls += [one.post("/responses", body=body, cast_to=object) for body in ([], None)]
+        calls += [one.with_options(api_key="sk-of-another").get("/models", cast_to=object)]
+        found.append([await _outcome(call) for call in calls])
+    assert found[0] == found[1], [pair for pair in zip(*found, strict=True) if pair[0] != pair[1]]
+    statuses = [status for status, _ in found[0] if status]
+    assert statuses == [400] * 9 + [404, 405, 405, 400, 400, 401], statuses
+    with contextlib.suppress(APIConnectionError):  # nobody listens there
+        await client.with_options(base_url="http://127.0.0.1:1/v1").get("/models", cast_to=object)
+        return 0.0
+    huge = [{"role": "user", "content": "1" * (17 << 20)}]
+    assert (await _outcome(client.chat.completions.create(model="m", messages=huge)))[0] == 413
+    return 1.0
+
+
+async def _outcome(call) -> tuple[int, str]:
+    """(status if the request is refused, else 0; the answer without what differs from one to the next)."""
+    try:
+        return 0, re.sub(r"'(id|created|created_at)': [^,}]*", "", repr(await call))
+    except APIStatusError as error:
+        return error.status_code, repr(error.body)
 
 
 async def responses(task, client) -> float:
@@ -189,7 +228,25 @@ async def many_connections(task, client) -> float:
     for one in held:
         one.close()
     await asyncio.sleep(0)
-    return float((await client.with_options(max_retries=50).chat.completions.create(model="m", messages=USER)).id != "")
+    async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=50) as other:
+        return float((await other.chat.completions.create(model="m", messages=USER)).id != "")
+
+
+async def times_out(task, client) -> float:
+    """Waits too little; asks again, and gets the answer that it has missed. It may close its client."""
+    async with client:
+        try:
+            await client.with_options(timeout=1e-9).chat.completions.create(model="m", messages=USER)
+        except APITimeoutError:
+            answer = await client.chat.completions.create(model="m", messages=USER)
+    return float(answer.choices[0].message.content == "42")
+
+
+async def repeats_what_is_refused(task, client) -> float:
+    """Asks for what no policy gives, for ever."""
+    while True:
+        with contextlib.suppress(APIStatusError):
+            await client.chat.completions.create(model="m", messages=USER, n=1000)
 
 
 async def gives_up(task, client) -> float:

@@ -15,7 +15,8 @@ def test_all_sides_generate_the_same(tmp_path):
     result = run_tool("bench/environments", *SMALL, "--json", file, OMP_NUM_THREADS="1")
     assert result.returncode == 0, result.stderr
     found = json.loads(file.read_text())
-    assert found["tokens"] > 2 * 8 and set(found["best"]) == {
+    assert found["turns"] > 8 and set(found["best_cpu"]) == {"environment", "agent", "program"}
+    assert set(found["best"]) == {
         f"{side}, {pace}" for side in ("environment", "agent", "program") for pace in ("awake", "asleep")
     }
     assert "program: asleep" in result.stdout

@@ -6,17 +6,21 @@
 Whole runs of megarl.train_rl on one rank, a model of 4 layers with random weights, 8 samples of each prompt. Three
 sides play the same episodes: an environment that answers turns, a coroutine that owns the loop, and a program that asks
 over HTTP with Python's own client. Each runs with tools that answer at once, and with tools that sleep at random,
---sleep seconds on average. All runs must give the same samples, or the benchmark fails. The first step warms up; a
-figure is the seconds of the others, the fastest of --rounds, whose runs take turns.
+--sleep seconds on average. All runs must give the same samples, or the benchmark fails. The first step warms up;
+figures are the seconds of the others, and without sleep the CPU time of all processes in them: that of a run less that
+of a run of one step. Each is the least of --rounds, whose runs take turns.
 """
 
 import argparse
 import asyncio
 import json
 import random
+import resource
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.environments.agents.program import ProgramEnvironment
 from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
@@ -96,35 +100,53 @@ def write_files(folder: Path, args: argparse.Namespace) -> dict[str, list[str]]:
     return flags
 
 
-def run(save: Path, flags: list[str]) -> tuple[float, list[bytes], int]:
-    """(seconds of the steps after the first, samples of each step, tokens)."""
-    run_python(["-m", "megarl.launcher", "--nproc-per-node", "1", "train_rl", *flags, "--save", str(save)])
-    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-    found = [path.read_bytes() for path in sorted((save / "samples").glob("*.jsonl"))]
-    seconds = sum(row["perf/tokens"] / row["perf/tokens_per_s"] for row in rows[1:])
-    return seconds, found, sum(row["rollout/tokens"] for row in rows)
+class Run(NamedTuple):
+    """What a run of megarl.train_rl took and gave."""
+
+    seconds: float  # of the steps after the first
+    cpu_seconds: float  # of all processes, from start to end
+    samples: list[bytes]  # of each step
+    turns: float  # of the steps after the first
+
+
+def run(save: Path, flags: list[str], steps: int) -> Run:
+    """One run of so many steps."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    iters = ["--train-iters", str(steps)]
+    run_python(["-m", "megarl.launcher", "--nproc-per-node", "1", "train_rl", *flags, *iters, "--save", str(save)])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()][1:]
+    return Run(
+        sum(row["perf/tokens"] / row["perf/tokens_per_s"] for row in rows),
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        [path.read_bytes() for path in sorted((save / "samples").glob("*.jsonl"))],
+        sum(row["environment/turns_mean"] for row in rows),
+    )
 
 
 def measure(args: argparse.Namespace) -> dict:
     """Runs all sides in turn."""
-    seconds: dict[str, list[float]] = {}
-    expected = tokens = None
+    seconds, cpu, expected = defaultdict(list), defaultdict(list), None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = write_files(folder, args)
         shape = f"--hidden-size {args.hidden} --ffn-hidden-size {2 * args.hidden} --max-turns {args.turns}"
-        size = f"--max-response-length {args.turns * 72} --prompts-per-step {args.prompts} --train-iters {args.steps}"
+        size = f"--max-response-length {args.turns * 72} --prompts-per-step {args.prompts}"
         common_flags = f"{FLAGS} {shape} {size}".split()
         for number in range(args.rounds):
             for side in args.sides:
                 for pace, flags in files.items():
                     chosen = [*common_flags, *flags, "--environment", f"tools.bench.environments:{SIDES[side]}"]
-                    took, samples, tokens = run(folder / f"{number}-{side}-{pace}", chosen)
-                    if samples != (expected := expected or samples):
+                    found = run(folder / f"{number}-{side}-{pace}", chosen, args.steps)
+                    if found.samples != (expected := expected or found.samples):
                         raise common.Unusable(f"environments.py: {side}, {pace}: the samples differ")
-                    seconds.setdefault(f"{side}, {pace}", []).append(took)
-                    print(f"{side:>11} {pace:>6}: {took:6.2f} s", flush=True)
-    return {"seconds": seconds, "tokens": tokens, "options": vars(args)}
+                    seconds[f"{side}, {pace}"].append(found.seconds)
+                    print(f"{side:>11} {pace:>6}: {found.seconds:6.2f} s", flush=True)
+                    if pace == "awake":
+                        start = run(folder / f"{number}-{side}-start", chosen, 1)
+                        cpu[side].append(found.cpu_seconds - start.cpu_seconds)
+    turns = found.turns * args.prompts * SAMPLES
+    return {"seconds": seconds, "cpu_seconds": cpu, "turns": turns, "options": vars(args)}
 
 
 def main():
@@ -143,13 +165,15 @@ def main():
     if args.steps < 2 or not set(args.sides) <= set(SIDES):
         parser.error(f"--steps {args.steps}, --sides {args.sides}: allowed are 2 or more, and {', '.join(SIDES)}")
     found = measure(args)
-    best = {name: min(each) for name, each in found["seconds"].items()}
-    first = best[f"{args.sides[0]}, awake"]
+    best, cpu = ({name: min(each) for name, each in found[kind].items()} for kind in ("seconds", "cpu_seconds"))
+    first = args.sides[0]
     for side in args.sides:
         awake, asleep = best[f"{side}, awake"], best[f"{side}, asleep"]
-        print(f"{side:>11}: asleep {asleep / awake:.2f} times awake; awake {awake / first:.2f} times {args.sides[0]}")
+        ratios = f"{awake / best[f'{first}, awake']:.2f} times {first}, CPU {cpu[side] / cpu[first]:.2f} times"
+        more = 1000 * (cpu[side] - cpu[first]) / found["turns"]
+        print(f"{side:>11}: asleep {asleep / awake:.2f} times awake; awake {ratios}, {more:+.2f} ms of CPU a turn")
     if args.json:
-        args.json.write_text(json.dumps(found | {"best": best}, default=str))
+        args.json.write_text(json.dumps(found | {"best": best, "best_cpu": cpu}, default=str))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What an agent is: a coroutine of the user's, or a program (`program.py`); its episode ends with its score."""
 
 import asyncio
-import functools
 import importlib.util
 import inspect
 import math
@@ -9,24 +8,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from megarl.environments.agents.session import Session
+from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.rewards.base import Score
-
-
-class Address(NamedTuple):
-    """Where an agent finds the policy."""
-
-    url: str  # of OpenAI's API; Anthropic's clients want it without /v1
-    key: str
-
-    @property
-    def root(self) -> str:
-        """The URL without /v1."""
-        return self.url.removesuffix("/v1")
 
 
 @dataclass(frozen=True)
@@ -93,10 +80,9 @@ class CoroutineAgent(Agent):
 
     async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
         """See Agent. An exception after a budget was used up ends the episode with 0: it is the client's error."""
-        from openai import AsyncOpenAI  # optional: only agents need it
+        from megarl.environments.agents.in_process import client_of  # needs a package that no other agent does
 
-        common = {"timeout": None, "max_retries": 0, "http_client": _http_client()}
-        client = AsyncOpenAI(base_url=address.url, api_key=address.key, **common)
+        client = client_of(session, address)
         work = asyncio.ensure_future(self._function(task, client))
         spent = asyncio.create_task(session.spent.wait())
         try:
@@ -107,14 +93,6 @@ class CoroutineAgent(Agent):
         finally:
             spent.cancel()
             work.cancel()
-
-
-@functools.cache
-def _http_client() -> Any:
-    """The connections of all coroutine agents of this process: making a client of its own takes some 30 ms."""
-    from openai import DefaultAsyncHttpxClient
-
-    return DefaultAsyncHttpxClient(timeout=None)
 
 
 def check_packages(agent: Agent):

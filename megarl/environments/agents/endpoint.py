@@ -6,30 +6,40 @@ Each episode has its own limit of connections, so an agent that opens too many s
 import asyncio
 import contextlib
 import hmac
+import json
+import logging
+from collections.abc import Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.responses import JSONResponse, Response
 from uvicorn.server import ServerState
 
-from megarl.environments.agents.agent import Address
 from megarl.environments.agents.anthropic_messages import MessagesRequest, complete_messages
 from megarl.environments.agents.chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
-from megarl.environments.agents.session import Session
+from megarl.environments.agents.session import Address, Session
 from megarl.serving.connections import LimitedProtocol
-from megarl.serving.errors import RequestError, internal, validation_error
-from megarl.serving.middleware import BodyAndDisconnect, OneLength
+from megarl.serving.errors import RequestError, internal, invalid, validation_error
+from megarl.serving.middleware import BodyAndDisconnect, OneLength, check_body
 
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 16 << 20
 _HEAD_SECONDS = 30.0  # until the head of a request is there
 _ANTHROPIC = "/v1/messages"
 _MODEL = "policy"
+_MODELS = "/v1/models"
+_COMPLETIONS: dict[str, tuple[type[BaseModel], Any]] = {  # path: (schema of the body, what answers it)
+    "/v1/chat/completions": (AgentChatRequest, complete_chat),
+    "/v1/responses": (ResponsesRequest, complete_response),
+    _ANTHROPIC: (MessagesRequest, complete_messages),
+}
+Headers = Sequence[tuple[bytes, bytes]]  # with names in lower case
+_Request = TypeVar("_Request", bound=BaseModel)
+
+log = logging.getLogger(__name__)
 
 
 class Endpoint:
@@ -67,7 +77,7 @@ class Endpoint:
 
 
 class _KeyCheck:
-    """Lets requests with the session's key pass: as OpenAI's clients send it, or Anthropic's."""
+    """Lets requests with the session's key pass."""
 
     def __init__(self, app, session: Session):
         self._app, self._session = app, session
@@ -75,71 +85,82 @@ class _KeyCheck:
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return None
-        if not hmac.compare_digest(given_key(scope), self._session.key.encode()):
-            error = RequestError(401, "the key is not that of this episode", code="invalid_api_key")
+        try:
+            check_key(scope["headers"], self._session)
+        except RequestError as error:
             return await error_response(error, scope["path"])(scope, receive, send)
         with contextlib.suppress(asyncio.CancelledError):  # the endpoint was closed: nobody waits for the answer
             await self._app({**scope, "session": self._session}, receive, send)
         return None
 
 
-def given_key(scope: dict[str, Any]) -> bytes:
+def check_key(headers: Headers, session: Session):
+    """RequestError 401 for a request without the key of this session."""
+    if not hmac.compare_digest(given_key(headers), session.key.encode()):
+        raise RequestError(401, "the key is not that of this episode", code="invalid_api_key")
+
+
+def given_key(headers: Headers) -> bytes:
     """The key of a request: as OpenAI's clients send it, or Anthropic's; nothing without one."""
-    headers = dict(scope["headers"])
-    return headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+    found = dict(headers)
+    return found.get(b"x-api-key") or found.get(b"authorization", b"").removeprefix(b"Bearer ")
 
 
 @cache
 def application(max_bytes: int = MAX_BODY_BYTES, seconds: float = _HEAD_SECONDS):
-    """The routes; the request's scope has the session. `max_bytes`, `seconds`: of a request's body."""
-    api = FastAPI(title="megarl agent", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    add_error_handlers(api)
+    """The ASGI application; the request's scope has the session. `max_bytes`, `seconds`: of a request's body."""
 
-    @api.post("/v1/chat/completions")
-    async def chat(body: AgentChatRequest, request: Request):
-        return await complete_chat(request.scope["session"], body)
+    async def app(scope, receive, send):
+        body = (await receive())["body"]  # all of it
+        answer = await _answer(scope["session"], scope["method"], scope["path"], body)
+        await answer(scope, receive, send)
 
-    @api.post("/v1/responses")
-    async def responses(body: ResponsesRequest, request: Request):
-        return await complete_response(request.scope["session"], body)
+    return OneLength(BodyAndDisconnect(app, max_bytes, seconds))
 
-    @api.post(_ANTHROPIC)
-    async def messages(body: MessagesRequest, request: Request):
-        return await complete_messages(request.scope["session"], body)
 
-    @api.get("/v1/models")
-    async def models():
-        return {"object": "list", "data": [_card(_MODEL)]}
+async def answer_whole(session: Session, method: str, path: str, headers: Headers, body: bytes) -> Response:
+    """The answer to a request that comes without a connection; `headers`: with names in lower case."""
+    try:
+        check_key(headers, session)
+        check_body(body, headers, MAX_BODY_BYTES)
+    except RequestError as error:
+        return error_response(error, path)
+    return await _answer(session, method, path, body)
 
-    @api.get("/v1/models/{name:path}")
-    async def model(name: str):
-        return _card(name)
 
-    return OneLength(BodyAndDisconnect(api, max_bytes, seconds))
+async def _answer(session: Session, method: str, path: str, body: bytes) -> Response:
+    """The answer to a request with the right key."""
+    schema, complete = _COMPLETIONS.get(path, (None, None))
+    try:
+        if schema is None and path != _MODELS and not path.startswith(f"{_MODELS}/"):
+            raise RequestError(404, "Not Found")
+        if method != ("GET" if schema is None else "POST"):
+            raise RequestError(405, "Method Not Allowed")
+        if schema is not None:
+            return await complete(session, _parsed(schema, body))
+        if path == _MODELS:
+            return JSONResponse({"object": "list", "data": [_card(_MODEL)]})
+        return JSONResponse(_card(path.removeprefix(f"{_MODELS}/")))
+    except RequestError as error:
+        return error_response(error, path)
+    except Exception:
+        log.exception("an agent's request at %r", path)
+        return error_response(internal(), path)
 
 
 def _card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
 
 
-def add_error_handlers(api: FastAPI):
-    """Answers errors as OpenAI does, and as Anthropic does where its clients ask."""
-
-    @api.exception_handler(RequestError)
-    async def request_error(request: Request, error: RequestError):
-        return error_response(error, request.url.path)
-
-    @api.exception_handler(RequestValidationError)
-    async def wrong_request(request: Request, error: RequestValidationError):
-        return error_response(validation_error(error.errors()), request.url.path)
-
-    @api.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException):
-        return error_response(RequestError(error.status_code, str(error.detail)), request.url.path)
-
-    @api.exception_handler(Exception)
-    async def fault(request: Request, _: Exception):
-        return error_response(internal(), request.url.path)
+def _parsed(schema: type[_Request], body: bytes) -> _Request:
+    """A request's body. RequestError 400 if it does not match the schema."""
+    try:
+        return schema.model_validate(json.loads(body) if body else None)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in found]) from None
+    except (ValueError, RecursionError):
+        raise invalid("the body is no JSON", code="invalid_json") from None
 
 
 def error_response(error: RequestError, path: str) -> JSONResponse:

@@ -1,5 +1,6 @@
 """What an agent asks the policy, and what it gets: between the endpoint of a worker and the leader of the rollout."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -67,3 +68,14 @@ def canonical(message: Mapping[str, Any]) -> str:
         return json.dumps([role, content, message.get("name"), message.get("tool_call_id")], ensure_ascii=False)
     calls = [[call["function"]["name"], arguments_of(call)] for call in message.get("tool_calls") or ()]
     return json.dumps([role, content.strip(), calls], ensure_ascii=False, sort_keys=True)
+
+
+def digests(messages: Sequence[Message], tools: list | None = None) -> list[bytes]:
+    """A digest of the tools and the messages up to each one."""
+    digest = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
+    found = []
+    for message in messages:
+        text = canonical(message).encode("utf-8", "replace")
+        digest.update(len(text).to_bytes(8, "little") + text)
+        found.append(digest.digest())
+    return found

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.environments.agents import keeper
-from megarl.environments.agents.agent import Address, Agent, AgentRun, AgentTask, observation_of
+from megarl.environments.agents.agent import Agent, AgentRun, AgentTask, observation_of
 from megarl.environments.agents.sandbox import Door, ProgramSandbox, check_sandbox
-from megarl.environments.agents.session import Session
+from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Observation, resolved
 
 MAX_OUTPUT = 1 << 16  # bytes that are kept of what a program prints, the last ones

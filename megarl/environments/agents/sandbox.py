@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megarl.environments.agents import confined
-from megarl.environments.agents.agent import Address
+from megarl.environments.agents.session import Address
 from megarl.errors import UsageError
 from megarl.rewards.sandbox import probe_of_processes
 

@@ -7,11 +7,23 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from megarl.environments.agents.exchange import Ask, Reply, canonical
+from megarl.environments.agents.exchange import Ask, Reply, digests
 from megarl.environments.protocol import Message, Observation
 
 _TICK = 0.5  # seconds between two looks at an agent
 MAX_REFUSED = 16  # requests without a turn; then the agent is ended
+
+
+class Address(NamedTuple):
+    """Where an agent finds the policy."""
+
+    url: str  # of OpenAI's API; Anthropic's clients want it without /v1
+    key: str
+
+    @property
+    def root(self) -> str:
+        """The URL without /v1."""
+        return self.url.removesuffix("/v1")
 
 
 class LateAgent(Exception):
@@ -68,7 +80,7 @@ class Session:
 
     async def ask(self, ask: Ask) -> Reply:
         """The policy's next turn. A client that went away and asks the same again gets what it has missed."""
-        missed = self._missed[ask.key]
+        missed = self._missed[ask.key] if self._missed else None
         if missed:
             reply = missed.pop()
         else:
@@ -105,9 +117,9 @@ class Session:
     def conversations(self) -> list[list[Message]]:
         """The messages of each branch: every request with its answer that no later one continues."""
         whole = [[*exchange.ask.messages, exchange.reply.message] for exchange in self.exchanges]
-        paths = [tuple(map(canonical, messages)) for messages in whole]
-        inner = {path[:count] for path in paths for count in range(1, len(path))}
-        return [messages for messages, path in zip(whole, paths, strict=True) if path not in inner]
+        paths = [digests(messages) for messages in whole]
+        inner = {digest for path in paths for digest in path[:-1]}
+        return [messages for messages, path in zip(whole, paths, strict=True) if path[-1] not in inner]
 
     def close(self, error: Exception | None = None):
         """Ends the requests that wait. `error`: what they get; None: their connections are closed."""

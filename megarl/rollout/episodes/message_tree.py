@@ -5,15 +5,13 @@ were written, and only what follows is encoded. If the chat template would show 
 has changed it, the request begins a row of its own: its messages are encoded anew, as a server would do.
 """
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
-from megarl.environments.agents.exchange import CONTEXT_LENGTH, Ask, Reply, canonical
+from megarl.environments.agents.exchange import CONTEXT_LENGTH, Ask, Reply, canonical, digests
 from megarl.environments.protocol import Message, Turn
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
@@ -123,8 +121,9 @@ class MessageTree:
             self._ticket, self._asks, self._was_refused = place[0], Counter(), False
             for turn in self._turns:
                 turn.is_asked, turn.waiting = False, []
-        key = ask.key, self._asks[ask.key]
-        self._asks[ask.key] += 1
+        text = ask.key
+        key = text, self._asks[text]
+        self._asks[text] += 1
         if key in self._by_ask:
             turn = self._by_ask[key]
             turn.is_asked = True
@@ -166,7 +165,7 @@ class MessageTree:
             turn.turn, "stop" if finished else "length", turn.prompt, tokens, logprobs,
             is_budget=not finished and turn.is_run_limit,
         )  # fmt: skip
-        path = _digests(turn.ask.tools, [*turn.ask.messages, turn.reply.message])[-1]
+        path = digests([*turn.ask.messages, turn.reply.message], turn.ask.tools)[-1]
         self._by_path.setdefault(path, turn)
         waiting, turn.waiting = turn.waiting, []
         return [(place, turn.reply) for place in waiting]
@@ -218,9 +217,9 @@ class MessageTree:
 
     def _continued(self, ask: Ask) -> tuple[AgentTurn | None, int]:
         """(the deepest turn that a request continues, how many of its messages that has)."""
-        digests = _digests(ask.tools, ask.messages)
-        for count in range(len(digests), 0, -1):
-            turn = self._by_path.get(digests[count - 1])
+        paths = digests(ask.messages, ask.tools)
+        for count in range(len(paths), 0, -1):
+            turn = self._by_path.get(paths[count - 1])
             if turn is not None and turn.is_asked:
                 return turn, count
         return None, 0
@@ -263,14 +262,3 @@ class MessageTree:
         others = sum(turn.row_length for turn in self.asked if id(turn) not in inner and turn is not parent)
         of_row = min(root_length, self._max_prompt_length) + self._limits.response - len(prompt)
         return min(of_row, allowed - others - len(prompt))
-
-
-def _digests(tools: list | None, messages: Sequence[Message]) -> list[bytes]:
-    """A digest of the tools and the messages up to each one."""
-    digest = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
-    found = []
-    for message in messages:
-        text = canonical(message).encode("utf-8", "replace")
-        digest.update(len(text).to_bytes(8, "little") + text)
-        found.append(digest.digest())
-    return found

@@ -28,6 +28,7 @@ def pool():
 @pytest.mark.parametrize("name, texts, count", [
     ("chats", [CALL, CALL], 4), ("responses", [CALL, "42", CALL], 3), ("messages", [CALL, "42", CALL], 3),
     ("strange_requests", [], 1), ("many_connections", [], 1), ("is_impatient", [], 1), ("asks", [], 1),
+    ("asks_both_ways", [], 6), ("times_out", [], 1),
 ])  # fmt: skip
 def test_requests_are_answered(name, texts, count, pool):
     event, asks = play(pool, name, texts)
@@ -60,10 +61,11 @@ def test_what_fails_is_a_failure_in_a_line(name, said, pool):
     assert said in event.failure and not event.late
 
 
-def test_an_agent_that_works_for_ever_is_late():
+@pytest.mark.parametrize("name", ["sleeps", "repeats_what_is_refused"])
+def test_an_agent_that_works_for_ever_is_late(name):
     pool = pool_of(timeout=0.2)
     try:
-        event, _ = play(pool, "sleeps")
+        event, _ = play(pool, name)
         assert event.failure == "the agent worked for more than 0.2 s without asking the policy" and event.late
     finally:
         pool.close()
