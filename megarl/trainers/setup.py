@@ -210,7 +210,7 @@ def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None 
     A collective of the world.
     """
     if device.has_cuda():
-        line = recurrent_rules.backend_line(role.megatron for role in config.with_models())
+        line = recurrent_rules.load_backends([role.megatron for role in config.with_models()])
         if rank == 0 and line:
             print(f"megarl: kernels of gated delta nets: {line}", file=notes, flush=True)
         return

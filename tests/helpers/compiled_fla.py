@@ -11,8 +11,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner, Heuristics
+from triton.runtime.jit import JITFunction
 
-from megarl.mcore.recurrence import fused_chunks
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, by_chunks
 from megarl.mcore.recurrence.runs import NONE, Runs
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
@@ -43,22 +44,27 @@ def sizes_of(kernel, arguments: dict, config: triton.Config) -> list[int]:
 
 
 def compile_variants(self, *args, grid, **kwargs):
-    """Instead of a launch."""
+    """Instead of a launch of a kernel with variants."""
     arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
-    name = self.base_fn.__name__
-    if name not in launched:
-        variants = self.configs[:: max(1, len(self.configs) - 1)]
-        launched[name] = [sizes_of(self.fn, arguments, config) for config in variants]
+    variants = self.configs[:: max(1, len(self.configs) - 1)]
+    if self.base_fn.__name__ not in launched:
+        launched[self.base_fn.__name__] = [sizes_of(self.fn, arguments, config) for config in variants]
+
+
+def compile_alone(self, *args, grid, warmup, **kwargs):
+    """Instead of a launch of a kernel without variants."""
+    arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    launched[self.fn.__name__] = [sizes_of(self, arguments, triton.Config({}))]
 
 
 def main():
     """Prints the kernels of prompts that continue states, and of a training step."""
-    Autotuner.run = compile_variants
+    Autotuner.run, JITFunction.run = compile_variants, compile_alone
     runs = Runs(torch.tensor([[0, 70, NONE, 0], [70, 60, 0, NONE]]), 1, 4)
-    vectors = torch.zeros(2, ROWS, GROUPS, CHANNELS, dtype=torch.bfloat16).requires_grad_()
-    values = torch.zeros(ROWS, HEADS, CHANNELS, dtype=torch.bfloat16).requires_grad_()
-    gates = torch.zeros(2, ROWS, HEADS).requires_grad_()
-    fused_chunks.scan(*vectors, values, *gates, runs, None).sum().backward()
+    channels = (2 * GROUPS + HEADS) * CHANNELS
+    shapes = (ROWS, channels), (ROWS, HEADS), (ROWS, HEADS), (channels, 1, 4), (HEADS,), (HEADS,)
+    inputs = Inputs(*(torch.zeros(shape, requires_grad=True) for shape in shapes))
+    by_chunks(inputs, HeadSizes(GROUPS, HEADS, CHANNELS, CHANNELS, torch.bfloat16), runs).sum().backward()
     print(json.dumps([*launched.items()]))
 
 

@@ -56,7 +56,8 @@ def interpret_package(replace: Callable[[object, str, object], None], name: str)
         whole = (limit if isinstance(limit, int) else int(limit.handle.data.item()) for limit in limits)
         return map(_Number, range(*whole))
 
-    importlib.import_module(f"{name}.ops.gated_delta_rule")
+    for module in ("ops.gated_delta_rule", "modules.causal_conv1d"):
+        importlib.import_module(f"{name}.{module}")
     replace(Autotuner, "run", run_first)
     for module in [module for key, module in sys.modules.items() if key.startswith(f"{name}.")]:
         replace(module, "range", numbers)

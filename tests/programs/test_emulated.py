@@ -103,7 +103,7 @@ def test_gradients_in_bf16_are_near_those_in_fp32(tied, emulator, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.skipif(fused_chunks.version() is None, reason="fla-core is not installed: pip install 'megarl[recurrent]'")
 def test_kernels_of_flash_linear_attention_train_as_pytorchs_operators(emulator, tmp_path):
-    """Up to rounding, of which those of 16 bits have more. The kernels are interpreted, so the run is small."""
+    """Up to rounding. The kernels are interpreted, so the run is small."""
     small = "--prompts-per-step 2 --samples-per-prompt 2 --max-response-length 6 --train-iters 2"
     flags = f"{small} --bf16 {RECURRENT} --linear-num-value-heads 2 {GRADED}"
     counts, rows = {}, {}
@@ -115,7 +115,7 @@ def test_kernels_of_flash_linear_attention_train_as_pytorchs_operators(emulator,
     for step in (1, 2):
         assert rows["fla"][step]["actor/ppo_kl_first"] == 0 and rows["fla"][step]["rollout/logprob_gap_max"] < 0.02
         for name in ("actor/grad_norm", "critic/grad_norm"):
-            assert rows["fla"][step][name] == pytest.approx(rows["torch"][step][name], rel=5e-2), (step, name)
+            assert rows["fla"][step][name] == pytest.approx(rows["torch"][step][name], rel=1e-2), (step, name)
 
 
 @pytest.mark.long

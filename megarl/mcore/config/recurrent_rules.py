@@ -25,7 +25,7 @@ def add_to(parser):
     parser.add_argument_group("megarl's layers").add_argument(
         RULE, choices=RULE_BACKENDS, default=RULE_BACKENDS[0],
         help="kernels of gated delta nets on CUDA in prompts and training: PyTorch's operators, or with --bf16 those "
-        "of flash-linear-attention (megarl[recurrent])",
+        "of flash-linear-attention, of the extra recurrent",
     )  # fmt: skip
 
 
@@ -144,9 +144,12 @@ def check_backend(role: str, args):
         )
 
 
-def backend_line(namespaces) -> str | None:
-    """What computes gated delta nets on a device in prompts and training, in words; None: no role has such layers."""
+def load_backends(namespaces: list) -> str | None:
+    """Loads the kernels of gated delta nets that roles name. Returns what computes these layers on a device in prompts
+    and training, in words; None: no role has such layers."""
     names = {args.delta_rule_backend for args in namespaces if args.experimental_attention_variant is not None}
+    if fused_chunks.BACKEND in names:
+        fused_chunks.load()
     words = {"torch": "PyTorch's operators", fused_chunks.BACKEND: f"{fused_chunks.PACKAGE} {fused_chunks.version()}"}
     return ", ".join(words[name] for name in RULE_BACKENDS if name in names) or None
 

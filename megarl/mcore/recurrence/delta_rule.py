@@ -115,12 +115,15 @@ class _Rows(NamedTuple):
 
 def by_chunks(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
     """The same as `gated_delta_rule` up to rounding, with operations that have gradients without `states`."""
-    groups, heads, keys, values = sizes[:4]
-    mixed = convolved(inputs.x, inputs.weight, None, runs, states)
+    groups, heads, keys, values, fused_type = sizes
+    if fused_type is None:
+        mixed = convolved(inputs.x, inputs.weight, None, runs, states)
+    else:
+        mixed = fused_chunks.convolved(inputs.x, inputs.weight, fused_type, runs, states)
     q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
     q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, values))
-    if sizes.fused_type is not None:
-        return fused_chunks.scan(*(x.to(sizes.fused_type) for x in (q, k, v)), *_gates(inputs), runs, states)
+    if fused_type is not None:
+        return fused_chunks.scan(q, k, v, *_gates(inputs), runs, states)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
     return scan_chunks(_scan, _Rows(q, k, v, *_gates(inputs)), runs, states)

@@ -1,16 +1,20 @@
-"""The gated delta rule by chunks on CUDA, with kernels of flash-linear-attention (2406.06484; the package fla-core).
+"""The gated delta rule by chunks (2406.06484), and the convolution before it, by kernels of flash-linear-attention on
+CUDA: the package fla-core.
 
-They compute products of 16 bits and keep states in fp32 between calls, in 16 bits between the chunks of one. Which of
-their variants runs is decided by times at the first call, so that two runs need not have the same bits.
+Their products are of 16 bits, with what a chunk reads of a state; states themselves are fp32. Which of their variants
+runs is decided by times at the first call, so that two runs need not have the same bits.
 """
 
 import functools
+import importlib
 import importlib.metadata
 
 import torch
 from packaging.version import Version
 from torch import Tensor
+from torch.nn import functional
 
+from megarl.errors import UsageError
 from megarl.mcore.recurrence.runs import NONE, Runs
 from megarl.mcore.recurrence.states import States, chunk_memories, store_memories
 
@@ -33,6 +37,43 @@ def supported(version: str | None) -> str | None:
     return version if version and Version(version) >= Version(MIN_VERSION) else None
 
 
+def load():
+    """Imports the kernels, which takes seconds and asks this process's device; UsageError if they do not load."""
+    try:
+        for name in ("fla.modules.causal_conv1d", "fla.ops.gated_delta_rule"):
+            importlib.import_module(name)
+    except Exception as error:  # the package and Triton raise what they like
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--delta-rule-backend {BACKEND}: {PACKAGE} {version()} does not load: {reason}") from None
+
+
+def convolved(x: Tensor, weight: Tensor, kind: torch.dtype, runs: Runs, states: States | None) -> Tensor:
+    """[T, C] of a type, after the causal convolution and its SiLU; `states` get its last inputs. Arguments as of
+    `states.convolved`."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    plan, packed, before = runs.convolution, runs.in_order, None
+    if {*packed.before} != {NONE}:
+        # The kernel's states have as many rows as the convolution reads; it never reads the first.
+        before = functional.pad(_inputs_of(x, plan.before, states).transpose(1, 2), (1, 0))
+    mixed, _ = causal_conv1d(
+        x.to(kind).unsqueeze(0), weight.squeeze(1), initial_state=before, activation="silu",
+        cu_seqlens=packed.cu_rows, chunk_indices=packed.chunks,
+    )  # fmt: skip
+    if states is not None and len(plan.states):
+        states.inputs.index_copy_(0, plan.states, _inputs_of(x, plan.last, states))
+    return mixed.squeeze(0)
+
+
+def _inputs_of(x: Tensor, rows: Tensor, states: States | None) -> Tensor:
+    """[…, C] the inputs x [T, C] of a convolution, zeros and those of states, numbered as in `ConvolutionRows`."""
+    found = x[rows.clamp_max(len(x) - 1)]
+    if states is not None:
+        stored = states.inputs.flatten(0, 1)[(rows - len(x) - 1).clamp_min(0)]
+        found = torch.where((rows > len(x)).unsqueeze(-1), stored, found)
+    return found.masked_fill((rows == len(x)).unsqueeze(-1), 0.0)
+
+
 def scan(
     queries: Tensor, keys: Tensor, values: Tensor, log_decays: Tensor, strengths: Tensor, runs: Runs,
     states: States | None,
@@ -44,7 +85,7 @@ def scan(
         values: [T, H, V], of the same type.
         log_decays, strengths: [T, H], fp32.
     """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # takes seconds, and needs Triton
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     kept, found = dict[int, Tensor](), []  # memories by the number of the state; results of levels
     zeros = log_decays.new_zeros(values.shape[1], keys.shape[2], values.shape[2])

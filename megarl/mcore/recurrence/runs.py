@@ -27,6 +27,7 @@ class ConvolutionRows(NamedTuple):
     read: Tensor  # [taps, T] for each row, itself last
     states: Tensor  # [S] states that the pass changes
     last: Tensor  # [S, taps − 1] the rows that these then hold
+    before: Tensor  # [R, taps − 1] the rows before each run that has rows, in the order of the pass
 
 
 class Chunks(NamedTuple):
@@ -40,7 +41,7 @@ class Chunks(NamedTuple):
 
 
 class PackedRuns(NamedTuple):
-    """R runs of equal depth, one after the other, for kernels that cut them into chunks of `CHUNK` rows."""
+    """R runs, one after the other, for kernels that cut them into chunks of `CHUNK` rows."""
 
     rows: Tensor | None  # [n] int64 their rows, on the device; None: all rows of the pass, in their order
     cu_rows: Tensor  # [R + 1] int64 where runs begin and end among these, on the device
@@ -88,7 +89,19 @@ class Runs:
             if after != NONE:
                 kept[after] = [*past, *range(first, first + rows)][-width:]
         last = np.array(list(kept.values()), dtype=np.int64).reshape(-1, width)
-        return ConvolutionRows(*device.to_device([read, np.array(list(kept), dtype=np.int64), last]))
+        before = read[:-1, self._in_order[:, 0]].T
+        return ConvolutionRows(*device.to_device([read, np.array(list(kept), dtype=np.int64), last, before]))
+
+    @functools.cached_property
+    def _in_order(self) -> np.ndarray:
+        """[R, 4] the runs that have rows, in the order of the pass."""
+        table = self.table[self.table[:, 1] > 0].numpy()
+        return table[table[:, 0].argsort()]
+
+    @functools.cached_property
+    def in_order(self) -> PackedRuns:
+        """The runs that have rows, of any depth, in the order of the pass."""
+        return self._packed(self._in_order, None)
 
     @functools.cached_property
     def _levels(self) -> list[np.ndarray]:

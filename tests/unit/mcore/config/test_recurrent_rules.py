@@ -1,5 +1,7 @@
 """Rules on models with recurrent states: each is broken by a case, which one line refuses before any work."""
 
+import sys
+
 import pytest
 
 from megarl.arguments import parse
@@ -114,6 +116,10 @@ def test_kernels_need_a_device_and_their_package(monkeypatch, capsys):
             setup.check_device(config)
     monkeypatch.setattr(fused_chunks, "version", lambda: fused_chunks.supported("0.6.1"))
     setup.check_device(config)
+    monkeypatch.setitem(sys.modules, "fla.modules.causal_conv1d", None)
+    with pytest.raises(UsageError, match="--delta-rule-backend fla: fla-core 0.6.1 does not load: .*fla"):
+        setup.choose_kernels(config, 0)
+    monkeypatch.setattr(fused_chunks, "load", lambda: None)
     for line in (f"{SHAPE} --delta-rule-backend fla --bf16", SHAPE, f"{SHAPES['llama']} {LENGTHS} --lr 1e-3"):
         setup.choose_kernels(parse(line.split(), 1, "sft"), 0)
     of_nets = "megarl: kernels of gated delta nets: "

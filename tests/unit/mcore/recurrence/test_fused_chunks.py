@@ -13,6 +13,7 @@ import types
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from megarl.mcore.recurrence import fused_chunks
 from megarl.mcore.recurrence.delta_rule import EPSILON, HeadSizes, Inputs, by_chunks
@@ -26,7 +27,7 @@ TAPS = 4
 SIZES = [(2, 4, 24, 40), (1, 2, 128, 128)]  # groups, heads, keys, values
 # Largest errors, as parts of the largest number: of results, of gradients, and of those of decays, which the kernels
 # get as differences of sums over a chunk.
-LIMITS = {torch.float32: (5e-5, 5e-5, 5e-4), torch.bfloat16: (0.01, 0.02, 0.03)}
+LIMITS = {torch.float32: (5e-5, 5e-5, 5e-4), torch.bfloat16: (0.01, 0.02, 0.06)}
 OF_DECAYS = ("a", "decay_logs", "biases")
 STREAMS = {  # runs of training
     "packed": [[0, 64, NONE, NONE], [64, 65, NONE, NONE], [129, 1, NONE, NONE], [130, 3, NONE, NONE]],
@@ -63,13 +64,35 @@ def chunk_gated_delta_rule(
     return torch.stack(found)[None].to(v.dtype), torch.stack(final) if output_final_state else None
 
 
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    initial_state: Tensor | None,
+    activation: str,
+    cu_seqlens: Tensor,
+    chunk_indices: Tensor,
+) -> tuple[Tensor, None]:
+    """The package's function, which also checks that a state has a row more than is read."""
+    ends, found = cu_seqlens.tolist(), []
+    assert activation == "silu" and ends[-1] == x.shape[1] and chunk_indices[-1, 0] == len(ends) - 2
+    for run, (start, end) in enumerate(itertools.pairwise(ends)):
+        before = x.new_zeros(weight.shape) if initial_state is None else initial_state[run]
+        whole = torch.cat([before[:, 1:], x[0, start:end].float().t()], 1)
+        found.append(functional.conv1d(whole[None], weight.unsqueeze(1), groups=len(weight))[0].t())
+    return functional.silu(torch.cat(found))[None].to(x.dtype), None
+
+
 @pytest.fixture(params=["reference", pytest.param("fla", marks=pytest.mark.nightly)])
 def kernels(request, monkeypatch) -> str:
     """Whose kernels compute."""
     if request.param == "reference":
-        package = types.ModuleType("fla.ops.gated_delta_rule")
-        monkeypatch.setattr(package, "chunk_gated_delta_rule", chunk_gated_delta_rule, raising=False)
-        monkeypatch.setitem(sys.modules, package.__name__, package)
+        for name, function in (
+            ("ops.gated_delta_rule", chunk_gated_delta_rule), ("modules.causal_conv1d", causal_conv1d)
+        ):  # fmt: skip
+            package = types.ModuleType(f"fla.{name}")
+            monkeypatch.setattr(package, function.__name__, function, raising=False)
+            monkeypatch.setitem(sys.modules, package.__name__, package)
     elif fused_chunks.version() is None:
         pytest.skip("fla-core is not installed: pip install 'megarl[recurrent]'")
     else:
