@@ -52,6 +52,7 @@ EXTRAS = {
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
     "optimizers": [MUON],  # --optimizer muon
     "parquet": PARQUET,  # prompts in Parquet, Arrow and Zstandard files
+    "recurrent": ["fla-core>=0.6,<0.7"],  # --delta-rule-backend fla
     "serve": SERVE,  # the generation server
     "trackers": TRACKERS,  # --trackers wandb,mlflow
     "test": [

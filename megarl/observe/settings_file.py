@@ -18,7 +18,7 @@ import yaml
 
 from megarl.observe.files import write_atomically
 
-PACKAGES = ("torch", "megatron-core", "numpy")
+PACKAGES = ("torch", "megatron-core", "numpy", "fla-core")
 ROOT = Path(__file__).parents[2]  # of megarl's files: the checkout, if it is one
 CREDENTIALS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s?#]*@", re.IGNORECASE)  # the user and password of a URL
 GIT_SECONDS = 10  # a network file system may be slow

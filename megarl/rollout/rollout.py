@@ -235,7 +235,8 @@ class Rollout:
             checksums = policy_checksums(self.model, self.role_groups.pg_collection, self._has_factors)
             self._fingerprint = tuple(sorted(checksums.items()))
         args = self.role.megatron
-        layout = parallel_sizes(args), args.params_dtype, args.attention_kernel, args.transformer_impl
+        kernels = args.attention_kernel, args.transformer_impl, args.delta_rule_backend
+        layout = parallel_sizes(args), args.params_dtype, *kernels
         thinking = None if self.thinking is None else (self.thinking.limit, self.thinking.tokens)
         return self._fingerprint, layout, sampling, self.ends.identity, thinking
 

@@ -194,18 +194,25 @@ def check_kernels(config: arguments.RunConfig):
 
 
 def check_device(config: arguments.RunConfig):
-    """UsageError if a role keeps optimizer states on the host, and there is no device beside it."""
+    """UsageError if a role keeps optimizer states on the host and there is no device beside it, or names kernels of a
+    device that are not here."""
+    for role in config.with_models():
+        recurrent_rules.check_backend(role.name, role.megatron)
     for role in (config.roles[name] for name in config.trained):
         if role.megatron.optimizer_cpu_offload and not device.has_cuda():
             raise UsageError(f"{role.name}: {optimizer_offload.FLAG}: needs a CUDA device; on a CPU nothing would move")
 
 
 def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None = None):
-    """Makes all ranks compute with the same kernels, which the first rank names in one line; does nothing with CUDA.
+    """Makes all ranks compute with the same kernels, which the first rank names in one line; with CUDA it only names
+    those of gated delta nets.
 
     A collective of the world.
     """
     if device.has_cuda():
+        line = recurrent_rules.load_backends([role.megatron for role in config.with_models()])
+        if rank == 0 and line:
+            print(f"megarl: kernels of gated delta nets: {line}", file=notes, flush=True)
         return
     sizes = {size for role in config.with_models() for size in kernel_choice.product_sizes(role.megatron)}
     kernels = kernel_choice.choose(config.settings.kernels, sizes)

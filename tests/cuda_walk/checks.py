@@ -34,7 +34,8 @@ def decoding(walk: Walk) -> list[dict]:
 
 def updating(walk: Walk) -> list[dict]:
     """Speed of updates. torch's count of waits and its profiler want a real device."""
-    update.LENGTH, update.CASES = 32, {"64 tokens": (SHAPE, 64, ""), "experts": (SHAPE, 64, update.EXPERTS_FLAGS)}
+    flags = {"64 tokens": "", "experts": update.EXPERTS_FLAGS, "recurrent": update.RECURRENT_FLAGS}
+    update.LENGTH, update.CASES = 32, {name: (SHAPE, 64, more) for name, more in flags.items()}
     torch.cuda.reset_peak_memory_stats = lambda: None
     torch.cuda.set_sync_debug_mode, update.profiled = lambda mode: None, lambda _: {}
     return [row for name in update.CASES for row in _findings(update, update.update, name, 1e15)]

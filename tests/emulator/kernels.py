@@ -12,7 +12,12 @@ _library = torch.library.Library("megarl", "IMPL")
 
 def install(interprets: bool):
     """`interprets`: all kernels, else those that have no reference here."""
+    from megarl.mcore.recurrence import fused_chunks
+    from tests.helpers import interpreted_kernels
+
     GridExecutor.__call__ = _interpreted(GridExecutor.__call__)
+    if fused_chunks.version() is not None:
+        interpreted_kernels.interpret_package(setattr, "fla")
     if not interprets:
         _install_references()
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megarl.mcore.recurrence import fused_chunks
 from tests.emulator.programs import needs_emulator
 from tests.helpers.combinations import MAMBA, RECURRENT
 from tests.helpers.judges import judge_flags, rows, write
@@ -97,6 +98,24 @@ def test_gradients_in_bf16_are_near_those_in_fp32(tied, emulator, tmp_path):
     for step in (1, 2, 3):
         for name in ("actor/grad_norm", "critic/grad_norm"):
             assert found[step][name] == pytest.approx(wanted[step][name], rel=5e-2), (step, name)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(fused_chunks.version() is None, reason="fla-core is not installed: pip install 'megarl[recurrent]'")
+def test_kernels_of_flash_linear_attention_train_as_pytorchs_operators(emulator, tmp_path):
+    """Up to rounding. The kernels are interpreted, so the run is small."""
+    small = "--prompts-per-step 2 --samples-per-prompt 2 --max-response-length 6 --train-iters 2"
+    flags = f"{small} --bf16 {RECURRENT} --linear-num-value-heads 2 {GRADED}"
+    counts, rows = {}, {}
+    for name in ("fla", "torch"):
+        line = rl_argv(tmp_path / name, f"{flags} --delta-rule-backend {name}", warm_start=False)
+        counts[name], rows[name] = emulator.run("rl", line), metrics(tmp_path / name)
+    kernels = {"triton chunk_fwd_kernel_o", "triton prepare_wy_repr_bwd_kernel"}
+    assert counts["fla"].keys() > kernels and not counts["torch"].keys() & kernels
+    for step in (1, 2):
+        assert rows["fla"][step]["actor/ppo_kl_first"] == 0 and rows["fla"][step]["rollout/logprob_gap_max"] < 0.02
+        for name in ("actor/grad_norm", "critic/grad_norm"):
+            assert rows["fla"][step][name] == pytest.approx(rows["torch"][step][name], rel=1e-2), (step, name)
 
 
 @pytest.mark.long

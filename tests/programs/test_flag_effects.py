@@ -72,6 +72,7 @@ COMPANY = {
                         "yarn_correction_range_round_to_int rotary_scaling_factor use_rotary_position_embeddings",
     DELTA_NET: "linear_attention_freq linear_num_key_heads linear_num_value_heads linear_key_head_dim "
                "linear_value_head_dim linear_conv_kernel_dim attention_output_gate",
+    f"{DELTA_NET} --bf16": "delta_rule_backend",
     MAMBA: "mamba_num_heads mamba_head_dim mamba_num_groups mamba_state_dim mamba_dt_min",
     MAMBA.replace("M*M-", "MMMM"): "hybrid_layer_pattern",
     "--normalization RMSNorm --disable-bias-linear": "experimental_attention_variant",

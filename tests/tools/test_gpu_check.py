@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megarl.mcore.attention.backends import varlen
+from megarl.mcore.recurrence import fused_chunks
 from tests.helpers import reference_kernels
 from tests.helpers.tools import load_tool
 from tests.helpers.worlds import run_world, wait_until_gone
@@ -150,10 +151,12 @@ def test_the_ppo_stage_compares_deterministic_runs(monkeypatch, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["varlen", "sampling", "swiglu", "experts"])
+@pytest.mark.parametrize("name", ["varlen", "sampling", "swiglu", "experts", "delta_rule"])
 def test_checks_of_kernels_run(name, monkeypatch, capsys):
     """On a CPU, with Triton's interpreter, and with a stand-in for flash attention."""
-    small = {"DEVICE": "cpu", "ROWS": 6, "VOCAB": 250, "PADDED": 256, "HIDDEN": 32, "FFN": 40, "EXPERT_FFN": 16}
+    small = {"DEVICE": "cpu", "ROWS": 6, "VOCAB": 250, "PADDED": 256, "HIDDEN": 32, "FFN": 40, "EXPERT_FFN": 16,
+             "DELTA_HEADS": (1, 2, 16, 16), "DELTA_TOKENS": 70, "timed": lambda function: function() and 0}  # fmt: skip
+    monkeypatch.setattr(fused_chunks, "version", lambda: None)
     for constant, value in small.items():
         monkeypatch.setattr(kernels, constant, value)
     monkeypatch.setattr(varlen, "flash_kernel", lambda: reference_kernels.flash)

@@ -4,12 +4,17 @@ import dataclasses
 
 import torch
 
+from megarl.mcore.recurrence import fused_chunks
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, by_chunks
+from megarl.mcore.recurrence.runs import NONE, Runs
 from tests.helpers import reference_kernels
 from tools.gpu import report, run_all
+from tools.gpu.decode import timed
 
 DEVICE = "cuda"
 ROWS, VOCAB, PADDED = 64, 151_936, 152_064  # of logits
 HIDDEN, FFN, EXPERT_FFN = 2048, 6144, 768
+DELTA_HEADS, DELTA_TOKENS = (16, 32, 128, 128), 8192  # of Qwen3-Next; of a sequence
 BOUNDS = {torch.bfloat16: 0.03, torch.float32: 1e-4}  # of errors relative to the largest number: about eight roundings
 
 
@@ -140,5 +145,38 @@ def experts() -> bool:
     return max(errors) < BOUNDS[torch.bfloat16]
 
 
+def delta_rule() -> bool:
+    """The gated delta rule by chunks, its gradients and its times, by all kernels that are here."""
+    lengths, is_right = [300, 64, 65, 1, 700], True
+    values, long = delta_rule_inputs(sum(lengths)), delta_rule_inputs(DELTA_TOKENS)
+    grad = drawn(sum(lengths), DELTA_HEADS[1], DELTA_HEADS[3])
+    exact = delta_rule_passes([x.double() for x in values], lengths, None, grad)
+    kinds = {"torch": (None, 1e-3)} | ({"fla": (torch.bfloat16, 0.05)} if fused_chunks.version() else {})
+    for name, (kind, bound) in kinds.items():
+        found = delta_rule_passes(values, lengths, kind, grad)
+        errors = [largest_error(one, other) for one, other in zip(found, exact, strict=True)]
+        times = [timed(lambda kind=kind: delta_rule_passes(long, [DELTA_TOKENS], kind, None)) for _ in range(4)]
+        report(kernel="delta_rule", by=name, errors=errors, tokens=DELTA_TOKENS, passes_s=round(min(times), 5))
+        is_right = is_right and max(errors) < bound
+    return is_right
+
+
+def delta_rule_inputs(rows: int) -> list[torch.Tensor]:
+    """Fields of `recurrence.delta_rule.Inputs` of a layer like those of Qwen3-Next."""
+    sizes = HeadSizes(*DELTA_HEADS)
+    shapes = (rows, sizes.channels), (rows, sizes.heads), (rows, sizes.heads), (sizes.channels, 1, 4), (sizes.heads,)
+    return [*(drawn(*shape, dtype=torch.float32) for shape in shapes), drawn(sizes.heads, dtype=torch.float32) - 2]
+
+
+def delta_rule_passes(values, lengths: list[int], kind, grad) -> list[torch.Tensor]:
+    """Results of sequences of these lengths, and gradients of all inputs; `kind` as of `HeadSizes.fused_type`."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    table = [[start, rows, NONE, NONE] for start, rows in zip(starts, lengths, strict=True)]
+    inputs = Inputs(*(x.detach().requires_grad_() for x in values))
+    out = by_chunks(inputs, HeadSizes(*DELTA_HEADS, kind), Runs(torch.tensor(table), 0, 4))
+    return [out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out) if grad is None else grad.to(out))]
+
+
 if __name__ == "__main__":
-    run_all({check.__name__: check for check in (paged_decode, varlen, sampling, swiglu, rotation, experts)})
+    checks = paged_decode, varlen, sampling, swiglu, rotation, experts, delta_rule
+    run_all({check.__name__: check for check in checks})

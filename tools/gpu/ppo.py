@@ -13,6 +13,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megarl.mcore.recurrence import fused_chunks
 from tests.helpers import programs
 from tools.gpu import report, run_all
 from tools.train_tokenizer import train as train_tokenizer
@@ -32,6 +33,7 @@ RECURRENT = (
     " --linear-num-value-heads 16 --linear-key-head-dim 64 --linear-value-head-dim 64 --attention-output-gate"
 )
 MAMBA = "--hybrid-layer-pattern M-M*-M-* --mamba-num-heads 32 --mamba-head-dim 64 --mamba-num-groups 8"
+HAS_FLA = fused_chunks.version() is not None
 AT_ONCE = 8  # runs, after the first
 CASES = {
     "dense": "",
@@ -40,6 +42,7 @@ CASES = {
     "experts, no graphs": f"{EXPERTS} --moe-grouped-gemm --router-replay rollout --decode-graphs off",
     "recurrent": RECURRENT,
     "recurrent, no graphs": f"{RECURRENT} --decode-graphs off",
+    **({"recurrent by flash-linear-attention": f"{RECURRENT} --delta-rule-backend fla"} if HAS_FLA else {}),
     "mamba": MAMBA,
     "mamba, no graphs": f"{MAMBA} --decode-graphs off",
     "drafts": "--mtp-train --mtp-drafts",

@@ -1,9 +1,9 @@
-"""Speed and memory of a policy's update of a model with 1.7 billion parameters, and of four layers with the experts of
-Qwen3-30B-A3B; and what waits for the device in it.
+"""Speed and memory of a policy's update of a model with 1.7 billion parameters, of four layers with the experts of
+Qwen3-30B-A3B, and of four with the recurrent states of Qwen3-Next; and what waits for the device in it.
 
 MFU is model FLOPs over the device's bf16 peak, which is measured here by a large product. They are 6 per parameter and
 token without the table of embeddings, and 6·L·H·context per token for causal attention (PaLM 2204.02311 appendix B,
-halved for causality).
+halved for causality), of layers that have it.
 """
 
 import functools
@@ -12,19 +12,23 @@ from dataclasses import replace
 
 import torch
 
+from megarl.mcore.recurrence import fused_chunks
 from tools.bench import common
 from tools.gpu import profiles, report, run_all
-from tools.gpu.decode import EXPERTS_FLAGS, EXPERTS_SHAPE, SHAPE, timed, used_parameters
+from tools.gpu.decode import EXPERTS_FLAGS, EXPERTS_SHAPE, RECURRENT_FLAGS, SHAPE, timed, used_parameters
 
 LENGTH = 2048  # tokens of a sequence
 STEPS = 4
 FLAGS = "--bf16 --use-distributed-optimizer"
 FOUR_LAYERS = replace(EXPERTS_SHAPE, layers=4)
+RECURRENT_BY_FLA, HAS_FLA = "recurrent by flash-linear-attention, 8192 tokens", fused_chunks.version() is not None
 CASES = {  # name -> (shape, tokens, more flags)
     "4096 tokens": (SHAPE, 4096, ""),
     "8192 tokens": (SHAPE, 8192, ""),
     "16384 tokens": (SHAPE, 16384, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "experts, 8192 tokens": (FOUR_LAYERS, 8192, EXPERTS_FLAGS),
+    "recurrent, 8192 tokens": (FOUR_LAYERS, 8192, RECURRENT_FLAGS),
+    **({RECURRENT_BY_FLA: (FOUR_LAYERS, 8192, f"{RECURRENT_FLAGS} --delta-rule-backend fla")} if HAS_FLA else {}),
 }
 
 
@@ -43,6 +47,7 @@ def microbatch(tokens: int, vocab: int):
 def update(name: str, peak: float):
     """Reports the time of forward and backward of a micro-batch and of the optimizer's step."""
     from megarl.mcore.model import forward_pass
+    from megarl.mcore.model.pipeline_layout import recurrent_layer_pattern
     from megarl.mcore.training import optimizer
 
     shape, tokens, more = CASES[name]
@@ -60,7 +65,8 @@ def update(name: str, peak: float):
 
     seconds = [(timed(passes), timed(lambda: optimizer.update(adam))) for _ in range(STEPS)]
     best, step = (min(column) for column in zip(*seconds[1:], strict=True))
-    flops = tokens * (6 * used_parameters(model, shape) + 6 * shape.layers * shape.hidden * LENGTH)
+    attending = shape.layers - sum(recurrent_layer_pattern(model.config))
+    flops = tokens * (6 * used_parameters(model, shape) + 6 * attending * shape.hidden * LENGTH)
     report(
         update=name, flags=f"{FLAGS} {more}", passes_s=round(best, 4), optimizer_s=round(step, 4),
         mfu=round(flops / best / peak, 3), peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1),

@@ -8,7 +8,8 @@ import torch
 
 from tools.gpu import report
 
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "flash-attn", "transformers", "numpy")
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "apex", "flash-attn", "fla-core", "transformers",
+            "numpy")  # fmt: skip
 
 
 def version(package: str) -> str | None:

@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(prog="megatron", allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
     model_flags.add_to(parser)
+    recurrent_rules.add_to(parser)
     parameter_patterns.add_to(parser)
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
@@ -256,7 +257,7 @@ def transformer_config(args) -> TransformerConfig:
         config.softmax_scale = _latent_softmax_scale(args)
     else:
         config = core_transformer_config_from_args(args)
-    config.hybrid_layer_pattern = args.hybrid_layer_pattern
+    config.hybrid_layer_pattern, config.delta_rule_backend = args.hybrid_layer_pattern, args.delta_rule_backend
     config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None  # no stacks of unlike layers
     config.attention_kernel, config.exact_rollout = args.attention_kernel, exact_rules.applies(args)
     config.freezes_by_name = bool(args.freeze)

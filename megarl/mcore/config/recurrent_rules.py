@@ -5,7 +5,9 @@ A rule is data, as in `layout_rules`.
 """
 
 from megarl.errors import UsageError
+from megarl.mcore import device
 from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, value_of
+from megarl.mcore.recurrence import fused_chunks
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
 SIZES = {"linear-conv-kernel-dim": 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128,
@@ -13,7 +15,18 @@ SIZES = {"linear-conv-kernel-dim": 4, "linear-key-head-dim": 128, "linear-value-
 PATTERN, LETTERS = "--hybrid-layer-pattern", {"M", "*", "-", "E"}
 SPACE_SIZES = {"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-num-heads": None}
 TAPS = "linear-conv-kernel-dim"  # of both kinds
+RULE = "--delta-rule-backend"
+RULE_BACKENDS = ("torch", fused_chunks.BACKEND)
 VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, tokens that a convolution reads
+
+
+def add_to(parser):
+    """Adds the flag of megarl's own about these layers to an argparse parser."""
+    parser.add_argument_group("megarl's layers").add_argument(
+        RULE, choices=RULE_BACKENDS, default=RULE_BACKENDS[0],
+        help="kernels of gated delta nets on CUDA in prompts and training: PyTorch's operators, or with --bf16 those "
+        "of flash-linear-attention, of the extra recurrent",
+    )  # fmt: skip
 
 
 def has_states(args) -> bool:
@@ -81,12 +94,16 @@ def _of_spaces(args, on: bool) -> list[LayoutRule]:
 
 def _of_layers(args, on: bool) -> list[LayoutRule]:
     freq, layers, context = args.linear_attention_freq, args.num_layers, args.context_parallel_size
-    tensor = args.tensor_model_parallel_size
-    keys, values = args.linear_num_key_heads, args.linear_num_value_heads
+    tensor, backend, channels = args.tensor_model_parallel_size, args.delta_rule_backend, args.linear_key_head_dim
+    keys, values, is_fused = args.linear_num_key_heads, args.linear_num_value_heads, backend == fused_chunks.BACKEND
     fits = (
         1 < freq <= layers if isinstance(freq, int) else on and freq and is_pattern(freq, layers) and {*freq} == {0, 1}
     )
     return [
+        LayoutRule(RULE, backend, on or not is_fused, f"torch without {FLAG}"),
+        LayoutRule(RULE, backend, args.bf16 or not is_fused, "torch without --bf16"),
+        LayoutRule(RULE, backend, channels <= fused_chunks.MAX_KEYS or not is_fused,
+             f"torch with --linear-key-head-dim {channels}, above {fused_chunks.MAX_KEYS}"),
         LayoutRule("--linear-attention-freq", freq, not on or fits,
              f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
         LayoutRule("--linear-num-key-heads", keys, not on or keys % (tensor * context) == 0,
@@ -114,8 +131,37 @@ def _combinations(args) -> list[tuple[str, object, bool, str]]:
     ]  # fmt: skip
 
 
+def check_backend(role: str, args):
+    """Raises UsageError if this machine has not what the flag of a role's namespace asks for."""
+    if args.delta_rule_backend != fused_chunks.BACKEND:
+        return
+    if not device.has_cuda():
+        raise UsageError(f"{role}: {RULE} {fused_chunks.BACKEND}: needs a CUDA device; a CPU has kernels of its own")
+    if fused_chunks.version() is None:
+        raise UsageError(
+            f"{role}: {RULE} {fused_chunks.BACKEND}: needs the package {fused_chunks.PACKAGE}"
+            f" {fused_chunks.MIN_VERSION} or later; pip install 'megarl[recurrent]' has it"
+        )
+
+
+def load_backends(namespaces: list) -> str | None:
+    """Loads the kernels of gated delta nets that roles name. Returns what computes these layers on a device in prompts
+    and training, in words; None: no role has such layers."""
+    names = {args.delta_rule_backend for args in namespaces if args.experimental_attention_variant is not None}
+    if fused_chunks.BACKEND in names:
+        fused_chunks.load()
+    words = {"torch": "PyTorch's operators", fused_chunks.BACKEND: f"{fused_chunks.PACKAGE} {fused_chunks.version()}"}
+    return ", ".join(words[name] for name in RULE_BACKENDS if name in names) or None
+
+
 def check_run(settings, megatron: dict):
     """Raises UsageError for settings of a run that its models cannot have; `megatron`: namespaces of roles."""
     count, actor = settings.rollout_state_snapshots, megatron.get("actor")
     if count is not None and actor is not None and not has_states(actor):
         raise UsageError(f"--rollout-state-snapshots {count}: needs {FLAG} or {PATTERN}")
+    for role, args in megatron.items() if settings.deterministic else ():
+        if args.delta_rule_backend == fused_chunks.BACKEND:
+            raise UsageError(
+                f"{role}: {RULE} {fused_chunks.BACKEND}: allowed is torch with --deterministic: which of its kernels"
+                " run is decided by times"
+            )

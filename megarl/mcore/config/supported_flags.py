@@ -23,7 +23,7 @@ READ_BY_MODEL = {
     "rotary_scaling_factor", "mscale", "mscale_all_dim", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "num_experts", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
     "qk_pos_emb_head_dim", "v_head_dim", "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim",
-    "mamba_num_groups", "mamba_num_heads",
+    "mamba_num_groups", "mamba_num_heads", "delta_rule_backend",
 }  # fmt: skip
 READ_BY_SCHEDULER = {
     "lr_decay_iters", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_iters",

@@ -2,9 +2,9 @@
 
 Each head keeps a state S [K, V]. A token with query q, key k, value v, decay d and strength β makes it
 d·S + k ⊗ β·(v − kᵀ·d·S) and reads qᵀ·S. On a CPU compiled kernels do this token by token, in training, prefill and
-decode alike, so that a token's bits depend on the tokens before it alone. On a device PyTorch's operations do it by
-chunks of tokens (2406.06484 §3), and in a decode step Triton kernels by token, which differ by rounding. The backward
-pass computes everything again from the layer's inputs.
+decode alike, so that a token's bits depend on the tokens before it alone. On a device PyTorch's operations, or those of
+`fused_chunks`, do it by chunks of tokens (2406.06484 §3), and in a decode step Triton kernels by token, which differ by
+rounding. The backward pass computes everything again from the layer's inputs.
 Shapes: T rows, G groups with a key head of K channels, H value heads of V channels, C = 2·G·K + H·V channels.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
+from megarl.mcore.recurrence import fused_chunks
 from megarl.mcore.recurrence.rule import Rule, apply_rule
 from megarl.mcore.recurrence.runs import AnyRuns, Chunks, Runs
 from megarl.mcore.recurrence.states import (
@@ -35,6 +36,7 @@ class HeadSizes(NamedTuple):
     heads: int  # value heads
     keys: int  # channels of a key
     values: int  # channels of a value
+    fused_type: torch.dtype | None = None  # in which `fused_chunks` computes; None: PyTorch's operators, in fp32
 
     @property
     def channels(self) -> int:
@@ -51,7 +53,8 @@ class HeadSizes(NamedTuple):
     def of(cls, config, ranks: int) -> "HeadSizes":
         """Those of a model config's layers on one of some tensor-parallel ranks."""
         heads = config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks
-        return cls(*heads, config.linear_key_head_dim, config.linear_value_head_dim)
+        fused_type = config.params_dtype if config.delta_rule_backend == fused_chunks.BACKEND else None
+        return cls(*heads, config.linear_key_head_dim, config.linear_value_head_dim, fused_type)
 
 
 class Inputs(NamedTuple):
@@ -111,19 +114,19 @@ class _Rows(NamedTuple):
 
 
 def by_chunks(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
-    """The same as `gated_delta_rule` up to rounding, of PyTorch's operations, which have gradients without `states`."""
-    return scan_chunks(_scan, _rows(inputs, sizes, runs, states), runs, states)
-
-
-def _rows(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None) -> _Rows:
-    """Convolution, norms and gates; `states` get the last inputs of the convolution."""
-    groups, heads, keys, values = sizes
-    mixed = convolved(inputs.x, inputs.weight, None, runs, states)
+    """The same as `gated_delta_rule` up to rounding, with operations that have gradients without `states`."""
+    groups, heads, keys, values, fused_type = sizes
+    if fused_type is None:
+        mixed = convolved(inputs.x, inputs.weight, None, runs, states)
+    else:
+        mixed = fused_chunks.convolved(inputs.x, inputs.weight, fused_type, runs, states)
     q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
-    q, k = (x.unflatten(1, (groups, keys)) for x in (q, k))
+    q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, values))
+    if fused_type is not None:
+        return fused_chunks.scan(q, k, v, *_gates(inputs), runs, states)
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
-    return _Rows(q, k, v.unflatten(1, (heads, values)), *_gates(inputs))
+    return scan_chunks(_scan, _Rows(q, k, v, *_gates(inputs)), runs, states)
 
 
 def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States | None) -> list[tuple[Tensor, Tensor]]:
@@ -143,7 +146,8 @@ def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States |
     old = torch.linalg.solve_triangular(system, k * strengths * total.exp().unsqueeze(-1), **solve)
     q, k = q * total.exp().unsqueeze(-1), k * (total[..., -1:] - total).exp().unsqueeze(-1)
     decays = total[..., -1:, None].exp()
-    found, memory = [], chunk_memories(rows.keys, rows.values, chunks.before, kept, states)
+    zeros = rows.values.new_zeros(*rows.keys.shape[1:], rows.values.shape[-1])
+    found, memory = [], chunk_memories(zeros, chunks.before, kept, states)
     for at in chunks.steps:
         keep_memories(kept, chunks, memory, len(at))
         memory = memory[: len(at)]

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.expand_counts import expand_array_counts
 
 NONE = -1  # no state
+CHUNK = 64  # rows of a chunk, at most
 
 
 class ConvolutionRows(NamedTuple):
@@ -25,6 +27,7 @@ class ConvolutionRows(NamedTuple):
     read: Tensor  # [taps, T] for each row, itself last
     states: Tensor  # [S] states that the pass changes
     last: Tensor  # [S, taps − 1] the rows that these then hold
+    before: Tensor  # [R, taps − 1] the rows before each run that has rows, in the order of the pass
 
 
 class Chunks(NamedTuple):
@@ -33,6 +36,16 @@ class Chunks(NamedTuple):
 
     rows: Tensor  # [M, C] int64 rows of the chunks, on the device; `T` stands for padding
     steps: list[Tensor]  # of step i the i-th chunks of all runs that have one, int64, on the device
+    before: list[int]  # state that each run continues
+    after: list[int]  # state in which each run leaves its own
+
+
+class PackedRuns(NamedTuple):
+    """R runs, one after the other, for kernels that cut them into chunks of `CHUNK` rows."""
+
+    rows: Tensor | None  # [n] int64 their rows, on the device; None: all rows of the pass, in their order
+    cu_rows: Tensor  # [R + 1] int64 where runs begin and end among these, on the device
+    chunks: Tensor  # [M, 2] int64 the run of each chunk, and which of its chunks it is, on the device
     before: list[int]  # state that each run continues
     after: list[int]  # state in which each run leaves its own
 
@@ -76,19 +89,53 @@ class Runs:
             if after != NONE:
                 kept[after] = [*past, *range(first, first + rows)][-width:]
         last = np.array(list(kept.values()), dtype=np.int64).reshape(-1, width)
-        return ConvolutionRows(*device.to_device([read, np.array(list(kept), dtype=np.int64), last]))
+        before = read[:-1, self._in_order[:, 0]].T
+        return ConvolutionRows(*device.to_device([read, np.array(list(kept), dtype=np.int64), last, before]))
 
     @functools.cached_property
-    def chunks(self) -> list[Chunks]:
-        """The runs in chunks of 64 rows, or fewer if all are short. Those that continue none of the others come first,
-        then those that continue these, and so on."""
-        longest, depths = int(self.table[:, 1].max()), dict[int, int]()
-        size, levels = min(64, max(8, 1 << (longest - 1).bit_length())), dict[int, list]()
+    def _in_order(self) -> np.ndarray:
+        """[R, 4] the runs that have rows, in the order of the pass."""
+        table = self.table[self.table[:, 1] > 0].numpy()
+        return table[table[:, 0].argsort()]
+
+    @functools.cached_property
+    def in_order(self) -> PackedRuns:
+        """The runs that have rows, of any depth, in the order of the pass."""
+        return self._packed(self._in_order, None)
+
+    @functools.cached_property
+    def _levels(self) -> list[np.ndarray]:
+        """[n, 4] runs that continue none of the others, then those that continue these, and so on."""
+        depths, levels = dict[int, int](), dict[int, list]()
         for run in self.table.tolist():
             depth = depths.get(run[2], 0) if run[2] != NONE else 0
             depths |= {run[3]: depth + 1} if run[3] != NONE else {}
             levels.setdefault(depth, []).append(run)
-        return [self._chunks(np.array(levels[depth]), size) for depth in sorted(levels)]
+        return [np.array(levels[depth]) for depth in sorted(levels)]
+
+    @functools.cached_property
+    def chunks(self) -> list[Chunks]:
+        """The levels in chunks of `CHUNK` rows, or fewer if all runs are short."""
+        longest = int(self.table[:, 1].max())
+        size = min(CHUNK, max(8, 1 << (longest - 1).bit_length()))
+        return [self._chunks(table, size) for table in self._levels]
+
+    @functools.cached_property
+    def packed(self) -> tuple[list[PackedRuns], Tensor | None]:
+        """(the levels, [T] int64 where the rows of the pass are when the levels follow each other; None: in order)."""
+        rows, every = [_rows_of(table) for table in self._levels], np.arange(self.rows)
+        packed = [
+            self._packed(table, None if np.array_equal(own, every) else own)
+            for table, own in zip(self._levels, rows, strict=True)
+        ]
+        whole = np.concatenate(rows)
+        return packed, None if np.array_equal(whole, every) else device.to_device([whole.argsort()])[0]
+
+    @staticmethod
+    def _packed(table: np.ndarray, rows: np.ndarray | None) -> PackedRuns:
+        cu_rows, chunks = np.append(0, table[:, 1].cumsum()), np.stack(expand_array_counts(-(-table[:, 1] // CHUNK)), 1)
+        cu_rows, chunks, *sent = device.to_device([cu_rows, chunks, *([] if rows is None else [rows])])
+        return PackedRuns(sent[0] if sent else None, cu_rows, chunks, table[:, 2].tolist(), table[:, 3].tolist())
 
     def _chunks(self, table: np.ndarray, size: int) -> Chunks:
         counts = -(-table[:, 1] // size)
@@ -101,6 +148,12 @@ class Runs:
         steps = [starts[counts > step] + step for step in range(int(counts[0]))]
         rows, *sent = device.to_device([padded.reshape(-1, size), *steps])
         return Chunks(rows, sent, table[:, 2].tolist(), table[:, 3].tolist())
+
+
+def _rows_of(table: np.ndarray) -> np.ndarray:
+    """[n] the rows of runs [N, 4], one run after the other."""
+    owner, place = expand_array_counts(table[:, 1])
+    return table[owner, 0] + place
 
 
 class DeviceRuns(NamedTuple):

@@ -143,7 +143,8 @@ def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States |
     own = (c @ b.mT) * ratios @ changes
     c, b = c * total.exp().unsqueeze(-1), b * (total[..., -1:] - total).exp().unsqueeze(-1)
     added, decays = b.mT @ changes, total[..., -1:, None].exp()
-    found, memory = [], chunk_memories(rows.inputs, rows.changes, chunks.before, kept, states)
+    zeros = rows.changes.new_zeros(*rows.inputs.shape[1:], rows.changes.shape[-1])
+    found, memory = [], chunk_memories(zeros, chunks.before, kept, states)
     for at in chunks.steps:
         keep_memories(kept, chunks, memory, len(at))
         memory = memory[: len(at)]

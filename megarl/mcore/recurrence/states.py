@@ -53,14 +53,8 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Runs, states
     return mixed
 
 
-def chunk_memories(
-    keys: Tensor, values: Tensor, numbers: list[int], kept: dict[int, Tensor], states: States | None
-) -> Tensor:
-    """[R, H, K, V] of the states with these numbers: those of `kept`, else of `states`.
-
-    `keys` [T, H, K], `values` [T, H, V]: of the rows, for the type.
-    """
-    zeros = values.new_zeros(*keys.shape[1:], values.shape[-1])
+def chunk_memories(zeros: Tensor, numbers: list[int], kept: dict[int, Tensor], states: States | None) -> Tensor:
+    """[R, H, K, V] of the states with these numbers: those of `kept`, else of `states`; `NONE`: `zeros` [H, K, V]."""
     stored = None if states is None else states.memories
     found = (zeros if i == NONE else kept[i] if i in kept or stored is None else stored[i] for i in numbers)
     return torch.stack(list(found))
@@ -73,6 +67,13 @@ def keep_memories(kept: dict[int, Tensor], chunks: Chunks, memory: Tensor, activ
             kept[number] = memory[i]
 
 
+def store_memories(kept: dict[int, Tensor], states: States | None):
+    """Writes the memories that the runs left, by the numbers of their states."""
+    if states is not None and kept:
+        numbers = torch.tensor(list(kept), device=states.memories.device)
+        states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
+
+
 def scan_chunks(scan: Callable, rows: tuple[Tensor, ...], runs: Runs, states: States | None) -> Tensor:
     """[T, H, V]: what the rows read; `states` get the memories after the runs.
 
@@ -82,9 +83,7 @@ def scan_chunks(scan: Callable, rows: tuple[Tensor, ...], runs: Runs, states: St
     """
     kept: dict[int, Tensor] = {}  # memories by the number of the state
     scanned = [each for chunks in runs.chunks for each in scan(rows, chunks, kept, states)]
-    if states is not None and kept:
-        numbers = torch.tensor(list(kept), device=states.memories.device)
-        states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
+    store_memories(kept, states)
     found, places = zip(*scanned, strict=True)
     # Padding rows of chunks have the number T; those that count come first in the sorted order.
     return torch.cat(found)[torch.cat(places).argsort(stable=True)[: len(rows[0])]]

@@ -173,7 +173,7 @@ def test_stages_of_the_gpu_check_run_to_their_end(walked):
         for has_graphs in (True, False)
     ]
     assert all(row["launches"] == 0 for row in walked["check decode"])
-    assert [row["update"] for row in walked["check update"]] == ["64 tokens", "experts"]
+    assert [row["update"] for row in walked["check update"]] == ["64 tokens", "experts", "recurrent"]
 
 
 def test_work_is_that_of_the_shapes(walked):

@@ -1,10 +1,15 @@
 """Rules on models with recurrent states: each is broken by a case, which one line refuses before any work."""
 
+import sys
+
 import pytest
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
+from megarl.mcore import device
 from megarl.mcore.config import recurrent_rules
+from megarl.mcore.recurrence import fused_chunks
+from megarl.trainers import setup
 from tests.helpers.tiny_models import LENGTHS, SHAPES
 
 SHAPE = f"{SHAPES['recurrent']} {LENGTHS} --lr 1e-3"
@@ -37,6 +42,11 @@ WRONG = {
                              "--lora-targets q_proj: a pipeline stage of the actor has none of these"),
     "factors of states": ("--lora-rank 2 --lora-targets in_proj_z,out_proj --pipeline-model-parallel-size 2",
                           "--lora-targets in_proj_z,out_proj: a pipeline stage of the actor has none of these"),
+    "kernels of 16 bits": ("--delta-rule-backend fla", "--delta-rule-backend fla: allowed is torch without --bf16"),
+    "wide keys for kernels": ("--delta-rule-backend fla --bf16 --linear-key-head-dim 257",
+                              "--delta-rule-backend fla: allowed is torch with --linear-key-head-dim 257, above 256"),
+    "deterministic kernels": ("--delta-rule-backend fla --bf16 --deterministic",
+                              "actor: --delta-rule-backend fla: allowed is torch with --deterministic: which of its"),
 }  # fmt: skip
 ALONE = [("linear-num-key-heads", 4), ("linear-num-value-heads", 4), ("linear-key-head-dim", 8),
          ("linear-value-head-dim", 16), ("linear-conv-kernel-dim", 3), ("linear-attention-freq", 2)]  # fmt: skip
@@ -55,6 +65,7 @@ WRONG_MAMBA = {
     "smallest step": ("--mamba-dt-min -1", "--mamba-dt-min -1.0: allowed is 0 or more"),
     "taps": ("--linear-conv-kernel-dim 9", "--linear-conv-kernel-dim 9: allowed is from 2 to 8"),
     "key heads": ("--linear-num-key-heads 4", f"--linear-num-key-heads 4: allowed is none without {FLAG}"),
+    "kernels of gated delta nets": ("--delta-rule-backend fla --bf16", f"fla: allowed is torch without {FLAG}"),
     "both kinds": (f"{FLAG} gated_delta_net --linear-attention-freq 2", "M-*M: allowed is none with"),
     "frequency of experts": ("--moe-layer-freq 2", "--moe-layer-freq 2: allowed is none with --hybrid-layer-pattern"),
     "fp16": ("--fp16", "--fp16 True: allowed is --bf16 or fp32"),
@@ -92,6 +103,27 @@ def test_sizes_need_recurrent_states(name, value):
 def test_sizes_of_mamba_need_its_layers(name, value):
     with pytest.raises(UsageError, match=f"--{name} {value}: allowed is none without --hybrid-layer-pattern"):
         parse(f"{SHAPES['llama']} {LENGTHS} --lr 1e-3 --{name} {value}".split(), 1, "sft")
+
+
+def test_kernels_need_a_device_and_their_package(monkeypatch, capsys):
+    config = parse(f"{SHAPE} --delta-rule-backend fla --bf16".split(), 1, "sft")
+    with pytest.raises(UsageError, match="actor: --delta-rule-backend fla: needs a CUDA device; a CPU has kernels"):
+        setup.check_device(config)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    for version in (None, "0.5.9"):
+        monkeypatch.setattr(fused_chunks, "version", lambda version=version: fused_chunks.supported(version))
+        with pytest.raises(UsageError, match="fla: needs the package fla-core 0.6 or later; pip install 'mega"):
+            setup.check_device(config)
+    monkeypatch.setattr(fused_chunks, "version", lambda: fused_chunks.supported("0.6.1"))
+    setup.check_device(config)
+    monkeypatch.setitem(sys.modules, "fla.modules.causal_conv1d", None)
+    with pytest.raises(UsageError, match="--delta-rule-backend fla: fla-core 0.6.1 does not load: .*fla"):
+        setup.choose_kernels(config, 0)
+    monkeypatch.setattr(fused_chunks, "load", lambda: None)
+    for line in (f"{SHAPE} --delta-rule-backend fla --bf16", SHAPE, f"{SHAPES['llama']} {LENGTHS} --lr 1e-3"):
+        setup.choose_kernels(parse(line.split(), 1, "sft"), 0)
+    of_nets = "megarl: kernels of gated delta nets: "
+    assert capsys.readouterr().out == f"{of_nets}fla-core 0.6.1\n{of_nets}PyTorch's operators\n"
 
 
 def test_gates_of_latents_are_refused():

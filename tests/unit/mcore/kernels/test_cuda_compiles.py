@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from megarl.mcore.recurrence import fused_chunks
+
 ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
 
 
-def printed(what: str, tmp_path):
-    """What `tests.helpers.compiled_kernels` prints."""
+def printed(what: str, tmp_path, module: str = "compiled_kernels"):
+    """What a module of `tests.helpers` prints."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", what]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.helpers.{module}", what]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -30,6 +33,13 @@ def printed(what: str, tmp_path):
 def test_every_kernel_compiles_for_an_h100(tmp_path):
     for size, shared in printed("sizes", tmp_path):
         assert size > 0 and shared <= 227 * 1024  # bytes of shared memory that a block may use
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(fused_chunks.version() is None, reason="fla-core is not installed: pip install 'megarl[recurrent]'")
+def test_kernels_of_flash_linear_attention_compile_for_an_h100(tmp_path):
+    found = printed("", tmp_path, "compiled_fla")
+    assert len(found) == 14 and all(size > 0 and shared <= 227 * 1024 for _, sizes in found for size, shared in sizes)
 
 
 @pytest.mark.long

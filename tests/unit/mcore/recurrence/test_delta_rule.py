@@ -43,7 +43,7 @@ def by_transformers(inputs: Inputs, sizes: HeadSizes) -> Tensor:
     """[T, H, V] of one sequence: the layer's code of Qwen3-Next between its projections and its norm."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-    groups, heads, keys, values = sizes
+    groups, heads, keys, values = sizes[:4]
     channels, taps = inputs.weight.shape[0], inputs.weight.shape[2]
     mixed = functional.conv1d(inputs.x.t()[None], inputs.weight, padding=taps - 1, groups=channels)[
         ..., : len(inputs.x)
