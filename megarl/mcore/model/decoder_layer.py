@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.kernels.rotation import rotate_
 from megarl.mcore.kernels.silu import by_whole_rows
 from megarl.mcore.model import rotary
 from megarl.mcore.model.projections import HeadLayout
@@ -59,11 +60,8 @@ class Rotation(NamedTuple):
         return Rotation(self.cosines[positions], self.sines[positions])
 
     def apply_(self, heads: Tensor):
-        """Rotates [T, G, heads, D] in place, with Megatron's operations so that the bits equal those in training."""
-        width = self.cosines.shape[-1]
-        rotary = heads[..., :width]
-        swapped = torch.cat((rotary[..., width // 2 :], rotary[..., : width // 2]), dim=-1)
-        rotary.mul_(self.cosines).add_(swapped.mul_(self.sines))
+        """Rotates [T, G, heads, D] in place; the bits equal those in training."""
+        rotate_(heads, *self)
 
 
 @dataclass(frozen=True)

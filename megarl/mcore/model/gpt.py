@@ -53,8 +53,8 @@ class ModelChunk(GPTModel):
             return outputs
         # [longest, 1, 1, D] by position -> [T, 1, D] by token, which broadcasts to queries [T, H, D].
         frequencies = frequencies[packed_seq_params.positions, 0]
-        if frequencies.is_cuda and not isinstance(self.config, MLATransformerConfig):
-            # Megatron's attention then rotates nothing: the core attention does, by one kernel.
+        if not isinstance(self.config, MLATransformerConfig):
+            # Megatron's attention then rotates nothing: the core attention does, by one kernel for all of a layer.
             rotations = Rotation.by_kind(frequencies, self.config, self.config.params_dtype)
             packed_seq_params.rotations = rotations[0], rotations[-1]
             frequencies = None
