@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys, uniforms
@@ -307,8 +306,7 @@ def role_microbatches(
     prefixes = None if prompts is None else PromptPrefixes(*(column[positions] for column in prompts))
     bins = bin_pack(lengths, cap, hidden, 1, sequences_per_example, prefixes)
     largest = torch.tensor([max(len(bins), 1)], device=batch.lengths.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
-    count = -(-int(largest) // role.microbatch_multiple) * role.microbatch_multiple
+    count = -(-int(role_groups.dp_max(largest)) // role.microbatch_multiple) * role.microbatch_multiple
     if count > len(bins):
         bins = bin_pack(lengths, cap, hidden, count, sequences_per_example, prefixes)
     microbatches = build_microbatches(batch, [positions[members] for members in bins], prompts)

@@ -1,4 +1,4 @@
-"""Rotation of training, that of CUDA devices by Triton's interpreter: the bits of Megatron's operators and gradients."""
+"""Rotation of training, CUDA's by Triton's interpreter: the bits of Megatron's operators and gradients."""
 
 import pytest
 import torch
