@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys, uniforms
@@ -25,6 +26,7 @@ from megarl.batch import FIELDS, Batch, HostMetadata, SharedPrefix, expand_range
 from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
+from megarl.mcore.parallel.collectives import all_reduce
 
 ORDER_STREAM = -1  # no prompt has this number, so the shuffle and the responses use disjoint random streams
 
@@ -306,7 +308,8 @@ def role_microbatches(
     prefixes = None if prompts is None else PromptPrefixes(*(column[positions] for column in prompts))
     bins = bin_pack(lengths, cap, hidden, 1, sequences_per_example, prefixes)
     largest = torch.tensor([max(len(bins), 1)], device=batch.lengths.device)
-    count = -(-int(role_groups.dp_max(largest)) // role.microbatch_multiple) * role.microbatch_multiple
+    all_reduce(largest, role_groups.pg_collection.dp, dist.ReduceOp.MAX)
+    count = -(-int(largest) // role.microbatch_multiple) * role.microbatch_multiple
     if count > len(bins):
         bins = bin_pack(lengths, cap, hidden, count, sequences_per_example, prefixes)
     microbatches = build_microbatches(batch, [positions[members] for members in bins], prompts)

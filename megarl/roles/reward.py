@@ -170,7 +170,9 @@ class Reward:
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
         sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
         responses = [self.tokenizer.decode(tokens[start:].tolist()) for tokens, start in sequences]
-        return list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
+        lines = batch.prompt_ids.tolist()
+        read = {line: prompts[line] for line in set(lines)}  # once for all responses to a prompt
+        return list(zip((read[line] for line in lines), responses, strict=True))
 
     def _model_scores(self, texts, batch: Batch, count: int, for_training: bool) -> Tensor:
         """[2, N] reward-model scores of the replica's responses: raw, and normalized and clipped. Collective."""
