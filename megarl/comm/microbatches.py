@@ -104,6 +104,8 @@ def bin_pack(
     """
     if not len(lengths):
         return []
+    if count == 1 and int(lengths.sum()) <= cap:
+        return [torch.arange(len(lengths))]
     ids = None if prompts is None else prompts.ids[::sequences_per_example].tolist()
     example_lengths = lengths.view(-1, sequences_per_example).sum(1).tolist()
     starts = sequences_per_example * np.array(_run_starts(example_lengths, cap, count, ids))
