@@ -26,6 +26,7 @@ from megarl.batch import FIELDS, Batch, HostMetadata, SharedPrefix, expand_range
 from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
+from megarl.mcore.parallel.collectives import all_reduce
 
 ORDER_STREAM = -1  # no prompt has this number, so the shuffle and the responses use disjoint random streams
 
@@ -103,6 +104,8 @@ def bin_pack(
     """
     if not len(lengths):
         return []
+    if count == 1 and int(lengths.sum()) <= cap:
+        return [torch.arange(len(lengths))]
     ids = None if prompts is None else prompts.ids[::sequences_per_example].tolist()
     example_lengths = lengths.view(-1, sequences_per_example).sum(1).tolist()
     starts = sequences_per_example * np.array(_run_starts(example_lengths, cap, count, ids))
@@ -307,7 +310,7 @@ def role_microbatches(
     prefixes = None if prompts is None else PromptPrefixes(*(column[positions] for column in prompts))
     bins = bin_pack(lengths, cap, hidden, 1, sequences_per_example, prefixes)
     largest = torch.tensor([max(len(bins), 1)], device=batch.lengths.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
+    all_reduce(largest, role_groups.pg_collection.dp, dist.ReduceOp.MAX)
     count = -(-int(largest) // role.microbatch_multiple) * role.microbatch_multiple
     if count > len(bins):
         bins = bin_pack(lengths, cap, hidden, count, sequences_per_example, prefixes)

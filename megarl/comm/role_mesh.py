@@ -17,6 +17,7 @@ from megarl.flags.role_flags import ROLES
 from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.parallel import process_groups
+from megarl.mcore.parallel.collectives import all_reduce
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
@@ -78,8 +79,11 @@ class RoleGroups:
 
     def dp_all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Sums a tensor over the role's replicas, in place."""
-        dist.all_reduce(values, group=self.pg_collection.dp)
-        return values
+        return all_reduce(values, self.pg_collection.dp)
+
+    def dp_max(self, values: torch.Tensor) -> torch.Tensor:
+        """The largest of each number over the role's replicas, in place."""
+        return all_reduce(values, self.pg_collection.dp, dist.ReduceOp.MAX)
 
     def gather_rows(self, rows: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
         """[count, …] int64 on the host: the `values` of all replicas, each at its own `rows`; 0 at others.

@@ -108,7 +108,10 @@ class SentencePieceTokenizer:
 
         An id without a token stays visible, so that a verifier never sees a clean answer where the policy gave none.
         """
-        runs = itertools.groupby((int(i) for i in ids), key=lambda i: 0 <= i < self.vocab_size)
+        ids = list(map(int, ids))
+        if not ids or 0 <= min(ids) and max(ids) < self.vocab_size:
+            return self._pieces.decode(ids)
+        runs = itertools.groupby(ids, key=lambda i: 0 <= i < self.vocab_size)
         return "".join(self._pieces.decode(list(run)) if known else REPLACEMENT * len(list(run)) for known, run in runs)
 
     def piece(self, number: int) -> str | None:

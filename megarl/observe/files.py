@@ -51,7 +51,10 @@ def json_line(record: dict) -> str:
     Floats are printed with `repr`, the shortest text that reads back as the same float64. NaN and infinities, which
     JSON lacks, become null. NumPy and torch scalars become Python numbers. Raises TypeError for anything else.
     """
-    return json.dumps(_plain(record, "record"), ensure_ascii=False, allow_nan=False)
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # a few records have what JSON lacks
+        return json.dumps(_plain(record, "record"), ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: object, where: str) -> object:

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys, uniforms
@@ -116,7 +115,7 @@ class Actor:
             batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.cu_seqlens, self.loss.correction
         )
         maxima = torch.cat([largest.view(1), maxima])
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.role_groups.pg_collection.dp)
+        self.role_groups.dp_max(maxima)
         measured = torch.cat([torch.stack([gap.sum(), batch.response_mask.sum().double()]), sums])
         measured = self.role_groups.dp_all_reduce(measured)
         total, count = measured[:2]
@@ -135,7 +134,7 @@ class Actor:
         """Measures the gap to the rollout by the staleness of tokens."""
         columns = batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.staleness
         maxima = staleness_maxima(*columns)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.role_groups.pg_collection.dp)
+        self.role_groups.dp_max(maxima)
         sums = self.role_groups.dp_all_reduce(staleness_sums(*columns, largest=int(maxima[1])))
         self.metrics |= staleness_report(maxima, sums)
 

@@ -170,6 +170,7 @@ class Reward:
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
         sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
         responses = [self.tokenizer.decode(tokens[start:].tolist()) for tokens, start in sequences]
+        # A prompt of its own for each response: a verifier may change its metadata.
         return list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
 
     def _model_scores(self, texts, batch: Batch, count: int, for_training: bool) -> Tensor:

@@ -1,7 +1,6 @@
 """Staleness: the policy updates between the policy that generated a token and the one that is trained on it."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.arguments import Settings
@@ -33,7 +32,7 @@ def staleness_metrics(batch: Batch, trained_version: int, settings: Settings, ro
     versions = batch.versions[batch.response_mask].long()
     staleness = staleness_of(versions, trained_version)
     largest = torch.cat([staleness, staleness.new_tensor([settings.generation_lag])]).max()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
+    role_groups.dp_max(largest)
     counts = torch.bincount(staleness, minlength=int(largest) + 1)
     sums = role_groups.dp_all_reduce(torch.cat([torch.stack(_mixed_and_all(batch, versions)), counts]).double())
     mixed, responses, *of_ages = sums.tolist()

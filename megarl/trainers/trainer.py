@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import gc
 import math
 import sys
 import time
@@ -125,6 +126,7 @@ class Trainer(abc.ABC):
         """
         self._started, first, iteration = time.perf_counter(), self.step + 1, self.step
         self._run_stop.listen(self.step)
+        gc.freeze()  # collecting garbage skips what set-up has made, for all of the run
         is_stopping = False
         while self.step < self.last_step:
             ending = iteration + 1 - self.lead

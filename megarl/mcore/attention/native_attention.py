@@ -30,33 +30,44 @@ def supports(config) -> bool:
 plan_attention = sdpa.plan_attention
 
 
-class _SegmentAttention(torch.autograd.Function):
-    """query [T, H, D], key, value [T', G, D] -> outputs [m, H, D] of the segments' real queries."""
+class _PackedAttention(torch.autograd.Function):
+    """query [T, H, D], key, value [T', G, D] -> [T, H, D]; each query is a real one of one segment batch."""
 
     @staticmethod
-    def forward(ctx, query, key, value, segments, scale):
-        indices = segments.queries, segments.keys, segments.last_keys, segments.real_queries
-        out, sums = native.ops.segment_attention(query, key, value, *indices, scale)
+    def forward(ctx, query, key, value, batches, scale):
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        sums = query.new_empty(query.shape[:2])
+        for batch in batches:
+            _attend(query, key, value, batch, scale, out, sums)
         ctx.save_for_backward(query, key, value, out, sums)
-        ctx.indices, ctx.scale = indices, scale
+        ctx.batches, ctx.scale = batches, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         query, key, value, out, sums = ctx.saved_tensors
-        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        native.ops.segment_attention_backward(
-            grad.contiguous(), query, key, value, *ctx.indices, out, sums, ctx.scale, *grads
-        )
-        return *grads, None, None
+        grad, total = grad.contiguous(), None
+        for batch in reversed(ctx.batches):
+            grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+            native.ops.segment_attention_backward(
+                grad, query, key, value, *_indices(batch), out, sums, ctx.scale, *grads
+            )
+            total = grads if total is None else [x.add_(y) for x, y in zip(total, grads, strict=True)]
+        return *total, None, None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale: float) -> Tensor:
-    if torch.is_grad_enabled():
-        return _SegmentAttention.apply(query, key, value, segments, scale)
-    indices = segments.queries, segments.keys, segments.last_keys, segments.real_queries
-    return native.ops.segment_attention(query, key, value, *indices, scale)[0]
+def _indices(segments: SegmentBatch) -> tuple:
+    return segments.queries, segments.keys, segments.last_keys, segments.real_queries
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale: float, out: Tensor,
+    sums: Tensor | None = None,
+):  # fmt: skip
+    """Writes the outputs of the segments' real queries to their rows of `out` [T, H, D]; `sums` [T, H]: receives the
+    logarithms of their softmax sums."""
+    native.ops.segment_attention(query, key, value, *_indices(segments), scale, out, sums)
 
 
 def softmax_scale(channels: int, scale: float | None) -> float:
@@ -66,8 +77,7 @@ def softmax_scale(channels: int, scale: float | None) -> float:
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None) -> Tensor:
     scale = softmax_scale(query.shape[-1], scale)
-    outputs = [_attend(query, key, value, batch, scale) for batch in segments.batches]
-    return torch.cat(outputs)[segments.restore]
+    return _PackedAttention.apply(query, key, value, segments.batches, scale)
 
 
 class _DecodeReads(NamedTuple):
@@ -121,13 +131,13 @@ class NativePagedAttention:
         scale = softmax_scale(query.shape[-1], scale)
         if reads.only_decodes:
             return _decode(query, cache, reads.decodes, scale)
-        result = query.new_zeros(query.shape[0], query[0].numel())
+        query_heads, (key, value) = query.flatten(1, 2), cache.flatten(0, 1).unbind(2)
+        out = query_heads.new_zeros(query_heads.shape)
+        result = out.flatten(1)
         if reads.decodes is not None:
             result[reads.decodes.tokens] = _decode(query[reads.decodes.tokens], cache, reads.decodes, scale)
-        key, value = cache.flatten(0, 1).unbind(2)
         for segments in reads.prefills:
-            out = _attend(query.flatten(1, 2), key, value, segments, scale)
-            result[segments.queries.flatten()[segments.real_queries]] = out.flatten(1)
+            _attend(query_heads, key, value, segments, scale, out)
         return result
 
 

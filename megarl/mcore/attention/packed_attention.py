@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.windows import kind_of_layer
+from megarl.mcore.kernels.rotation import rotated_heads
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 
@@ -35,8 +36,6 @@ class PackedAttention(MegatronModule):
         """query [T, H, D], key, value [T, G, D] of this rank -> [T, H·D]; `packed_seq_params` is a `PackedLayout`."""
         layout = packed_seq_params
         if layout.rotations is not None and not self.skips_rope:
-            from megarl.mcore.kernels.cuda.rotate_heads import rotated_heads  # needs Triton
-
             query, key = rotated_heads(query, key, *layout.rotations[self.kind])
         if layout.order is not None:
             key_value = gather_for_attention(torch.cat([key, value], dim=1), layout.order, layout.cp_group)

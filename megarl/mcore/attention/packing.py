@@ -47,8 +47,8 @@ class PackedLayout(PackedSeqParams):
     padding: int = 0  # tokens after them, one more sequence whose results are dropped
     routing: Routing | None = None  # of the micro-batch, if the model has experts
     runs: Runs | None = None  # of the whole stream, in models with recurrent states
-    # Of this rank's tokens, by kind of layer: each `Rotation`'s cosines and sines [T/c, 1, r]. The model sets it if the
-    # core attention rotates queries and keys.
+    # Of this rank's tokens, by kind of layer: each `Rotation`'s cosines and sines [T/c, 1, r]. The model sets it for
+    # the core attention, which rotates queries and keys; None: no rotary embeddings, or those of a latent attention.
     rotations: tuple | None = field(default=None, init=False)
 
     @property

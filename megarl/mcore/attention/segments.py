@@ -87,9 +87,10 @@ def group_by_size(is_causal: np.ndarray, queries: np.ndarray, keys: np.ndarray) 
     `is_causal` [n]: segments to run with as many queries as keys; others are also grouped by their queries [n].
     """
     limits = size_buckets(int(keys.max()))
-    buckets = np.stack([is_causal, *(np.searchsorted(limits, x) for x in (queries * ~is_causal, keys))], axis=1)
-    for bucket in np.unique(buckets, axis=0):
-        yield bool(bucket[0]), np.flatnonzero((buckets == bucket).all(1))
+    queries, keys = (np.searchsorted(limits, x) for x in (queries * ~is_causal, keys))
+    buckets = (is_causal * len(limits) + queries) * len(limits) + keys  # one number of three digits
+    for bucket in np.unique(buckets):
+        yield bool(bucket >= len(limits) ** 2), np.flatnonzero(buckets == bucket)
 
 
 def plan_segments(first, queries, keys, is_causal: bool, key_indices: Callable) -> list[np.ndarray]:

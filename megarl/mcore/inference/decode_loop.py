@@ -95,6 +95,17 @@ class DecodeLoopEngine(DynamicInferenceEngine):
             c.kv_block_allocator.store_routing_per_block(routes[: c.active_token_count].cpu().short().numpy())
         return logits
 
+    def _run_coroutine_sync(self, coro):
+        """Same as Megatron's, without an event loop: a step only yields to other tasks, and there are none, except for
+        those that Megatron's schedule of chunked prefill leaves on the loop."""
+        if self.enable_chunked_prefill:
+            return super()._run_coroutine_sync(coro)
+        try:
+            while True:
+                coro.send(None)
+        except StopIteration as done:
+            return done.value
+
     def suspend(self):
         """Ends steps until `resume`. The cache stays where it is, and requests are the session's.
 

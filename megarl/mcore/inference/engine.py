@@ -15,6 +15,7 @@ from megarl.mcore.inference.end_tokens import EndTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.session import ANY_STEP, NONE, WAIT, GenerationSession
 from megarl.mcore.kernels.linear import prepacked_weights
+from megarl.mcore.model.eval_mode import eval_mode
 
 # On CUDA a step in which requests join is not a graph and takes several times as long as others. Therefore requests
 # wait until a sixteenth of the places is free, and join together.
@@ -110,16 +111,13 @@ class RolloutEngine(BuiltEngine):
         self, end_ids: tuple[int, ...] = (), settings: SamplingSettings = SamplingSettings(), routes: bool = False
     ) -> Iterator[GenerationSession]:
         """Context in which the engine runs, without requests at first. Arguments as in `generate`."""
-        was_training = self.model.training
-        self.model.eval()
         self.engine.resume()
         try:
-            with self._cache_present(), prepacked_weights(self.model, self.prediction):
+            with eval_mode(self.model), self._cache_present(), prepacked_weights(self.model, self.prediction):
                 self.engine.device_decode.begin()
                 yield GenerationSession(self, EndTokens(end_ids), settings, routes)
         finally:
             self.engine.suspend()
-            self.model.train(was_training)
 
     def _run_until_finished(
         self, session: GenerationSession, source: RequestSource, max_requests: int,

@@ -4,6 +4,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -55,8 +56,8 @@ class GenerationSession:
         self.forced = self.sampling.forced = self.end_tokens.forced = ForcedTokens(self._drawn_since, size)
         self._numbers: dict[int, int] = {}  # request id in the engine -> number of the request
         self._free_ids = deque(range(size))
-        self._prompt_lengths = torch.zeros(size, dtype=torch.int64)  # by request id
-        self._counted = torch.zeros(size, dtype=torch.int64)  # `GenerationRequest.counted_tokens` by request id
+        # By request id: tokens of the prompt, and `GenerationRequest.counted_tokens`.
+        self._prompt_lengths, self._counted = np.zeros((2, size), dtype=np.int64)
         self._aborted: set[int] = set()  # request ids that end with the next step
         self.end_tokens.clear()
         if self.drafter is not None:
@@ -106,7 +107,8 @@ class GenerationSession:
         if max_response is not None:
             c, active = self.context, slice(self.context.total_request_count)
             ids = c.request_ids[active].long()
-            limits = self._prompt_lengths[ids] + (max_response - self._counted[ids]).clamp(min=1)
+            lengths, counted = torch.from_numpy(self._prompt_lengths)[ids], torch.from_numpy(self._counted)[ids]
+            limits = lengths + (max_response - counted).clamp(min=1)
             c.request_output_lengths[active] = c.request_output_lengths[active].minimum(limits)
 
     @contextlib.contextmanager

@@ -19,6 +19,7 @@ from megarl.algorithms.divergence import Divergence, center_of, divergence_sums,
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.vocab_parallel_logprobs import MAX_KEPT, Head, HeadGradients, at_least_fp32, row_chunks
+from megarl.mcore.parallel.collectives import all_reduce
 
 BUFFERS = 3  # times as many buffers of a chunk's size as `head_scores` needs, so chunks are that much smaller
 
@@ -47,7 +48,7 @@ def _log_probs(heads: tuple[Head, Head], rows: slice, group) -> tuple[list[Tenso
     logits = [head.scaled_logits(rows) for head in heads]
     best = [each.max(-1) for each in logits]
     tops = torch.stack([values for values, _ in best])
-    dist.all_reduce(tops, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(tops, group, dist.ReduceOp.MAX)
     columns, here = heads[1].columns(rows)
     chosen = logits[1].gather(-1, columns).squeeze(-1).sub_(tops[1]).masked_fill(~here.squeeze(-1), 0.0)
     # The student's best token is the teacher's, too; with equally likely ones, the first on each rank counts.
@@ -55,7 +56,7 @@ def _log_probs(heads: tuple[Head, Head], rows: slice, group) -> tuple[list[Tenso
     agrees = (best[0].values == tops[0]) & (logits[1].gather(-1, own).squeeze(-1) == tops[1])
     totals = [each.sub_(top.unsqueeze(-1)).exp().sum(-1) for each, top in zip(logits, tops, strict=True)]
     sums = torch.stack([*totals, chosen, agrees.to(chosen.dtype)])
-    dist.all_reduce(sums, group=group)
+    all_reduce(sums, group)
     log_totals = sums[:2].log()
     for each, log_total in zip(logits, log_totals, strict=True):
         each.sub_(log_total.unsqueeze(-1))
@@ -80,7 +81,7 @@ class _HeadDivergence(torch.autograd.Function):
         for rows in row_chunks(count, len(weight), BUFFERS):
             logprobs, normalizers, others = _log_probs(heads, rows, group)
             sums = divergence_sums(logprobs[0], logprobs[1], divergence)
-            dist.all_reduce(sums, group=group)
+            all_reduce(sums, group)
             center = center_of(sums, divergence)
             if kept is not None:
                 kept[rows] = logit_gradient(logprobs[0], logprobs[1], center, divergence)

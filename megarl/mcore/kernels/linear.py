@@ -301,14 +301,15 @@ def parallel_linear(
 def apply_linear(layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Applies a column- or row-parallel linear layer to […, K]; returns its output, and a bias to add.
 
-    In rollout on a CPU without tensor parallelism it bypasses Megatron's layer, whose overhead in a decode step equals
-    a small product.
+    On a CPU without tensor parallelism it bypasses Megatron's layer, whose overhead in a decode step equals a small
+    product.
     """
-    has_other_product = "adds_product" in vars(layer) and layer.adds_product  # low-rank factors in 16 bits
-    if torch.is_grad_enabled() or x.device.type != "cpu" or layer.tp_group.size() > 1 or has_other_product:
+    # Low-rank factors are trained, and in 16 bits also applied, by a product of their own.
+    has_other_product = "adds_product" in vars(layer) and (layer.adds_product or torch.is_grad_enabled())
+    if x.device.type != "cpu" or layer.tp_group.size() > 1 or has_other_product:
         return layer(x)
     added, skipped = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-    return forward_product(layer.config)(x, layer.weight, added), skipped
+    return linear(x, layer.weight, added, forward_product(layer.config)), skipped
 
 
 class ReplicatedLinear(torch.nn.Module):

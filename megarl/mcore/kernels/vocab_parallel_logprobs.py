@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from megarl.mcore.kernels import linear, native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.parallel.collectives import all_reduce
 
 PADDED_LOGIT = -1e30  # logit of a padded column; finite, because 0 · −∞ in the entropy would be NaN
 
@@ -112,14 +113,14 @@ class Head(NamedTuple):
 
         own = head_sums(logits, *self.row_arguments(rows))
         top = own[0].clone()
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(top, group, dist.ReduceOp.MAX)
         drop = (own[0] - top).masked_fill(own[0].isneginf(), 0.0)  # −∞: this rank has no token of the vocabulary
         factor, (_, here) = drop.exp(), self.columns(rows)
         sums = torch.stack([
             factor * own[1], (own[4] - top).masked_fill(~here.squeeze(-1), 0.0), factor * (own[2] + drop * own[1]),
             factor.square() * own[3],
         ])  # fmt: skip
-        dist.all_reduce(sums, group=group)
+        all_reduce(sums, group)
         return [top, *_scores(*sums[: 3 + squares])]
 
     def _row_logprobs(self, logits: Tensor, rows: slice) -> Tensor:
@@ -160,7 +161,7 @@ def softmax_statistics(logits: Tensor, columns: Tensor, here: Tensor, group, wei
     `weights` receives e^(logit − maximum) if it is not None.
     """
     top = logits.amax(-1)
-    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(top, group, dist.ReduceOp.MAX)
     chosen = logits.gather(-1, columns).sub_(top.unsqueeze(-1)).masked_fill(~here, 0.0).squeeze(-1)
     if native.supports(logits):
         out = logits if weights is None else weights
@@ -171,7 +172,7 @@ def softmax_statistics(logits: Tensor, columns: Tensor, here: Tensor, group, wei
         total, weighted = weights.sum(-1), shifted.mul_(weights).sum(-1)
         square = [torch.mul(weights, weights, out=shifted).sum(-1)] if squares else []
     sums = torch.stack([total, chosen, weighted, *square])
-    dist.all_reduce(sums, group=group)
+    all_reduce(sums, group)
     return top, *_scores(*sums)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.kernels.rotation import rotate_
 from megarl.mcore.kernels.silu import by_whole_rows
 from megarl.mcore.model import rotary
 from megarl.mcore.model.projections import HeadLayout
@@ -59,11 +60,8 @@ class Rotation(NamedTuple):
         return Rotation(self.cosines[positions], self.sines[positions])
 
     def apply_(self, heads: Tensor):
-        """Rotates [T, G, heads, D] in place, with Megatron's operations so that the bits equal those in training."""
-        width = self.cosines.shape[-1]
-        rotary = heads[..., :width]
-        swapped = torch.cat((rotary[..., width // 2 :], rotary[..., : width // 2]), dim=-1)
-        rotary.mul_(self.cosines).add_(swapped.mul_(self.sines))
+        """Rotates [T, G, heads, D] in place; the bits equal those in training."""
+        rotate_(heads, *self)
 
 
 @dataclass(frozen=True)
@@ -114,17 +112,26 @@ class PagedSelfAttention(SelfAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self._yarn_concentration_factor = rotary.concentration(config, self.core_attention.kind)
         has_shared_group = config.num_query_groups < self.world_size
         self.shared_group = SharedGroup(HeadLayout.of_config(config), self.tp_group) if has_shared_group else None
 
-    def forward(self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
-        """Same as Megatron's; `inference_context` is a `megarl.mcore.inference.paged_context.PagedContext`."""
+    def forward(
+        self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, packed_seq_params=None,
+        **kwargs,
+    ):  # fmt: skip
+        """Same as Megatron's; `inference_context` is a `megarl.mcore.inference.paged_context.PagedContext`,
+        `packed_seq_params` a `PackedLayout`, by which the core attention rotates queries and keys."""
         if inference_context is not None:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
-        if rotary_pos_emb is not None:
-            rotary_pos_emb = rotary.of_kind(rotary_pos_emb, self.config, self.core_attention.kind)
-        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        if self.checkpoint_core_attention and self.training:
+            return super().forward(hidden_states, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs)
+        has_gate = self.config.attention_output_gate
+        heads = self.get_query_key_value_tensors(hidden_states, None, split_qkv=True, output_gate=has_gate)
+        query, key, value, *gates = heads
+        attended = self.core_attention(
+            query.squeeze(1), key.squeeze(1), value.squeeze(1), None, packed_seq_params=packed_seq_params
+        ).unsqueeze(1)
+        return apply_linear(self.linear_proj, self._apply_output_gate(attended, *gates) if gates else attended)
 
     _layer = functools.cached_property(local_layer)
 
@@ -142,8 +149,11 @@ class PagedSelfAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, hidden_states, *args, output_gate: bool = False, **kwargs):
         """Same as Megatron's, which has another way of getting this rank's heads of a group that ranks share."""
-        if self.shared_group is None:
+        if self.shared_group is None and (output_gate or self.q_layernorm is not None):
             return super().get_query_key_value_tensors(hidden_states, *args, output_gate=output_gate, **kwargs)
+        if self.shared_group is None:
+            query, key, value = self._projected_heads(hidden_states).unsqueeze(1).tensor_split((-2, -1), dim=3)
+            return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
         heads = self._projected_heads(hidden_states)
         query, key, value = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]  # one group, in place of one batch
         query, *gates = query.chunk(2, 2) if output_gate else (query,)
@@ -200,8 +210,14 @@ class GatedSelfAttention(PagedSelfAttention):
 class DecoderLayer(TransformerLayer):
     """Megatron's layer with a fast path for the rollout engine."""
 
+    has_plain_sums = True  # adds outputs to the hidden states as they are
+
     def forward(self, hidden_states, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
         """Returns hidden states and the cross-attention context, which is None; arguments as of Megatron's layer."""
+        if inference_context is None and self._is_whole:
+            inputs = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": kwargs["packed_seq_params"]}
+            attend = functools.partial(self.self_attention, attention_mask=None, **inputs)
+            return self._compute(hidden_states, attend, lambda x: self.mlp(self.pre_mlp_layernorm(x))), None
         if inference_context is not None and self.config.mlp_chunks_for_prefill == 1:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb)), None
         return super().forward(
@@ -213,17 +229,30 @@ class DecoderLayer(TransformerLayer):
 
         Layers of some models have one of the two alone.
         """
+        attend, feed_forward = (lambda x: self.self_attention.step(x, plan)), (lambda x: self._feed_forward(x, plan))
+        return self._compute(hidden, attend, feed_forward)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether a training forward computes the layer in one piece and keeps what backward needs."""
+        recomputes = self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm or self.recompute_mlp
+        return self.has_plain_sums and not recomputes and self.config.mlp_chunks_for_training == 1
+
+    def _compute(self, hidden: Tensor, attend: Callable, feed_forward: Callable) -> Tensor:
+        """`attend`: normed hidden states -> attention's output, and a bias to add; `feed_forward`: of the hidden states
+        after it."""
         if not isinstance(self.self_attention, IdentityOp):
-            hidden = self._add(hidden, *self.self_attention.step(self.input_layernorm(hidden), plan))
-        return hidden if isinstance(self.mlp, IdentityOp) else self._add(hidden, *self._feed_forward(hidden, plan))
+            hidden = self._add(hidden, *attend(self.input_layernorm(hidden)))
+        return hidden if isinstance(self.mlp, IdentityOp) else self._add(hidden, *feed_forward(hidden))
 
     def _feed_forward(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """Output of the MLP or experts, and a bias to add."""
         return self.mlp(self.pre_mlp_layernorm(hidden))
 
     def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns residual + (output + bias), rounded as in training."""
-        return (output if bias is None else output + bias).add_(residual)
+        """Returns residual + (output + bias)."""
+        output = output if bias is None else output + bias
+        return residual + output if torch.is_grad_enabled() else output.add_(residual)
 
 
 class MoEDecoderLayer(DecoderLayer):

@@ -28,6 +28,7 @@ from megarl.mcore.kernels.head_divergence import (
     heads_divergence,
 )
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
+from megarl.mcore.model.eval_mode import eval_mode
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.routing import Routing
 from megarl.mcore.parallel.context_parallel import gather_result
@@ -234,10 +235,5 @@ def sequence_scores(
 @contextlib.contextmanager
 def inference_mode(stages):
     """Context with the model in eval mode and without gradients; restores its training mode afterwards."""
-    was_training = stages.training
-    stages.eval()
-    try:
-        with torch.no_grad():
-            yield stages
-    finally:
-        stages.train(was_training)
+    with eval_mode(stages), torch.no_grad():
+        yield stages

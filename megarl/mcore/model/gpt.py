@@ -52,13 +52,14 @@ class ModelChunk(GPTModel):
         if packed_seq_params is None or frequencies is None:
             return outputs
         # [longest, 1, 1, D] by position -> [T, 1, D] by token, which broadcasts to queries [T, H, D].
-        frequencies = frequencies[packed_seq_params.positions, 0]
-        if frequencies.is_cuda and not isinstance(self.config, MLATransformerConfig):
-            # Megatron's attention then rotates nothing: the core attention does, by one kernel.
-            rotations = Rotation.by_kind(frequencies, self.config, self.config.params_dtype)
-            packed_seq_params.rotations = rotations[0], rotations[-1]
-            frequencies = None
-        return (embedded, frequencies, *rest)
+        positions = packed_seq_params.positions
+        if isinstance(self.config, MLATransformerConfig):
+            return (embedded, frequencies[positions, 0], *rest)
+        # Megatron's attention then rotates nothing: the core attention does, by one kernel for all of a layer.
+        by_position = Rotation.by_kind(frequencies.squeeze(1), self.config, self.config.params_dtype)
+        rotations = [rotation.at(positions) for rotation in by_position]
+        packed_seq_params.rotations = rotations[0], rotations[-1]
+        return (embedded, None, *rest)
 
     def tie_embeddings_and_output_weights_state_dict(self, state, output_key, embedding_key, metadata):
         """Adds the last stage's copy of the embedding to a checkpoint; Megatron's version needs process-wide groups."""

@@ -14,6 +14,8 @@ from megarl.mcore.model.decoder_layer import DecoderLayer, MoEDecoderLayer, Step
 class PostNormLayer(DecoderLayer):
     """A layer with a norm after attention and one after the MLP or experts; the spec says which it has before them."""
 
+    has_plain_sums = False
+
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)

@@ -22,6 +22,7 @@ VECTOR = 16  # head channels must be a multiple of this
 ops = torch.ops.megarl
 
 _is_enabled = True
+_WITH_MEMORY = Tensor, torch.nn.Parameter  # other types have none, such as those of a fake mode
 
 
 def own_folder() -> Path:
@@ -94,6 +95,4 @@ def is_used() -> bool:
 
 def supports(*tensors: Tensor) -> bool:
     """Whether the kernels compute with these tensors."""
-    return is_used() and all(
-        x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter) for x in tensors
-    )  # other types have no memory, such as those of a fake mode
+    return is_used() and all(x.dtype is torch.float32 and x.is_cpu and type(x) in _WITH_MEMORY for x in tensors)

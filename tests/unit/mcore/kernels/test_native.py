@@ -160,9 +160,11 @@ def results(threads):
     torch.set_num_threads(threads)
     torch.manual_seed(1)
     x, weight, few = torch.randn(700, 128), torch.randn(330, 128), torch.randn(70, 128)
-    heads, indices = torch.randn(3, 700, 2, 64).unbind(), torch.arange(700).view(7, 100)
+    heads, indices = torch.randn(3, 700, 2, 64), torch.arange(700).view(7, 100)
     logits, numbers = torch.randn(64, 3000), torch.rand(64, dtype=torch.float64)
-    attended, sums = native.ops.segment_attention(*heads, indices, indices, None, torch.arange(700), 0.1)
+    attended, turned, sums = torch.empty(700, 2, 64), torch.empty(700, 2, 64), torch.empty(700, 2)
+    native.ops.segment_attention(*heads, indices, indices, None, torch.arange(700), 0.1, attended, sums)
+    native.ops.rotate(heads[0], *heads[1:, :, 0].contiguous(), False, turned)
     grads = [torch.zeros_like(x) for x in heads]
     native.ops.segment_attention_backward(
         heads[2], *heads, indices, indices, None, torch.arange(700), attended, sums, 0.1, *grads
@@ -175,6 +177,7 @@ def results(threads):
         native.ops.swiglu(x.repeat(9, 1)),
         *native.ops.sample(logits, 1.0, 3000, 1, numbers),
         attended,
+        turned,
         *grads,
     ]
 

@@ -88,9 +88,9 @@ def test_scores_and_gradients_are_those_of_log_softmax(size, chunk, temperature,
         for score, right, first in zip(scores, wanted, results[0][0], strict=True):
             assert score.dtype == torch.float32 and torch.equal(score, first)
             assert (score - right).abs().max() <= ROUNDING * max(1.0, float(right.detach().abs().max()))
-        chunks = {T: 1, 8: 3, 4: 5}[chunk]
         split = size > 1
-        assert forward == ["all_gather_into_tensor"] * (split and sequence_parallel) + ["all_reduce"] * 2 * chunks
+        reductions = ["all_reduce"] * 2 * {T: 1, 8: 3, 4: 5}[chunk] * split
+        assert forward == ["all_gather_into_tensor"] * (split and sequence_parallel) + reductions
         assert backward == ["reduce_scatter_tensor" if sequence_parallel else "all_reduce"] * split
     gathered = [torch.cat([result[1][i] for result in results]) for i in (0, 1)]
     for found in [gathered[0]] if sequence_parallel else [result[1][0] for result in results]:

@@ -27,7 +27,7 @@ struct QueryRow {
     int64_t keys;    // the row sees keys 0 … keys − 1
 };
 
-inline int64_t padded_keys(int64_t keys) { return (keys + W * BLOCKS - 1) / (W * BLOCKS) * W * BLOCKS; }
+inline int64_t padded_keys(int64_t keys) { return (keys + W - 1) / W * W; }
 
 // Vectors of `channels` floats (a multiple of W), of which W lie next to each other channel by channel.
 class Transposed {
@@ -76,23 +76,28 @@ class Transposed {
 
     template <int N>
     void copied_products(const float* const* rows, int64_t width, float scale, float* out) const {
-        for (int64_t block = 0; block < width / W; block += BLOCKS) {
-            Vec acc[N][BLOCKS];
-            for (int r = 0; r < N; ++r)
-                for (int b = 0; b < BLOCKS; ++b) acc[r][b] = zero();
-            const float* vectors = data_.data() + block * channels_ * W;
-            for (int c = 0; c < channels_; ++c) {
-                Vec vector[BLOCKS];
-                for (int b = 0; b < BLOCKS; ++b) vector[b] = load(vectors + (b * channels_ + c) * W);
-                for (int r = 0; r < N; ++r) {
-                    Vec factor = all(rows[r][c]);
-                    for (int b = 0; b < BLOCKS; ++b) acc[r][b] = fma(factor, vector[b], acc[r][b]);
-                }
+        int64_t at = 0;
+        for (; at + BLOCKS * W <= width; at += BLOCKS * W) products_at<N, BLOCKS>(at, rows, width, scale, out);
+        for (; at < width; at += W) products_at<N, 1>(at, rows, width, scale, out);
+    }
+
+    // Those of B blocks of W vectors, the first of which is vector `at`.
+    template <int N, int B>
+    void products_at(int64_t at, const float* const* rows, int64_t width, float scale, float* out) const {
+        Vec acc[N][B];
+        for (int r = 0; r < N; ++r)
+            for (int b = 0; b < B; ++b) acc[r][b] = zero();
+        const float* vectors = data_.data() + at * channels_;
+        for (int c = 0; c < channels_; ++c) {
+            Vec vector[B];
+            for (int b = 0; b < B; ++b) vector[b] = load(vectors + (b * channels_ + c) * W);
+            for (int r = 0; r < N; ++r) {
+                Vec factor = all(rows[r][c]);
+                for (int b = 0; b < B; ++b) acc[r][b] = fma(factor, vector[b], acc[r][b]);
             }
-            for (int r = 0; r < N; ++r)
-                for (int b = 0; b < BLOCKS; ++b)
-                    store(out + r * width + (block + b) * W, mul(acc[r][b], all(scale)));
         }
+        for (int r = 0; r < N; ++r)
+            for (int b = 0; b < B; ++b) store(out + r * width + at + b * W, mul(acc[r][b], all(scale)));
     }
 
     const float* const* vectors_ = nullptr;

@@ -6,21 +6,10 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "rotation.h"
 #include "rows.h"
 
 namespace megarl {
-
-// Rotates the first `width` channels of a head in place: x · cos + swapped · sin, each rounded, as in training. `sines`
-// are negated in the first half.
-inline void rotate(float* head, const float* cosines, const float* sines, int width, float* scratch) {
-    int half = width / 2;
-    std::copy(head + half, head + width, scratch);
-    std::copy(head, head + half, scratch + half);
-    for (int i = 0; i < width; ++i) {
-        float a = head[i] * cosines[i], b = scratch[i] * sines[i];
-        head[i] = a + b;
-    }
-}
 
 // The paged cache [blocks, block, G, 2, D] of one layer and what the rows of a step read of it.
 struct PagedReads {
@@ -140,16 +129,15 @@ class DecodeLayers {
     // Norms and rotates queries and keys; writes keys and values.
     void write_cache(const Layer& layer) {
         for_rows(qkv_width(), [&](int64_t i) {
-            std::vector<float> scratch(std::max(s_.rotary, s_.channels));
+            int64_t half = s_.rotary / 2;
+            const float *cosines = s_.cosines + i * s_.rotary, *sines = s_.sines + i * s_.rotary;
             for (int64_t g = 0; g < s_.groups; ++g) {
                 float* group = qkv_.data() + i * qkv_width() + g * (s_.heads + 2) * s_.channels;
                 for (int64_t h = 0; h <= s_.heads; ++h) {
                     float* head = group + h * s_.channels;
                     const float* weight = h < s_.heads ? layer.query_norm : layer.key_norm;
                     if (weight) rms_norm(head, weight, s_.channels, s_.eps, head);
-                    if (s_.rotary)
-                        rotate(head, s_.cosines + i * s_.rotary, s_.sines + i * s_.rotary, int(s_.rotary),
-                               scratch.data());
+                    rotate(head, cosines, sines, sines + half, half, head);
                 }
                 float* to = layer.cache + s_.slots[i] * s_.reads.token_stride() + g * 2 * s_.channels;
                 std::copy_n(group + s_.heads * s_.channels, 2 * s_.channels, to);

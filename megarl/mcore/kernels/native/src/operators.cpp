@@ -9,6 +9,7 @@
 #include "delta_rule.h"
 #include "gemm.h"
 #include "parallel.h"
+#include "rotation.h"
 #include "rows.h"
 #include "sampling.h"
 #include "state_space.h"
@@ -163,17 +164,14 @@ int64_t longest_of(const SegmentRows& s, const std::vector<int64_t>& bounds, int
     return longest;
 }
 
-// Returns outputs [m, H, D] of the real queries and their log-sums [m, H].
-std::tuple<Tensor, Tensor> segment_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                             const Tensor& queries, const Tensor& keys,
-                                             const std::optional<Tensor>& last_keys, const Tensor& real,
-                                             double scale) {
+// Writes the outputs of the real queries to their rows of `out` [T, H, D], and their log-sums to those of `sums` [T, H].
+void segment_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& queries,
+                       const Tensor& keys, const std::optional<Tensor>& last_keys, const Tensor& real, double scale,
+                       const Tensor& out, const std::optional<Tensor>& sums) {
     SegmentRows s = segment_rows(queries, keys, last_keys, real);
     int64_t heads = query.size(1), groups = key.size(1), channels = query.size(2), shared = heads / groups;
-    HeadView q(query), k(key), v(value);
-    Tensor out = at::empty({s.m, heads, channels}, query.options().memory_format(std::nullopt));
-    Tensor sums = at::empty({s.m, heads}, out.options());
-    float *to = out.mutable_data_ptr<float>(), *log_sums = sums.mutable_data_ptr<float>();
+    HeadView q(query), k(key), v(value), to(out);
+    float* log_sums = sums ? mutable_floats(*sums) : nullptr;
     std::vector<int64_t> bounds = bounds_of(s);
     int64_t work = s.m * s.k * heads * channels;
     parallel_parts(s.n * groups, threads_for(work), [&](int64_t first, int64_t last) {
@@ -188,19 +186,18 @@ std::tuple<Tensor, Tensor> segment_attention(const Tensor& query, const Tensor& 
                 at_value[j] = v.at(s.keys[i * s.k + j], g);
             }
             for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r) {
-                int64_t j = s.real[r] - i * s.q;
+                int64_t j = s.real[r] - i * s.q, at = s.queries[i * s.q + j];
                 for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
-                    rows.push_back({q.at(s.queries[i * s.q + j], h), to + (r * heads + h) * channels,
-                                    log_sums + r * heads + h, s.seen(i, j)});
+                    rows.push_back({q.at(at, h), to.at(at, h), log_sums ? log_sums + at * heads + h : nullptr,
+                                    s.seen(i, j)});
             }
             attention.attend(at_key.data(), at_value.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
                              float(scale));
         }
     });
-    return {out, sums};
 }
 
-// Gradients of query, key and value [T, heads, D]; `grad`, `out` [m, H, D] and `sums` [m, H] are of the real queries.
+// Gradients of query, key and value [T, heads, D]; `grad`, `out` and `sums` as in `segment_attention`.
 // A query may be in one segment only; keys may be in several, whose gradients are added in their order.
 void segment_attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
                                 const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& last_keys,
@@ -230,8 +227,8 @@ void segment_attention_backward(const Tensor& grad, const Tensor& query, const T
                 for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r) {
                     int64_t j = s.real[r] - i * s.q, at = s.queries[i * s.q + j];
                     for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
-                        rows.push_back({q.at(at, h), g_out.at(r, h), o.at(r, h), g_query.at(at, h),
-                                        log_sums[r * heads + h], s.seen(i, j)});
+                        rows.push_back({q.at(at, h), g_out.at(at, h), o.at(at, h), g_query.at(at, h),
+                                        log_sums[at * heads + h], s.seen(i, j)});
                 }
                 backward.run(at_key.data(), at_value.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
                              float(scale), to_key.data(), to_value.data());
@@ -349,11 +346,12 @@ TORCH_LIBRARY(megarl, m) {
     m.def("weight_gradient(Tensor grad, Tensor x) -> Tensor", &weight_gradient);
     m.def("add_weight_gradient(Tensor(a!) sum, Tensor grad, Tensor x) -> ()", &add_weight_gradient);
     m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", &rms_norm_rows);
+    m.def("rotate(Tensor x, Tensor cosines, Tensor sines, bool is_backward, Tensor(a!) out) -> ()", &rotate_heads);
     m.def("swiglu(Tensor x) -> Tensor", &swiglu_rows);
     m.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor", &swiglu_rows_backward);
     m.def(
         "segment_attention(Tensor query, Tensor key, Tensor value, Tensor queries, Tensor keys, Tensor? last_keys, "
-        "Tensor real, float scale) -> (Tensor, Tensor)",
+        "Tensor real, float scale, Tensor(a!) out, Tensor(b!)? sums) -> ()",
         &segment_attention);
     m.def(
         "segment_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor queries, Tensor keys, "
