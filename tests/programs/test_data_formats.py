@@ -1,5 +1,6 @@
 """Prompts in Parquet, the filter of long prompts and masked responses in whole runs: numbers, files, resume, errors."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -33,7 +34,13 @@ from tests.helpers.programs import (
 )
 from tests.helpers.worlds import run_world
 
-TRAIN = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()]
+
+@functools.cache
+def train_rows() -> list[dict]:
+    """The rows of the small programs' prompts."""
+    return [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()]
+
+
 LONG = {"prompt": "1+1+1+1+1+1=", "answer": "6"}
 
 
@@ -64,10 +71,10 @@ def plain_run(folder) -> Path:
 
 
 def test_a_run_on_parquet_is_the_run_on_json(plain_run, folder, capfd):
-    path = write_parquet(folder / "train.parquet", verl(TRAIN))
+    path = write_parquet(folder / "train.parquet", verl(train_rows()))
     (printed,) = train("rl", rl_argv(folder / "parquet", f"--train-iters 2 --lr-decay-iters 3 --prompts {path}"))
-    note = (f"--prompts {path}: {len(TRAIN)} rows; prompt from prompt, answer from reward_model.ground_truth, task from"
-            " data_source, metadata from data_source, extra_info, reward_model")  # fmt: skip
+    note = (f"--prompts {path}: {len(train_rows())} rows; prompt from prompt, answer from reward_model.ground_truth,"
+            " task from data_source, metadata from data_source, extra_info, reward_model")  # fmt: skip
     assert printed.count(f"megarl: {note}\n") == 1
     assert yaml.safe_load((folder / "parquet" / "settings.yaml").read_text())["data"] == [note]
     assert "data" not in yaml.safe_load((plain_run / "settings.yaml").read_text())
@@ -79,10 +86,10 @@ def test_a_run_on_parquet_is_the_run_on_json(plain_run, folder, capfd):
 @pytest.fixture(scope="module")
 def filtered_run(folder) -> Path:
     """Two steps on the same prompts and, between them, prompts that the filter drops; on two ranks."""
-    path = write_lines(folder / "long.jsonl", [LONG, *TRAIN[:100], LONG, LONG, *TRAIN[100:]])
+    path = write_lines(folder / "long.jsonl", [LONG, *train_rows()[:100], LONG, LONG, *train_rows()[100:]])
     flags = f"--train-iters 2 --save-interval 1 --lr-decay-iters 3 --prompts {path} --eval-prompts {path}"
     (printed, other) = train("rl", rl_argv(folder / "filtered", f"{flags} --filter-long-prompts --eval-samples 8"), 2)
-    count = len(TRAIN) + 3
+    count = len(train_rows()) + 3
     for flag in ("--prompts", "--eval-prompts"):
         assert f"megarl: {flag} {path}: dropped 3 of {count} prompts longer than 6 tokens\n" in printed
     assert "dropped" not in other
@@ -164,7 +171,7 @@ def test_evaluation_reads_the_same_formats(folder, tmp_path):
 
 @pytest.mark.long
 def test_supervised_programs_read_the_same_formats(tmp_path):
-    rows = [{"problem": row["prompt"], "completion": row["answer"], "id": i} for i, row in enumerate(TRAIN)]
+    rows = [{"problem": row["prompt"], "completion": row["answer"], "id": i} for i, row in enumerate(train_rows())]
     cases = {
         "sft": (sft_argv, write_parquet(tmp_path / "sft.parquet", rows), "--response-column completion"),
         "reward": (reward_argv, None, "--chosen-column good --rejected-column bad"),
