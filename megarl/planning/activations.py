@@ -79,24 +79,22 @@ def _working(args, kind: LayerKind, tokens: int) -> float:
 
 
 def _attention(args, n: int, fused: bool) -> float:
-    """Bytes of rotary tables 4·D·n·b and of attention ((2A/t + 2g)·D·b + 4A/t)·n·SEGMENT_PADDING with g = G/t groups of
-    a rank, at least one; keys and values of all c·n tokens under context parallelism.
+    """Bytes of attention ((A/t + 2g)·D·b + 4A/t)·n·SEGMENT_PADDING with g = G/t groups of a rank, at least one; keys
+    and values of all c·n tokens under context parallelism. Its outputs are the next linear layer's inputs.
 
     Selective recomputation of the core attention keeps (A/t + 2g)·D·b·n of the attention's share.
     """
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
     channels, groups, total = args.kv_channels, HeadLayout.of(args).groups_of_rank(t), 0.0
-    if args.position_embedding_type in ROTARY:
-        total += 4 * channels * n * b
     if args.attention_output_gate:
-        total += heads * channels / t * n * (4 + 2 * b)
+        total += heads * channels / t * n * (4 + 3 * b)
     if args.qk_layernorm or args.qk_layernorm_all_heads:
         total += (heads / t + groups) * _norm(args, channels, fused) * n
     keys = 2 * groups * channels * n * args.context_parallel_size * b
     if args.recompute_granularity == "selective":
         total += heads * channels / t * n * b + keys
     else:
-        total += SEGMENT_PADDING * (2 * heads * channels / t * n * b + keys + 4 * heads / t * n)
+        total += SEGMENT_PADDING * (heads * channels / t * n * b + keys + 4 * heads / t * n)
     return total
 
 
@@ -144,6 +142,7 @@ def _moe(args, s: int) -> float:
 def of_chunk(args, layers: range, tokens: int, last: bool, value_head: bool = False, fused: bool = True):
     """Bytes (kept, working): kept by a model chunk per micro-batch until its backward, and used during the backward.
 
+    Its layers share the cosines and sines of rotary embeddings, 2·D·n·b; those of latent attention keep their own.
     Full recomputation keeps H·s·b per group of `--recompute-num-layers` layers and recomputes one group at a time
     (method uniform); or it recomputes each of the first so many layers alone (method block), whose backward runs
     after that of the others.
@@ -162,6 +161,8 @@ def of_chunk(args, layers: range, tokens: int, last: bool, value_head: bool = Fa
             others = sum(sizes[size:])
             kept = min(size, len(sizes)) * layer_input + others
             working = max(0, max(sizes[:size]) - others) + again
+    if args.position_embedding_type in ROTARY and not args.multi_latent_attention:
+        kept += 2 * args.kv_channels * n * b
     if last:
         kept += _norm(args, args.hidden_size, fused) * s + (4 if value_head else b) * args.hidden_size * n + 28 * n
     return kept, working

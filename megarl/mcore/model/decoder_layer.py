@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
@@ -217,7 +218,9 @@ class DecoderLayer(TransformerLayer):
         if inference_context is None and self._is_whole:
             inputs = {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": kwargs["packed_seq_params"]}
             attend = functools.partial(self.self_attention, attention_mask=None, **inputs)
-            return self._compute(hidden_states, attend, lambda x: self.mlp(self.pre_mlp_layernorm(x))), None
+            output = self._compute(hidden_states, attend, lambda x: self.mlp(self.pre_mlp_layernorm(x)))
+            # Pipeline stages free what they have sent, which a view would keep.
+            return make_viewless_tensor(output, requires_grad=output.requires_grad, keep_graph=True), None
         if inference_context is not None and self.config.mlp_chunks_for_prefill == 1:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb)), None
         return super().forward(

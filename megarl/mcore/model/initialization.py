@@ -80,10 +80,10 @@ def _draw(whole_name: str, parameter: Tensor, config, seed: int, pg_collection):
     # Devices draw other numbers than the host; `--use-cpu-initialization` gives the same weights on both.
     on = torch.device("cpu") if config.use_cpu_initialization else parameter.device
     whole = torch.empty(shape, dtype=parameter.dtype, device=on)
-    devices = [on] if on.type == "cuda" else []
+    devices = [parameter.device] if parameter.is_cuda else []
     with torch.random.fork_rng(devices):
-        # Not torch.manual_seed, which keeps a stack trace for each kind of device that may yet be used.
-        draw_from = torch.cuda.manual_seed if devices else torch.default_generator.manual_seed
+        # torch.manual_seed keeps a stack trace for each kind of device that is not in use yet.
+        draw_from = torch.manual_seed if devices else torch.default_generator.manual_seed
         draw_from(_seed(seed, whole_name))
         _method(whole_name, config)(whole)
     # A rank holds its shard of the gate projection, then the same shard of the up projection.
