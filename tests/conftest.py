@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from megarl.rewards import sandbox
-from tests.helpers import worlds
+from tests.helpers import programs, worlds
 
 torch.set_num_threads(1)
 
@@ -44,6 +44,8 @@ def pytest_runtestloop(session):
     jobs = session.config.getoption("--jobs")
     if jobs == 1 or session.testsfailed or session.config.option.collectonly:
         return None
+    if programs.inputs.cache_info().currsize:
+        raise pytest.UsageError("a module calls programs.inputs() when it is imported: forks would share the folder")
     with warnings.catch_warnings(action="ignore"):  # of packages; a test would ignore them, too
         worlds.warm()
     folder, others = Path(tempfile.mkdtemp(prefix="megarl-jobs-")), {}

@@ -26,7 +26,12 @@ TURNS = (
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"
 
 
-JUDGED = f"{judge_flags(Path('{folder}/judge.yaml'))} --judge-max-length 160 --reward-max-failures 1"
+JUDGED = "JUDGED --judge-max-length 160 --reward-max-failures 1"  # see `in_folder`
+
+
+def in_folder(folder: Path, flags: str, *paths: Path) -> str:
+    """Flags with a folder in place of its name, and those of a judge whose file is there."""
+    return flags.format(*paths, folder=folder).replace("JUDGED", judge_flags(folder / "judge.yaml"))
 
 
 @grouped
@@ -140,7 +145,7 @@ def test_all_that_samples_knows_the_sizes(kind, mixtures, tmp_path):
     write(tmp_path / "judge.yaml", mode="pair", messages=[{"role": "user", "content": "{first}{second}="}])
 
     def run(name: str, more: str, ranks: int) -> Path:
-        own = f"{flags.format(folder=tmp_path)} --train-iters 3 --save-interval 1 {more}"
+        own = f"{in_folder(tmp_path, flags)} --train-iters 3 --save-interval 1 {more}"
         common = f"{FLAGS} --prompts {mixtures['two']} {own}"
         train("rl", rl_argv(tmp_path / name, common, "experts" not in flags), ranks)
         return tmp_path / name
@@ -226,5 +231,5 @@ def test_sizes_that_a_run_cannot_have_are_refused(what, mixtures, tmp_path):
     name, flags, message = REFUSALS[what]
     write(tmp_path / "judge.yaml", mode="pair", messages=[{"role": "user", "content": "{first}{second}="}])
     path = mixtures[name]
-    own = flags.format(path, folder=tmp_path)
+    own = in_folder(tmp_path, flags, path)
     assert message.format(path) in refusal(rl_argv(tmp_path / "run", f"{FLAGS} --prompts {path} {own}"))
