@@ -32,13 +32,18 @@ def softmax_gates(config: ModelConfig) -> dict[str, object]:
 def sigmoid_gates(config: ModelConfig) -> dict[str, object]:
     """`SIGMOID_GATES` with a factor and groups of experts."""
     config.require("norm_topk_prob", True)
-    if config.whole("num_experts_per_tok") < 2:
-        raise config.error("num_experts_per_tok", "2 or more: Megatron does not normalize a single gate")
+    check_several(config)
     groups, group_topk = config.whole("n_group"), config.whole("topk_group")
     if groups > 1 and group_topk <= groups and config.whole("num_experts_per_tok") != 2 * group_topk:
         raise config.error("num_experts_per_tok", "2 for each of topk_group groups, whose two best experts are added")
     flags = SIGMOID_GATES | {"moe-router-topk-scaling-factor": config.number("routed_scaling_factor")}
     return flags | ({"moe-router-num-groups": groups, "moe-router-group-topk": group_topk} if groups > 1 else {})
+
+
+def check_several(config: ModelConfig):
+    """UsageError if normalized gates are those of one expert."""
+    if config.whole("num_experts_per_tok") < 2:
+        raise config.error("num_experts_per_tok", "2 or more: Megatron does not normalize a single gate")
 
 
 def sparse_layers(config: ModelConfig) -> dict[str, object]:
@@ -56,13 +61,13 @@ def dense_then_experts(config: ModelConfig) -> dict[str, object]:
         if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"} or "sparse" not in kinds:
             raise config.error("mlp_layer_types", "dense or sparse for each layer, sparse for one at least")
         return layer_pattern([kind == "sparse" for kind in kinds])
-    dense = config.whole("first_k_dense_replace", minimum=0)
+    dense = config.whole("first_k_dense_replace", "num_dense_layers", minimum=0)
     return layer_pattern([i >= dense for i in range(layers)])
 
 
 def shared_experts(config: ModelConfig) -> dict[str, object]:
     """The size of the experts that every token has."""
-    size = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")
+    size = config.whole("n_shared_experts", "num_shared_experts") * config.whole("moe_intermediate_size")
     return {"moe-shared-expert-intermediate-size": size}
 
 

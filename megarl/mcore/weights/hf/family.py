@@ -245,3 +245,9 @@ def window_flags(config: ModelConfig) -> dict[str, object]:
     pattern = str([int(x) for x in has_window]).replace(" ", "")
     flags: dict[str, object] = {"window-size": f"{config.whole('sliding_window') - 1},0"}
     return flags | ({} if all(has_window) else {"window-attn-skip-freq": pattern})
+
+
+def positions_of_windows(config: ModelConfig) -> dict[str, object]:
+    """Layers without a window have no positions."""
+    is_whole = [int(kind == FULL) for kind in config.items("layer_types", str, "names")]
+    return {"no-rope-freq": str(is_whole).replace(" ", "")} if any(is_whole) else {}

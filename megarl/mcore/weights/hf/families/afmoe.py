@@ -1,7 +1,20 @@
 """Trinity (AFMoE): gated attention, windows, norms before and after each part, sigmoid gates, shared experts."""
 
-from megarl.mcore.weights.hf.experts import SIGMOID_GATES, expert_flags, layer_pattern
-from megarl.mcore.weights.hf.family import FULL, SANDWICH, Family, expert_layers, model_flags, window_flags
+from megarl.mcore.weights.hf.experts import (
+    SIGMOID_GATES,
+    check_several,
+    dense_then_experts,
+    expert_flags,
+    shared_experts,
+)
+from megarl.mcore.weights.hf.family import (
+    SANDWICH,
+    Family,
+    expert_layers,
+    model_flags,
+    positions_of_windows,
+    window_flags,
+)
 from megarl.mcore.weights.hf.mapping import heads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
@@ -9,24 +22,14 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds all of it; layers without a window have no positions."""
     config.require("attention_bias", False)
-    layers, dense = config.whole("num_hidden_layers"), config.whole("num_dense_layers", minimum=0)
-    is_whole = [int(kind == FULL) for kind in config.items("layer_types", str, "names")]
-    found = model_flags(config) | window_flags(config) | {
-        "layernorm-position": "sandwich", "qk-layernorm": True, "attention-output-gate": True,
-        **({"no-rope-freq": str(is_whole).replace(" ", "")} if any(is_whole) else {}),
-        **({"embedding-multiplier": config.whole("hidden_size") ** 0.5} if config.switch("mup_enabled") else {}),
-    }  # fmt: skip
-    return found | _experts(config) | layer_pattern([i >= dense for i in range(layers)])
-
-
-def _experts(config: ModelConfig) -> dict[str, object]:
-    if config.whole("num_experts_per_tok") < 2:
-        raise config.error("num_experts_per_tok", "2 or more: Megatron does not normalize a single gate")
-    size = config.whole("moe_intermediate_size")
-    return expert_flags(config, size) | SIGMOID_GATES | {
-        "moe-router-topk-scaling-factor": config.number("route_scale"),
-        "moe-shared-expert-intermediate-size": config.whole("num_shared_experts") * size,
-    }  # fmt: skip
+    check_several(config)
+    found = model_flags(config) | window_flags(config) | positions_of_windows(config)
+    found |= {"layernorm-position": "sandwich", "qk-layernorm": True, "attention-output-gate": True}
+    if config.switch("mup_enabled"):
+        found["embedding-multiplier"] = config.whole("hidden_size") ** 0.5
+    found |= expert_flags(config, config.whole("moe_intermediate_size")) | SIGMOID_GATES
+    found["moe-router-topk-scaling-factor"] = config.number("route_scale")
+    return found | shared_experts(config) | dense_then_experts(config)
 
 
 FAMILY = Family(

@@ -1,16 +1,13 @@
 """EXAONE 4 (2507.11407): norms after attention and MLP alone; layers without a window have no positions."""
 
-from megarl.mcore.weights.hf.family import FULL, SANDWICH, Family, model_flags, window_flags
+from megarl.mcore.weights.hf.family import SANDWICH, Family, model_flags, positions_of_windows, window_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds the norms, the windows, and which layers have no positions: in models with windows those without one."""
     found = model_flags(config) | window_flags(config) | {"layernorm-position": "post", "qk-layernorm": True}
-    if config.get("sliding_window") is not None:
-        is_whole = [int(kind == FULL) for kind in config.items("layer_types", str, "names")]
-        found |= {"no-rope-freq": str(is_whole).replace(" ", "")} if any(is_whole) else {}
-    return found
+    return found if config.get("sliding_window") is None else found | positions_of_windows(config)
 
 
 FAMILY = Family(
