@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import warnings
@@ -40,7 +41,10 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
-    """With --jobs, forks this process when tests are collected, which takes longest; each fork reports at its end."""
+    """With --jobs, forks this process when tests are collected, which takes longest; each fork reports at its end.
+
+    This process runs none itself: a test looks at its process's descendants, which must be its own.
+    """
     jobs = session.config.getoption("--jobs")
     if jobs == 1 or session.testsfailed or session.config.option.collectonly:
         return None
@@ -48,25 +52,26 @@ def pytest_runtestloop(session):
         raise pytest.UsageError("a module calls programs.inputs() when it is imported: forks would share the folder")
     with warnings.catch_warnings(action="ignore"):  # of packages; a test would ignore them, too
         worlds.warm()
-    folder, others = Path(tempfile.mkdtemp(prefix="megarl-jobs-")), {}
+    folder, forks = Path(tempfile.mkdtemp(prefix="megarl-jobs-")), {}
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
-    for number in range(1, jobs):
+    for number in range(jobs):
         printed = folder / f"printed.{number}"
+        reporter.flush()
         pid = os.fork()
         if pid == 0:
             worlds.die_with_parent()
-            reporter._tw._file = printed.open("w", buffering=1)
+            if number:  # the first one's progress is seen
+                reporter._tw._file = printed.open("w", buffering=1)
             _capture_anew(session.config.pluginmanager.getplugin("capturemanager"))
             return _run_claimed(session, folder)
-        others[pid] = printed
-    try:
-        _run_claimed(session, folder)
-    finally:  # also if this process stops: the others' reports belong to the whole
-        for pid, printed in others.items():
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            reporter.write(f"\n{printed.read_text()}\na process of --jobs ended with status {status}\n", flush=True)
-            session.testsfailed += status != 0
-        shutil.rmtree(folder)
+        forks[pid] = printed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the forks get it, too, and their reports belong to the whole
+    for pid, printed in forks.items():
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        report = printed.read_text() if printed.exists() else ""
+        reporter.write(f"\n{report}\na process of --jobs ended with status {status}\n", flush=True)
+        session.testsfailed += status != 0
+    shutil.rmtree(folder)
     return True
 
 

@@ -9,11 +9,14 @@ import pytest
 from tests.helpers.programs import ROOT
 
 MEETING = """
+import os
 from pathlib import Path
+from tests.helpers.processes import descendants
 from tests.helpers.waiting import wait_until
 
 def test_meets():
     here = Path(__file__).parent
+    assert not descendants(os.getpid())  # the other process is none of its own
     (here / "{name}").touch()
     assert wait_until((here / "{other}").exists)  # so another process runs the other file
     print("printed by {name}")
