@@ -35,7 +35,7 @@ from megarl.rollout.replay import transcript
 from megarl.rollout.replay.agent_fork import ForkedPool, run_again
 from megarl.rollout.replay.player import LiveEnvironment, Player, fork_problem, other_answer
 from megarl.rollout.replay.saved import SavedResponse, read_response
-from megarl.rollout.requests import PromptRequest, RoundRequests
+from megarl.rollout.requests import Branching, PromptRequest, RoundRequests
 from megarl.rollout.response_ends import check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags
@@ -48,7 +48,7 @@ from megarl.trainers.setup import build_role_encoder, check_vocabulary, read_inp
 # --mtp-drafts change no text.
 _OF_EVALUATION = ("eval-", "judge-", "reward", "rollout-server", "load", "save", "role-map", "verify-weights", "mtp-")
 _MORE = (
-    "prompts", "prompts-per-step", "samples-per-prompt", "temperature", "hf-mtp",
+    "prompts", "prompts-per-step", "samples-per-prompt", "branch-turns", "branch-samples", "temperature", "hf-mtp",
     "lora-rank", "lora-alpha", "lora-rslora", "lora-targets", "lora-adapter", "actor-lora-rank", "actor-lora-alpha",
     "actor-lora-rslora", "actor-lora-targets", "actor-lora-adapter",
 )  # fmt: skip
@@ -197,7 +197,8 @@ def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundR
     tokens, limit = inputs.prompt_tokens.view(line), inputs.prompts.response_limit(line)
     size = inputs.prompts.group_size(line)
     prompt = PromptRequest(line=line, tokens=tokens, draw_index=draw, step=step, limit=limit, samples=size)
-    return RoundRequests([prompt], s.samples_per_prompt, s.seed, step, s.max_response_length, inputs.thinking)
+    common = s.seed, step, s.max_response_length, inputs.thinking, Branching.of(s)
+    return RoundRequests([prompt], s.samples_per_prompt, *common)
 
 
 def _fork(

@@ -104,6 +104,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             Metric("environment/step_s", "s", "mean time that an environment took for an answer"),
             Metric("environment/waiting_share", "fraction", "share of the rollout's time in which a replica only"
                    " waited for environments, mean over replicas"),
+            Metric("environment/shared_turns", "turns", "turns that an episode took from another sample of its branch,"
+                   " with --branch-turns"),
             Metric("environment/reward/<component>", "reward", "mean of a named component's sum over an episode"),
             Metric("agent/rows_per_episode", "rows", "rows of tokens of an agent's episode"),
             Metric("agent/rewritten_history", "requests", "requests of agents whose history the template or the agent"

@@ -126,6 +126,7 @@ CONDITIONS: dict[str, Condition] = {
     "pools": _when(lambda s: s.pool_bounds is not None, "needs --pool-bounds"),
     "overlong": _when(lambda s: s.overlong_buffer > 0, "--overlong-buffer is 0"),
     "environment": _when(lambda s: s.environment is not None, "needs --environment"),
+    "branches": _when(lambda s: s.branch_turns > 0, "needs --branch-turns"),
     "workers": _when(lambda s: s.environment is not None and not s.agent_sessions,
                      "needs --environment: --agent-sessions has no worker processes"),
     "tool_calls": Condition(
@@ -237,6 +238,9 @@ def _sampling(context: FlagContext) -> list[FlagRule]:
     return [
         FlagRule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
              f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),
+        FlagRule("--branch-samples", s.branch_samples, not s.branch_turns or s.branch_samples < s.samples_per_prompt,
+             f"allowed is less than --samples-per-prompt {s.samples_per_prompt}: no baseline of a group says what turns"
+             " are worth that all of its samples share"),
         FlagRule("--group-filter", s.group_filter, s.group_filter == "none" or s.samples_per_prompt > 1,
              "needs --samples-per-prompt 2 or more: it compares the responses of a group"),
         FlagRule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
@@ -345,7 +349,7 @@ def _environments(s: Settings) -> list[FlagRule]:
     name = s.environment
     in_sessions = {
         "--serve-policy": s.serve_policy, "--over-sampling": s.over_sampling > 1, "--credit turns": s.credit == "turns",
-        "--rollout-bank": s.rollout_bank is not None,
+        "--rollout-bank": s.rollout_bank is not None, "--branch-turns": s.branch_turns > 0,
     }  # fmt: skip
     not_in_sessions = [flag for flag, is_set in in_sessions.items() if is_set]
     return [
@@ -353,6 +357,8 @@ def _environments(s: Settings) -> list[FlagRule]:
              "drivers outside of the run are the environment; leave --environment out"),
         FlagRule("--agent-sessions", s.agent_sessions, not s.agent_sessions or not not_in_sessions,
              f"not allowed with {', '.join(not_in_sessions)}"),
+        FlagRule("--branch-turns", s.branch_turns, s.branch_turns < s.max_turns or name is None,
+             f"leaves an episode no turn of its own; allowed is less than --max-turns {s.max_turns}"),
         FlagRule("--environment", name, name is None or not s.is_scheduled or s.over_sampling == 1,
              "not allowed with --over-sampling where the clock decides (--generation-schedule recorded,"
              " --replay-schedule)"),

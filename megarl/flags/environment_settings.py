@@ -19,6 +19,10 @@ class EnvironmentSettings:
     agent_sessions: bool = flag(False, "episodes are sessions that drivers outside of the run take, and end with a"
                                 " reward, over HTTP at --host and --port")  # fmt: skip
     max_turns: int = positive(8, "turns of an episode", programs=GENERATING, when="environment")
+    branch_turns: int = not_negative(0, "first turns of an episode that --branch-samples samples of a group share;"
+                                      " further turns are their own", when="environment")  # fmt: skip
+    branch_samples: int = positive(2, "consecutive samples of a group that share their first turns, fewer than the"
+                                    " group has", when="branches")  # fmt: skip
     max_turn_length: int | None = positive(None, "tokens of a turn; --max-response-length holds all turns and"
                                             " observations; default: only that", programs=GENERATING,
                                             when="environment")  # fmt: skip

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
-from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 
@@ -43,6 +44,18 @@ class PromptRequest(NamedTuple):
     samples: int | None = None  # responses; None: as the round's
 
 
+class Branching(NamedTuple):
+    """How the episodes of a group share their first turns."""
+
+    turns: int  # that are shared
+    samples: int  # consecutive samples of a group that share them
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Branching | None":
+        """Of the flags; None without `--branch-turns`."""
+        return cls(settings.branch_turns, settings.branch_samples) if settings.branch_turns else None
+
+
 def groups_of(prompts: list[PromptRequest], samples: int) -> PromptGroups:
     """The groups of responses to the prompts; `samples`: to a prompt that says no number."""
     return PromptGroups([prompt.samples or samples for prompt in prompts])
@@ -66,15 +79,22 @@ class RoundRequests:
 
     def __init__(
         self, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int,
-        thinking: ThinkingBudget | None = None,
+        thinking: ThinkingBudget | None = None, branching: Branching | None = None,
     ):  # fmt: skip
-        """`prompts`: of all replicas; `samples`: as of `groups_of`; `step`: the one that generates; `max_new_tokens`:
-        of a whole response; `thinking`: the budget of each response, or turn; None: none."""
+        """
+        Args:
+            prompts: of all replicas.
+            samples: as of `groups_of`.
+            step: the one that generates.
+            max_new_tokens: of a whole response.
+            thinking: the budget of each response, or turn; None: none.
+            branching: of episodes; None: each has all of its turns for itself.
+        """
         self.prompts, self.samples, self.groups = prompts, samples, groups_of(prompts, samples)
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
         self._group_of = self.groups.of(torch.arange(self.groups.count)).tolist()
-        self.thinking = thinking
+        self.thinking, self._branching = thinking, branching
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts, samples, max_new_tokens)  # 0: the response is finished
         self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
@@ -142,6 +162,27 @@ class RoundRequests:
         size = len(self._ids[self._group_of[i]])  # of all groups of the line
         return self.prompt_of(i).draw_index * size + self.sample_of(i)
 
+    def trunk_of(self, i: int) -> int:
+        """The stream that names the random numbers of a response's first turns, if episodes share these; else its
+        own."""
+        shared = 0 if self._branching is None else self.sample_of(i) % self._branching.samples
+        return self.stream_of(i) - shared
+
+    def _keys(self, ids: Sequence[int], streams: Sequence[int]) -> list[int]:
+        """The keys of random streams, each of a response's line in the step that drew it."""
+        lines = torch.tensor([self.prompt_of(i).line for i in ids], dtype=torch.int64)
+        numbers, steps = torch.tensor(streams, dtype=torch.int64), torch.tensor([self.step_of(i) for i in ids])
+        keys = torch.empty_like(lines)
+        for drawn_in in steps.unique().tolist():
+            is_of_step = steps == drawn_in
+            keys[is_of_step] = stream_keys(self._seed, drawn_in, lines[is_of_step], numbers[is_of_step])
+        return keys.tolist()
+
+    def _trunks(self, ids: Sequence[int]) -> Sequence[Trunk | None]:
+        if self._branching is None:
+            return [None] * len(ids)
+        return [Trunk(key, self._branching.turns) for key in self._keys(ids, [self.trunk_of(i) for i in ids])]
+
     def build(
         self, ids: Sequence[int], sampling: SamplingSettings | None = None, end_ids: tuple[int, ...] | None = None
     ) -> list[GenerationRequest]:
@@ -151,14 +192,7 @@ class RoundRequests:
         not depend on the order of prompts in the step. If a step draws a line again, its samples use the next streams.
         `sampling`, `end_ids`: for a generator that serves others, too.
         """
-        prompts = [self.prompt_of(i) for i in ids]
-        lines = torch.tensor([prompt.line for prompt in prompts], dtype=torch.int64)
-        streams = torch.tensor([self.stream_of(i) for i in ids], dtype=torch.int64)
-        steps = torch.tensor([self.step_of(i) for i in ids], dtype=torch.int64)
-        keys = torch.empty_like(lines)
-        for drawn_in in steps.unique().tolist():
-            is_of_step = steps == drawn_in
-            keys[is_of_step] = stream_keys(self._seed, drawn_in, lines[is_of_step], streams[is_of_step])
+        keys = self._keys(ids, [self.stream_of(i) for i in ids])
         return [
             GenerationRequest(
                 prompt=self.prompt(i),
@@ -169,8 +203,9 @@ class RoundRequests:
                 stops_from=len(self.prompt_of(i).tokens),
                 thinking=self.thinking,
                 thinking_from=len(self.prompt_of(i).tokens),
+                trunk=trunk,
             )
-            for i, key in zip(ids, keys.tolist(), strict=True)
+            for i, key, trunk in zip(ids, keys, self._trunks(ids), strict=True)
         ]
 
 

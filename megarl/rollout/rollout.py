@@ -32,7 +32,14 @@ from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.episodes.turn_bank import TurnBank
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
-from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, groups_of, remaining_tokens
+from megarl.rollout.requests import (
+    Branching,
+    PromptRequest,
+    RoundRequests,
+    completions_to_batch,
+    groups_of,
+    remaining_tokens,
+)
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
 from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds
@@ -187,10 +194,12 @@ class Rollout:
             return None
         s = self.settings
         with self.timers.phase(self.role_groups.model_role, "rollout"):
-            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length, self.thinking)
+            is_training = temperature is None
+            branching = Branching.of(s) if is_training else None
+            common = s.seed, step, s.max_response_length, self.thinking, branching
+            requests = RoundRequests(prompts, samples, *common)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
-            is_training = temperature is None
             is_banked = is_training and self.bank is not None
             records_routes = is_training and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
@@ -288,8 +297,8 @@ class Rollout:
         if self.is_static:
             mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
             return RequestList(zip(mine, requests.build(mine), strict=True)), None
-        # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
-        stay_together = self.settings.rollout_prefix_caching or whole_groups
+        # A prompt's samples stay together to share its KV cache or turns, or for the early stop, which counts groups.
+        stay_together = self.settings.rollout_prefix_caching or self.settings.branch_turns > 0 or whole_groups
         queue = SharedRequestQueue(requests, stay_together, self.role_groups)
         return queue, queue
 

@@ -78,7 +78,10 @@ AXES = {
               f"{TURNS} {APART} --generation-lag 1 --rollout-correction tis --tool-call-parser mistral",
               AGENT, f"{AGENT} --partial-rollouts --over-sampling 2 --rollout-correction tis",
               f"{AGENT} {APART} --generation-lag 1 --rollout-correction tis --prompts {{environments}}",
-              f"{BRANCHES} --max-prompt-length 20 --max-tokens-per-microbatch 400"],
+              f"{BRANCHES} --max-prompt-length 20 --max-tokens-per-microbatch 400",
+              f"{TURNS} --branch-turns 1 --samples-per-prompt 3",
+              f"{AGENT} --branch-turns 2 --samples-per-prompt 3 --partial-rollouts --over-sampling 2"
+              " --rollout-correction tis"],
     "data": ["--prompts {limits}", "--prompts {rewards}", "--prompts {sizes}"],
     "kept": ["--rollout-bank {save}-bank", "--save-rollouts", "--rollout-bank {save}-bank --save-rollouts"],
     "experts": [f"{EXPERTS} {flags}" for flags in (

@@ -1,7 +1,7 @@
 """Environments and agents that take their time: seconds of a step whose tools sleep, against the same without sleeping.
 
     PYTHONPATH=. python tools/bench/environments.py [--prompts 8] [--turns 4] [--sleep 0.1] [--steps 4] [--rounds 3]
-        [--sides environment,agent,program] [--hidden 256] [--json FILE]
+        [--sides environment,agent,program] [--hidden 256] [--flags "--branch-turns 2"] [--json FILE]
 
 Whole runs of megarl.train_rl on one rank, a model of 4 layers with random weights, 8 samples of each prompt. Three
 sides play the same episodes: an environment that answers turns, a coroutine that owns the loop, and a program that asks
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict:
         files = write_files(folder, args)
         shape = f"--hidden-size {args.hidden} --ffn-hidden-size {2 * args.hidden} --max-turns {args.turns}"
         size = f"--max-response-length {args.turns * 72} --prompts-per-step {args.prompts}"
-        common_flags = f"{FLAGS} {shape} {size}".split()
+        common_flags = f"{FLAGS} {shape} {size} {args.flags}".split()
         for number in range(args.rounds):
             for side in args.sides:
                 for pace, flags in files.items():
@@ -158,6 +158,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="of a run, above 1")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256, help="hidden size")
+    parser.add_argument("--flags", default="", help="further flags of all runs")
     parser.add_argument("--sides", default=",".join(SIDES), help="which, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()

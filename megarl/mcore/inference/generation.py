@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 TopLogprobs = list[tuple[int, float]]  # (token, log-prob), most likely first
 
 
+class Trunk(NamedTuple):
+    """The first turns of an episode, which the samples of a branch share (`--branch-turns`)."""
+
+    key: int  # of their random streams, the same in all of these samples
+    turns: int  # of an episode of them; further turns have the request's own key
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One response to generate; `key` selects its random stream (`megarl.algorithms.counter_rng`)."""
@@ -31,6 +38,15 @@ class GenerationRequest:
     thinking: "ForcesTokens | None" = None  # its thinking budget
     thinking_from: int = 0  # where the response begins that has the budget, as `stops_from`
     counted_tokens: int = 0  # that a limit on responses counts besides those of this one: of earlier turns
+    trunk: Trunk | None = None  # of an episode, or of a turn that belongs to it; None: it shares none
+
+    def shares(self, turn: int) -> bool:
+        """Whether the samples of a branch share this turn of an episode, counted from 0."""
+        return self.trunk is not None and turn < self.trunk.turns
+
+    def stream_of(self, turn: int) -> int:
+        """What names the random stream of a turn of an episode, counted from 0."""
+        return self.trunk.key if self.trunk is not None and self.shares(turn) else self.key
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,11 @@ class AgentEpisode(Episode):
 
     def request_of(self, number: int, matcher: "Callable[[tuple[str, ...]], Follows | None]") -> GenerationRequest:
         """The engine's request for a turn, or for the rest of it. `matcher`: of its own stop strings."""
-        turn = self._turns[number]
+        turn, depth = self._turns[number], len(self._path(number)) - 1
         return dataclasses.replace(
             self.request, prompt=turn.row, key=turn.key, max_new_tokens=turn.limit - len(turn.tokens),
             counted_tokens=self.new_tokens, stops_from=len(turn.prompt), stops=matcher(turn.stops),
-            thinking_from=len(turn.prompt),
+            thinking_from=len(turn.prompt), trunk=self.request.trunk if self.request.shares(depth) else None,
         )  # fmt: skip
 
     def write(self, number: int, completion: Completion) -> Completion | None:

@@ -13,7 +13,7 @@ from megarl.environments.pool import Asked, EnvironmentPool, Event, PoolOptions,
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.sessions.pool import SessionPool
 from megarl.errors import UsageError
-from megarl.mcore.inference.generation import Completion
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEnd
 from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits, TurnRequest
 from megarl.rollout.episodes.message_tree import MessageTree
@@ -27,13 +27,12 @@ class PlayedTurns:
     """What an episode's environment was sent, and what it has answered."""
 
     prompt: Prompt | None  # None: of an episode that a checkpoint has brought
-    tokens: list[int]  # of the prompt
+    request: GenerationRequest | None  # of the prompt alone; None: of such an episode
     slot: int | None  # number of the environment in the pool; None: another one must be made for the next turn
     turns: list[Turn] = dataclasses.field(default_factory=list)  # that were answered; the last one perhaps by a failure
     observations: list[Observation] = dataclasses.field(default_factory=list)
     tools: list[dict] = dataclasses.field(default_factory=list)  # since the reset
     sent: int = 0  # turns
-    stream: int = 0  # the episode's random stream
     tree: MessageTree | None = None  # of an agent that has asked
     facts: dict | None = None  # of an agent's turns, from a checkpoint; None: it has brought none
     has_ended: bool = False  # the agent, perhaps too late for the round
@@ -68,23 +67,20 @@ class EnvironmentClient:
         self._kept: dict[str, PlayedTurns] = {}  # by key
         self._came: list[Event | Asked] = []  # while nothing could be generated
 
-    def begin(self, number: int, prompt: Prompt, tokens: list[int], task: Task, key: str | None, stream: int):
+    def begin(self, number: int, prompt: Prompt, request: GenerationRequest, task: Task, key: str | None):
         """Starts the environment of an episode.
 
         Args:
-            tokens: of its prompt.
+            request: of its prompt alone.
             key: names the episode in the journal.
-            stream: names its random streams.
         """
-        slot = self._join(number, PlayedTurns(prompt, tokens, next(self._slots), stream=stream))
+        slot = self._join(number, PlayedTurns(prompt, request, next(self._slots)))
         self.pool.start(slot, task, prompt.environment, key)
 
-    def go_on_with_agent(
-        self, number: int, prompt: Prompt, tokens: list[int], task: Task, key: str, stream: int
-    ):  # fmt: skip
+    def go_on_with_agent(self, number: int, prompt: Prompt, request: GenerationRequest, task: Task, key: str):
         """Continues the episode `key` of an agent of an earlier round. Arguments as of `begin`."""
         played = self._kept.pop(key)
-        played.prompt, played.tokens, played.stream = prompt, tokens, stream
+        played.prompt, played.request = prompt, request
         if played.facts is not None:
             played.tree = self._new_tree(number, played)
             played.tree.restore(played.facts["turns"], played.facts["asked"])
@@ -173,7 +169,7 @@ class EnvironmentClient:
 
     def restore_agent(self, key: str, facts: dict):
         """Keeps an agent's episode of a checkpoint; `facts`: of `AgentEpisode.facts`, and `asked`: of `agent_facts`."""
-        self._kept[key] = PlayedTurns(None, [], None, facts=facts)
+        self._kept[key] = PlayedTurns(None, None, None, facts=facts)
 
     def forget(self, key: str):
         """Ends an episode that was kept, if it was."""
@@ -190,7 +186,7 @@ class EnvironmentClient:
 
     def restore(self, key: str, observations: list[Observation], tools: Sequence[dict] = ()):
         """Keeps an episode of a checkpoint."""
-        made = PlayedTurns(None, [], None, observations=observations, tools=list(tools), sent=len(observations))
+        made = PlayedTurns(None, None, None, observations=observations, tools=list(tools), sent=len(observations))
         self._kept[key] = made
 
     def wait(self, seconds: float):
@@ -248,7 +244,7 @@ class EnvironmentClient:
 
     def _new_tree(self, number: int, played: PlayedTurns) -> MessageTree:
         common = self._turn_tokens, self.pool.form, self._limits, self._max_prompt_length
-        return MessageTree(number, played.stream, played.prompt, played.tokens, *common)
+        return MessageTree(number, played.request, played.prompt, *common)
 
     def _ended(self, number: int, played: PlayedTurns, end: Observation) -> AgentEnd:
         """The end of an agent. ValueError if it has not got a turn."""
@@ -260,7 +256,7 @@ class EnvironmentClient:
         return AgentEnd(number, turns, end.reward, end.correct, tree.is_truncated)
 
     def _first_prompt(self, event: Event, played: PlayedTurns) -> list[int]:
-        tokens = played.tokens
+        tokens = played.request.prompt
         if event.tools or event.observation.messages:
             messages = [*played.prompt.conversation, *event.observation.messages]
             tokens = self._turn_tokens.first_prompt(messages, event.tools or None)

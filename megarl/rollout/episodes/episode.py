@@ -80,7 +80,7 @@ class Episode:
     """
 
     number: int  # sequence id in the round
-    request: GenerationRequest  # of the prompt alone; its key names the episode's random streams
+    request: GenerationRequest  # of the prompt alone; its key, and that of its trunk, name the random streams
     line: int  # of the prompt in its set
     limits: EpisodeLimits
     key: str | None = None  # of `key_of`; None: not of training
@@ -158,10 +158,12 @@ class Episode:
 
     def next_request(self) -> GenerationRequest:
         """The request for the next turn, or for the rest of an open one."""
-        start = self.turns[-1][0] if self.is_open else len(self.tokens)
+        start, own = self.turns[-1][0] if self.is_open else len(self.tokens), self.request
+        turn = self.complete_turns
         return dataclasses.replace(
-            self.request, prompt=list(self.tokens), key=turn_key(self.request.key, self.tokens[:start]),
+            own, prompt=list(self.tokens), key=turn_key(own.stream_of(turn), self.tokens[:start]),
             max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, stops_from=start, thinking_from=start,
+            trunk=own.trunk if own.shares(turn) else None,
         )  # fmt: skip
 
     def add_turn(self, completion: Completion):

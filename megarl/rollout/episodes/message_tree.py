@@ -15,6 +15,7 @@ from megarl.environments.agents.exchange import CONTEXT_LENGTH, Ask, Reply, cano
 from megarl.environments.protocol import Message, Turn
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key
 from megarl.tool_formats.table import ToolFormat
 
@@ -52,24 +53,21 @@ class MessageTree:
     """The turns of one episode of an agent, on the replica's leader."""
 
     def __init__(
-        self, number: int, key: int, prompt: Prompt, prompt_tokens: Sequence[int], turn_tokens: TurnTokens,
-        form: ToolFormat, limits: EpisodeLimits, max_prompt_length: int,
+        self, number: int, request: GenerationRequest, prompt: Prompt, turn_tokens: TurnTokens, form: ToolFormat,
+        limits: EpisodeLimits, max_prompt_length: int,
     ):  # fmt: skip
         """
         Args:
-            number, key: of the episode: its number, and its random stream.
+            number, request: of the episode; its keys name the random streams.
             form: of tool calls.
-            prompt, prompt_tokens: of the episode's line; a first request with the same messages has these tokens.
+            prompt: of the episode's line; a first request with the same messages has the tokens of `request`.
             max_prompt_length: tokens of a prompt that do not count as response.
         """
         self.number = number
         self._was_refused = False  # a budget has refused a request of the present run
         self._is_concurrent = False  # the agent has asked for two turns at a time, which it may not
-        self._key, self._turn_tokens, self._form, self._limits = key, turn_tokens, form, limits
-        self._conversation, self._prompt_tokens = (
-            [dict(message) for message in prompt.conversation],
-            list(prompt_tokens),
-        )
+        self._request, self._turn_tokens, self._form, self._limits = request, turn_tokens, form, limits
+        self._conversation = [dict(message) for message in prompt.conversation]
         self._max_prompt_length, self._ends = max_prompt_length, frozenset(limits.ends)
         self._turns: list[AgentTurn] = []
         self._by_ask: dict[tuple[str, int], AgentTurn] = {}  # request and how many equal ones came before it
@@ -142,7 +140,8 @@ class MessageTree:
             error = f"This model's maximum context length is exceeded: {limit} are used up"
             return Reply(None, error=error, code=CONTEXT_LENGTH, is_budget=True)
         turn.waiting.append(place)
-        turn.stream = turn_key(self._key, turn.prompt, sum(other.prompt == turn.prompt for other in self._turns))
+        equal = sum(other.prompt == turn.prompt for other in self._turns)
+        turn.stream = turn_key(self._request.stream_of(turn.depth), turn.prompt, equal)
         self._turns.append(turn)
         self._by_ask[key] = turn
         return self._to_generate(turn)
@@ -248,7 +247,7 @@ class MessageTree:
     def _anew(self, ask: Ask) -> list[int]:
         """The tokens of a prompt whose messages are encoded from the first on."""
         if not ask.tools and ask.messages == self._conversation:
-            return list(self._prompt_tokens)
+            return list(self._request.prompt)
         return self._turn_tokens.first_prompt(ask.messages, ask.tools)
 
     def _has_own_turns(self, messages: list[Message]) -> bool:

@@ -35,6 +35,7 @@ from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.record import record_of
+from megarl.rollout.episodes.shared_turns import SharedTurns
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.episodes.turn_bank import TurnBank
@@ -70,6 +71,7 @@ class EpisodeRound:
     is_training: bool
     waited: float  # seconds in which there was nothing to do but to wait for environments
     ran: float  # seconds of the whole round
+    shared: SharedTurns  # with `--branch-turns`
 
     @property
     def episodes(self) -> list[Episode]:
@@ -153,7 +155,7 @@ class EpisodeRunner:
         idle = self._idle(requests) if is_training else []
         self._round = EpisodeRound(
             running=running, idle=idle, prompts=prompts, is_training=is_training, waited=episodes.waiting_seconds,
-            ran=time.perf_counter() - start,
+            ran=time.perf_counter() - start, shared=episodes.shared_turns,
         )  # fmt: skip
 
     def _idle(self, requests: RoundRequests) -> list[Episode]:
@@ -210,6 +212,7 @@ class EpisodeRunner:
             if episode.end is not None and played.is_training and self.settings.save_rollouts:
                 self._records[episode.key] = record_of(episode, seen)
         own.add_times(played.waited, played.ran)
+        own.add_shared(played.shared)
         self.ended = [episode for episode in played.running if episode.end is not None], played.prompts
         self._check_failures(own)
         if played.is_training:
@@ -249,9 +252,10 @@ class EpisodeRunner:
         if self.client is not None:
             prompt, task = prompts[asked.line], self.task(requests, number, prompts[asked.line])
             if before is None:
-                self.client.begin(number, prompt, list(request.prompt), task, key, request.key)
+                self.client.begin(number, prompt, request, task, key)
             elif isinstance(before, AgentEpisode):
-                self.client.go_on_with_agent(number, prompt, before.line_prompt, task, key, request.key)
+                of_line = dataclasses.replace(request, prompt=before.line_prompt)
+                self.client.go_on_with_agent(number, prompt, of_line, task, key)
             else:
                 turns = [before.turn_tokens(turn) for turn in range(before.complete_turns)]
                 self.client.go_on(number, prompt, task, key, turns)
@@ -266,7 +270,7 @@ class EpisodeRunner:
     def task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
         """What the environment of an episode begins with."""
         asked, step = requests.prompt_of(number), requests.step_of(number)
-        sample = requests.stream_of(number)
+        sample = requests.trunk_of(number)  # so that environments answer the samples of a branch alike
         return Task(
             messages=[dict(message) for message in prompt.conversation],
             answer=prompt.answer,

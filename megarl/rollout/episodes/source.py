@@ -12,6 +12,7 @@ from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
 from megarl.rollout.episodes.agent_episode import AgentEnd, AgentEpisode
 from megarl.rollout.episodes.episode import FAILED, Episode, TurnRequest
+from megarl.rollout.episodes.shared_turns import SharedTurns
 
 if TYPE_CHECKING:
     from megarl.comm.early_responses import ResponseSender
@@ -61,6 +62,7 @@ class EpisodeSource:
         self._prompts, self._begin = prompts, begin
         self._client, self._role_groups = client, role_groups
         self._matcher, self._bank = matcher, bank
+        self.shared_turns = SharedTurns()
         self._generating: dict[int, GenerationRequest] = {}  # that the bank will keep, by number
         self._max_open, self._early_stop, self._sender = max_open, early_stop, sender
         self._limit: int | None = None  # on the new tokens of an episode
@@ -90,7 +92,11 @@ class EpisodeSource:
         turns = [self._ready_turns.popleft() for _ in range(min(room, len(self._ready_turns)))]
         ready = [self._ready.popleft() for _ in range(min(room - len(turns), len(self._ready)))]
         self._in_engine += len(turns) + len(ready)
-        return self._not_banked([*turns, *((episode.number, episode.next_request()) for episode in ready)])
+        requests = [*turns, *((episode.number, episode.next_request()) for episode in ready)]
+        left, found = self.shared_turns.split(requests)
+        for number, completion in found.items():
+            self.turn_ended(number, completion)
+        return self._not_banked(left)
 
     def _not_banked(self, requests: list[tuple[int, GenerationRequest]]) -> list[tuple[int, GenerationRequest]]:
         """The requests whose turns the bank does not have; takes in the turns that it has. A collective of the
@@ -134,6 +140,8 @@ class EpisodeSource:
     def turn_ended(self, number: int, completion: Completion):
         """Takes in a turn that the engine has generated; sends it to the environment if it is complete."""
         self._in_engine -= 1
+        for other in self.shared_turns.ended(number, completion):
+            self.turn_ended(other, completion)
         if number in self._generating and self._bank is not None:
             self._bank.keep(self._generating.pop(number), completion)
         if number in self._turn_of:

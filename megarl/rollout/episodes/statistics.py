@@ -12,10 +12,12 @@ from megarl.environments.protocol import Observation, Turn
 from megarl.mcore import device
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.episode import FAILED, TRUNCATED, Episode
+from megarl.rollout.episodes.shared_turns import SharedTurns
 
 _COUNTS = (
     "episodes", "turns", "truncated", "failed", "calls", "malformed", "steps", "seconds", "late", "restarts",
     "journalled", "waiting", "running", "rows", "agents", "rewritten",
+    "sharable", "shared",
 )  # fmt: skip
 
 
@@ -73,6 +75,11 @@ class EpisodeStatistics:
         self.counts["waiting"] += waiting
         self.counts["running"] += running
 
+    def add_shared(self, turns: SharedTurns):
+        """Adds the shared turns of a round."""
+        self.counts["sharable"] += turns.asked
+        self.counts["shared"] += turns.taken
+
 
 def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups) -> dict[str, float]:
     """The metrics `environment/…` of all replicas' episodes; {} without episodes. A collective of the leaders."""
@@ -83,13 +90,15 @@ def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups) -> dict[str, flo
     episodes = counts["episodes"]
     if not episodes:
         return {}
-    of_agents = {}
+    of_some: dict[str, float] = {}
     if counts["agents"]:
-        of_agents = {
+        of_some = {
             "agent/rows_per_episode": counts["rows"] / counts["agents"],
             "agent/rewritten_history": int(counts["rewritten"]),
         }
-    return of_agents | {
+    if counts["sharable"]:
+        of_some["environment/shared_turns"] = int(counts["shared"])
+    return of_some | {
         "environment/turns_mean": counts["turns"] / episodes,
         "environment/tool_calls": int(counts["calls"]),
         "environment/malformed_calls": int(counts["malformed"]),

@@ -75,7 +75,7 @@ def run_again(
         matcher: of the stop strings of a request.
     """
     if client is not None:
-        client.begin(0, prompt, list(episode.request.prompt), task, None, episode.request.key)
+        client.begin(0, prompt, episode.request, task, None)
     while episode.end is None:
         if client is not None:
             client.wait(_WAIT)

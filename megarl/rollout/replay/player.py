@@ -69,7 +69,8 @@ class Player:
             return self._request
         saved, before = self._saved, self._saved.before(turn)
         room = saved.prompt_length + self._limits.response - len(before)
-        key, limit, stops = turn_key(self._request.key, before), min(self._limits.turn, room), None
+        key = turn_key(self._request.stream_of(turn), before)
+        limit, stops = min(self._limits.turn, room), None
         if saved.is_agent:
             asked = saved.record["asked"][turn]
             key, limit, stops = asked["stream"], asked["limit"], self._matcher(tuple(asked["stops"]))

@@ -278,3 +278,37 @@ def test_the_expected_gradient_is_the_exact_one(size, same_start):
     # Not even along the exact gradient: no learning rate mends it.
     cosine = torch.nn.functional.cosine_similarity(biased, exact, dim=0)
     assert float((biased - exact).abs().max()) > 0.01 and float(cosine) < 0.999
+
+
+# -- the same with branches (`--branch-turns 1`) -----------------------------------------------------------------
+
+
+def branched_outcomes(size: int, branch: int, same_start: bool) -> torch.Tensor:
+    """[O, size] the groups whose branches share the bit and the first action."""
+    groups = outcomes(size, same_start)
+    starts = torch.tensor([episode.bit * ACTIONS + episode.actions[0] for episode in EPISODES])[groups]
+    firsts = starts[:, ::branch].repeat_interleave(branch, 1)[:, :size]
+    return groups[(starts == firsts).all(1)]
+
+
+@pytest.mark.parametrize("same_start", [False, True])
+@pytest.mark.parametrize("size, branch", [(4, 2), (3, 1), (4, 3)])
+def test_the_gradient_of_shared_turns_is_the_exact_one_but_for_its_length(size, branch, same_start):
+    """Shared turns are compared with their own copies, too, which takes a factor off their gradient and turns nothing:
+    (N − B) / (N − 1) with branches of B among N samples. Later turns have the exact gradient."""
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(ACTIONS + 2 * 2 * LATER, generator=generator, dtype=torch.float64).requires_grad_()
+    groups, exact = branched_outcomes(size, branch, same_start), exact_gradient(logits)
+    is_first = torch.arange(size) % branch == 0
+    logprobs = logprobs_of_turns(logits)[groups]  # [O, size, 2]
+    bits = torch.tensor(BITS, dtype=torch.float64)[torch.tensor([episode.bit for episode in EPISODES])][groups]
+    once = torch.where(is_first, logprobs[..., 0], 0.0).sum(1) + logprobs[..., 1].sum(1)
+    chances = once.exp() * (bits[:, 0] if same_start else bits[:, is_first].prod(1))
+    torch.testing.assert_close(chances.sum(), chances.new_ones(()), rtol=1e-12, atol=0)
+    surrogate = (chances.detach() * (by_credit(groups) * logprobs).sum(2).mean(1)).sum()
+    found = torch.autograd.grad(surrogate, logits)[0]
+    sizes = torch.tensor([min(branch, size - start) for start in range(0, size, branch) for _ in range(branch)][:size])
+    factor = ((size - sizes).double() / (size - 1)).mean()  # of each sample; branches of one have 1
+    torch.testing.assert_close(found[ACTIONS:], exact[ACTIONS:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found[:ACTIONS], factor * exact[:ACTIONS], rtol=0, atol=1e-12)
+    assert branch == 1 or factor < 0.9

@@ -301,7 +301,10 @@ WRONG = {
     "profile nowhere": ("--profile-steps 2", "--profile-steps 2: needs --save"),
     "sessions of an environment": ("--agent-sessions --environment x:y",
                                    "--agent-sessions True: drivers outside of the run are the environment"),
-    "two servers": ("--agent-sessions --serve-policy", "--agent-sessions True: not allowed with --serve-policy"),
+    "no turn of its own": ("--environment x:y --branch-turns 3 --max-turns 3", "--branch-turns 3: leaves an episode"),
+    "a single branch": ("--environment x:y --branch-turns 1 --branch-samples 4", "--branch-samples 4: allowed is less"),
+    "two servers": ("--agent-sessions --serve-policy --branch-turns 1",
+                    "--agent-sessions True: not allowed with --serve-policy, --branch-turns"),
 }  # fmt: skip
 RIGHT = [
     "--reward model+0*reasoning-gym --reward-model a,b --reward-ensemble min --reward-normalize --reward-clip 5"
@@ -319,6 +322,7 @@ RIGHT = [
     f"{ONLINE} --preference-loss rpo --preference-beta 0.2 --preference-coefficient 0.5",
     f"{ONLINE} --preference-loss simpo --preference-gamma 0.3 --samples-per-prompt 2",
     "--environment x:y --advantage rloo --credit turns --max-turns 3 --reward environment+0.1*format",
+    "--environment x:y --branch-turns 2 --branch-samples 3 --max-turns 3",
     "--environment x:y --over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction tis",
     "--policy-loss gspo --clip-range 3e-4 --clip-range-high 4e-4", "--policy-loss gmpo",
     "--generation-lag 1 --rollout-correction tis",

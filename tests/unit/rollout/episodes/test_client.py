@@ -6,6 +6,7 @@ import json
 from megarl.data.prompt import Prompt
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import EpisodeLimits
 from tests.helpers.odd_environments import HERE
@@ -55,7 +56,7 @@ def test_an_environment_goes_on_or_is_brought_to_where_the_episode_was_cut():
     options = PoolOptions(1, SAFETY_SECONDS, 0, "hermes", f"{HERE}:Echo")
     client = EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1)
     try:
-        client.begin(0, PROMPT, [1], TASK, "k", 0)
+        client.begin(0, PROMPT, GenerationRequest([1], 0, 0), TASK, "k")
         only_result(client, 0)
         assert [answered(client, 0, text) for text in ("a", "b")] == ["0: a", "1: b"]
         slot = client._round[0].slot
@@ -79,7 +80,7 @@ def test_a_checkpoint_brings_answers_and_what_was_kept_can_be_forgotten():
     options = PoolOptions(1, SAFETY_SECONDS, 0, "hermes", f"{HERE}:Echo")
     client, other = (EnvironmentClient(options, Letters(), EpisodeLimits(9, 9, 99), 9, None, 0, 1) for _ in range(2))
     try:
-        client.begin(0, PROMPT, [1], TASK, "k", 0)
+        client.begin(0, PROMPT, GenerationRequest([1], 0, 0), TASK, "k")
         only_result(client, 0)
         answered(client, 0, "a")
         client.keep(0, "k", turns=1)
@@ -101,7 +102,7 @@ def test_turns_are_read_with_the_tools_of_the_reset_also_after_a_checkpoint():
     text = "A<function=f><parameter=s>5</parameter><parameter=x>5</parameter>"  # <tool_call> is a special token
     wanted = json.dumps([text, ["call_%d_0", "f", {"s": "5", "x": 5}]])
     try:
-        client.begin(0, PROMPT, [1], TASK, "k", 0)
+        client.begin(0, PROMPT, GenerationRequest([1], 0, 0), TASK, "k")
         assert only_result(client, 0).tokens == [1]
         assert answered(client, 0, text) == wanted % 0
         client.keep(0, "k", turns=1)

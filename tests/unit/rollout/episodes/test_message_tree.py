@@ -6,6 +6,7 @@ from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.agents.exchange import CONTEXT_LENGTH, Ask, Reply
 from megarl.environments.turn_parsing import HERMES
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key
 from megarl.rollout.episodes.message_tree import MessageTree
 from tests.helpers.chat_encoders import template_encoders
@@ -30,7 +31,9 @@ class Played:
         turn_tokens = TurnTokens(encoder, 50)
         limits = EpisodeLimits(turns, 60, response, encoder.tokenizer.end_ids)
         line = Prompt(0, "Hello world")
-        self.tree = MessageTree(3, 17, line, encoder.prompt(line), turn_tokens, HERMES, limits, prompt)
+        self.tree = MessageTree(
+            3, GenerationRequest(encoder.prompt(line), 17, 0), line, turn_tokens, HERMES, limits, prompt
+        )
         self.requests, self.ticket = 0, 1
 
     def ask(self, messages, tools=None, **fields):
