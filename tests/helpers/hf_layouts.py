@@ -18,12 +18,13 @@ DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope",
          "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3", "olmo2", "olmo3",
          "gemma3_vision", "qwen3_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3", "glm", "glm4",
          "ernie4_5", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4", "exaone4_whole",
-         "mistral3_ministral3", "youtu")  # fmt: skip
+         "mistral3_ministral3", "youtu", "internlm3")  # fmt: skip
 LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite",
-          "glm4_moe_lite", "mistral4", "mistral3_mistral4")  # fmt: skip
+          "glm4_moe_lite", "mistral4", "mistral3_mistral4", "deepseek_v32", "glm_moe_dsa",
+          "sarvam_mla")  # fmt: skip
 MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe", "qwen3_moe_window", "mixtral",
        "glm4_moe", "glm4_moe_bf16", "gpt_oss", "qwen3_vl_moe", "glm4v_moe", "solar_open", "olmoe", "minimax_m2",
-       "dots1", "mellum", "afmoe", *LATENT)  # fmt: skip
+       "dots1", "mellum", "afmoe", "exaone_moe", "hy_v3", "sarvam_moe", *LATENT)  # fmt: skip
 RECURRENT = ("nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_dense", "qwen35_moe",
              "qwen35_vision", "qwen35_moe_vision")  # fmt: skip
 MOE += ("nemotron_h_moe", "nemotron_h_latent", "qwen3_next", "qwen35_moe", "qwen35_moe_vision")
@@ -36,7 +37,7 @@ FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "ge
             "deepseek_v2", "deepseek_v2_lite", "gemma3_vision", "qwen3_vl", "mistral3", "qwen3_vl_moe", "glm4v_moe",
             "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3", "glm", "glm4", "ernie4_5", "glm4_moe_lite", "solar_open",
             "olmoe", "minimax_m2", "dots1", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4",
-            "youtu", "mellum", "mistral4", "afmoe",
+            "youtu", "mellum", "mistral4", "afmoe", "deepseek_v32", "exaone_moe", "hy_v3", "sarvam_moe",
             *(case for case in RECURRENT if case != "nemotron_h_moe"), *REWARD)  # fmt: skip
 # Tokens of a rollout; with the prompt more than any case's attention window.
 SHORT, LONG = 24, 64

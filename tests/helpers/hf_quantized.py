@@ -14,6 +14,7 @@ from tests.helpers.hf_damage import SINGLE, Damage, config, in_order, tensors
 FP8_LARGEST = 448.0
 LINEARS = re.compile(
     r".*\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight|.*\.(q|kv)_[ab]_proj.*\.weight|.*experts.*_proj"
+    r"|.*\.indexer\.(wq_b|wk)\.weight"
 )
 UNQUANTIZED = re.compile(r".*(embed_tokens|lm_head|eh_proj|\.gate\.|norm).*|.*bias")
 

@@ -74,8 +74,10 @@ CONFIGS = {
     "rope scaling a text": (in_order(without("rope_parameters"), config(rope_theta=1e4, rope_scaling="linear")),
                             refused_type("rope_parameters", "'linear'")),
     "rope unknown": (rope(rope_type="longrope", factor=4.0), ["Missing required keys", "'longrope'", "short_factor"]),
-    "rope dynamic": (rope(rope_type="dynamic", factor=4.0), ["'dynamic'", "linear, llama3 or yarn"]),
-    "rope no name": (rope(rope_type=["linear"], factor=4.0), ["['linear']", "linear, llama3 or yarn"]),
+    "rope of others": (rope(rope_type="proportional", factor=4.0), ["'proportional'", "linear, dynamic, llama3 or"]),
+    "rope dynamic": (in_order(config(max_position_embeddings=63), rope(rope_type="dynamic", factor=4.0)),
+                     ["a prompt and response of 63 tokens together at most for rope_type dynamic"]),
+    "rope no name": (rope(rope_type=["linear"], factor=4.0), ["['linear']", "linear, dynamic, llama3 or yarn"]),
     "rope of both kinds": (config(rope_parameters=SETS), ["rope_parameters", "allowed is one set for all layers"]),
     "theta a text": (rope(rope_theta="1e4"), ["rope_theta", "'1e4'"]),
     "theta true": (rope(rope_theta=True), ["rope_theta", "True"]),
@@ -166,6 +168,9 @@ FAMILIES = {
     "ministral3": {
         "scaled queries": (rope(original_max_position_embeddings=63),
                            ["a prompt and response of 63 tokens together at most", "llama_4_scaling_beta"]),
+    },
+    "glm_moe_dsa": {
+        "more tokens than are chosen": (config(index_topk=63), ["a prompt and response of 63 tokens together at most"]),
     },
     "mistral4": {
         "another share of the channels": (rope(partial_rotary_factor=0.5), ["the share of qk_rope_head_dim"]),

@@ -37,7 +37,10 @@ DEEPSEEK_V3 = DEEPSEEK | {
     "num_experts_per_tok": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
     "routed_scaling_factor": 2.5, "q_lora_rank": 24, "num_mtp_layers": 0,
 }  # fmt: skip
-
+# All tokens are chosen: the sequences of the tests are shorter.
+DEEPSEEK_V32 = {name: value for name, value in DEEPSEEK_V3.items() if name != "num_mtp_layers"} | {
+    "index_topk": 160, "index_head_dim": 32, "index_n_heads": 2,
+}  # fmt: skip
 SIGMOID = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 32,
            "n_group": 1, "topk_group": 1, "norm_topk_prob": True}  # fmt: skip
 
@@ -251,6 +254,21 @@ def further() -> dict[str, Case]:
                       sliding_window=None),
         "glm4_moe_lite": case("Glm4MoeLite", theta(1e6), **DEEPSEEK | SIGMOID | {
             "q_lora_rank": 24, "routed_scaling_factor": 1.8, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+        "deepseek_v32": case("DeepseekV32", YARN | mscale, **DEEPSEEK_V32),
+        "glm_moe_dsa": case("GlmMoeDsa", theta(1e6), **DEEPSEEK_V32 | {
+            "n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "rms_norm_eps": 1e-5,
+            "indexer_types": ["full", "full", "shared", "full"]}),
+        "exaone_moe": case("ExaoneMoe", theta(1e6), num_hidden_layers=4, head_dim=32, sliding_window=8,
+                           sliding_window_pattern=4, num_experts=8, num_experts_per_tok=4,
+                           moe_intermediate_size=32),
+        "internlm3": Case(hf.LlamaForCausalLM, hf.InternLM3Config(**BASE | {
+            "rope_parameters": theta(5e7) | {"rope_type": "dynamic", "factor": 6.0}, "head_dim": 32})),
+        "sarvam_mla": Case(hf.DeepseekV3ForCausalLM, hf.SarvamMLAConfig(**BASE | {"rope_parameters": YARN | mscale}
+            | DEEPSEEK_V3 | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
+        "sarvam_moe": Case(hf.Glm4MoeForCausalLM, hf.SarvamMoEConfig(**BASE | {"rope_parameters": theta(8e6)} | SIGMOID
+            | {"first_k_dense_replace": 1, "head_dim": 32, "routed_scaling_factor": 2.5, "use_qk_norm": True})),
+        "hy_v3": case("HYV3", theta(11158840.0), num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+                      head_dim=32, router_scaling_factor=2.826, pad_token_id=None),
         "olmo2": case("Olmo2", theta(5e5)),
         "olmo3": case("Olmo3", yarn_on_full, num_hidden_layers=4, sliding_window=8),
         "gpt_oss": case("GptOss", YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}, num_hidden_layers=4,

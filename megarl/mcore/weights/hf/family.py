@@ -180,6 +180,7 @@ class Family(NamedTuple):
     multimodal: Multimodal | None = None
     names: OwnNames | None = None
     experts: str = "mlp.experts"  # module of all experts in transformers
+    kept: str | None = None  # pattern of tensors that the policy does not compute with: exports have the folder's
 
 
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")

@@ -133,7 +133,7 @@ def _notes(model: HFModel) -> tuple[str, ...]:
     note, unnamed = model.prediction.note(filter(None, map(model.naming.plain, folder.weights))), sorted(folder.unnamed)
     found = [note] if note else []
     if others := sum(multimodal.is_kept(model.family, name) for name in folder.weights):
-        found.append(f"{others} tensors of other parts than the language model are not trained; exports have them")
+        found.append(f"{others} tensors of parts that the policy does not have are not trained; exports have them")
     if quantized:
         method, dtype = method_of(folder.config, folder.error), quantized[0].dtype
         found.append(f"{len(quantized)} tensors are quantized ({method}): exports have them as {dtype}, not quantized")

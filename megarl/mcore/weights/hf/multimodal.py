@@ -55,8 +55,9 @@ def naming_of(family: Family, tensors: Collection[str]) -> Naming:
 
 
 def is_kept(family: Family, name: str) -> bool:
-    """Whether a tensor belongs to other parts than the language model."""
-    return family.multimodal is not None and bool(re.fullmatch(family.multimodal.kept, name))
+    """Whether a tensor belongs to parts that the policy does not have."""
+    patterns = family.kept, family.multimodal and family.multimodal.kept
+    return any(re.fullmatch(pattern, name) for pattern in patterns if pattern)
 
 
 def text_config(folder: HFFolder, family: Family, longest: int) -> ModelConfig:

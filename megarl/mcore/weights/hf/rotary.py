@@ -70,10 +70,16 @@ def _scaling(config: ModelConfig, parameters: dict) -> dict[str, object]:
     key = "rope_parameters"
     if kind == "default":
         return {}
-    if kind not in ("linear", "llama3", "yarn"):
-        raise config.error(key, "rope_type default, linear, llama3 or yarn")
+    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+        raise config.error(key, "rope_type default, linear, dynamic, llama3 or yarn")
     if not _is_positive(factor):
         raise config.error(key, f"a factor above 0 for rope_type {kind}")
+    if kind == "dynamic":  # of sequences above the limit alone
+        if config.longest > (unscaled := config.whole("max_position_embeddings")):
+            raise config.error(
+                key, f"a prompt and response of {unscaled} tokens together at most for rope_type dynamic"
+            )
+        return {}
     if kind == "linear":
         return {"rotary-seq-len-interpolation-factor": factor}
     if kind == "yarn":

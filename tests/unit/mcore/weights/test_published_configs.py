@@ -37,6 +37,11 @@ PUBLISHED = {
         "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
     },
     "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3.2": DEEPSEEK_V3 | {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_head_dim": 128,
+        "index_n_heads": 64, "index_topk": 2048,
+        "quantization_config": DEEPSEEK_V3["quantization_config"] | {"scale_fmt": "ue8m0"},
+    },
     "Kimi-K2": DEEPSEEK_V3 | {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1,
         "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
@@ -160,6 +165,8 @@ KNOWN = {
     "Llama-3.2-1B": {"use-rope-scaling": True, "rope-scaling-factor": 32.0, "rotary-base": 500000.0},
     "DeepSeek-V3": {"rotary-scaling-factor": 40, "mscale": 1.0, "mscale-all-dim": 1.0, "moe-router-num-groups": 8,
                     "moe-layer-freq": str([0] * 3 + [1] * 58).replace(" ", "")},
+    "DeepSeek-V3.2": {"rotary-scaling-factor": 40, "mscale-all-dim": 1.0, "moe-router-num-groups": 8,
+                      "moe-layer-freq": str([0] * 3 + [1] * 58).replace(" ", "")},
     "GLM-4.5-Air": {"rotary-percent": 0.5, "add-qkv-bias": True, "moe-router-topk-scaling-factor": 1.0},
     "gpt-oss-20b": {"window-size": "127,0", "yarn-original-max-position-embeddings": 4096, "num-experts": 32,
                     "window-attn-skip-freq": str([1, 0] * 12).replace(" ", "")},
