@@ -38,6 +38,7 @@ FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "ge
             "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3", "glm", "glm4", "ernie4_5", "glm4_moe_lite", "solar_open",
             "olmoe", "minimax_m2", "dots1", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4",
             "youtu", "mellum", "mistral4", "afmoe", "deepseek_v32", "exaone_moe", "hy_v3", "sarvam_moe",
+            "sarvam_mla", "glm_moe_dsa", "internlm3",
             *(case for case in RECURRENT if case != "nemotron_h_moe"), *REWARD)  # fmt: skip
 # Tokens of a rollout; with the prompt more than any case's attention window.
 SHORT, LONG = 24, 64
