@@ -35,7 +35,6 @@ from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.record import record_of
-from megarl.rollout.episodes.shared_turns import SharedTurns
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.episodes.turn_bank import TurnBank
@@ -71,7 +70,8 @@ class EpisodeRound:
     is_training: bool
     waited: float  # seconds in which there was nothing to do but to wait for environments
     ran: float  # seconds of the whole round
-    shared: SharedTurns  # with `--branch-turns`
+    asked: int  # turns that samples of a branch share
+    taken: int  # those of them that others had got
 
     @property
     def episodes(self) -> list[Episode]:
@@ -155,7 +155,7 @@ class EpisodeRunner:
         idle = self._idle(requests) if is_training else []
         self._round = EpisodeRound(
             running=running, idle=idle, prompts=prompts, is_training=is_training, waited=episodes.waiting_seconds,
-            ran=time.perf_counter() - start, shared=episodes.shared_turns,
+            ran=time.perf_counter() - start, asked=episodes.shared_turns.asked, taken=episodes.shared_turns.taken,
         )  # fmt: skip
 
     def _idle(self, requests: RoundRequests) -> list[Episode]:
@@ -212,7 +212,7 @@ class EpisodeRunner:
             if episode.end is not None and played.is_training and self.settings.save_rollouts:
                 self._records[episode.key] = record_of(episode, seen)
         own.add_times(played.waited, played.ran)
-        own.add_shared(played.shared)
+        own.add_shared(played.asked, played.taken)
         self.ended = [episode for episode in played.running if episode.end is not None], played.prompts
         self._check_failures(own)
         if played.is_training:

@@ -12,7 +12,6 @@ from megarl.environments.protocol import Observation, Turn
 from megarl.mcore import device
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.episode import FAILED, TRUNCATED, Episode
-from megarl.rollout.episodes.shared_turns import SharedTurns
 
 _COUNTS = (
     "episodes", "turns", "truncated", "failed", "calls", "malformed", "steps", "seconds", "late", "restarts",
@@ -75,10 +74,10 @@ class EpisodeStatistics:
         self.counts["waiting"] += waiting
         self.counts["running"] += running
 
-    def add_shared(self, turns: SharedTurns):
-        """Adds the shared turns of a round."""
-        self.counts["sharable"] += turns.asked
-        self.counts["shared"] += turns.taken
+    def add_shared(self, asked: int, taken: int):
+        """Adds turns that samples of a branch share, and those of them that others had got."""
+        self.counts["sharable"] += asked
+        self.counts["shared"] += taken
 
 
 def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups) -> dict[str, float]:
