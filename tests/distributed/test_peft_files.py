@@ -27,7 +27,19 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="ne
 TP2, TP4, SP = (*(f"--tensor-model-parallel-size {size}" for size in (2, 4)), "--sequence-parallel")
 PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
 DENSE, MOE = (
-    ("llama3", "qwen2", "phi4", "gemma2", "olmo2", "glm4", "qwen35_dense", "nemotron_h"),
+    (
+        "llama3",
+        "qwen2",
+        "phi4",
+        "gemma2",
+        "olmo2",
+        "glm4",
+        "qwen35_dense",
+        "nemotron_h",
+        "qwen2_5_vl",
+        "mistral3",
+        "gemma3_vision",
+    ),
     (
         "qwen3_moe",
         "qwen2_moe",
@@ -40,15 +52,19 @@ DENSE, MOE = (
         "qwen35_moe",
         "nemotron_h_moe",
         "nemotron_h_latent",
+        "qwen3_vl_moe",
+        "sarvam_moe",
+        "hy_v3",
     ),
 )
+TOWERS = ("qwen2_5_vl", "mistral3", "gemma3_vision", "qwen3_vl_moe")
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
     "tp2-sp": (2, f"{TP2} {SP}", ("phi4", "gemma2", "qwen2_moe", "gpt_oss", "deepseek_v3")),
     "tp2-sp-recurrent": (2, f"{TP2} {SP}", ("qwen3_next", "qwen35_dense", "nemotron_h", "nemotron_h_moe")),
     "tp4-sp": (4, f"{TP4} {SP}", ("llama3", "phi4", "qwen2", "gpt_oss")),  # two ranks share a query group
-    "pp2": (2, PP2, ("llama3", "glm4_moe", "qwen35_dense", "nemotron_h")),
-    "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss", "nemotron_h_latent")),
+    "pp2": (2, PP2, ("llama3", "glm4_moe", "qwen35_dense", "nemotron_h", "qwen2_5_vl")),
+    "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss", "nemotron_h_latent", "qwen3_vl_moe")),
     "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe", "qwen35_moe", "nemotron_h")),
 }
 RSLORA = ("llama3", "qwen2", "qwen3_moe")
@@ -89,7 +105,9 @@ def load(folder: Path):
     """transformers' model of a folder, in fp32."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    has_tower = "vision_config" in json.loads((folder / "config.json").read_text())
+    kind = transformers.AutoModelForImageTextToText if has_tower else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def expected_logprobs(model, sequences) -> list[torch.Tensor]:
@@ -178,8 +196,9 @@ def targets_of(case: str) -> dict[str, list[str] | None]:
         return {"target_modules": [*MAMBA, "up_proj", "down_proj"]}
     if case in MAMBA_CASES:
         return {"target_modules": MAMBA, "target_parameters": ["mixer.experts.up_proj", "mixer.experts.down_proj"]}
-    of_all = {"target_modules": ATTENTION, "target_parameters": experts} if case in MOE else None
-    return of_all or {"target_modules": DENSE_TARGETS}
+    names = ATTENTION if case in MOE else DENSE_TARGETS
+    of_all = {"target_modules": rf".*language_model.*\.({'|'.join(names)})" if case in TOWERS else names}
+    return of_all | ({"target_parameters": experts} if case in MOE else {})
 
 
 def make_adapter(folder: Path, target: Path, case: str, rslora: bool, sequences) -> list[torch.Tensor]:

@@ -43,9 +43,7 @@ def test_damaged_multimodal_folders(name, tmp_path):
 
 UNFIT = {
     "a score": ("reward", "--export-hf", "exports with a scalar head are those of language models"),
-    "an adapter": ("sft", "--lora-adapter {}", "a multimodal folder; --lora-adapter {} needs a language model's"),
     "gates and an exported adapter": ("sft", "--lora-rank 2 --export-peft", "gates of attention in tensors"),
-    "an exported adapter": ("sft", "--lora-rank 2 --export-peft", "--export-peft needs a language model's"),
 }  # fmt: skip
 
 

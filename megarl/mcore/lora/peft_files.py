@@ -71,9 +71,9 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
     config = _read_config(folder, error)
     tensors = _read_tensors(folder, error)
     head, factors = tensors.pop(HEAD, None), {}
-    prefixes = family.names.prefixes if family.names else ()  # of published folders, whose code may be their own
-    prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), "model.")
-    modules = peft_modules(args, family, prefix)
+    prefixes = family.module_prefixes  # code of published folders may have its own
+    named = (each for each in prefixes if any(name.startswith(f"{each}layers.") for name in tensors))
+    modules = peft_modules(args, family, next(named, prefixes[0]))
     _check_patterns(config, modules, error)
     for module in modules:
         found = _take(module, tensors, config)
@@ -228,7 +228,7 @@ def write_adapter(
     """
     tensors, modules = {}, []
     parameters, ranks = [], {}
-    for module in peft_modules(args, family):
+    for module in peft_modules(args, family, family.module_prefixes[0]):
         pair = fuse(module, factors, lora.rank)
         if pair is None:
             continue

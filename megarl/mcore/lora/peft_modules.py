@@ -41,7 +41,7 @@ class PeftModule(NamedTuple):
         return sum(member.rows for member in self.members)
 
 
-def peft_modules(args, family: Family, prefix: str = "model.") -> list[PeftModule]:
+def peft_modules(args, family: Family, prefix: str) -> list[PeftModule]:
     """All modules of a model that may have factors, with their members.
 
     Args:
@@ -58,7 +58,10 @@ def peft_modules(args, family: Family, prefix: str = "model.") -> list[PeftModul
         projections = next(names for suffix, names in linears.items() if linear.endswith(suffix))
         parts = _parts(projection, projections, heads, rows)
         weight = linear.replace("local_experts", "experts") + ".weight"
-        mappings = {family.layers[f"{weight}.{part}" if part else weight]: size for part, size in parts.items()}
+        mappings = {
+            (family.modules or family.layers)[f"{weight}.{part}" if part else weight]: size
+            for part, size in parts.items()
+        }
         mapping, is_expert = next(iter(mappings)), "local_experts" in linear
         if is_expert:
             name = f"{family.experts}.{expert_parameters[linear.rpartition('.')[2]]}"

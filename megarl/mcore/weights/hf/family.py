@@ -181,6 +181,15 @@ class Family(NamedTuple):
     names: OwnNames | None = None
     experts: str = "mlp.experts"  # module of all experts in transformers
     kept: str | None = None  # pattern of tensors that the policy does not compute with: exports have the folder's
+    modules: dict[str, Mapping] | None = None  # `layers` by transformers' modules, where the folder has other names
+
+    @property
+    def module_prefixes(self) -> tuple[str, ...]:
+        """Prefixes that modules of the language model may have in code; the first is that of transformers."""
+        if self.multimodal is not None:
+            return tuple(prefix for prefix, _ in self.multimodal.names)
+        others = self.names.prefixes if self.names is not None else ()
+        return tuple(dict.fromkeys(("model.", *others)))
 
 
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")

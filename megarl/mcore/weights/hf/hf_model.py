@@ -53,8 +53,6 @@ class HFModel(NamedTuple):
 
     def check_adapters(self, flag: str):
         """UsageError if PEFT's adapters of the model cannot be read and written. `flag`: that asks for one."""
-        if self.family.multimodal:
-            raise self.folder.error(f"a multimodal folder; {flag} needs a language model's")
         if any(isinstance(mapping, Heads) and mapping.has_gates for mapping in self.family.layers.values()):
             raise self.folder.error(f"gates of attention in tensors of their own; {flag} needs them beside the queries")
 

@@ -7,7 +7,7 @@ from megarl.mcore.weights.hf.experts import (
     expert_flags,
     shared_experts,
 )
-from megarl.mcore.weights.hf.family import LAYERS, Family, Prediction, expert_layers, model_flags
+from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LAYERS, Family, Prediction, expert_layers, model_flags
 from megarl.mcore.weights.hf.mapping import rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
@@ -28,5 +28,6 @@ FAMILY = Family(
     model_type="hy_v3",
     layers=LAYERS | _EXPERTS | {"mlp.router.expert_bias": rows("mlp.expert_bias")},
     flags=flags,
+    modules=LAYERS | EXPERT_LAYERS,
     prediction=Prediction(r"model\.layers\.{layer}\..+", {}, ("num_nextn_predict_layers",)),
 )

@@ -16,6 +16,7 @@ FAMILY = glm4_moe.FAMILY._replace(
         "self_attention.k_layernorm.weight": rows("attention.key_layernorm.weight"),
         "mlp.router.expert_bias": rows("mlp.gate.expert_bias"),
     },
+    modules=LAYERS | EXPERT_LAYERS,
     prediction=None,
     names=OwnNames(("model.",), {"model.embed_tokens.weight": "word_embeddings.weight"}),
 )
