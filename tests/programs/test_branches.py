@@ -21,7 +21,8 @@ SHAPE = (
     " --save-rollouts --prompts-per-step 4 --samples-per-prompt 5 --minibatch-size 20 --branch-samples 2"
 )
 SUMS, LATE, OPENING = (
-    f"--environment tests.helpers.sum_environments:{name}" for name in ("Sums", "LateSums", "OpeningSums")
+    f"--environment tests.helpers.sum_environments:{name}"
+    for name in ("Sums", "LateSums", "OpeningSums --max-prompt-length 8")
 )
 LAST, AGENT, PROGRAM = (f"--environment tests.helpers.agents:{name}" for name in ("LastSums", "late_sums", "program"))
 BRANCHES = [range(2), range(2, 4), range(4, 5)]  # of a group of five
@@ -54,8 +55,7 @@ def turns_of(tokens, logprobs, mask, *_) -> list[tuple[list, list, list]]:
     return [(tokens[:a], tokens[a:b], logprobs[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("environment", [SUMS, long(f"{OPENING} --max-prompt-length 8")])
+@pytest.mark.parametrize("environment, count", [(SUMS, 2), long((SUMS, 1)), (OPENING, 1), long((OPENING, 2))])
 def test_the_samples_of_a_branch_share_that_many_turns_and_are_independent_after_them(environment, count):
     found = generated(branched(f"{environment} --branch-turns {count}"))
     groups = [[turns_of(*found[5 * group + sample]) for sample in range(5)] for group in range(4)]
