@@ -26,37 +26,10 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="ne
 
 TP2, TP4, SP = (*(f"--tensor-model-parallel-size {size}" for size in (2, 4)), "--sequence-parallel")
 PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
-DENSE, MOE = (
-    (
-        "llama3",
-        "qwen2",
-        "phi4",
-        "gemma2",
-        "olmo2",
-        "glm4",
-        "qwen35_dense",
-        "nemotron_h",
-        "qwen2_5_vl",
-        "mistral3",
-        "gemma3_vision",
-    ),
-    (
-        "qwen3_moe",
-        "qwen2_moe",
-        "mixtral",
-        "glm4_moe",
-        "gpt_oss",
-        "deepseek_v3",
-        "deepseek_v2_lite",
-        "qwen3_next",
-        "qwen35_moe",
-        "nemotron_h_moe",
-        "nemotron_h_latent",
-        "qwen3_vl_moe",
-        "sarvam_moe",
-        "hy_v3",
-    ),
-)
+DENSE = ("llama3", "qwen2", "phi4", "gemma2", "olmo2", "glm4", "qwen35_dense", "nemotron_h", "qwen2_5_vl", "mistral3",
+         "gemma3_vision")  # fmt: skip
+MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v2_lite", "qwen3_next",
+       "qwen35_moe", "nemotron_h_moe", "nemotron_h_latent", "qwen3_vl_moe", "sarvam_moe", "hy_v3")  # fmt: skip
 TOWERS = ("qwen2_5_vl", "mistral3", "gemma3_vision", "qwen3_vl_moe")
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
@@ -68,17 +41,8 @@ LAYOUTS = {
     "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe", "qwen35_moe", "nemotron_h")),
 }
 RSLORA = ("llama3", "qwen2", "qwen3_moe")
-DENSE_TARGETS = [
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-    "qkv_proj",
-    "gate_up_proj",
-]
+DENSE_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj",
+                 "gate_up_proj"]  # fmt: skip
 # Of gated delta nets; Qwen3-Next fuses what Qwen3.5 has apart.
 RECURRENT = ["in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 DENSE_TARGETS += RECURRENT
