@@ -111,7 +111,7 @@ class _Checker:
         worlds.die_with_parent()
         gc.disable()  # each program would collect the garbage of all imports
         environment = dict(os.environ)
-        dist.init_process_group = _work_begins
+        dist.rendezvous = dist.init_process_group = _work_begins  # ranks would wait for each other in the first
         for program in iter(end.recv, None):
             redirect(self.folder)
             os.environ.clear()

@@ -14,10 +14,10 @@ from tests.helpers.worlds import SAFETY
 
 # Cases of hf_folders whose models megarl computes.
 DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
-         "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "llama_yarn", "qwen3_yarn", "qwen3_yarn_old_style",
-         "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3", "olmo2", "olmo3",
-         "gemma3_vision", "qwen3_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3", "glm", "glm4",
-         "ernie4_5", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4", "exaone4_whole",
+         "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "phi4_mini", "llama_yarn", "qwen3_yarn",
+         "qwen3_yarn_old_style", "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3",
+         "olmo2", "olmo3", "gemma3_vision", "qwen3_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3",
+         "glm", "glm4", "ernie4_5", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4", "exaone4_whole",
          "mistral3_ministral3", "youtu", "internlm3")  # fmt: skip
 LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite",
           "glm4_moe_lite", "mistral4", "mistral3_mistral4", "deepseek_v32", "glm_moe_dsa",

@@ -20,6 +20,7 @@ from tests.helpers.hf_layouts import SUPPORTED
 
 # -- config.json -------------------------------------------------------------------------------------------------
 
+LONGROPE = dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 8)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192)  # fmt: skip
 SETS = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
@@ -74,10 +75,10 @@ CONFIGS = {
     "rope scaling a text": (in_order(without("rope_parameters"), config(rope_theta=1e4, rope_scaling="linear")),
                             refused_type("rope_parameters", "'linear'")),
     "rope unknown": (rope(rope_type="longrope", factor=4.0), ["Missing required keys", "'longrope'", "short_factor"]),
-    "rope of others": (rope(rope_type="proportional", factor=4.0), ["'proportional'", "linear, dynamic, llama3 or"]),
+    "rope of others": (rope(rope_type="proportional", factor=4.0), ["'proportional'", "dynamic, llama3, longrope"]),
     "rope dynamic": (in_order(config(max_position_embeddings=63), rope(rope_type="dynamic", factor=4.0)),
                      ["a prompt and response of 63 tokens together at most for rope_type dynamic"]),
-    "rope no name": (rope(rope_type=["linear"], factor=4.0), ["['linear']", "linear, dynamic, llama3 or yarn"]),
+    "rope no name": (rope(rope_type=["linear"], factor=4.0), ["['linear']", "dynamic, llama3, longrope or yarn"]),
     "rope of both kinds": (config(rope_parameters=SETS), ["rope_parameters", "allowed is one set for all layers"]),
     "theta a text": (rope(rope_theta="1e4"), ["rope_theta", "'1e4'"]),
     "theta true": (rope(rope_theta=True), ["rope_theta", "True"]),
@@ -160,6 +161,9 @@ FAMILIES = {
         "biases of the MLP": (config(mlp_bias=True), ["mlp_bias True: allowed is False"]),
     },
     "phi4": {
+        "other lengths": (in_order(config(original_max_position_embeddings=63), rope(**LONGROPE)),
+                          ["a prompt and response of 63 tokens together at most for rope_type longrope"]),
+        "divisors of others": (rope(**LONGROPE | {"short_factor": [1.0, 2.0]}), ["short_factor field must have length"]),
         "fraction a text": (rope(partial_rotary_factor="half"), ["validate_rope", "halfhalf"]),
         "fraction 0": (rope(partial_rotary_factor=0), ["'partial_rotary_factor': 0", "above 0, at most 1"]),
         "fraction above 1": (rope(partial_rotary_factor=1.5), ["1.5", "above 0, at most 1"]),

@@ -137,6 +137,10 @@ def basic() -> dict[str, Case]:
         "qwen3": case("Qwen3", theta(1e6), head_dim=32, tie_word_embeddings=True, end=[2, 0]),
         "mistral": case("Mistral", theta(1e6), vocab_size=101, sliding_window=None, rms_norm_eps=1e-5),
         "phi4": case("Phi3", theta(250000.0), intermediate_size=160, rms_norm_eps=1e-5),
+        "phi4_mini": case("Phi3", theta(10000.0) | {
+            "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [4.0] * 6,
+            "partial_rotary_factor": 0.75}, original_max_position_embeddings=128, max_position_embeddings=2048,
+            tie_word_embeddings=True),
         "qwen2_moe": case("Qwen2Moe", theta(1e6), **EXPERTS, norm_topk_prob=False,
                           shared_expert_intermediate_size=96),
         "qwen3_moe": case("Qwen3Moe", theta(1e6), **EXPERTS, norm_topk_prob=True, head_dim=32, vocab_size=160),

@@ -27,6 +27,15 @@ def number(text: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
+def divisors_of(text: str) -> list[float]:
+    """The numbers of `--rotary-divisors`; empty if they are none above 0."""
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        return []
+    return found if all(0 < each < float("inf") for each in found) else []
+
+
 MODEL_FLAGS = (
     ModelFlag("layernorm-position", str, "pre", "norms of a layer: before attention and MLP, after them (OLMo 2), or "
               "both (Gemma 2)", ("pre", "post", "sandwich")),
@@ -38,6 +47,9 @@ MODEL_FLAGS = (
     ModelFlag("final-logit-softcapping", float, None, "c of logits c·tanh(logit/c) (Gemma 2)"),
     ModelFlag("query-pre-attn-scalar", float, None, "attention scores are divided by its root (default --kv-channels)"),
     ModelFlag("window-rotary-base", number, None, "rotary base, without scaling, of layers with a window (Gemma 3)"),
+    ModelFlag("rotary-divisors", str, None, "numbers, with commas between them, that divide the frequencies of pairs of"
+              " rotated channels (LongRoPE)"),
+    ModelFlag("rotary-attention-factor", float, None, "factor of cosines and sines (LongRoPE; default 1, or YaRN's)"),
     ModelFlag("moe-router-group-score", str, "sum", "score of --moe-router-num-groups: of its best experts, their sum "
               "(DeepSeek-V3) or the largest (DeepSeek-V2)", ("sum", "max")),
     ModelFlag("mamba-dt-min", float, 0.0, "smallest time step Δ of the Mamba-2 layers of --hybrid-layer-pattern "

@@ -6,7 +6,7 @@ A rule is data, as in `layout_rules`.
 import math
 
 from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, value_of
-from megarl.mcore.config.model_flags import ROTARY, is_gated
+from megarl.mcore.config.model_flags import ROTARY, divisors_of, is_gated
 
 # Megatron's; others are None.
 DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0, "kv-lora-rank": 32, "qk-head-dim": 128,
@@ -88,6 +88,10 @@ def _rotary(args) -> list[LayoutRule]:
     rotary = ("rotary-base", "rotary-percent", "rotary-seq-len-interpolation-factor", "no-rope-freq")
     yarn = ("yarn-original-max-position-embeddings", "yarn-beta-fast", "yarn-beta-slow",
             "yarn-correction-range-round-to-int", "rotary-scaling-factor", "mscale", "mscale-all-dim")  # fmt: skip
+    divisors, scale = args.rotary_divisors, args.rotary_attention_factor
+    channels = args.kv_channels or args.hidden_size // max(args.num_attention_heads, 1)
+    pairs = int(channels * args.rotary_percent) // 2
+    is_plain = kind == "rope" and not args.use_rope_scaling and linear is None and window_base is None
     low, high = _or(args.rope_low_freq_factor, 1.0), _or(args.rope_high_freq_factor, 4.0)
     fast, slow = _or(args.yarn_beta_fast, 32.0), _or(args.yarn_beta_slow, 1.0)
     return [
@@ -107,6 +111,12 @@ def _rotary(args) -> list[LayoutRule]:
         *(_only_with(args, name, kind == "yarn", "--position-embedding-type yarn") for name in yarn),
         *(LayoutRule(f"--{name}", value_of(args, name), kind in ROTARY or value_of(args, name) == DEFAULTS.get(name),
                f"none with --position-embedding-type {kind}: it is for rotary embeddings") for name in rotary),
+        LayoutRule("--rotary-divisors", divisors, divisors is None or len(divisors_of(divisors)) == pairs,
+             f"{pairs} numbers above 0, one for each pair of rotated channels"),
+        *(LayoutRule(flag, value, value is None or is_plain and not args.multi_latent_attention,
+             "none with another scaling, --window-rotary-base or --multi-latent-attention")
+          for flag, value in (("--rotary-divisors", divisors), ("--rotary-attention-factor", scale))),
+        LayoutRule("--rotary-attention-factor", scale, scale is None or scale > 0, "above 0"),
         LayoutRule("--rotary-scaling-factor", factor, factor >= 1, "1 or more"),
         LayoutRule("--yarn-beta-fast", fast, fast > slow > 0, f"above --yarn-beta-slow {slow}, which is above 0"),
         min_value("--yarn-original-max-position-embeddings", args.yarn_original_max_position_embeddings),

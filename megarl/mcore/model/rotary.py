@@ -1,7 +1,8 @@
 """Rotary position embeddings (2104.09864 §3.4.2): frequencies and their scalings, for layers with and without a window.
 
 Scalings: linear (`--rotary-seq-len-interpolation-factor`), Llama 3's (`--use-rope-scaling`), YaRN (2309.00071 §3.4,
-`--position-embedding-type yarn`). With `--window-rotary-base` layers with a window have that base and no scaling.
+`--position-embedding-type yarn`), LongRoPE's (2402.13753, `--rotary-divisors` and `--rotary-attention-factor`). With
+`--window-rotary-base` layers with a window have that base and no scaling.
 Frequencies of both kinds of layers are then next to each other, because Megatron hands one tensor to all layers.
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention.windows import FULL, WINDOW
+from megarl.mcore.config.model_flags import divisors_of
 
 
 class Rotary(RotaryEmbedding):
@@ -30,6 +32,9 @@ class Rotary(RotaryEmbedding):
         inverse = self._inverse(args.rotary_base)
         if args.use_rope_scaling:
             inverse = self._apply_scaling(inverse, args.rope_scaling_factor, *_llama3_constants(args))
+        if args.rotary_divisors is not None:
+            divisors = torch.tensor(divisors_of(args.rotary_divisors), dtype=torch.float32, device=on)
+            inverse = 1.0 / (divisors * args.rotary_base**self.exponents)
         if args.position_embedding_type == "yarn":
             inverse = _yarn(self.exponents, args.rotary_base, config)
         window = None if args.window_rotary_base is None else self._inverse(args.window_rotary_base)
@@ -73,7 +78,9 @@ def _yarn(exponents: Tensor, base: float, config) -> Tensor:
 
 
 def concentration(config, kind: int) -> float:
-    """Returns the factor of cosines and sines in layers of this kind, YaRN's attention factor; 1 without YaRN."""
+    """Returns the factor of cosines and sines in layers of this kind, YaRN's or LongRoPE's attention factor; else 1."""
+    if config.rotary_attention_factor is not None:
+        return config.rotary_attention_factor
     if not hasattr(config, "yarn_rotary_scaling_factor") or kind == WINDOW and config.window_rotary_base is not None:
         return 1.0
 

@@ -70,8 +70,10 @@ def _scaling(config: ModelConfig, parameters: dict) -> dict[str, object]:
     key = "rope_parameters"
     if kind == "default":
         return {}
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
-        raise config.error(key, "rope_type default, linear, dynamic, llama3 or yarn")
+    if kind not in ("linear", "dynamic", "llama3", "longrope", "yarn"):
+        raise config.error(key, "rope_type default, linear, dynamic, llama3, longrope or yarn")
+    if kind == "longrope":
+        return _longrope(config, key, parameters)
     if not _is_positive(factor):
         raise config.error(key, f"a factor above 0 for rope_type {kind}")
     if kind == "dynamic":  # of sequences above the limit alone
@@ -90,6 +92,23 @@ def _scaling(config: ModelConfig, parameters: dict) -> dict[str, object]:
     others = {f"rope-{name.replace('_', '-')}": parameters[name] for name, value in LLAMA3_CONSTANTS.items()
               if parameters[name] != value}  # fmt: skip
     return {"use-rope-scaling": True, "rope-scaling-factor": factor} | others
+
+
+def _longrope(config: ModelConfig, key: str, parameters: dict) -> dict[str, object]:
+    """Flags of LongRoPE for sequences up to the original length; longer ones have other divisors, from the first token
+    on."""
+    divisors, original = parameters.get("short_factor"), parameters.get("original_max_position_embeddings")
+    if not isinstance(divisors, list) or not all(map(_is_positive, divisors)):
+        raise config.error(key, "a list of numbers above 0 in short_factor")
+    if type(original) is not int or config.longest > original:
+        raise config.error(key, f"a prompt and response of {original} tokens together at most for rope_type longrope")
+    factor, scale = parameters.get("factor"), parameters.get("attention_factor")
+    factor = config.whole("max_position_embeddings") / original if factor is None else factor
+    if not _is_positive(factor) or original < 2 or not (scale is None or _is_positive(scale)):
+        raise config.error(key, "a factor and an attention_factor above 0, or none")
+    if scale is None:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return {"rotary-divisors": ",".join(map(str, divisors)), "rotary-attention-factor": scale}
 
 
 def _yarn(config: ModelConfig, key: str, parameters: dict) -> dict[str, object]:

@@ -96,6 +96,15 @@ WRONG = {
                                "--recompute-modules core_attn mla_up_proj: allowed is core_attn without mla_up_proj"),
     "latents without rotation": (f"{LATENT} --position-embedding-type none",
                                  f"--position-embedding-type none: allowed is rope or yarn with {LATENT}"),
+    "divisors and another scaling": (
+        "--use-rope-scaling --rotary-divisors 1,2,3,4,5,6,7,8",
+        "--rotary-divisors 1,2,3,4,5,6,7,8: allowed is none with another scaling",
+    ),
+    "divisors of others": ("--rotary-divisors 1,2", "--rotary-divisors 1,2: allowed is"),
+    "no divisors": ("--rotary-divisors 1,x", "--rotary-divisors 1,x: allowed is"),
+    "factor and another scaling": ("--use-rope-scaling --rotary-attention-factor 1.2",
+                                   "--rotary-attention-factor 1.2: allowed is none with another scaling"),
+    "factor 0": ("--rotary-attention-factor 0", "--rotary-attention-factor 0.0: allowed is above 0"),
     "rounding alone": ("--no-yarn-correction-range-round-to-int",
                        "--yarn-correction-range-round-to-int False: allowed is none without --position-embedding-type"),
 }  # fmt: skip

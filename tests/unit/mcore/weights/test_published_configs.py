@@ -1,6 +1,7 @@
 """config.json files as published models have them, and defaults of classes, against transformers."""
 
 import json
+import math
 
 import pytest
 
@@ -149,6 +150,14 @@ PUBLISHED = {
         "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.8,
         "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 256, "vocab_size": 154880,
     },
+    "Phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 3072,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3",
+        "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "rope_scaling": {"long_factor": [1.0 + i for i in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+        "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 200064,
+    },
     "SmolLM3-3B": {
         "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 2048,
         "intermediate_size": 11008, "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False,
@@ -180,10 +189,12 @@ KNOWN = {
     "GLM-4.7-Flash": {"kv-lora-rank": 512, "moe-router-topk-scaling-factor": 1.8,
                       "moe-layer-freq": str([0] + [1] * 46).replace(" ", "")},
     "SmolLM3-3B": {"no-rope-freq": str([0, 0, 0, 1] * 9).replace(" ", ""), "rotary-base": 5000000.0},
+    "Phi-4-mini": {"rotary-percent": 0.75, "rotary-divisors": ",".join(["1.0"] * 48),
+                   "rotary-attention-factor": math.sqrt(1 + math.log(32) / math.log(4096))},
     "Olmo-3-7B": {"rotary-scaling-factor": 8.0, "window-rotary-base": 500000,
                   "window-attn-skip-freq": str([1, 1, 1, 0] * 8).replace(" ", "")},
 }  # fmt: skip
-TIED = {"Qwen3-0.6B", "Llama-3.2-1B", "gemma-2-2b", "gemma-3-1b-it", "gemma-3-4b-it", "SmolLM3-3B"}
+TIED = {"Qwen3-0.6B", "Llama-3.2-1B", "gemma-2-2b", "gemma-3-1b-it", "gemma-3-4b-it", "SmolLM3-3B", "Phi-4-mini"}
 
 
 def flags_of(folder, entries: dict) -> dict[str, object]:
@@ -201,7 +212,7 @@ def test_published_configurations(name, tmp_path):
               "num-attention-heads": "num_attention_heads"}  # fmt: skip
     of_text = PUBLISHED[name].get("text_config", PUBLISHED[name])  # which may leave out what the class has
     assert all(flags[flag] == of_text.get(key, flags[flag]) for flag, key in shapes.items())
-    windows = ("gpt-oss-20b", "gemma-2-2b", "gemma-3-1b-it", "gemma-3-4b-it", "Olmo-3-7B")
+    windows = ("gpt-oss-20b", "gemma-2-2b", "gemma-3-1b-it", "gemma-3-4b-it", "Olmo-3-7B", "Phi-4-mini")
     assert ("window-size" in flags) == (name in windows)
 
 
