@@ -17,8 +17,8 @@ DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope",
          "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "phi4_mini", "llama_yarn", "qwen3_yarn",
          "qwen3_yarn_old_style", "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3",
          "olmo2", "olmo3", "gemma3_vision", "qwen3_vl", "mistral3", "qwen2_vl", "qwen2_5_vl", "seed_oss", "smollm3",
-         "glm", "glm4", "ernie4_5", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4", "exaone4_whole",
-         "mistral3_ministral3", "youtu", "internlm3")  # fmt: skip
+         "glm", "glm4", "ernie4_5", "cwm", "arcee", "ministral", "ministral3", "iquestcoder", "exaone4",
+         "exaone4_whole", "mistral3_ministral3", "youtu", "internlm3")  # fmt: skip
 LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite",
           "glm4_moe_lite", "mistral4", "mistral3_mistral4", "deepseek_v32", "glm_moe_dsa",
           "sarvam_mla")  # fmt: skip

@@ -163,7 +163,7 @@ FAMILIES = {
     "phi4": {
         "other lengths": (in_order(config(original_max_position_embeddings=63), rope(**LONGROPE)),
                           ["a prompt and response of 63 tokens together at most for rope_type longrope"]),
-        "divisors of others": (rope(**LONGROPE | {"short_factor": [1.0, 2.0]}), ["short_factor field must have length"]),
+        "two divisors": (rope(**LONGROPE | {"short_factor": [1.0, 2.0]}), ["short_factor field must have length"]),
         "fraction a text": (rope(partial_rotary_factor="half"), ["validate_rope", "halfhalf"]),
         "fraction 0": (rope(partial_rotary_factor=0), ["'partial_rotary_factor': 0", "above 0, at most 1"]),
         "fraction above 1": (rope(partial_rotary_factor=1.5), ["1.5", "above 0, at most 1"]),
