@@ -51,9 +51,13 @@ def generated(run: Path, step: int = 1) -> dict[int, list[list]]:
 def turns_in_rows(tokens, logprobs, mask, _, starts) -> list[tuple[list, list]]:
     """(tokens of the row before it, its own) of each turn of a sequence that is trained on."""
     found = []
-    begins = [i for i, (here, before) in enumerate(zip(mask, [False, *mask], strict=False)) if here and not before]
-    for begin in begins:
+    for begin, end in turn_spans(mask):
         row = max(i for i in range(begin + 1) if i == 0 or starts[i])
-        end = next((i for i in range(begin, len(mask)) if not mask[i]), len(mask))
         found.append((tokens[row:begin], tokens[begin:end]))
     return found
+
+
+def turn_spans(mask: list[bool]) -> list[tuple[int, int]]:
+    """(start, end) of each run of True."""
+    begins = [i for i, (here, before) in enumerate(zip(mask, [False, *mask], strict=False)) if here and not before]
+    return [(begin, next((i for i in range(begin, len(mask)) if not mask[i]), len(mask))) for begin in begins]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.episodes.shared_turns import SharedTurns
-from tests.helpers.engine_records import generated, recorded
+from tests.helpers.engine_records import generated, recorded, turn_spans
 from tests.helpers.programs import inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.replays import played
 from tests.helpers.sum_environments import FOLDER
@@ -50,9 +50,7 @@ def branched(flags: str) -> Path:
 
 def turns_of(tokens, logprobs, mask, *_) -> list[tuple[list, list, list]]:
     """(tokens before it, its own, their log-probs) of each turn of a sequence."""
-    starts = [i for i, here in enumerate(mask) if here and not mask[i - 1]]
-    ends = [next((i for i in range(start, len(mask)) if not mask[i]), len(mask)) for start in starts]
-    return [(tokens[:a], tokens[a:b], logprobs[a:b]) for a, b in zip(starts, ends, strict=True)]
+    return [(tokens[:start], tokens[start:end], logprobs[start:end]) for start, end in turn_spans(mask)]
 
 
 @pytest.mark.parametrize("environment, count", [(SUMS, 2), long((SUMS, 1)), (OPENING, 1), long((OPENING, 2))])

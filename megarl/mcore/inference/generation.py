@@ -40,13 +40,14 @@ class GenerationRequest:
     counted_tokens: int = 0  # that a limit on responses counts besides those of this one: of earlier turns
     trunk: Trunk | None = None  # of an episode, or of a turn that belongs to it; None: it shares none
 
-    def shares(self, turn: int) -> bool:
-        """Whether the samples of a branch share this turn of an episode, counted from 0."""
-        return self.trunk is not None and turn < self.trunk.turns
+    def trunk_of(self, turn: int) -> Trunk | None:
+        """The trunk of a turn of an episode, counted from 0; None: the samples of a branch do not share it."""
+        return self.trunk if self.trunk is not None and turn < self.trunk.turns else None
 
     def stream_of(self, turn: int) -> int:
         """What names the random stream of a turn of an episode, counted from 0."""
-        return self.trunk.key if self.trunk is not None and self.shares(turn) else self.key
+        trunk = self.trunk_of(turn)
+        return self.key if trunk is None else trunk.key
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def peft_modules(args, family: Family, prefix: str) -> list[PeftModule]:
         prefix: of the names of all layers.
     """
     shapes, modules = factor_shapes(args, LoRASettings(rank=1, alpha=1.0, rslora=False, targets=TARGETS)), {}
-    heads, linears = HeadLayout.of(args), linears_of(args)
+    heads, linears, layers = HeadLayout.of(args), linears_of(args), family.modules or family.layers
     expert_parameters = {"linear_fc1": "gate_up_proj" if is_gated(args) else "up_proj", "linear_fc2": "down_proj"}
     for key in (key for key in shapes if key.endswith(".lora_A")):
         layer, linear, projection = KEY.fullmatch(key).groups()
@@ -58,10 +58,7 @@ def peft_modules(args, family: Family, prefix: str) -> list[PeftModule]:
         projections = next(names for suffix, names in linears.items() if linear.endswith(suffix))
         parts = _parts(projection, projections, heads, rows)
         weight = linear.replace("local_experts", "experts") + ".weight"
-        mappings = {
-            (family.modules or family.layers)[f"{weight}.{part}" if part else weight]: size
-            for part, size in parts.items()
-        }
+        mappings = {layers[f"{weight}.{part}" if part else weight]: size for part, size in parts.items()}
         mapping, is_expert = next(iter(mappings)), "local_experts" in linear
         if is_expert:
             name = f"{family.experts}.{expert_parameters[linear.rpartition('.')[2]]}"

@@ -29,20 +29,20 @@ class Rotary(RotaryEmbedding):
             channels = args.qk_pos_emb_head_dim
         self.exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=on) / channels
         self.position_scale = 1 / (args.rotary_seq_len_interpolation_factor or 1)
-        inverse = self._inverse(args.rotary_base)
-        if args.use_rope_scaling:
-            inverse = self._apply_scaling(inverse, args.rope_scaling_factor, *_llama3_constants(args))
+        divisors: float | Tensor = 1.0
         if args.rotary_divisors is not None:
             divisors = torch.tensor(divisors_of(args.rotary_divisors), dtype=torch.float32, device=on)
-            inverse = 1.0 / (divisors * args.rotary_base**self.exponents)
+        inverse = self._inverse(args.rotary_base, divisors)
+        if args.use_rope_scaling:
+            inverse = self._apply_scaling(inverse, args.rope_scaling_factor, *_llama3_constants(args))
         if args.position_embedding_type == "yarn":
             inverse = _yarn(self.exponents, args.rotary_base, config)
         window = None if args.window_rotary_base is None else self._inverse(args.window_rotary_base)
         self.inverse = [x.to(device.device()) for x in (inverse, window) if x is not None]
 
-    def _inverse(self, base: float) -> Tensor:
+    def _inverse(self, base: float, divisors: float | Tensor = 1.0) -> Tensor:
         """Returns [r/2] frequencies in radians per position."""
-        return 1.0 / (base**self.exponents)
+        return 1.0 / (divisors * base**self.exponents)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Returns the frequencies of positions `offset` … `offset + max_seq_len − 1`."""

@@ -98,7 +98,7 @@ class AgentEpisode(Episode):
         return dataclasses.replace(
             self.request, prompt=turn.row, key=turn.key, max_new_tokens=turn.limit - len(turn.tokens),
             counted_tokens=self.new_tokens, stops_from=len(turn.prompt), stops=matcher(turn.stops),
-            thinking_from=len(turn.prompt), trunk=self.request.trunk if self.request.shares(depth) else None,
+            thinking_from=len(turn.prompt), trunk=self.request.trunk_of(depth),
         )  # fmt: skip
 
     def write(self, number: int, completion: Completion) -> Completion | None:

@@ -163,7 +163,7 @@ class Episode:
         return dataclasses.replace(
             own, prompt=list(self.tokens), key=turn_key(own.stream_of(turn), self.tokens[:start]),
             max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, stops_from=start, thinking_from=start,
-            trunk=own.trunk if own.shares(turn) else None,
+            trunk=own.trunk_of(turn),
         )  # fmt: skip
 
     def add_turn(self, completion: Completion):

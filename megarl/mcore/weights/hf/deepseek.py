@@ -40,10 +40,8 @@ def latent_attention_flags(config: ModelConfig) -> dict[str, object]:
 def check_chosen_tokens(config: ModelConfig):
     """UsageError if a query may have more tokens before it than its indexer chooses. Of a shorter sequence it chooses
     all."""
-    chosen = config.whole("index_topk")
-    if config.longest > chosen:
-        allowed = f"a prompt and response of {chosen} tokens together at most: later queries attend to so many tokens"
-        raise config.error("index_topk", f"{allowed} that an indexer chooses, which is not implemented")
+    why = ": later queries attend to so many tokens that an indexer chooses, which is not implemented"
+    config.check_length("index_topk", config.whole("index_topk"), why)
 
 
 def _rotary_flags(config: ModelConfig) -> dict[str, object]:

@@ -40,6 +40,13 @@ def sigmoid_gates(config: ModelConfig) -> dict[str, object]:
     return flags | ({"moe-router-num-groups": groups, "moe-router-group-topk": group_topk} if groups > 1 else {})
 
 
+def deepseek_gates(config: ModelConfig) -> dict[str, object]:
+    """`sigmoid_gates` of a config.json that may name them, as DeepSeek's do."""
+    config.require("scoring_func", "sigmoid", None)
+    config.require("topk_method", "noaux_tc", None)
+    return sigmoid_gates(config)
+
+
 def check_several(config: ModelConfig):
     """UsageError if normalized gates are those of one expert."""
     if config.whole("num_experts_per_tok") < 2:

@@ -72,6 +72,11 @@ class ModelConfig:
         if self.get(key) not in allowed:
             raise self.error(key, " or ".join("absent" if value is None else repr(value) for value in allowed))
 
+    def check_length(self, key: str, limit: Any, why: str):
+        """UsageError for an entry that limits prompt and response together to fewer tokens than the run's."""
+        if type(limit) not in (int, float) or not self.longest <= limit < float("inf"):
+            raise self.error(key, f"a prompt and response of {limit} tokens together at most{why}")
+
     def rotates_part(self) -> bool:
         """Whether models of the class may rotate a part of the channels."""
         return "partial_rotary_factor" in (self._default.rope_parameters or {})

@@ -35,10 +35,9 @@ def rotary_flags_by_kind(config: ModelConfig) -> dict[str, object]:
 def check_query_scaling(config: ModelConfig):
     """UsageError if a query may be scaled by its position, as transformers does it after a number of tokens."""
     parameters = config.get("rope_parameters")
-    unscaled = parameters.get("original_max_position_embeddings")
-    if parameters.get("llama_4_scaling_beta") and not (_is_positive(unscaled) and config.longest <= unscaled):
-        allowed = f"a prompt and response of {unscaled} tokens together at most, since later queries are scaled"
-        raise config.error("rope_parameters", f"{allowed} (llama_4_scaling_beta)")
+    if parameters.get("llama_4_scaling_beta"):
+        unscaled, why = parameters.get("original_max_position_embeddings"), ", since later queries are scaled"
+        config.check_length("rope_parameters", unscaled, f"{why} (llama_4_scaling_beta)")
 
 
 def _flags(config: ModelConfig, parameters: dict, rotates_part: bool = False) -> dict[str, object]:
@@ -77,10 +76,7 @@ def _scaling(config: ModelConfig, parameters: dict) -> dict[str, object]:
     if not _is_positive(factor):
         raise config.error(key, f"a factor above 0 for rope_type {kind}")
     if kind == "dynamic":  # of sequences above the limit alone
-        if config.longest > (unscaled := config.whole("max_position_embeddings")):
-            raise config.error(
-                key, f"a prompt and response of {unscaled} tokens together at most for rope_type dynamic"
-            )
+        config.check_length(key, config.whole("max_position_embeddings"), " for rope_type dynamic")
         return {}
     if kind == "linear":
         return {"rotary-seq-len-interpolation-factor": factor}
@@ -100,11 +96,12 @@ def _longrope(config: ModelConfig, key: str, parameters: dict) -> dict[str, obje
     divisors, original = parameters.get("short_factor"), parameters.get("original_max_position_embeddings")
     if not isinstance(divisors, list) or not all(map(_is_positive, divisors)):
         raise config.error(key, "a list of numbers above 0 in short_factor")
-    if type(original) is not int or config.longest > original:
-        raise config.error(key, f"a prompt and response of {original} tokens together at most for rope_type longrope")
+    config.check_length(key, original, " for rope_type longrope")
     factor, scale = parameters.get("factor"), parameters.get("attention_factor")
     factor = config.whole("max_position_embeddings") / original if factor is None else factor
-    if not _is_positive(factor) or original < 2 or not (scale is None or _is_positive(scale)):
+    if type(original) is not int or original < 2:
+        raise config.error(key, "a whole number of 2 or more in original_max_position_embeddings")
+    if not _is_positive(factor) or not (scale is None or _is_positive(scale)):
         raise config.error(key, "a factor and an attention_factor above 0, or none")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

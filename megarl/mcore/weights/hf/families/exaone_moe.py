@@ -1,6 +1,6 @@
 """K-EXAONE (2601.01739): EXAONE 4's attention between the usual norms, sigmoid gates with a correction bias."""
 
-from megarl.mcore.weights.hf.experts import dense_then_experts, expert_flags, shared_experts, sigmoid_gates
+from megarl.mcore.weights.hf.experts import deepseek_gates, dense_then_experts, expert_flags, shared_experts
 from megarl.mcore.weights.hf.family import (
     EXPERT_LAYERS,
     LAYERS,
@@ -16,11 +16,9 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds windows, layers without positions, norms of queries and keys, experts."""
-    config.require("scoring_func", "sigmoid", None)
-    config.require("topk_method", "noaux_tc", None)
     found = model_flags(config) | window_flags(config) | positions_of_windows(config) | {"qk-layernorm": True}
     found |= expert_flags(config, config.whole("moe_intermediate_size"))
-    return found | sigmoid_gates(config) | shared_experts(config) | dense_then_experts(config)
+    return found | deepseek_gates(config) | shared_experts(config) | dense_then_experts(config)
 
 
 FAMILY = Family(
