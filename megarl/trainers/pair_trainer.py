@@ -6,34 +6,20 @@ from torch import Tensor
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts
 from megarl.algorithms.preference_loss import PAIR_METRICS, PairLogprobs, pair_metrics
-from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.data.columns import REWARD
-from megarl.data.conversations import Encoder
-from megarl.data.prompts import PromptSet
 from megarl.data.response_pairs import ResponsePair, ResponsePairs
 from megarl.mcore.model import forward_pass
-from megarl.trainers.preference_trainer import (
-    PreferenceTrainer,
-    note_unread_margins,
-    preference_task,
-    response_sums,
-)
+from megarl.trainers.preference_trainer import PreferenceTrainer, response_sums
 from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer
 
 
 class PairTrainer(PairwiseTrainer, PreferenceTrainer):
     """Trains a policy to prefer the chosen response of each pair."""
 
-    task = preference_task(REWARD, ("chosen", "rejected"))
+    purpose, examples_type = REWARD, ResponsePairs
+    sequence_names = ("chosen", "rejected")
     metric_names = PAIR_METRICS  # means over pairs
-
-    @staticmethod
-    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> ResponsePairs:
-        s = config.settings
-        pairs = ResponsePairs(prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts)
-        note_unread_margins(pairs, s)
-        return pairs
 
     @staticmethod
     def sequences(example: ResponsePair) -> list[tuple[list[int], list[bool]]]:

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from megarl.algorithms.packed import sums_by_sequence
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.arguments import RunConfig, Settings
+from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.checkpoint import folders, resume
+from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.labelled_responses import LabelledResponses
+from megarl.data.prompts import PromptSet
 from megarl.data.response_pairs import ResponsePairs
 from megarl.errors import UsageError
 from megarl.flags.preference_settings import preference_options
@@ -22,7 +24,7 @@ from megarl.mcore.weights.safe_reading import load_plain
 from megarl.observe.progress import PREFERENCE_FIELDS
 from megarl.roles.policy_scores import policy_scores
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
-from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedInputs, SupervisedTrainer, TaskSpec
+from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedInputs, SupervisedTrainer
 
 REFERENCE_FILE = "reference_logprobs.pt"  # in a checkpoint
 
@@ -34,7 +36,19 @@ class PreferenceTrainer(SupervisedTrainer):
     first step, and are part of each checkpoint, so that no second model is kept.
     """
 
+    program = "train_preference"
     fields = PREFERENCE_FIELDS
+    examples_type: type[ResponsePairs] | type[LabelledResponses]
+
+    @classmethod
+    def read(cls, prompts: PromptSet, encoder: Encoder, config: RunConfig) -> ResponsePairs | LabelledResponses:
+        """The examples of a file, with a note if they have margins that the run's loss does not read."""
+        s, loss = config.settings, PREFERENCE_LOSSES[config.settings.preference_loss]
+        limits = s.max_prompt_length, s.max_response_length, s.filter_long_prompts
+        examples = cls.examples_type(prompts, encoder, *limits)
+        if examples.has_margins and not loss.reads_margin:
+            examples.prompts = examples.prompts.noted(f"--preference-loss {loss.name} does not read the column margin")
+        return examples
 
     @staticmethod
     def check_resumed(config: RunConfig, inputs: SupervisedInputs):
@@ -71,7 +85,7 @@ class PreferenceTrainer(SupervisedTrainer):
         if self.inputs.resume:
             self._reference = read_reference(self.inputs.resume / REFERENCE_FILE)
             return
-        with self.timers.phase(self.task.role, "reference"):
+        with self.timers.phase(self.trained_role, "reference"):
             held_out = self.inputs.held_out
             self._reference = {
                 PROMPTS: self._logprobs(self.inputs.examples, len(self.inputs.examples)),
@@ -107,21 +121,6 @@ class PreferenceTrainer(SupervisedTrainer):
         if not self._reference:
             return torch.zeros(examples.count, 2, dtype=torch.float64, device=device.device())
         return self._reference[set_name][torch.tensor(list(examples.lines))].to(device.device())
-
-
-def note_unread_margins(examples: ResponsePairs | LabelledResponses, settings: Settings):
-    """Notes in the set of the examples that the run's loss does not read their margins, if they have some."""
-    loss = PREFERENCE_LOSSES[settings.preference_loss]
-    if examples.has_margins and not loss.reads_margin:
-        examples.prompts = examples.prompts.noted(f"--preference-loss {loss.name} does not read the column margin")
-
-
-def preference_task(purpose: str, sequence_names: tuple[str, ...]) -> TaskSpec:
-    """What a trainer of preferences trains. `purpose`: of `data.columns`."""
-    return TaskSpec(
-        program="train_preference", role="actor", prefix="preference", value_head=False, sequence_names=sequence_names,
-        best="accuracy", sources=("actor",), purpose=purpose,
-    )  # fmt: skip
 
 
 def response_sums(scores: forward_pass.TokenScores, batch: Batch) -> Tensor:

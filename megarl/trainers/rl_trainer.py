@@ -27,7 +27,6 @@ from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
-from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.evaluations import ACCURACY, Evaluations
 from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks
@@ -48,7 +47,7 @@ class RLTrainer(Trainer):
 
     def __init__(self, config: RunConfig, timers: Timers):
         inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config), folder=config.settings.save)
-        super().__init__(config, mesh, inputs, timers)
+        super().__init__(config, mesh, inputs, timers, config.settings.best_metric or ACCURACY)
         if self.settings.debug_rollout_only:
             self.checkpoints = None  # nothing of the weights changes
         if inputs.saved_rollouts:
@@ -71,7 +70,6 @@ class RLTrainer(Trainer):
         self._batch: StepBatch | None = None
         if self.folder:
             samples.keep_for_failure(self.folder, lambda: rows_so_far(self.reward, self._batch, self.rollout.episodes))
-        self._is_best = False  # whether the step's evaluation is the best so far
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
         self._load_pretrained()
@@ -120,7 +118,7 @@ class RLTrainer(Trainer):
         )
         generation = (s, mesh, self.rollout, self.reward)
         self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
-        self.evaluator, self.best = None, BestCheckpoint(mesh, s.best_metric or ACCURACY)
+        self.evaluator = None
         if s.evaluates:
             self.evaluator = Evaluations(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
@@ -292,8 +290,8 @@ class RLTrainer(Trainer):
         self.batcher.forget(self.step)
         if not self.checkpoints or not (is_due or self._is_best):
             return
-        manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size) | self._entries_of_other_ranks()
-        manifest |= {"best": self.best.state_dict(), "kept_for": "interval" if is_due else "best"}
+        manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, is_due)
+        manifest |= self._entries_of_other_ranks()
         with self.timers.phase("actor", "save"):
             dp_rank = self.mesh["rollout"].dp_rank
             files = {replica_files.of_replica(name, dp_rank): data for name, data in self.batcher.files() if data}
@@ -362,8 +360,6 @@ class RLTrainer(Trainer):
         folder = self.inputs.resume
         loaded = run_state.load(folder, self.mesh, self._states(loading=True))
         manifest = self.resume_from(folder, self.batcher.order)
-        if manifest.get("best"):
-            self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
         has_new_prompts = PROMPTS in resume.changed_data(manifest, self.inputs.data)

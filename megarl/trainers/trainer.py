@@ -33,6 +33,7 @@ from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import restart
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
+from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.export_files import text_files
 from megarl.trainers.prompt_inputs import notes_of
 from megarl.trainers.setup import save_policy, step_profiler, tracker_options
@@ -41,9 +42,15 @@ from megarl.trainers.setup import save_policy, step_profiler, tracker_options
 class Trainer(abc.ABC):
     """Counts the steps of a run and writes its files; only rank 0 writes."""
 
-    def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, fields=RL_FIELDS):
-        """`inputs`: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None,
-        `prompt_sets` the sets of prompts by setting."""
+    fields: tuple = RL_FIELDS  # metrics in the progress line of a step
+
+    def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, best_metric: str):
+        """
+        Args:
+            inputs: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None,
+                `prompt_sets` the sets of prompts by setting.
+            best_metric: as of `BestCheckpoint`.
+        """
         self.config, self.settings = config, config.settings
         self.mesh, self.timers = mesh, timers
         self.inputs = inputs
@@ -54,7 +61,7 @@ class Trainer(abc.ABC):
         self.skipped = 0
         self._skipped_in_a_row, self._alarms = 0, Alarms(config.settings.alarms)
         self.last_step = config.settings.train_iters
-        self._fields = fields
+        self.best, self._is_best = BestCheckpoint(mesh, best_metric), False  # whether the step's evaluation is it
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._started = time.perf_counter()
@@ -88,7 +95,7 @@ class Trainer(abc.ABC):
             dist.barrier()
 
     def _open_files(self, resumed: Path | None, used: list[Path]):
-        self._progress = Progress(self.settings.train_iters, fields=self._fields)
+        self._progress = Progress(self.settings.train_iters, fields=self.fields)
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
             branch.begin(self.folder, self.step, resumed, used)
@@ -176,8 +183,11 @@ class Trainer(abc.ABC):
         """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""
         return self.step == self.last_step or bool(interval and self.step % interval == 0)
 
-    def manifest_entries(self, program: str, vocab_size: int) -> dict:
-        """The run's entries in a checkpoint's manifest, besides the step and the data position."""
+    def manifest_entries(self, program: str, vocab_size: int, is_due: bool) -> dict:
+        """The run's entries in a checkpoint's manifest, besides the step and the data position.
+
+        `is_due`: it is saved by `--save-interval`, not only as the best so far.
+        """
         self.flush()  # skipped steps are counted when a step is written
         return {
             "program": program,
@@ -190,6 +200,8 @@ class Trainer(abc.ABC):
             **schedules.manifest_entry(self.config),
             **trained_states.manifest_entry(self.config),
             "layout": layout_of(self.config.roles),
+            "best": self.best.state_dict(),
+            "kept_for": "interval" if is_due else "best",
             **factors.manifest_entry(self.config.roles),
         }
 
@@ -205,22 +217,27 @@ class Trainer(abc.ABC):
         return resume.holds_average(folders.read_manifest(self.inputs.resume, "--load"))
 
     def resume_from(self, folder: Path, order: PromptOrder | MixtureOrder | None) -> dict:
-        """Restores step, counters and the data position, where a rank has one; returns the checkpoint's manifest."""
-        manifest = folders.read_manifest(folder, "--load")
+        """Restores step, counters, the best evaluation and the data position, where a rank has one.
+
+        Returns the checkpoint's manifest.
+        """
+        manifest, notes = folders.read_manifest(folder, "--load"), []
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
         self._skipped_in_a_row = manifest.get(commit.SKIPPED_IN_A_ROW, 0)
+        if manifest.get("best"):
+            self.best.load_state_dict(manifest["best"])
         if order is not None and "prompts" not in resume.changed_data(manifest, self.inputs.data):
             order.load_state_dict(manifest["prompt_order"])
-        changed = resume.changed_settings(manifest, resume.settings_entry(self.config))
-        if changed and self.mesh.rank == 0:
-            warn([f"--load {folder}: resumes with other settings: {changed}"])
-        if self.settings.ema_decay is not None and not resume.holds_average(manifest) and self.mesh.rank == 0:
-            warn([f"--load {folder}: has no moving average (--ema-decay), which begins with the weights of this step"])
-        if self.settings.predicts and not resume.holds_prediction(manifest) and self.mesh.rank == 0:
-            warn([f"--load {folder}: has no trained layer of multi-token prediction (--mtp-train), which begins anew"])
-        libraries = resume.changed_versions(manifest)
-        if libraries and self.mesh.rank == 0:
-            warn([f"--load {folder}: resumes with other libraries: {libraries}"])
+        if changed := resume.changed_settings(manifest, resume.settings_entry(self.config)):
+            notes.append(f"resumes with other settings: {changed}")
+        if self.settings.ema_decay is not None and not resume.holds_average(manifest):
+            notes.append("has no moving average (--ema-decay), which begins with the weights of this step")
+        if self.settings.predicts and not resume.holds_prediction(manifest):
+            notes.append("has no trained layer of multi-token prediction (--mtp-train), which begins anew")
+        if libraries := resume.changed_versions(manifest):
+            notes.append(f"resumes with other libraries: {libraries}")
+        if self.mesh.rank == 0:
+            warn(f"--load {folder}: {note}" for note in notes)
         if self.checkpoints:
             self.checkpoints.adopt_frozen(manifest)
         return manifest
