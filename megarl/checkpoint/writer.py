@@ -7,10 +7,12 @@ takes part in no collective: `poll`, after each step, completes a checkpoint tha
 import dataclasses
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.arguments import Settings
 from megarl.checkpoint import commit, folders
 from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.write_agreement import WriteAgreement
@@ -26,16 +28,6 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; those before it are intact."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SavePolicy:
-    """How checkpoints are written (`--async-save`, `--on-save-failure`), and which are kept (`--keep-…`)."""
-
-    asynchronous: bool = False
-    stops: bool = True  # the run ends if one cannot be written
-    keep_last: int = 0  # 0: all
-    keep_every: int = 0  # 0: none for this reason
-
-
 class _Pending:
     """A checkpoint that this rank writes."""
 
@@ -43,48 +35,42 @@ class _Pending:
         self.step, self.folder = step, folder
         self.planned, self.entries = planned, entries
         self.files = files
-        self._written: tuple | None = None
-        self._thread: threading.Thread | None = None
+        self._future: Future[tuple] | None = None
 
     def start(self, state: dict, agreement: WriteAgreement):
         """Copies the state that was planned, and begins to write the copy in a thread."""
         self.agreement = agreement
         self.planned.snapshot(state)
-        self._thread = threading.Thread(target=self._write, name="checkpoint")
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._future = thread.submit(self._write)
+        thread.shutdown(wait=False)
 
     @property
     def is_written(self) -> bool:
         """Whether the thread has ended."""
-        return not self._thread.is_alive()
+        return self._future.done()
 
     def write(self) -> tuple:
         """(write results, {file: `manifest.seal`}, error) of this rank's files; the error is None or a line."""
-        if self._thread is None:
-            self._write()
-        else:
-            self._thread.join()
-        return self._written
+        return self._write() if self._future is None else self._future.result()
 
-    def _write(self):
+    def _write(self) -> tuple:
         try:
             results, sealed = self.planned.write()
             for name, data in self.files.items():
                 write_atomically(self.folder / name, data)
                 sealed[name] = manifests.seal(self.folder / name)
-            self._written = (results, sealed, None)
-        except BaseException as error:
-            self._written = ([], {}, _line(error))
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
+            return [], {}, _line(error)
+        return results, sealed, None
 
 
 class CheckpointWriter:
     """Saves checkpoints to a run's folder."""
 
-    def __init__(self, run: Path, mesh: RoleMesh, policy: SavePolicy = SavePolicy()):
+    def __init__(self, run: Path, mesh: RoleMesh, settings: Settings):
         self.run, self.mesh = run, mesh
-        self.policy = policy
+        self.settings = settings
         self.used: list[Path] = []  # checkpoints whose weights the run has loaded: never removed
         self._frozen: dict[str, str] = {}  # role -> its folder in `checkpoints/frozen`
         self._pending: _Pending | None = None
@@ -94,7 +80,7 @@ class CheckpointWriter:
         self, step: int, roles: dict, manifest: dict, files: dict[str, bytes] | None = None,
         frozen: dict[str, Callable[[], dict]] | None = None,
     ):  # fmt: skip
-        """Writes `DIR/checkpoints/step_%08d`, asynchronously by the policy; a collective of the world.
+        """Writes `DIR/checkpoints/step_%08d`, in the background with `--async-save`; a collective of the world.
 
         Args:
             roles: role -> its state on this rank (`TrainableModel.state`), for the roles of this rank.
@@ -105,7 +91,7 @@ class CheckpointWriter:
                 `forget_frozen`.
 
         Raises:
-            SaveError: on all ranks, if this one or the one before could not be written and the policy says stop.
+            SaveError: on all ranks, with `--on-save-failure stop`, if this one or the one before could not be written.
         """
         self._complete()
         self._handled(lambda: self._save(step, roles, manifest, files or {}, frozen or {}))
@@ -133,11 +119,11 @@ class CheckpointWriter:
             pending.agreement.close()
 
     def _handled(self, save: Callable[[], None]):
-        """Runs a save; if it fails, the run stops or continues by the policy, on all ranks alike."""
+        """Runs a save; if it fails, the run stops or continues by `--on-save-failure`, on all ranks alike."""
         try:
             save()
         except SaveError as error:
-            if self.policy.stops:
+            if self.settings.on_save_failure == "stop":
                 raise
             if self.mesh.rank == 0:
                 warn([f"{error}; the run goes on (--on-save-failure continue)"])
@@ -152,7 +138,7 @@ class CheckpointWriter:
         folder, state = commit.writing_folder(self.run, name), {**roles, **dist_checkpoint.rank_state()}
         entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
         pending = _Pending(step, folder, plan_save(state, folder), entries, files)
-        if self.policy.asynchronous:
+        if self.settings.async_save:
             pending.start(state, WriteAgreement(step, self.mesh.rank, self.mesh.size))
             self._pending = pending
         else:
@@ -187,15 +173,16 @@ class CheckpointWriter:
     def _finish(self, pending: _Pending, gathered: list[tuple]):
         """Completes a checkpoint on rank 0, when all ranks have written their files."""
         commit.commit(self.run, pending.step, pending.entries, self._seal(pending, gathered))
+        keep_last = self.settings.keep_last
         try:
-            commit.prune(self.run, self.policy.keep_last, self.policy.keep_every, self.used)
+            commit.prune(self.run, keep_last, self.settings.keep_every, self.used)
         except OSError as error:
-            warn([f"--keep-last {self.policy.keep_last}: an older checkpoint cannot be removed ({error})"])
+            warn([f"--keep-last {keep_last}: an older checkpoint cannot be removed ({error})"])
         self._sweep()
 
     def _sweep(self):
         """Removes older checkpoints: for large files that takes as long as a copy of the state."""
-        if self.policy.asynchronous:
+        if self.settings.async_save:
             self._join_sweeper()
             self._sweeper = threading.Thread(target=commit.sweep, args=(self.run,), name="sweep")
             self._sweeper.start()

@@ -36,7 +36,7 @@ from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.export_files import text_files
 from megarl.trainers.prompt_inputs import notes_of
-from megarl.trainers.setup import save_policy, step_profiler, tracker_options
+from megarl.trainers.setup import step_profiler, tracker_options
 
 
 class Trainer(abc.ABC):
@@ -54,7 +54,7 @@ class Trainer(abc.ABC):
         self.config, self.settings = config, config.settings
         self.mesh, self.timers = mesh, timers
         self.inputs = inputs
-        self.checkpoints = CheckpointWriter(self.folder, mesh, save_policy(self.settings)) if self.folder else None
+        self.checkpoints = CheckpointWriter(self.folder, mesh, self.settings) if self.folder else None
         self.step = 0  # the last one that this rank has begun to end
         self.lead = 0  # iterations by which this rank is ahead of the step that it ends
         self.ends_step = True  # whether the running iteration ends a step

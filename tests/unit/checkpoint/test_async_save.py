@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.arguments import Settings
 from megarl.checkpoint import commit, folders, integrity
-from megarl.checkpoint.writer import CheckpointWriter, SaveError, SavePolicy
+from megarl.checkpoint.writer import CheckpointWriter, SaveError
 from megarl.errors import UsageError
 from megarl.mcore.weights import planned_save
 from tests.helpers.checkpoints import saved
@@ -70,8 +71,8 @@ def change_everything(model):
 def saved_both_ways(rank: int, config, run: Path):
     mesh, model = trainable_model(config)
     files = {"more.pt": b"more"} if rank == 0 else {}
-    CheckpointWriter(run / "sync", mesh).save(1, {"actor": model.state({})}, ENTRIES, files)
-    gate, writer = Gate(), CheckpointWriter(run / "async", mesh, SavePolicy(asynchronous=True))
+    CheckpointWriter(run / "sync", mesh, Settings()).save(1, {"actor": model.state({})}, ENTRIES, files)
+    gate, writer = Gate(), CheckpointWriter(run / "async", mesh, Settings(async_save=True))
     writer.save(1, {"actor": model.state({})}, ENTRIES, files)
     change_everything(model)  # while the copy waits to be written
     writer.poll(2)
@@ -91,7 +92,7 @@ def test_an_asynchronous_save_has_the_bytes_of_a_synchronous_one(flags, tmp_path
 def one_rank_is_late(rank: int, config, run: Path) -> list[bool]:
     """Whether the checkpoint exists: when rank 0 has written, and when both have and the loop has come by."""
     mesh, model = trainable_model(config)
-    gate, writer = Gate(), CheckpointWriter(run, mesh, SavePolicy(asynchronous=True))
+    gate, writer = Gate(), CheckpointWriter(run, mesh, Settings(async_save=True))
     if rank == 0:
         gate.open()
     writer.save(1, {"actor": model.state({})}, ENTRIES)
@@ -123,10 +124,10 @@ def test_a_run_that_saves_beside_its_training_has_the_same_checkpoints(tmp_path)
 # -- saves that fail ---------------------------------------------------------------------------------------------
 
 
-def failing_save(rank: int, config, run: Path, policy: SavePolicy, fails: str) -> list:
+def failing_save(rank: int, config, run: Path, settings: Settings, fails: str) -> list:
     """[message or None of a save of step 2 that fails, latest step], then the same after a third one that does not."""
     mesh, model = trainable_model(config)
-    writer, limits = CheckpointWriter(run, mesh, policy), resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer, limits = CheckpointWriter(run, mesh, settings), resource.getrlimit(resource.RLIMIT_FSIZE)
     frozen = {"reference": dict}
 
     def save(step: int) -> list:
@@ -164,13 +165,15 @@ def read_only(*_):
 ])  # fmt: skip
 def test_a_save_that_fails_leaves_the_one_before_and_all_ranks_agree(fails, reason, asynchronous, tmp_path, capfd):
     config = parsed(tmp_path, 2, TP2)
-    stops = run_world(failing_save, 2, config, tmp_path / "stop", SavePolicy(asynchronous, True), fails)
+    settings = Settings(async_save=asynchronous)
+    stops = run_world(failing_save, 2, config, tmp_path / "stop", settings, fails)
     for message, latest, *third in stops:
         assert message.startswith(f"the checkpoint of step 2 could not be written: {reason}") and "\n" not in message
         assert latest == "step_00000001" and third == [None, "step_00000003", []]
     assert stops[0] == stops[1]
     capfd.readouterr()
-    goes_on = run_world(failing_save, 2, config, tmp_path / "continue", SavePolicy(asynchronous, False), fails)
+    settings = Settings(async_save=asynchronous, on_save_failure="continue")
+    goes_on = run_world(failing_save, 2, config, tmp_path / "continue", settings, fails)
     assert goes_on == [[None, "step_00000001", None, "step_00000003", []]] * 2
     line = f"megarl: warning: the checkpoint of step 2 could not be written: {reason}"
     assert capfd.readouterr().err.count(line) == 1
