@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.arguments import RunConfig
 from megarl.comm.role_mesh import RoleMesh
-from megarl.observe import samples
+from megarl.observe import samples, terminal
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
 from megarl.rollout.episodes.runner import EpisodeRunner
@@ -98,9 +98,7 @@ def table(metrics: dict[str, float]) -> str:
     names = list(dict.fromkeys(itertools.chain(*rows.values())))  # a task without answers has no maj@k
     lines = [["task", *names]]
     lines += [[task, *(f"{row[n]:.4f}" if n in row else "-" for n in names)] for task, row in rows.items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)][1:] for line in lines]
-    return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(lines, cells, strict=True))
+    return "\n".join(terminal.table(lines, right=len(names)))
 
 
 def write_results(folder: Path, inputs: EvaluationInputs, prompts: int, metrics: dict, rows: list[dict]):

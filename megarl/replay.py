@@ -24,7 +24,7 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompt import Prompt
 from megarl.environments.pool import EnvironmentPool
 from megarl.environments.protocol import Message, Task
-from megarl.errors import WARNED, ArgumentParser, UsageError
+from megarl.errors import WARNED, ArgumentParser, UsageError, flag_of
 from megarl.flags import command_line, parser
 from megarl.observe.report_settings import COMMAND_LINE, read_settings
 from megarl.observe.terminal import ranges_text
@@ -139,8 +139,7 @@ class ReplayInputs:
         own, stored = resume.data_fingerprints(self.encoder, s, self.prompt_sets), saved.manifest["data"]
         for name in own.keys() & stored.keys():
             if own[name]["sha256"] != stored[name]["sha256"]:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} {own[name]['value']}: is not what the run had; give that one")
+                raise UsageError(f"{flag_of(name)} {own[name]['value']}: is not what the run had; give that one")
         self.weights: pretrained.PretrainedWeights | None = None
         if asked.problem:
             return

@@ -10,7 +10,7 @@ from megarl.checkpoint import manifest as manifests
 from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 from megarl.flags.distill_settings import SIBLING
 
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
@@ -91,11 +91,6 @@ def settings_entry(config: RunConfig) -> dict[str, object]:
         found |= {flag_of(f"{role}-{name}"): getattr(args, name) for name in _LEARNING}
         found |= {flag_of(f"{role}-{name}"): _BY_BYTES[getattr(args, name).itemsize] for name in _MOMENTS}
     return found
-
-
-def flag_of(name: str) -> str:
-    """`--kl-target` of the setting `kl_target`."""
-    return "--" + name.replace("_", "-")
 
 
 def changed_settings(manifest: dict, settings: dict[str, object]) -> str | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megarl.arguments import RoleSettings, RunConfig
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 
 ENTRY = "schedules"  # the manifest's entry: role -> its `effective_flags`
 _MULTIPLIERS = ("lr_multipliers", "weight_decay_multipliers")
@@ -47,7 +47,7 @@ def _differences(manifest: dict, config: RunConfig) -> Iterator[tuple[RoleSettin
 def _change(name: str, before: object, after: object) -> str:
     before, after = (" ".join(value) if isinstance(value, list) else value for value in (before, after))
     before, after = ("not set" if value is None else value for value in (before, after))
-    return f"--{name.replace('_', '-')} {after} (before: {before})"
+    return f"{flag_of(name)} {after} (before: {before})"
 
 
 def check(manifest: dict, config: RunConfig):

@@ -1,7 +1,7 @@
 """Which optimizer states a checkpoint has, and of which parameters: a run that needs others cannot resume from it."""
 
 from megarl.arguments import RunConfig
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 
 ENTRY = "optimizers"  # the manifest's entry: role -> its `flags_of_states`
 _KINDS = ("bf16", "fp16", "use_distributed_optimizer", "use_torch_fsdp2")
@@ -29,7 +29,7 @@ def check(manifest: dict, config: RunConfig):
         found = flags_of_states(role.megatron)
         saved = _DEFAULTS | manifest.get(ENTRY, {}).get(role.name, {})
         for name in (name for name in found if found[name] != saved.get(name, found[name])):
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise UsageError(
                 f"{flag} {_text(getattr(role.megatron, name))}: the {role.name} in the checkpoint of --load "
                 f"{config.settings.load} has optimizer states of {flag} {_text(saved[name])}; --pretrained-checkpoint "

@@ -16,7 +16,7 @@ from megarl.data.examples import Examples
 from megarl.data.labelled_responses import LabelledResponses
 from megarl.data.prompts import PromptSet
 from megarl.data.response_pairs import ResponsePairs
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 from megarl.flags.preference_settings import preference_options
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
@@ -65,7 +65,7 @@ class PreferenceTrainer(SupervisedTrainer):
             )
         if changed := resume.changed_data(folders.read_manifest(inputs.resume, "--load"), inputs.data):
             raise UsageError(
-                f"--load {inputs.resume}: {resume.flag_of(changed[0])} has changed, and the reference's log-probs of "
+                f"--load {inputs.resume}: {flag_of(changed[0])} has changed, and the reference's log-probs of "
                 f"new pairs need the weights that the run began with; {advice}"
             )
         known, wanted = len(read_reference(path)[EVAL_PROMPTS]), len(inputs.held_out[: config.settings.eval_samples])

@@ -11,9 +11,9 @@ from megarl import arguments
 from megarl.checkpoint import folders
 from megarl.errors import UsageError
 from megarl.flags.fields import TRAINING
+from megarl.launcher import ATTEMPT
 from megarl.observe.report import write_report
 
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by megarl.launcher: how often the ranks were started again
 END_FILE = "MEGARL_END_FILE"
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders, resume
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 from megarl.rollout import schedule, waiting_groups
 from megarl.rollout.schedule import Recording, Schedule
 
@@ -90,6 +90,6 @@ def _difference(recorded: dict, run: dict) -> str | None:
         return f"was recorded with --seed {recorded.get('seed')}; this run has {run['seed']}"
     for name, digest in run["data"].items():
         if recorded["data"].get(name, digest) != digest:
-            return f"was recorded with another {resume.flag_of(name)}"
+            return f"was recorded with another {flag_of(name)}"
     changed = resume.changed_settings({resume.SETTINGS: recorded["settings"]}, run["settings"])
     return f"was recorded with other settings: {changed}" if changed else None

@@ -4,7 +4,7 @@ from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, find_pretrained, folder_weights
 from megarl.data.conversations import Encoder
 from megarl.data.tokenizers import Tokenizer, build_tokenizer
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 from megarl.flags.distill_settings import GIVEN
 from megarl.flags.teachers import FLAG
 from megarl.mcore.config.architecture import ARCHITECTURE
@@ -74,7 +74,7 @@ def check_same_model(flag: str, actor: RoleSettings, other: RoleSettings):
         wanted, found = (getattr(role.megatron, name) for role in (actor, other))
         if wanted != found:
             raise UsageError(
-                f"{flag}: the {other.name} gets the actor's weights, but --{name.replace('_', '-')} is {found} there "
+                f"{flag}: the {other.name} gets the actor's weights, but {flag_of(name)} is {found} there "
                 f"and {wanted} in the actor; give both the same model"
             )
 

@@ -45,11 +45,6 @@ def factor_of(text: str) -> tuple[str, float]:
     return pattern, float(number)
 
 
-def flag_of(attribute: str) -> str:
-    """`--lr-multipliers` of `lr_multipliers`."""
-    return "--" + attribute.replace("_", "-")
-
-
 def patterns_of(args, attribute: str) -> list[str]:
     """The patterns of a flag, in their order; [] if it is not given. `args`: a role's Megatron namespace."""
     texts = getattr(args, attribute, None) or []
