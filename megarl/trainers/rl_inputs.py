@@ -26,8 +26,7 @@ from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.schedule_inputs import read_schedule
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
-from megarl.trainers.teacher_inputs import check_same_model, find_teachers
-from megarl.trainers.teacher_lines import teachers_of_lines
+from megarl.trainers.teacher_inputs import check_same_model, find_teachers, teachers_of_lines
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
 

@@ -23,8 +23,7 @@ from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
-from megarl.trainers.teacher_inputs import find_teachers
-from megarl.trainers.teacher_lines import teachers_of_lines
+from megarl.trainers.teacher_inputs import find_teachers, teachers_of_lines
 from megarl.trainers.trainer import Trainer
 
 
