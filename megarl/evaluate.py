@@ -79,7 +79,7 @@ def evaluate(config: RunConfig, timers: Timers):
     evaluations = Evaluations(s, mesh, rollout, reward, inputs.prompt_sets, inputs.tokens, timers)
     if s.save:
         samples.keep_for_failure(Path(s.save), evaluations.samples_so_far)
-    metrics, rows = evaluations.evaluate_with_samples(keeps=bool(s.save))
+    metrics, rows = evaluations.evaluate(with_samples=bool(s.save))
     reward.verifiers.close()
     if rollout.episodes is not None:
         rollout.episodes.close()

@@ -157,11 +157,6 @@ def _in_turns(plans: list[RolePlan]) -> RolePlan:
     return replace(plans[0], stages=stages, traffic=busiest.traffic, parameters=parameters)
 
 
-def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:
-    """The sets of ranks with the same roles, of planned roles."""
-    return rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size)
-
-
 def create_role_groups(roles: dict, world_size: int) -> dict:
     """RoleGroups of all roles by name, created as the programs do; checked on the first rank of each role."""
     role_groups = {}
@@ -252,18 +247,15 @@ def models_of(role, settings) -> int:
     return len((settings.reward_model or "").split(",")) if role.name == "reward" else 1
 
 
-def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> list[RankSet]:
-    """Sets of ranks with the same roles. Bytes: resident of all roles plus the largest transient, as roles take turns.
-
-    `held`: each role's ranks and the memory of its pipeline stages.
-    """
+def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:
+    """Sets of ranks with the same roles; bytes: resident of all roles, the largest transient, as roles take turns."""
     resident, transient = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
     members = [[] for _ in range(world_size)]
-    for name, (ranks, stages) in held.items():
-        own, stage_size = slice(ranks.start, ranks.stop), len(ranks) // len(stages)
-        resident[own] += np.repeat([m.resident for m in stages], stage_size)
-        transient[own] = np.maximum(transient[own], np.repeat([m.transient for m in stages], stage_size))
-        for rank in ranks:
+    for name, role in roles.items():
+        own, stage_size = slice(role.ranks.start, role.ranks.stop), len(role.ranks) // len(role.stages)
+        resident[own] += np.repeat([m.resident for m in role.stages], stage_size)
+        transient[own] = np.maximum(transient[own], np.repeat([m.transient for m in role.stages], stage_size))
+        for rank in role.ranks:
             members[rank].append(name)
     total = resident + transient
     sets: dict[tuple[str, ...], list[int]] = {}

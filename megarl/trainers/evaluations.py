@@ -38,21 +38,17 @@ class Evaluations:
     def prompts(self) -> int:
         return sum(len(evaluator.requests) for evaluator in self._by_name.values())
 
-    def evaluate(self) -> dict[str, float] | None:
-        """Metrics by name on rank 0, None elsewhere: `eval/accuracy`, and `eval/<name>/accuracy` of a named one.
+    def evaluate(self, with_samples: bool = False) -> tuple[dict[str, float] | None, list[dict] | None]:
+        """(metrics by name, rows of all responses `with_samples`) on rank 0, None elsewhere. A collective of the world.
 
-        Where all are named, `eval/accuracy` is the mean of theirs. A collective of the world.
+        Metrics are `eval/accuracy`, and `eval/<name>/accuracy` of a named evaluation, whose rows have its name. Where
+        all are named, `eval/accuracy` is the mean of theirs.
         """
-        return self.evaluate_with_samples(keeps=False)[0]
-
-    def evaluate_with_samples(self, keeps: bool = True) -> tuple[dict[str, float] | None, list[dict] | None]:
-        """(metrics, if `keeps` rows of all responses) on rank 0, with the name of their evaluation; None elsewhere. A
-        collective of the world."""
         metrics: dict[str, float] = {}
         samples: list[dict] = []
         for name, evaluator in self._by_name.items():
             self._running = evaluator
-            found, rows = evaluator.evaluate(), evaluator.samples() if keeps else None
+            found, rows = evaluator.evaluate(), evaluator.samples() if with_samples else None
             if found is not None:
                 metrics |= {named(metric, name): value for metric, value in found.items()}
             if rows is not None:

@@ -255,10 +255,10 @@ class RLTrainer(Trainer):
     def _evaluated(self) -> dict[str, float] | None:
         """Metrics of an evaluation, on rank 0: of the policy, or with `--evaluate-ema` of its moving average."""
         if not self.settings.evaluate_ema:
-            return self.evaluator.evaluate()
+            return self.evaluator.evaluate()[0]
         assert isinstance(self.rollout, Rollout)  # saved rollouts evaluate nothing
         with self.actor.averaged(), self.rollout.other_weights():
-            return self.evaluator.evaluate()
+            return self.evaluator.evaluate()[0]
 
     def _wait_sends(self, most: int):
         """Waits until the batches of at most that many iterations are on their way."""
