@@ -1,6 +1,6 @@
 """Plans a run of any world size without a GPU: checks role map and models, prints layout, memory and traffic.
 
-It takes the flags of train_rl. One process creates the real process groups on a fake backend, as each relevant rank.
+It takes the flags of train_rl. One process creates the real process groups on a fake backend.
 
     python -m megarl.plan --world-size 4096 --vocab-size 129280 --config my_run.yaml
 

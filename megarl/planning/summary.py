@@ -5,7 +5,6 @@ from datetime import timedelta
 from math import ceil
 
 import numpy as np
-import torch.distributed as dist
 
 from megarl.comm import role_mesh
 from megarl.flags.distill_settings import LOSS
@@ -75,12 +74,9 @@ class Plan:
 
 
 def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int | None = None) -> Plan:
-    """The plan of a parsed program. Creates its process groups on a fake rank of every role; uses no GPU.
+    """The plan of a parsed program. Creates its process groups in a fake world; uses no GPU.
 
     `reward_vocab_size`: of a reward model with another tokenizer.
-
-    Raises:
-        RuntimeError: a group's members do not match the role's sizes, which would be a bug.
     """
     role_groups, s = create_role_groups(program.roles, world_size), program.settings
     has_judge = program.roles["reward"].is_judge
@@ -158,31 +154,9 @@ def _in_turns(plans: list[RolePlan]) -> RolePlan:
 
 
 def create_role_groups(roles: dict, world_size: int) -> dict:
-    """RoleGroups of all roles by name, created as the programs do; checked on the first rank of each role."""
-    role_groups = {}
-    for rank in sorted({role.ranks.start for role in roles.values()}):
-        with fake_world.fake_world(world_size, rank):
-            role_groups = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
-            for name, role in roles.items():
-                _check_groups(role, role_groups[name], rank)
-    return role_groups
-
-
-def _check_groups(role, role_groups, rank: int):
-    """Check the sizes of all replicas and of this rank's groups, and that every rank of the role is in a replica."""
-    sizes, ranks = parallel_sizes(role.megatron), len(role.ranks)
-    matches = sorted(r for replica in role_groups.replicas for r in replica) == list(role.ranks)
-    matches = matches and {len(replica) for replica in role_groups.replicas} == {sizes.replica_size()}
-    if rank in role.ranks:
-        wanted = {
-            "tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "dp": sizes.data(ranks),
-            "ep": sizes.expert, "expt_tp": sizes.expert_tensor, "expt_dp": sizes.expert_data(ranks),
-            "intra_dist_opt": ranks,
-        }  # fmt: skip
-        actual = {name: dist.get_world_size(getattr(role_groups.pg_collection, name)) for name in wanted}
-        matches = matches and actual == wanted
-    if not matches:
-        raise RuntimeError(f"{role.name}: groups seen from rank {rank} do not have the sizes of the role's flags")
+    """RoleGroups of all roles by name, created as the programs do, as seen from the first rank of a fake world."""
+    with fake_world.fake_world(world_size):
+        return role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
 
 
 def _cache(role, settings, step: traffic.StepSizes) -> CachePlan | None:
