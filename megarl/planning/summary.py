@@ -173,6 +173,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
         "expert_tensor": sizes.expert_tensor, "expert_data": sizes.expert_data(ranks),
         "sequence_parallel": args.sequence_parallel, "sharded": args.use_torch_fsdp2,
     }  # fmt: skip
+    stages = _memory(role, settings, kind, vocab_size, step)
     count, totals, sent = 0, None, {}
     if kind in ("train", "value"):
         count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch)
@@ -185,7 +186,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
         totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
     return RolePlan(
         name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
-        stages=memory_of(role, settings, vocab_size), vocab_size=vocab_size, microbatches=count, traffic=sent,
+        stages=stages, vocab_size=vocab_size, microbatches=count, traffic=sent,
         kind=kind, cache=cache,
     )  # fmt: skip
 
@@ -197,9 +198,8 @@ def kind_of(role) -> str | None:
     return "judge" if role.is_judge else KINDS[role.name]
 
 
-def memory_of(role, settings, vocab_size: int) -> list[Memory]:
+def _memory(role, settings, kind: str | None, vocab_size: int, step: traffic.StepSizes) -> list[Memory]:
     """Memory of a role on the ranks of each of its pipeline stages; 0 bytes if it has no model."""
-    kind, step = kind_of(role), traffic.step_sizes(settings)
     sizes, tokens, cache = parallel_sizes(role.megatron), role.max_tokens_per_microbatch, 0
     if kind is None:
         return [Memory()] * sizes.pipeline
