@@ -112,9 +112,8 @@ def restart_from(checkpoints: Path, latest: Path | None, stale: list[Path]):
         before = None if step is None else folders.step_folder(checkpoints.parent, step)
     folders.point(checkpoints, LATEST, latest)
     if best in stale:
-        folders.point(
-            checkpoints, BEST, before if before in folders.complete(checkpoints) and before not in stale else None
-        )
+        exists = before in folders.complete(checkpoints) and before not in stale
+        folders.point(checkpoints, BEST, before if exists else None)
 
 
 def commit_best(run: Path, step: int):

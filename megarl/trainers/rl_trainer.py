@@ -1,5 +1,6 @@
 """RLTrainer: inputs and checks of an RL run, its roles, and dispatch, evaluation, logging and saving of a step."""
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 
@@ -33,7 +34,7 @@ from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
 from megarl.trainers.policy_service import PolicyService
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
-from megarl.trainers.session_front import SessionFront
+from megarl.trainers.session_front import open_sessions
 from megarl.trainers.setup import read_inputs
 from megarl.trainers.step_records import StepRecord, StepRecords
 from megarl.trainers.token_samples import TokenSamples
@@ -55,7 +56,7 @@ class RLTrainer(Trainer):
             for folder, problem in damaged.items():
                 raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
-        self.session_front: SessionFront | None = None
+        self._processes = contextlib.ExitStack()  # the HTTP process of `--agent-sessions`
         self._build_roles(config, timers)
         # With `--debug-train-only`, too, what these ranks report of batches in the checkpoint is in the checkpoint.
         self._is_ahead = mesh.rank in leading_ranks(self.settings, config.roles) and not self.trained_models()
@@ -137,10 +138,9 @@ class RLTrainer(Trainer):
             trained = load_policy(actor, mesh["actor"], vocab_size, self.inputs.frozen_policy)
         episodes = None
         if s.environment:
-            inputs = self.inputs
+            inputs, sessions = self.inputs, None
             if inputs.sessions is not None:
-                self.session_front = SessionFront(inputs.sessions, s, mesh["rollout"], inputs.encoder)
-            sessions = self.session_front and self.session_front.pool
+                sessions = open_sessions(inputs.sessions, s, mesh["rollout"], inputs.encoder, self._processes)
             episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
         of_inputs = self.inputs.schedule, self.inputs.thinking
         return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, *of_inputs)
@@ -323,8 +323,7 @@ class RLTrainer(Trainer):
         self.reward.verifiers.close()
         if self.rollout.episodes:
             self.rollout.episodes.close()
-        if self.session_front:
-            self.session_front.close()
+        self._processes.close()
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "
             print(f"held-out accuracy: {before}{self._accuracy_after:.4f} after {self.step} steps", flush=True)

@@ -14,26 +14,25 @@ if TYPE_CHECKING:  # it needs packages that other environments do not
     from megarl.environments.sessions.front import SessionsConfig
 
 
-class SessionFront:
-    """The process; `pool` has the sessions of a replica on its leader, and is None on other ranks."""
+def open_sessions(
+    config: "SessionsConfig", settings: Settings, role_groups: RoleGroups, encoder: Encoder,
+    stack: contextlib.ExitStack,
+) -> SessionPool | None:  # fmt: skip
+    """Starts the process on rank 0, and says where it is; the sessions of a replica on its leader, None elsewhere.
 
-    def __init__(self, config: "SessionsConfig", settings: Settings, role_groups: RoleGroups, encoder: Encoder):
-        """Starts it on rank 0, and says where it is. A collective of the world.
+    A collective of the world.
 
-        Args:
-            role_groups: of the rollout.
-            encoder: the policy's.
+    Args:
+        role_groups: of the rollout.
+        encoder: the policy's.
+        stack: ends the process.
 
-        Raises:
-            UsageError: the address cannot be used.
-        """
-        self._stack, self.pool = contextlib.ExitStack(), None
-        child, url, link = start_process("megarl.environments.sessions.front", config, role_groups, self._stack)
-        if child is not None:
-            print(f"megarl: sessions of agents at {url}", flush=True)
-        if link is not None:
-            parser = name_of(settings.tool_call_parser, encoder.template)
-            self.pool = SessionPool(link, parser, settings.environment_retries)
-
-    def close(self):
-        self._stack.close()
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    child, url, link = start_process("megarl.environments.sessions.front", config, role_groups, stack)
+    if child is not None:
+        print(f"megarl: sessions of agents at {url}", flush=True)
+    if link is None:
+        return None
+    return SessionPool(link, name_of(settings.tool_call_parser, encoder.template), settings.environment_retries)
