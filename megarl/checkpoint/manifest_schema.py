@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megarl.mcore.config.parameter_patterns import is_multiplier
+
 MAX_COUNT = 2**53  # of steps, ranks, bytes: exact in every reader of JSON
 _DIGEST, _FILE_NAME = re.compile("[0-9a-f]{8,128}"), re.compile(r"[\w.-]+")
 
@@ -48,16 +50,8 @@ def _is_best(value: Any) -> bool:
 def _is_of_schedule(value: Any) -> bool:
     """Whether it is the value of a flag of a schedule: plain, or texts PATTERN=FACTOR."""
     if isinstance(value, list):
-        return all(isinstance(text, str) and _is_multiplier(text) for text in value)
+        return all(isinstance(text, str) and is_multiplier(text) for text in value)
     return value is None or isinstance(value, str) or _is_number(value)
-
-
-def _is_multiplier(text: str) -> bool:
-    pattern, _, factor = text.rpartition("=")
-    try:
-        return bool(pattern) and 0 <= float(factor) < math.inf
-    except ValueError:
-        return False
 
 
 SEALED = Each({"size": _is_count, "sha256": _is_digest}, _is_file_name)
