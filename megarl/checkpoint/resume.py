@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megarl import bundled
 from megarl.arguments import RunConfig, Settings
-from megarl.checkpoint import folders, schedules, trained_states
+from megarl.checkpoint import folders, resumed_flags
 from megarl.checkpoint import manifest as manifests
 from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
@@ -182,6 +182,5 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
         if held != folder:
             folders.check(held, "--load")
         folders.check_weights(held, "--load", role, shapes)
-    schedules.check(manifest, config)
-    trained_states.check(manifest, config)
+    resumed_flags.check(manifest, config)
     return folder

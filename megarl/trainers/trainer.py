@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import branch, commit, factors, folders, resume, schedules, trained_states
+from megarl.checkpoint import branch, commit, factors, folders, resume, resumed_flags
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import MixtureOrder, PromptOrder
@@ -70,7 +70,7 @@ class Trainer(abc.ABC):
         self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
         self._profiler = step_profiler(config, mesh, timers)
         if inputs.resume:
-            ignored = schedules.adopt(folders.read_manifest(inputs.resume, "--load"), config)
+            ignored = resumed_flags.adopt(folders.read_manifest(inputs.resume, "--load"), config)
             warn(ignored if mesh.rank == 0 else [])
 
     @property
@@ -197,8 +197,7 @@ class Trainer(abc.ABC):
             commit.SKIPPED_IN_A_ROW: self._skipped_in_a_row,
             resume.DATA: self.inputs.data,
             resume.SETTINGS: resume.settings_entry(self.config),
-            **schedules.manifest_entry(self.config),
-            **trained_states.manifest_entry(self.config),
+            **resumed_flags.manifest_entries(self.config),
             "layout": layout_of(self.config.roles),
             "best": self.best.state_dict(),
             "kept_for": "interval" if is_due else "best",

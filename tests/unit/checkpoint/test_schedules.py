@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megarl.checkpoint import schedules
+from megarl.checkpoint import resumed_flags
 from megarl.errors import UsageError
 from tests.helpers.programs import program, reward_argv, rl_argv, sft_argv
 
@@ -16,7 +16,7 @@ OVERRIDE, OLD = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-sc
 def resumed(folder, name: str, before: str, after: str):
     """(manifest of a run with the flags `before`, the configuration of one that resumes it with `after`)."""
     first, second = (program(name, ARGV[name](folder, flags), 1) for flags in (before, f"{after} --load {folder}"))
-    return json.loads(json.dumps(schedules.manifest_entry(first))), second
+    return json.loads(json.dumps(resumed_flags.manifest_entries(first))), second
 
 
 # Program, flags of the run, flags of its resume, what the message must name; None: accepted.
@@ -47,27 +47,27 @@ RESUMES = [
 def test_another_schedule_is_refused_unless_a_flag_says_which_counts(name, before, after, named, tmp_path):
     manifest, config = resumed(tmp_path, name, before, after)
     if named is None:
-        schedules.check(manifest, config)
+        resumed_flags.check(manifest, config)
     else:
         with pytest.raises(UsageError, match=f"{named}.*{OVERRIDE}.*{OLD}"):
-            schedules.check(manifest, config)
+            resumed_flags.check(manifest, config)
     for flag in (OVERRIDE, OLD):
-        schedules.check(*resumed(tmp_path, name, before, f"{after} {flag}"))
+        resumed_flags.check(*resumed(tmp_path, name, before, f"{after} {flag}"))
 
 
 def test_the_flag_for_the_old_schedule_replaces_what_differs_and_names_it(tmp_path):
     before, after = f"{LINEAR} --train-iters 4 --min-lr 1e-3", f"--lr 5e-2 --weight-decay 0.3 --train-iters 9 {OLD}"
     manifest, config = resumed(tmp_path, "sft", before, after)
-    (line,) = schedules.adopt(manifest, config)
+    (line,) = resumed_flags.adopt(manifest, config)
     for text in ("--lr 0.05 (before: 0.01)", "--lr-decay-iters 9 (before: 4)", "--weight-decay 0.3 (before: 0.01)"):
         assert text in line
     args = config.roles["actor"].megatron
-    assert schedules.effective_flags(args) == manifest[schedules.ENTRY]["actor"]
+    assert resumed_flags.schedule_flags(args) == manifest[resumed_flags.SCHEDULES]["actor"]
     assert (args.lr, args.min_lr, args.lr_decay_iters, args.train_iters) == (1e-2, 1e-3, 4, 9)
-    assert schedules.adopt(*resumed(tmp_path, "sft", before, f"{before} {OLD}")) == []
-    assert schedules.adopt(*resumed(tmp_path, "sft", before, f"{before} --lr 5e-2 {OVERRIDE}")) == []
+    assert resumed_flags.adopt(*resumed(tmp_path, "sft", before, f"{before} {OLD}")) == []
+    assert resumed_flags.adopt(*resumed(tmp_path, "sft", before, f"{before} --lr 5e-2 {OVERRIDE}")) == []
 
 
 def test_a_checkpoint_without_schedules_is_not_compared(tmp_path):
     _, config = resumed(tmp_path, "sft", LINEAR, CONSTANT)
-    schedules.check({}, config)
+    resumed_flags.check({}, config)
