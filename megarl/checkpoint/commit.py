@@ -13,7 +13,7 @@ from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.folders import BEST, FROZEN, LATEST
 from megarl.errors import UsageError
-from megarl.observe.files import sync_directory
+from megarl.observe.files import step_of, sync_directory
 
 SKIPPED_IN_A_ROW = "skipped_in_a_row"  # the manifest's number of steps up to its own that skipped an update
 WRITING, REMOVED = ".writing-", ".removed-"  # prefixes of folders that are being written and removed
@@ -146,7 +146,7 @@ def prune(run: Path, last: int, every: int, used: list[Path]):
     kept = {path.resolve() for path in (*list(found)[-last:], *sound[-last:], *used)}
     kept |= {path.resolve() for path in (folders.named(checkpoints, pointer) for pointer in (LATEST, BEST)) if path}
     for folder, manifest in found.items():
-        if folder.resolve() in kept or manifest is None or (every and folders.step_of(folder) % every == 0):
+        if folder.resolve() in kept or manifest is None or (every and step_of(folder) % every == 0):
             continue
         remove(folder)
     _prune_frozen(checkpoints)

@@ -15,6 +15,7 @@ from megarl.checkpoint import commit, folders, integrity
 from megarl.checkpoint.writer import CheckpointWriter, SaveError
 from megarl.errors import UsageError
 from megarl.mcore.weights import planned_save
+from megarl.observe.files import step_of
 from tests.helpers.checkpoints import saved
 from tests.helpers.programs import in_world, inputs, metrics, program, sft_argv, timeless, train
 from tests.helpers.tiers import long
@@ -214,7 +215,7 @@ def test_which_checkpoints_are_kept(last, every, best, kept, tmp_path):
         saved(tmp_path, step, best if best and best <= step else None)
         commit.prune(tmp_path, last, every, [])
         commit.sweep(tmp_path)
-    found = sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*"))
+    found = sorted(step_of(path) for path in (tmp_path / "checkpoints").glob("step_*"))
     assert found == kept and folders.find(str(tmp_path), "--load").name == "step_00000006"
 
 
@@ -224,11 +225,11 @@ def test_checkpoints_while_updates_are_skipped_do_not_push_out_those_before(last
     for step in range(1, 7):
         saved(tmp_path, step, skipped=max(step - 3, 0))
         commit.prune(tmp_path, last, 0, [])
-    assert sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == kept
+    assert sorted(step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == kept
     saved(tmp_path, 7)
     commit.prune(tmp_path, last, 0, [])
     newest = [*kept, 7][-last:]
-    assert [folders.step_of(path) for path in sorted((tmp_path / "checkpoints").glob("step_*"))][-last:] == newest
+    assert [step_of(path) for path in sorted((tmp_path / "checkpoints").glob("step_*"))][-last:] == newest
 
 
 def test_weights_that_the_run_started_from_and_unreadable_checkpoints_are_kept(tmp_path):
@@ -237,7 +238,7 @@ def test_weights_that_the_run_started_from_and_unreadable_checkpoints_are_kept(t
     for step in (3, 4):
         saved(tmp_path, step)
     commit.prune(tmp_path, 1, 0, [used])
-    assert sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == [1, 2, 4]
+    assert sorted(step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == [1, 2, 4]
 
 
 def test_a_run_keeps_its_newest_checkpoints(tmp_path):
