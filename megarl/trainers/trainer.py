@@ -61,7 +61,7 @@ class Trainer(abc.ABC):
         self.skipped = 0
         self._skipped_in_a_row, self._alarms = 0, Alarms(config.settings.alarms)
         self.last_step = config.settings.train_iters
-        self.best, self._is_best = BestCheckpoint(mesh, best_metric), False  # whether the step's evaluation is it
+        self.best, self._is_best = BestCheckpoint(best_metric), False  # whether the step's evaluation is it
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._started = time.perf_counter()
