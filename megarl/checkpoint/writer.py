@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megarl.arguments import Settings
 from megarl.checkpoint import commit, folders
 from megarl.checkpoint import manifest as manifests
-from megarl.checkpoint.write_agreement import WriteAgreement
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import warn
 from megarl.mcore.config import megatron_flags
@@ -23,13 +22,21 @@ from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.planned_save import PlannedSave, plan_save
 from megarl.observe.files import write_atomically
 
+KEY = "megarl/checkpoint"  # prefix of entries in the process group's store
+_COMPLETE, _WAIT = "complete", "wait"
+
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; those before it are intact."""
 
 
 class _Pending:
-    """A checkpoint that this rank writes."""
+    """A checkpoint that this rank writes, at once or in a thread.
+
+    Without a collective, in which ranks would meet that otherwise work at different steps, they agree on the step in
+    which all complete what threads write: the first rank that ends a step writes to the process group's store whether
+    all had written their files by then, and the others read it when they end the same step.
+    """
 
     def __init__(self, step: int, folder: Path, planned: PlannedSave, entries: dict, files: dict[str, bytes]):
         self.step, self.folder = step, folder
@@ -37,18 +44,30 @@ class _Pending:
         self.files = files
         self._future: Future[tuple] | None = None
 
-    def start(self, state: dict, agreement: WriteAgreement):
+    def start(self, state: dict):
         """Copies the state that was planned, and begins to write the copy in a thread."""
-        self.agreement = agreement
+        self._store, self._is_counted = dist.distributed_c10d._get_default_store(), False
+        self._entries = [f"{KEY}/written/{self.step}"]  # in the store; the first counts the ranks that have written
         self.planned.snapshot(state)
         thread = ThreadPoolExecutor(1, "checkpoint")
         self._future = thread.submit(self._write)
         thread.shutdown(wait=False)
 
-    @property
-    def is_written(self) -> bool:
-        """Whether the thread has ended."""
-        return self._future.done()
+    def completes(self, step: int) -> bool:
+        """Whether the ranks complete it at the end of a step. Every rank asks after every step, in order."""
+        written = self._entries[0]
+        if self._future.done() and not self._is_counted:
+            self._store.add(written, 1)
+            self._is_counted = True
+        self._entries.append(f"{KEY}/{step}")
+        answer = _COMPLETE if self._store.add(written, 0) == dist.get_world_size() else _WAIT
+        return self._store.compare_set(self._entries[-1], "", answer).decode() == _COMPLETE
+
+    def close(self):
+        """Deletes the entries, on rank 0, when all ranks have completed the checkpoint and so have asked for the last
+        time."""
+        for entry in self._entries if dist.get_rank() == 0 else ():
+            self._store.delete_key(entry)
 
     def write(self) -> tuple:
         """(write results, {file: `manifest.seal`}, error) of this rank's files; the error is None or a line."""
@@ -100,7 +119,7 @@ class CheckpointWriter:
         """Completes an asynchronous save in the first step at whose end all ranks have written it. Every rank calls
         this after every step."""
         pending = self._pending
-        if pending is not None and pending.agreement.completes(step, pending.is_written):
+        if pending is not None and pending.completes(step):
             self._complete()
 
     def wait(self):
@@ -116,7 +135,7 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._handled(lambda: self._commit(pending))
-            pending.agreement.close()
+            pending.close()
 
     def _handled(self, save: Callable[[], None]):
         """Runs a save; if it fails, the run stops or continues by `--on-save-failure`, on all ranks alike."""
@@ -139,7 +158,7 @@ class CheckpointWriter:
         entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
         pending = _Pending(step, folder, plan_save(state, folder), entries, files)
         if self.settings.async_save:
-            pending.start(state, WriteAgreement(step, self.mesh.rank, self.mesh.size))
+            pending.start(state)
             self._pending = pending
         else:
             self._commit(pending)
