@@ -24,7 +24,7 @@ from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.response_ends import ResponseEnds, check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments
-from megarl.trainers.evaluations import Evaluations, check_names
+from megarl.trainers.evaluator import Evaluations, check_names
 from megarl.trainers.launch import launch
 from megarl.trainers.policy import PolicyInputs
 from megarl.trainers.prompt_inputs import read_encoded_prompts

@@ -21,7 +21,7 @@ from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers import lead
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of
-from megarl.trainers.evaluations import check_best_metric, check_names, held_out
+from megarl.trainers.evaluator import check_best_metric, check_names, held_out
 from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.schedule_inputs import read_schedule

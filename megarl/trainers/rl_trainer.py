@@ -28,7 +28,7 @@ from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
-from megarl.trainers.evaluations import ACCURACY, Evaluations
+from megarl.trainers.evaluator import ACCURACY, Evaluations
 from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
