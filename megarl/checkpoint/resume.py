@@ -153,8 +153,8 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
         )
 
 
-def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str, dict]) -> Path:
-    """The checkpoint of `--load` to resume from, checked before any work starts.
+def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str, dict]) -> tuple[Path, dict]:
+    """(the checkpoint of `--load` to resume from, its manifest), checked before any work starts.
 
     Args:
         program: module name of the program; checkpoints of other programs are rejected.
@@ -183,4 +183,4 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
             folders.check(held, "--load")
         folders.check_weights(held, "--load", role, shapes)
     resumed_flags.check(manifest, config)
-    return folder
+    return folder, manifest

@@ -12,7 +12,7 @@ from megarl.algorithms.preference_loss import PAIR_METRICS, PairLogprobs, pair_m
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.arguments import RunConfig
 from megarl.batch import Batch
-from megarl.checkpoint import folders, resume
+from megarl.checkpoint import resume
 from megarl.data.columns import REWARD
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
@@ -66,7 +66,7 @@ class PreferenceTrainer(SupervisedTrainer):
                 f"--preference-loss {loss.name}: {inputs.resume} has no log-probs of a reference, which only a "
                 f"run with such a loss computes at its start; {advice}"
             )
-        if changed := resume.changed_data(folders.read_manifest(inputs.resume, "--load"), inputs.data):
+        if changed := resume.changed_data(inputs.manifest, inputs.data):
             raise UsageError(
                 f"--load {inputs.resume}: {flag_of(changed[0])} has changed, and the reference's log-probs of "
                 f"new pairs need the weights that the run began with; {advice}"

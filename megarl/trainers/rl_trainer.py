@@ -333,7 +333,7 @@ class RLTrainer(Trainer):
         states = {}
         if self.actor.trainable_model:
             extra = {"kl_controller": self.advantages.controller.state_dict()}
-            has_average = not loading or self.resumes_average()
+            has_average = not loading or resume.holds_average(self.inputs.manifest)
             states["actor"] = self.actor.trainable_model.state(extra, loading, has_average)
         if self.critic.trainable_model:
             states["critic"] = self.critic.trainable_model.state({}, loading)
@@ -356,9 +356,9 @@ class RLTrainer(Trainer):
         return {name: entry for of_rank in reversed(gathered) for name, entry in of_rank.items()}
 
     def _resume(self):
-        folder = self.inputs.resume
+        folder, manifest = self.inputs.resume, self.inputs.manifest
         loaded = run_state.load(folder, self.mesh, self._states(loading=True))
-        manifest = self.resume_from(folder, self.batcher.order)
+        self.restore_progress(self.batcher.order)
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
         has_new_prompts = PROMPTS in resume.changed_data(manifest, self.inputs.data)

@@ -211,9 +211,10 @@ class SupervisedTrainer(Trainer, abc.ABC):
             self.export(self.trainable_model, step)
 
     def _resume(self):
-        state = self.trainable_model.state({}, loading=True, has_average=self.resumes_average())
+        has_average = resume.holds_average(self.inputs.manifest)
+        state = self.trainable_model.state({}, loading=True, has_average=has_average)
         loaded = run_state.load(self.inputs.resume, self.mesh, {self.trained_role: state})
-        self.resume_from(self.inputs.resume, self.order)
+        self.restore_progress(self.order)
         self.trainable_model.restore(loaded[self.trained_role])
 
 
@@ -279,11 +280,12 @@ class SupervisedInputs:
         self.first_example = dict(zip(trainer.sequence_names, first, strict=True))
         self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])
         self.pretrained = self.resume = None
+        self.manifest: dict = {}  # of the checkpoint to resume from
         if not s.load or role.lora:  # a checkpoint of low-rank factors does not hold the weights under them
             self.pretrained = find_pretrained(role, self.vocab_size, trainer.sources, role.has_scalar_head)
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if s.load or s.save else {}
         if s.load:
             factors.check_factors(s.load, [role])
             shapes = {role.name: factors.resume_shapes(role, self.vocab_size, role.has_scalar_head)}
-            self.resume = resume.check_resume(trainer.program, config, self.data, shapes)
+            self.resume, self.manifest = resume.check_resume(trainer.program, config, self.data, shapes)
             trainer.check_resumed(config, self)

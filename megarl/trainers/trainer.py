@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import branch, commit, factors, folders, resume, resumed_flags
+from megarl.checkpoint import branch, commit, factors, resume, resumed_flags
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import MixtureOrder, PromptOrder
@@ -47,8 +47,8 @@ class Trainer(abc.ABC):
     def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, best_metric: str):
         """
         Args:
-            inputs: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None,
-                `prompt_sets` the sets of prompts by setting.
+            inputs: of the program; `data` are the `resume.data_fingerprints`, `resume` and `manifest` the checkpoint
+                or None, `prompt_sets` the sets of prompts by setting.
             best_metric: as of `BestCheckpoint`.
         """
         self.config, self.settings = config, config.settings
@@ -70,7 +70,7 @@ class Trainer(abc.ABC):
         self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
         self._profiler = step_profiler(config, mesh, timers)
         if inputs.resume:
-            ignored = resumed_flags.adopt(folders.read_manifest(inputs.resume, "--load"), config)
+            ignored = resumed_flags.adopt(inputs.manifest, config)
             warn(ignored if mesh.rank == 0 else [])
 
     @property
@@ -211,16 +211,9 @@ class Trainer(abc.ABC):
         if self.settings.export_peft:
             model.export_peft(self.folder / "peft" / step_name(step))
 
-    def resumes_average(self) -> bool:
-        """Whether the checkpoint that the run resumes from has a moving average of the weights."""
-        return resume.holds_average(folders.read_manifest(self.inputs.resume, "--load"))
-
-    def resume_from(self, folder: Path, order: PromptOrder | MixtureOrder | None) -> dict:
-        """Restores step, counters, the best evaluation and the data position, where a rank has one.
-
-        Returns the checkpoint's manifest.
-        """
-        manifest, notes = folders.read_manifest(folder, "--load"), []
+    def restore_progress(self, order: PromptOrder | MixtureOrder | None):
+        """Restores step, counters, the best evaluation and the data position, where a rank has one."""
+        manifest, notes = self.inputs.manifest, []
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
         self._skipped_in_a_row = manifest.get(commit.SKIPPED_IN_A_ROW, 0)
         if manifest.get("best"):
@@ -236,10 +229,9 @@ class Trainer(abc.ABC):
         if libraries := resume.changed_versions(manifest):
             notes.append(f"resumes with other libraries: {libraries}")
         if self.mesh.rank == 0:
-            warn(f"--load {folder}: {note}" for note in notes)
+            warn(f"--load {self.inputs.resume}: {note}" for note in notes)
         if self.checkpoints:
             self.checkpoints.adopt_frozen(manifest)
-        return manifest
 
     def publish(self, metrics: dict[str, float], samples: Sequence[dict] = ()):
         """Ends a step on this rank and sends its metrics to rank 0; no rank waits for another.
