@@ -24,8 +24,9 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompt import Prompt
 from megarl.environments.pool import EnvironmentPool
 from megarl.environments.protocol import Message, Task
-from megarl.errors import WARNED, ArgumentParser, UsageError
+from megarl.errors import WARNED, ArgumentParser, UsageError, flag_of
 from megarl.flags import command_line, parser
+from megarl.observe.files import step_of
 from megarl.observe.report_settings import COMMAND_LINE, read_settings
 from megarl.observe.terminal import ranges_text
 from megarl.observe.timers import Timers
@@ -110,7 +111,7 @@ def asked_of(options: argparse.Namespace, lag: int) -> ReplayRequest:
         folder = folders.step_folder(Path(options.run), step)
         load = str(folder)
         if not (folder / folders.MANIFEST).is_file():
-            there = ", ".join(str(folders.step_of(path)) for path in folders.complete(folder.parent)) or "none"
+            there = ", ".join(str(step_of(path)) for path in folders.complete(folder.parent)) or "none"
             load, problem = None, f"the policy after step {step} has written it; there are checkpoints of {there}"
     if options.from_turn is not None:
         if refused := fork_problem(saved, options.from_turn - 1):
@@ -139,8 +140,7 @@ class ReplayInputs:
         own, stored = resume.data_fingerprints(self.encoder, s, self.prompt_sets), saved.manifest["data"]
         for name in own.keys() & stored.keys():
             if own[name]["sha256"] != stored[name]["sha256"]:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} {own[name]['value']}: is not what the run had; give that one")
+                raise UsageError(f"{flag_of(name)} {own[name]['value']}: is not what the run had; give that one")
         self.weights: pretrained.PretrainedWeights | None = None
         if asked.problem:
             return

@@ -12,9 +12,9 @@ from megarl.algorithms.shaping import overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.early_responses import ResponseReceiver
+from megarl.comm.load_balance import positions_by_group
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.comm.whole_groups import positions_by_group
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer

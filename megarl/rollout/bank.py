@@ -21,7 +21,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import warn
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.observe.files import step_name
+from megarl.observe.files import step_name, step_of
 from megarl.rollout import bank_file
 from megarl.rollout.bank_file import DamagedRecord, Entry
 from megarl.rollout.requests import RoundRequests
@@ -115,10 +115,9 @@ class RolloutBank:
         latest = folders.named(run / "checkpoints", folders.LATEST)
         if not self.role_groups.is_leader or latest is None:
             return
-        step = folders.step_of(latest)
+        step = step_of(latest)
         for folder in self.folder.glob("step_*"):
-            number = folder.name.removeprefix("step_")
-            if number.isdecimal() and int(number) <= step and folder.is_dir():
+            if 0 <= step_of(folder) <= step and folder.is_dir():
                 for path in self._own_files(folder):
                     path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # other replicas still have files in it

@@ -18,7 +18,6 @@ from megarl.comm import microbatches as mb
 from megarl.comm.announcements import Announcements
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
-from megarl.comm.whole_groups import with_whole_groups
 from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
@@ -206,7 +205,7 @@ class RolloutBatcher:
             compares[name] = False
         for name in (name for name in dp_assignment if compares.get(name)):
             replicas = len(self.mesh[name].replicas)
-            dp_assignment[name] = with_whole_groups(
+            dp_assignment[name] = load_balance.with_whole_groups(
                 dp_assignment[name], header.lengths, groups, replicas, self.hidden_size
             )
         fields, of_actor = self.settings.sampled_fields, self.settings.staleness_fields

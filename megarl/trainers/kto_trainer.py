@@ -8,20 +8,12 @@ from torch import Tensor
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts
 from megarl.algorithms.preference_losses.kto import kto, mismatched_divergence
-from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.data.columns import LABELLED
-from megarl.data.conversations import Encoder
 from megarl.data.labelled_responses import LabelledResponse, LabelledResponses
-from megarl.data.prompts import PromptSet
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
-from megarl.trainers.preference_trainer import (
-    PreferenceTrainer,
-    note_unread_margins,
-    preference_task,
-    response_sums,
-)
+from megarl.trainers.preference_trainer import PreferenceTrainer, response_sums
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch
 
@@ -35,18 +27,10 @@ class KTOTrainer(PreferenceTrainer):
     policy from its reference is estimated before each update.
     """
 
-    task = preference_task(LABELLED, ("response", "mismatched"))
+    purpose, examples_type = LABELLED, LabelledResponses
+    sequence_names = ("response", "mismatched")
     # In the order of `_measure`: means over all responses, desirable ones and undesirable ones.
     metric_names = ("loss", "accuracy", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
-
-    @staticmethod
-    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> LabelledResponses:
-        s = config.settings
-        responses = LabelledResponses(
-            prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts
-        )  # fmt: skip
-        note_unread_margins(responses, s)
-        return responses
 
     @staticmethod
     def sequences(example: LabelledResponse) -> list[tuple[list[int], list[bool]]]:
@@ -55,7 +39,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean loss of the responses; sets `metrics`."""
-        with self.timers.phase(self.task.role, "divergence"):
+        with self.timers.phase(self.trained_role, "divergence"):
             self._divergence = self._estimate_divergence(examples, PROMPTS)
         super().update(examples._replace(batch=_part(examples.batch, _OWN)))
         self.metrics = self._named(self.metrics, "preference", _counts(self._labels(examples, PROMPTS)))

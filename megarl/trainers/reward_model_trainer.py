@@ -15,16 +15,14 @@ from megarl.data.prompts import PromptSet
 from megarl.mcore.model import forward_pass
 from megarl.mcore.model.value_head import value_head_of
 from megarl.observe.progress import REWARD_FIELDS
-from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer, TaskSpec
+from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer
 
 
 class RewardModelTrainer(PairwiseTrainer):
     """Trains a language model with a scalar head to score the chosen response above the rejected one."""
 
-    task = TaskSpec(
-        program="train_reward", role="reward", prefix="reward", value_head=True,
-        sequence_names=("chosen", "rejected"), best="accuracy", sources=("actor", "reward"), purpose=REWARD,
-    )  # fmt: skip
+    program, trained_role, sources = "train_reward", "reward", ("actor", "reward")
+    purpose, sequence_names = REWARD, ("chosen", "rejected")
     metric_names = ("loss", "accuracy", "margin", "mean")  # means over pairs, in the order of `_measure`
     fields = REWARD_FIELDS
 

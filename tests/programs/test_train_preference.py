@@ -111,11 +111,11 @@ def alone(network, sequence) -> float:
 def watched(rank: int, parsed) -> list[tuple[float, float]]:
     """(own, recorded) loss of each step and of the evaluation after the last one."""
     from megarl import train_preference
-    from megarl.trainers import pair_trainer
+    from megarl.trainers import preference_trainer
 
     seen, reference = [], {}
 
-    class Watched(pair_trainer.PairTrainer):
+    class Watched(preference_trainer.PairTrainer):
         def own_loss(self, name: str, pairs) -> float:
             """RPO's, written out; `name`: of the set, with the numbers of the pairs."""
             terms = []
@@ -214,8 +214,7 @@ def test_wrong_input(case, folder, tmp_path):
 
 def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
     """Another loss, more held-out pairs, a damaged file."""
-    from megarl.trainers.pair_trainer import PairTrainer
-    from megarl.trainers.preference_trainer import read_reference
+    from megarl.trainers.preference_trainer import PairTrainer, read_reference
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     def refused(flags: str) -> str:
@@ -244,7 +243,7 @@ def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
 
 def test_margins_that_a_loss_does_not_read_are_named(tmp_path):
     from megarl.trainers.kto_trainer import KTOTrainer
-    from megarl.trainers.pair_trainer import PairTrainer
+    from megarl.trainers.preference_trainer import PairTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     rows = [GOOD | {"rejected": ""}, GOOD | {"prompt": "2+2="}]  # EOS alone may be rejected

@@ -28,6 +28,7 @@ from megarl.errors import TooManyFailures
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
+from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.batch import episodes_to_batch
@@ -237,7 +238,7 @@ class EpisodeRunner:
         """Forgets what environments answered in steps up to the run's latest checkpoint, which has what came of it."""
         latest = folders.named(run / "checkpoints", folders.LATEST)
         if self.client is not None and self.client.journal is not None and latest is not None:
-            self.client.journal.discard(folders.step_of(latest))
+            self.client.journal.discard(step_of(latest))
 
     def close(self):
         if self.client is not None:
