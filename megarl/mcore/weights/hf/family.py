@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megarl.mcore.weights.hf.mapping import Mapping, gated_heads, heads, recurrent_parts, rows
+from megarl.mcore.weights.hf.mapping import Heads, Mapping, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.rotary import rotary_flags
 
@@ -12,11 +12,12 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 PREDICTED, PREDICTED_LAYER = "mtp.layers.0.", "mtp.layers.0.mtp_model_layer."  # keys of multi-token prediction
 
+QKV_NAMES = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")
 # Megatron's key, without `decoder.layers.N.`, -> tensors of the folder, without `model.layers.N.`
 ATTENTION: dict[str, Mapping] = {
     "self_attention.linear_qkv.layer_norm_weight": rows("input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": heads(*(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    "self_attention.linear_qkv.bias": heads(*(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.linear_qkv.weight": Heads(QKV_NAMES),
+    "self_attention.linear_qkv.bias": Heads(tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
     "self_attention.linear_proj.weight": rows("self_attn.o_proj.weight"),
     "self_attention.linear_proj.bias": rows("self_attn.o_proj.bias"),
     "self_attention.q_layernorm.weight": rows("self_attn.q_norm.weight"),
@@ -38,13 +39,13 @@ SANDWICH: dict[str, Mapping] = {
     "mlp.linear_fc1.layer_norm_weight": rows("pre_feedforward_layernorm.weight"),
     "post_mlp_layernorm.weight": rows("post_feedforward_layernorm.weight"),
 }
+# With norms after attention and MLP alone.
+POST_NORM = {key: value for key, value in SANDWICH.items() if "layer_norm_weight" not in key}
 # With norms of queries and keys over all heads.
 ALL_HEADS_NORMS: dict[str, Mapping] = {
     "self_attention.q_norm.weight": rows("self_attn.q_norm.weight"),
     "self_attention.k_norm.weight": rows("self_attn.k_norm.weight"),
 }
-# With norms after attention and MLP alone, and those.
-POST_NORM = {key: value for key, value in SANDWICH.items() if "layer_norm_weight" not in key} | ALL_HEADS_NORMS
 # Multi-latent attention.
 LATENT = MLP | {
     "input_layernorm.weight": rows("input_layernorm.weight"),
@@ -57,18 +58,16 @@ LATENT = MLP | {
     "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
     "self_attention.linear_proj.weight": rows("self_attn.o_proj.weight"),
 }
-# With attention whose output has gates.
-GATED = LAYERS | {"self_attention.linear_qkv.weight": gated_heads(*(f"self_attn.{x}_proj.weight" for x in "qkv"))}
 MODEL = {EMBEDDING: rows("model.embed_tokens.weight"), "decoder.final_layernorm.weight": rows("model.norm.weight")}
 LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # kinds of layers in config.json
-LINEAR_SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
 def expert_layers(
-    router: str, experts: str, gate: str, up: str, down: str, shared: str = "mlp.shared_experts"
-) -> dict[str, Mapping]:
-    """The weights of layers with experts.
+    router: str = "mlp.gate", experts: str = "mlp.experts", gate: str = "gate_proj", up: str = "up_proj",
+    down: str = "down_proj", shared: str = "mlp.shared_experts",
+) -> dict[str, Mapping]:  # fmt: skip
+    """The weights of layers with experts; the defaults are the names of most families.
 
     Args:
         router, experts, shared: names of the modules.
@@ -87,22 +86,7 @@ def expert_layers(
     }
 
 
-# As most families name them.
-EXPERT_LAYERS = expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
-
-
-def delta_net_layers(projections: dict[str, Mapping]) -> dict[str, Mapping]:
-    """The weights of layers with a gated delta net; `projections`: the parts of its first projection."""
-    convolution = recurrent_parts("linear_attn.conv1d.weight", "query", "key", "value")
-    return {
-        "self_attention.in_proj.layer_norm_weight": rows("input_layernorm.weight"),
-        **{f"self_attention.in_proj.weight.{part}": mapping for part, mapping in projections.items()},
-        **{f"self_attention.conv1d.weight.{part}": mapping for part, mapping in convolution.items()},
-        "self_attention.dt_bias": rows("linear_attn.dt_bias"),
-        "self_attention.A_log": rows("linear_attn.A_log"),
-        "self_attention.out_norm.weight": rows("linear_attn.norm.weight"),
-        "self_attention.out_proj.weight": rows("linear_attn.out_proj.weight"),
-    }
+EXPERT_LAYERS = expert_layers()
 
 
 class Prediction(NamedTuple):
@@ -165,14 +149,16 @@ class OwnNames(NamedTuple):
     outer: dict[str, str]  # tensors outside the layers, with `model.` -> their names after the prefix
 
 
+Flags = dict[str, object]  # Megatron's, without dashes -> value; True for a switch
+
+
 class Family(NamedTuple):
     """A `model_type` of config.json."""
 
     model_type: str
     # Layer weights: key without `decoder.layers.N.` -> tensors without `model.layers.N.`
     layers: dict[str, Mapping]
-    # ModelConfig -> Megatron's flags without dashes -> value; True for a switch
-    flags: Callable[[ModelConfig], dict[str, object]]
+    flags: Callable[[ModelConfig], Flags]
     # Another type whose class of transformers reads its config.json.
     config_type: str | None = None
     prediction: Prediction | None = None
@@ -192,10 +178,34 @@ class Family(NamedTuple):
         return tuple(dict.fromkeys(("model.", *others)))
 
 
+def flags_of(*parts: Flags | Callable[[ModelConfig], Flags | None]) -> Callable[[ModelConfig], Flags]:
+    """The flags of a family, one part after another: flags, functions of config.json that give some, and checks."""
+
+    def flags(config: ModelConfig) -> Flags:
+        found: Flags = {}
+        for part in parts:
+            found |= (part(config) if callable(part) else part) or {}
+        return found
+
+    return flags
+
+
+def requires(key: str, *allowed) -> Callable[[ModelConfig], None]:
+    """The check that an entry has one of these values, the only ones that megarl's layers compute."""
+    return lambda config: config.require(key, *allowed)
+
+
+def switched(key: str, flags: Flags) -> Callable[[ModelConfig], Flags]:
+    """Flags of a family whose config.json switches them on."""
+    return lambda config: flags if config.switch(key) else {}
+
+
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")
+QK_NORMS: Flags = {"qk-layernorm": True}  # of each head
+QKV_BIASES = switched("attention_bias", {"add-qkv-bias": True})  # of queries, keys and values alone
 
 
-def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary=rotary_flags) -> dict[str, object]:
+def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary=rotary_flags) -> Flags:
     """The flags that all families share: sizes, gated MLP, RMSNorm, rotary embeddings, no biases.
 
     `gate`: entry with the activation, its value, the flag. `rotary`: function for the flags of rotary embeddings.
@@ -219,26 +229,7 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
     }
 
 
-def qkv_biases(config: ModelConfig) -> dict[str, object]:
-    """The biases of queries, keys and values alone, if `attention_bias` says so."""
-    return {"add-qkv-bias": True} if config.switch("attention_bias") else {}
-
-
-def delta_net_flags(config: ModelConfig) -> dict[str, object]:
-    """Which layers have a gated delta net, its sizes, and gated attention with norms of queries and keys in others."""
-    config.require("attention_bias", False, None)
-    kinds = config.items("layer_types", str, "names")
-    if other := set(kinds) - {FULL, LINEAR}:
-        raise config.error("layer_types", f"{FULL} or {LINEAR} of each layer, not {min(other)}")
-    found: dict[str, object] = {
-        "qk-layernorm": True, "apply-layernorm-1p": True, "attention-output-gate": True,
-        "experimental-attention-variant": "gated_delta_net",
-        "linear-attention-freq": str([int(kind == LINEAR) for kind in kinds]).replace(" ", ""),
-    }  # fmt: skip
-    return found | {f"linear-{name.replace('_', '-')}": config.whole(f"linear_{name}") for name in LINEAR_SIZES}
-
-
-def window_flags(config: ModelConfig) -> dict[str, object]:
+def window_flags(config: ModelConfig) -> Flags:
     """Which layers have which window; no flags without windows."""
     size = config.get("sliding_window")
     if config.is_known("layer_types"):
@@ -253,11 +244,11 @@ def window_flags(config: ModelConfig) -> dict[str, object]:
     if config.is_known("layer_types") and not size:  # some classes have 0 for windows that are off
         raise config.error("layer_types", f"no {WINDOW} without a sliding_window that is in use")
     pattern = str([int(x) for x in has_window]).replace(" ", "")
-    flags: dict[str, object] = {"window-size": f"{config.whole('sliding_window') - 1},0"}
+    flags: Flags = {"window-size": f"{config.whole('sliding_window') - 1},0"}
     return flags | ({} if all(has_window) else {"window-attn-skip-freq": pattern})
 
 
-def positions_of_windows(config: ModelConfig) -> dict[str, object]:
+def positions_of_windows(config: ModelConfig) -> Flags:
     """Layers without a window have no positions."""
     is_whole = [int(kind == FULL) for kind in config.items("layer_types", str, "names")]
     return {"no-rope-freq": str(is_whole).replace(" ", "")} if any(is_whole) else {}
