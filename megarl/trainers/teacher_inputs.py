@@ -7,7 +7,7 @@ from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError
 from megarl.flags.distill_settings import GIVEN
 from megarl.flags.teachers import FLAG
-from megarl.mcore.config.architecture import ARCHITECTURE
+from megarl.mcore.config.supported_flags import ARCHITECTURE
 from megarl.trainers.setup import check_vocabulary
 
 
