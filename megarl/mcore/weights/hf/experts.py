@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from megarl.mcore.weights.hf.family import layer_pattern
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 # Gates are sigmoids, normalized over the chosen experts; a bias takes part in the choice alone, and is not trained.
@@ -66,7 +67,7 @@ def sparse_layers(config: ModelConfig) -> dict[str, object]:
     """Which layers have experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
     layers, step = config.whole("num_hidden_layers"), config.whole("decoder_sparse_step")
     dense = config.items("mlp_only_layers", int, "layers")
-    return layer_pattern([i not in dense and (i + 1) % step == 0 for i in range(layers)])
+    return _layer_flags([i not in dense and (i + 1) % step == 0 for i in range(layers)])
 
 
 def dense_then_experts(config: ModelConfig) -> dict[str, object]:
@@ -76,9 +77,9 @@ def dense_then_experts(config: ModelConfig) -> dict[str, object]:
         kinds = config.items("mlp_layer_types", str, "names")
         if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"} or "sparse" not in kinds:
             raise config.error("mlp_layer_types", "dense or sparse for each layer, sparse for one at least")
-        return layer_pattern([kind == "sparse" for kind in kinds])
+        return _layer_flags([kind == "sparse" for kind in kinds])
     dense = config.whole("first_k_dense_replace", "num_dense_layers", minimum=0)
-    return layer_pattern([i >= dense for i in range(layers)])
+    return _layer_flags([i >= dense for i in range(layers)])
 
 
 def shared_experts(config: ModelConfig) -> dict[str, object]:
@@ -93,6 +94,6 @@ def gated_shared_expert(config: ModelConfig) -> dict[str, object]:
     return {"moe-shared-expert-intermediate-size": size, "moe-shared-expert-gate": True}
 
 
-def layer_pattern(has_experts: list[bool]) -> dict[str, object]:
+def _layer_flags(has_experts: list[bool]) -> dict[str, object]:
     """The flag that says which layers have experts; none if all have."""
-    return {} if all(has_experts) else {"moe-layer-freq": str([int(x) for x in has_experts]).replace(" ", "")}
+    return {} if all(has_experts) else {"moe-layer-freq": layer_pattern(has_experts)}

@@ -1,7 +1,7 @@
 """What a model family is: the tensors of its folders and the meaning of its config.json."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from megarl.mcore.weights.hf.mapping import Heads, Mapping, rows
@@ -229,6 +229,11 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
     }
 
 
+def layer_pattern(has: Iterable[bool]) -> str:
+    """A flag's value with a zero or a one for each layer."""
+    return f"[{','.join(str(int(each)) for each in has)}]"
+
+
 def window_flags(config: ModelConfig) -> Flags:
     """Which layers have which window; no flags without windows."""
     size = config.get("sliding_window")
@@ -243,12 +248,11 @@ def window_flags(config: ModelConfig) -> Flags:
         return {}
     if config.is_known("layer_types") and not size:  # some classes have 0 for windows that are off
         raise config.error("layer_types", f"no {WINDOW} without a sliding_window that is in use")
-    pattern = str([int(x) for x in has_window]).replace(" ", "")
     flags: Flags = {"window-size": f"{config.whole('sliding_window') - 1},0"}
-    return flags | ({} if all(has_window) else {"window-attn-skip-freq": pattern})
+    return flags | ({} if all(has_window) else {"window-attn-skip-freq": layer_pattern(has_window)})
 
 
 def positions_of_windows(config: ModelConfig) -> Flags:
     """Layers without a window have no positions."""
-    is_whole = [int(kind == FULL) for kind in config.items("layer_types", str, "names")]
-    return {"no-rope-freq": str(is_whole).replace(" ", "")} if any(is_whole) else {}
+    is_whole = [kind == FULL for kind in config.items("layer_types", str, "names")]
+    return {"no-rope-freq": layer_pattern(is_whole)} if any(is_whole) else {}

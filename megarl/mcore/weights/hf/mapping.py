@@ -72,7 +72,7 @@ class StackedExperts(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Separate tensors of queries, their gates if there are any, keys and values."""
+    """Separate tensors of queries, their gates if there are any, keys and values; or one of queries, keys, values."""
 
     names: tuple[str, ...]
 
@@ -83,16 +83,8 @@ class Heads(NamedTuple):
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
-        return _by_group(self.names, (0,) * len(self.names), heads)
-
-
-class FusedHeads(NamedTuple):
-    """One tensor of all queries, then all keys, then all values."""
-
-    names: tuple[str]
-
-    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
-        """The ranges of a weight of `rows` rows."""
+        if len(self.names) > 1:
+            return _by_group(self.names, (0,) * len(self.names), heads)
         keys = heads.groups * heads.queries * heads.channels
         return _by_group(self.names * 3, (0, keys, keys + heads.groups * heads.channels), heads)
 
@@ -173,7 +165,7 @@ class RecurrentPart(NamedTuple):
         return [RowRange(self.names[0], i * size, i * period + start, size) for i in range(blocks)]
 
 
-Mapping = Rows | StackedExperts | Heads | FusedHeads | NeighbourHeads | GatedHeads | RecurrentPart
+Mapping = Rows | StackedExperts | Heads | NeighbourHeads | GatedHeads | RecurrentPart
 
 
 def rows(*names: str) -> Rows:

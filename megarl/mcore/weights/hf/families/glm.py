@@ -16,7 +16,7 @@ from megarl.mcore.weights.hf.family import (
     switched,
     window_flags,
 )
-from megarl.mcore.weights.hf.mapping import FusedHeads, NeighbourHeads, rows
+from megarl.mcore.weights.hf.mapping import Heads, NeighbourHeads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 ROTATED = 0.5  # of a head's channels
@@ -67,8 +67,8 @@ SARVAM_MOE = GLM_4_MOE._replace(
     layers=LAYERS
     | EXPERT_LAYERS
     | {
-        "self_attention.linear_qkv.weight": FusedHeads(("attention.query_key_value.weight",)),
-        "self_attention.linear_qkv.bias": FusedHeads(("attention.query_key_value.bias",)),
+        "self_attention.linear_qkv.weight": Heads(("attention.query_key_value.weight",)),
+        "self_attention.linear_qkv.bias": Heads(("attention.query_key_value.bias",)),
         "self_attention.linear_proj.weight": rows("attention.dense.weight"),
         "self_attention.q_layernorm.weight": rows("attention.query_layernorm.weight"),
         "self_attention.k_layernorm.weight": rows("attention.key_layernorm.weight"),

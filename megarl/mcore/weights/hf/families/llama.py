@@ -7,11 +7,12 @@ from megarl.mcore.weights.hf.family import (
     Family,
     Flags,
     flags_of,
+    layer_pattern,
     model_flags,
     requires,
     window_flags,
 )
-from megarl.mcore.weights.hf.mapping import FusedHeads, NeighbourHeads, rows
+from megarl.mcore.weights.hf.mapping import Heads, NeighbourHeads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
@@ -58,7 +59,7 @@ PHI_3 = Family(
     model_type="phi3",
     layers=LAYERS
     | {
-        "self_attention.linear_qkv.weight": FusedHeads(("self_attn.qkv_proj.weight",)),
+        "self_attention.linear_qkv.weight": Heads(("self_attn.qkv_proj.weight",)),
         "mlp.linear_fc1.weight": rows("mlp.gate_up_proj.weight"),
     },
     flags=flags_of(model_flags, window_flags),
@@ -77,7 +78,7 @@ def _positions(config: ModelConfig) -> Flags:
     rotates = config.items("no_rope_layers", int, "0 and 1")
     if len(rotates) != config.whole("num_hidden_layers") or not set(rotates) <= {0, 1}:
         raise config.error("no_rope_layers", "0 or 1 for each layer")
-    return {} if all(rotates) else {"no-rope-freq": str([1 - each for each in rotates]).replace(" ", "")}
+    return {} if all(rotates) else {"no-rope-freq": layer_pattern(not each for each in rotates)}
 
 
 # SmolLM3: every fourth layer has no positions (2501.18795).

@@ -12,6 +12,7 @@ from megarl.mcore.weights.hf.family import (
     Flags,
     expert_layers,
     flags_of,
+    layer_pattern,
     model_flags,
 )
 from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, recurrent_parts, rows
@@ -45,7 +46,7 @@ def _delta_net_flags(config: ModelConfig) -> Flags:
     found: Flags = {
         "qk-layernorm": True, "apply-layernorm-1p": True, "attention-output-gate": True,
         "experimental-attention-variant": "gated_delta_net",
-        "linear-attention-freq": str([int(kind == LINEAR) for kind in kinds]).replace(" ", ""),
+        "linear-attention-freq": layer_pattern(kind == LINEAR for kind in kinds),
     }  # fmt: skip
     return found | {f"linear-{name.replace('_', '-')}": config.whole(f"linear_{name}") for name in LINEAR_SIZES}
 
