@@ -18,9 +18,8 @@ class Naming(NamedTuple):
 
     prefix: str = MODEL_PREFIX
     head: str = HEAD_NAME
-    outer: tuple[
-        tuple[str, str], ...
-    ] = ()  # (name with `model.`, name in the folder) of tensors with names of their own
+    # (name with `model.`, name in the folder) of tensors with names of their own
+    outer: tuple[tuple[str, str], ...] = ()
 
     def stored(self, name: str) -> str:
         """The name in the folder of a tensor of the language model."""
