@@ -89,6 +89,9 @@ def expert_layers(
 EXPERT_LAYERS = expert_layers()
 
 
+NO_TENSORS: dict[str, str] = {}
+
+
 class Prediction(NamedTuple):
     """Tensors of multi-token prediction (2404.19737).
 
@@ -99,9 +102,10 @@ class Prediction(NamedTuple):
     copies: dict[str, str]  # pattern of tensors that are copies -> the model's tensor
     counts: tuple[str, ...]  # entries of config.json with the number of prediction layers; the first that is there
     layer: str = ""  # prefix of the tensors that a layer of the model has, too; "": the policy cannot have this layer
-    others: dict[str, str] | None = None  # Megatron's key without `mtp.layers.0.` -> tensor
+    others: dict[str, str] = NO_TENSORS  # Megatron's key without `mtp.layers.0.` -> tensor
 
 
+NO_PREDICTION = Prediction("", {}, ())
 # Those of DeepSeek-V3 (2412.19437 §2.2) and of the families that follow it.
 PREDICTION_LAYERS = Prediction(
     r"model\.layers\.{layer}\..+",
@@ -142,11 +146,12 @@ QWEN_VL = Multimodal((("model.language_model.", "lm_head.weight"),), r"model\.vi
 QWEN2_VL = Multimodal((*QWEN_VL.names, ("model.", "lm_head.weight")), r"(model\.)?visual\..+", is_flat=True)
 
 
-class OwnNames(NamedTuple):
-    """A model's tensors under other names than `model.…`."""
+class TensorNames(NamedTuple):
+    """Names of the tensors in folders of a language model alone."""
 
-    prefixes: tuple[str, ...]  # instead of `model.`; the first that a folder has
-    outer: dict[str, str]  # tensors outside the layers, with `model.` -> their names after the prefix
+    prefixes: tuple[str, ...] = ("model.",)  # the first that a folder has
+    # Tensors outside the layers with other names, with `model.` -> their names after the prefix
+    outer: dict[str, str] = NO_TENSORS
 
 
 Flags = dict[str, object]  # Megatron's, without dashes -> value; True for a switch
@@ -161,10 +166,10 @@ class Family(NamedTuple):
     flags: Callable[[ModelConfig], Flags]
     # Another type whose class of transformers reads its config.json.
     config_type: str | None = None
-    prediction: Prediction | None = None
+    prediction: Prediction = NO_PREDICTION
     # The language model is described by `text_config`, of the type `config_type`.
     multimodal: Multimodal | None = None
-    names: OwnNames | None = None
+    names: TensorNames = TensorNames()
     experts: str = "mlp.experts"  # module of all experts in transformers
     kept: str | None = None  # pattern of tensors that the policy does not compute with: exports have the folder's
     modules: dict[str, Mapping] | None = None  # `layers` by transformers' modules, where the folder has other names
@@ -174,8 +179,7 @@ class Family(NamedTuple):
         """Prefixes that modules of the language model may have in code; the first is that of transformers."""
         if self.multimodal is not None:
             return tuple(prefix for prefix, _ in self.multimodal.names)
-        others = self.names.prefixes if self.names is not None else ()
-        return tuple(dict.fromkeys(("model.", *others)))
+        return tuple(dict.fromkeys(("model.", *self.names.prefixes)))
 
 
 def flags_of(*parts: Flags | Callable[[ModelConfig], Flags | None]) -> Callable[[ModelConfig], Flags]:

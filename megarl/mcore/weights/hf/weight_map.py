@@ -104,8 +104,6 @@ class WeightMap:
     def _predicted(self, key: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
         """As `ranges`, of a weight of multi-token prediction."""
         described, layer = self.model.prediction.described, self.args.num_layers
-        assert described is not None
-        assert described.others is not None
         if not key.startswith(PREDICTED_LAYER):
             name = described.others[key.removeprefix(PREDICTED)].format(layer=layer)
             return [RowRange(self.model.naming.stored(name), 0, 0, rows)]

@@ -4,12 +4,13 @@ from megarl.mcore.weights.hf.experts import dense_then_experts, expert_flags, sh
 from megarl.mcore.weights.hf.family import (
     EXPERT_LAYERS,
     LAYERS,
+    NO_PREDICTION,
     PREDICTION_LAYERS,
     QK_NORMS,
     QKV_BIASES,
     QWEN_VL,
     Family,
-    OwnNames,
+    TensorNames,
     flags_of,
     model_flags,
     requires,
@@ -75,8 +76,8 @@ SARVAM_MOE = GLM_4_MOE._replace(
         "mlp.router.expert_bias": rows("mlp.gate.expert_bias"),
     },
     modules=LAYERS | EXPERT_LAYERS,
-    prediction=None,
-    names=OwnNames(("model.",), {"model.embed_tokens.weight": "word_embeddings.weight"}),
+    prediction=NO_PREDICTION,
+    names=TensorNames(outer={"model.embed_tokens.weight": "word_embeddings.weight"}),
 )
 # Solar Open: experts in all layers.
 SOLAR_OPEN = Family(
