@@ -12,7 +12,7 @@ from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError, flag_of
 from megarl.flags.distill_settings import GIVEN
 from megarl.flags.teachers import DEFAULT, FLAG
-from megarl.mcore.config.architecture import ARCHITECTURE
+from megarl.mcore.config.supported_flags import ARCHITECTURE
 from megarl.trainers.setup import check_vocabulary
 
 
