@@ -23,7 +23,7 @@ from megarl.checkpoint import folders, pretrained, resume
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompt import Prompt
 from megarl.environments.pool import EnvironmentPool
-from megarl.environments.protocol import Message, Task
+from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import WARNED, ArgumentParser, UsageError
 from megarl.flags import command_line, parser
 from megarl.observe.report_settings import COMMAND_LINE, read_settings
@@ -32,8 +32,8 @@ from megarl.observe.timers import Timers
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.replay import transcript
-from megarl.rollout.replay.agent_fork import ForkedPool, run_again
-from megarl.rollout.replay.player import LiveEnvironment, Player, fork_problem, other_answer
+from megarl.rollout.replay.agent_fork import ForkedPool
+from megarl.rollout.replay.player import Player, fork_problem, go_on_after, other_answer
 from megarl.rollout.replay.saved import SavedResponse, read_response
 from megarl.rollout.requests import Branching, PromptRequest, RoundRequests
 from megarl.rollout.response_ends import check_ends, thinking_budget_of
@@ -187,7 +187,7 @@ def _player(
     rollout.load_weights()
     (request,) = _requests(saved, inputs, config.settings).build([saved.place[1]])
     limits = episodes.limits if saved.record is not None else None
-    return Player(rollout, saved, request, limits, episodes.matcher)
+    return Player(rollout, saved, request, limits)
 
 
 def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundRequests:
@@ -219,15 +219,19 @@ def _fork_environment(
     task: Task,
 ) -> tuple[list[Message], list[str]]:  # fmt: skip
     """(the other answer, the lines of what follows)."""
-    messages, environment = other_answer(saved.observations[turn], texts), None
+    messages, client = other_answer(saved.observations[turn], texts), episodes.client
     episode = player.forked(turn, episodes.turn_tokens.bridge(messages))
-    if episodes.client is not None:
-        environment = LiveEnvironment(episodes.client, saved, prompt, task, turn)
-    player.go_on(episode, environment)
-    seen, failure = ([], None) if environment is None else environment.end()
+    seen: list[Observation] = []
+    if client is not None:
+        go_on_after(turn, client, saved, prompt, task)
+    if episode.end is None:
+        episode = player.play(episode, client)
+    if client is not None:
+        seen = client.take_played(0).observations
     seen = [*seen[:turn], saved.observations[turn], *seen[turn + 1 :]]
     lines = [*transcript.forked_turns(episode, turn + 1, seen, episodes.turn_tokens)]
-    return messages, lines + ([f"  {failure}"] if failure else [])
+    failures = [] if client is None else client.statistics.failures
+    return messages, lines + [f"  {reason}" for reason in failures[-1:]]
 
 
 def _fork_agent(
@@ -243,8 +247,11 @@ def _fork_agent(
         limits, longest = episodes.limits, episodes.settings.max_prompt_length
         client = EnvironmentClient(options, episodes.turn_tokens, limits, longest, None, 0, 1, pool)
     try:
-        groups, matcher = episodes.role_groups, episodes.matcher
-        episode = run_again(client, player, player.begun(), prompt, task, groups, matcher)
+        episode = player.begun()
+        if client is not None:
+            client.begin(episode.number, prompt, episode.request, task, None)
+        episode = player.play(episode, client)
+        episode.settle(None)
     finally:
         if client is not None:
             client.close()

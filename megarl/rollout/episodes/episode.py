@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,11 +13,17 @@ from megarl.tool_formats.thinking_budget import ThinkingBudget
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megarl.mcore.inference.stop_states import Follows
+
 # Why an episode ended. The environment ended it; the policy's turn was cut; it used all turns; there was no room for
 # another turn; the environment failed.
 DONE, TURN_LENGTH, TURNS, LENGTH, FAILED = "done", "turn_length", "turns", "length", "failed"
 TRUNCATED_BY_BUDGET = "budget"  # of an agent: a request was refused, or the last turn cut
 TRUNCATED = (TURN_LENGTH, TURNS, LENGTH, TRUNCATED_BY_BUDGET)
+
+
+def _without_stops(_: tuple[str, ...]) -> None:
+    """The matcher of requests without stop strings of their own."""
 
 
 class EpisodeLimits(NamedTuple):
@@ -30,6 +36,8 @@ class EpisodeLimits(NamedTuple):
     closing: int | None = None  # the token that closes a turn which something else has ended; None: nothing else does
     is_carried: bool = False  # a later round may continue an episode
     thinking: ThinkingBudget | None = None  # of each turn
+    # What follows the stop strings of an agent's request; None: it has none.
+    matcher: "Callable[[tuple[str, ...]], Follows | None]" = _without_stops
 
 
 class EnvironmentResult(NamedTuple):

@@ -50,14 +50,20 @@ _NAME = "environment"  # of what fails, in the window of failures
 _GROUP_STREAM, _SAMPLE_STREAM = 1 << 40, 1 << 41
 
 
-def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens) -> EpisodeLimits:
-    """The budgets of the flags, and how a turn is closed that `--stop` has ended."""
-    longest, ends = settings.max_response_length, encoder.tokenizer.end_ids
+def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens, own: ResponseEnds) -> EpisodeLimits:
+    """The budgets of the flags, and how turns end. `own`: what ends the responses of the run."""
+    longest, tokenizer = settings.max_response_length, encoder.tokenizer
     has_others = settings.stop is not None or settings.stop_token_ids is not None
-    closing = turns.closing_token() if has_others else None
-    turn = min(settings.max_turn_length or longest, longest)
-    budgets = settings.max_turns, turn, longest
-    return EpisodeLimits(*budgets, ends, closing, settings.partial_rollouts, thinking_budget_of(settings, encoder))
+
+    @functools.lru_cache(64)
+    def matcher(stops: tuple[str, ...]) -> StopMatcher | None:
+        return StopMatcher(tokenizer, tuple(dict.fromkeys((*own.stops, *stops)))) if stops else None
+
+    return EpisodeLimits(
+        turns=settings.max_turns, turn=min(settings.max_turn_length or longest, longest), response=longest,
+        ends=tokenizer.end_ids, closing=turns.closing_token() if has_others else None,
+        is_carried=settings.partial_rollouts, thinking=thinking_budget_of(settings, encoder), matcher=matcher,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -100,13 +106,11 @@ class EpisodeRunner:
         self.settings, self.role_groups = settings, role_groups
         s, turns = settings, TurnTokens(encoder, settings.max_observation_length)
         self.turn_tokens = turns
-        self.limits = limits_of(s, encoder, turns)
+        self._ends = ResponseEnds(s, encoder.tokenizer)
+        self.limits = limits_of(s, encoder, turns, self._ends)
         self.client: EnvironmentClient | None = None
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
         self.ended: tuple[list[Episode], PromptSet] | None = None
-        self._tokenizer, self._ends = encoder.tokenizer, ResponseEnds(s, encoder.tokenizer)
-        # Of an agent's own stop strings and those of the run; None without its own.
-        self.matcher = functools.lru_cache(64)(self._stop_matcher)
         self._round: EpisodeRound  # the last one
         self._records: dict[str, dict] = {}  # by key, of episodes that have ended, until they are written
         self._window = FailureWindow(s.environment_max_failures)
@@ -146,8 +150,7 @@ class EpisodeRunner:
             self.client.journal.step = requests.step
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
-        common = source, begin, self.client, self.role_groups, max_open, early_stop, sender
-        episodes = EpisodeSource(*common, self.matcher, bank)
+        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender, bank)
         limit = episodes.response_limit if early_stop else None
         for number, completion in engine.stream(episodes, self._ends.ids, sampling, records_routes, max_open, limit):
             episodes.turn_ended(number, completion)
@@ -262,10 +265,6 @@ class EpisodeRunner:
         if before is not None:
             return before.continued(number, request)
         return Episode(number=number, request=request, line=asked.line, limits=self.limits, key=key)
-
-    def _stop_matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        """Of an agent's own stop strings and those of the run; None without its own."""
-        return StopMatcher(self._tokenizer, tuple(dict.fromkeys((*self._ends.stops, *stops)))) if stops else None
 
     def task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
         """What the environment of an episode begins with."""
