@@ -25,10 +25,9 @@ from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.rollout.batch_queue import BatchQueue, PolicyVersions
-from megarl.rollout.episodes.episode import key_of
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
-from megarl.rollout.requests import PromptRequest, groups_of, remaining_tokens
+from megarl.rollout.requests import PromptRequest, episode_keys, groups_of, remaining_tokens
 from megarl.rollout.response_rows import forced_responses
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
@@ -213,22 +212,11 @@ class GroupCollector:
             greedy = self.rollout.generate(prompts, 1, step, temperature=0, prompt_set=self.prompts)
             statistics.tokens += int(greedy.response_mask.sum())
         draws = [(step if request.step is None else request.step, request.draw_index) for request in requests]
-        records = None if self._writer is None else self._take_records(requests, draws)
+        records = None
+        if self._writer is not None and self.rollout.episodes is not None:
+            records = self.rollout.episodes.take_records(episode_keys(requests, samples, step))
         lines = [request.line for request in requests]
         return GenerationRound(lines=lines, batch=batch, greedy=greedy, draws=draws, records=records)
-
-    def _take_records(self, requests: list[PromptRequest], draws: list[tuple[int, int]]) -> dict[int, dict] | None:
-        """What the environments of these groups did, by sequence id; None without environments."""
-        episodes, samples = self.rollout.episodes, self.settings.samples_per_prompt
-        if episodes is None:
-            return None
-        keys = [
-            key_of(step, request.line, draw * size + sample)
-            for request, (step, draw) in zip(requests, draws, strict=True)
-            for size in (request.samples or samples,)
-            for sample in range(size)
-        ]
-        return episodes.take_records(keys)
 
     def _take_earliest(
         self, requests: list[PromptRequest], batch: Batch, step: int, statistics: SamplingStatistics, wanted: int

@@ -1,7 +1,7 @@
 """Converts prompts to requests of the engine, and its completions to a packed batch."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
+from megarl.rollout.episodes.episode import key_of
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 
@@ -59,6 +60,16 @@ class Branching(NamedTuple):
 def groups_of(prompts: list[PromptRequest], samples: int) -> PromptGroups:
     """The groups of responses to the prompts; `samples`: to a prompt that says no number."""
     return PromptGroups([prompt.samples or samples for prompt in prompts])
+
+
+def episode_keys(prompts: Iterable[PromptRequest], samples: int, step: int) -> list[str]:
+    """Keys of the episodes of the prompts, by sequence id. `samples`, `step`: where a prompt says none."""
+    return [
+        key_of(step if prompt.step is None else prompt.step, prompt.line, prompt.draw_index * size + sample)
+        for prompt in prompts
+        for size in (prompt.samples or samples,)
+        for sample in range(size)
+    ]
 
 
 def remaining_tokens(prompts: list[PromptRequest], samples: int, limit: int) -> list[int]:

@@ -65,8 +65,6 @@ class AgentEpisode(Episode):
         own = {field.name: getattr(episode, field.name) for field in dataclasses.fields(Episode)}
         super().__init__(**own)
         self.line_prompt = list(episode.request.prompt) if prompt is None else prompt
-        self.is_relaid = False  # tokens of earlier rounds may have other places in the sequence
-        self.known_versions: list[tuple[int, list[int]]] = []  # (start in `tokens`, versions of tokens from there on)
         self._turns: dict[int, _Turn] = {}
         self._places: list[tuple[int, int, int]] = []  # (turn, its start and end in `tokens`) of those that count
         self._how: AgentEnd | None = None

@@ -104,6 +104,9 @@ class Episode:
     end: str | None = None
     replayable: bool = True
     row_starts: list[int] = dataclasses.field(default_factory=list)  # where further rows begin in `tokens`
+    is_relaid: bool = False  # of an agent: tokens of earlier rounds may have other places in the sequence
+    # Of an agent: (start in `tokens`, versions of tokens from there on).
+    known_versions: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
 
     @property
     def solved(self) -> bool:

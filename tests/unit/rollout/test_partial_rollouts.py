@@ -4,6 +4,8 @@ import torch
 
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.rollout.episodes.episode import Episode, EpisodeLimits
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -79,26 +81,16 @@ def test_each_replica_holds_the_groups_that_it_began():
 
 
 class Episodes:
-    """Stands where the carried episodes are; none has ended or failed."""
+    """Stands where the carried episodes are; none has ended, and those of line 3 cannot be replayed."""
 
     def retain(self, keys):
         self.retained = list(keys)
 
-    def new_tokens(self, keys) -> int:
-        return 0
-
-    def are_stuck(self, keys) -> list[bool]:
-        """Those of line 3."""
-        return [key.split("/")[1] == "3" for key in keys]
-
-    def have_ended(self, keys) -> list[bool]:
-        return [False for _ in keys]
-
-    def are_relaid(self, keys) -> list[bool]:
-        return [False for _ in keys]
-
-    def learn_versions(self, keys, versions):
-        assert [len(of_episode) > 0 for of_episode in versions] == [True for _ in keys]
+    def of(self, keys) -> list[Episode]:
+        limits = EpisodeLimits(1, 1, 1)
+        return [
+            Episode(0, GenerationRequest([], 0, 1), 0, limits, key, replayable=key.split("/")[1] != "3") for key in keys
+        ]
 
 
 def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:
@@ -112,7 +104,11 @@ def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:
     mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
     requests = [PromptRequest(group, (), draw_index=group // 4) for group in range(GROUPS)]
     buffer.keep_unfinished(responses(mine), requests, 7, torch.tensor([0, 1]), 3)
-    lines, retained, metrics = [group.line for group in buffer._groups], buffer.episodes.retained, buffer.metrics()
+    lines, retained, metrics = (
+        [group.request.line for group in buffer._groups],
+        buffer.episodes.retained,
+        buffer.metrics(),
+    )
     buffer.begin_step(2, 2)
     buffer.pop_oldest(9)
     return lines, retained, metrics, buffer.episodes.retained
@@ -140,7 +136,7 @@ def stale(rank: int) -> tuple[list[int], list[int]]:
         buffer.keep_unfinished(batch, [PromptRequest(line, ()) for line in lines], 1, torch.tensor([], dtype=int), 9)
     buffer.begin_step(1, 2)  # as with --generation-lag 1: what trains on the groups is newer than what continues them
     buffer._drop_stale()
-    return [group.line for group in buffer._groups], sorted(set(buffer._responses.prompt_ids.tolist()))
+    return [group.request.line for group in buffer._groups], sorted(set(buffer._responses.prompt_ids.tolist()))
 
 
 def test_stale_groups_are_dropped_where_they_are_held():
