@@ -74,10 +74,6 @@ class EpisodeRound:
     idle: list[Episode]  # of earlier rounds, of which this one needed no more tokens
     prompts: PromptSet
     is_training: bool
-    waited: float  # seconds in which there was nothing to do but to wait for environments
-    ran: float  # seconds of the whole round
-    asked: int  # turns that samples of a branch share
-    taken: int  # those of them that others had got
 
     @property
     def episodes(self) -> list[Episode]:
@@ -156,10 +152,10 @@ class EpisodeRunner:
             episodes.turn_ended(number, completion)
         running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
         idle = self._idle(requests) if is_training else []
-        self._round = EpisodeRound(
-            running=running, idle=idle, prompts=prompts, is_training=is_training, waited=episodes.waiting_seconds,
-            ran=time.perf_counter() - start, asked=episodes.shared_turns.asked, taken=episodes.shared_turns.taken,
-        )  # fmt: skip
+        self._round = EpisodeRound(running, idle, prompts, is_training)
+        if self.client is not None:
+            self.client.statistics.add_times(episodes.waiting_seconds, time.perf_counter() - start)
+            self.client.statistics.add_shared(episodes.shared_turns.asked, episodes.shared_turns.taken)
 
     def _idle(self, requests: RoundRequests) -> list[Episode]:
         """The episodes of earlier rounds of which this one needs no more tokens, of this replica."""
@@ -214,8 +210,6 @@ class EpisodeRunner:
                 own.add_episode(episode, seen.turns, seen.observations, rewritten)
             if episode.end is not None and played.is_training and self.settings.save_rollouts:
                 self._records[episode.key] = record_of(episode, seen)
-        own.add_times(played.waited, played.ran)
-        own.add_shared(played.asked, played.taken)
         self.ended = [episode for episode in played.running if episode.end is not None], played.prompts
         self._check_failures(own)
         if played.is_training:
