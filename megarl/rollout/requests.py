@@ -16,6 +16,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
+from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.rollout.episodes.episode import key_of
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -218,6 +219,19 @@ class RoundRequests:
             )
             for i, key, trunk in zip(ids, keys, self._trunks(ids), strict=True)
         ]
+
+
+def sampling_of(settings: Settings, temperature: float) -> SamplingSettings:
+    """How tokens are drawn at a temperature; 0 is greedy."""
+    s = settings
+    return SamplingSettings(
+        temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
+    )
+
+
+def unknown_routes(empty_routes: Tensor, tokens: int) -> Tensor:
+    """[tokens, L, k] routes that nobody has recorded. `empty_routes`: [0, L, k]."""
+    return empty_routes.new_full((tokens, *empty_routes.shape[1:]), NO_ROUTE)
 
 
 def _joined(lists: Sequence[Sequence], dtype) -> np.ndarray:

@@ -24,7 +24,6 @@ from megarl.mcore.lora.transfer import policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction import layer_of
-from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank
@@ -39,6 +38,8 @@ from megarl.rollout.requests import (
     completions_to_batch,
     groups_of,
     remaining_tokens,
+    sampling_of,
+    unknown_routes,
 )
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
@@ -148,7 +149,7 @@ class Rollout:
     def restart(self, step: int):
         """Begins after a step, whose weights have been loaded."""
         if self.scheduled is not None:
-            self.scheduled.weights.restart(step)
+            self.scheduled.weights.step = step
 
     def weights_at(self, step: int) -> int:
         """The step whose weights the rollout has at the end of a step."""
@@ -202,10 +203,7 @@ class Rollout:
                 requests.skip_if_enough_are_finished(wanted)
             is_banked = is_training and self.bank is not None
             records_routes = is_training and self.recorded_layers is not None
-            temperature = s.temperature if temperature is None else temperature
-            sampling = SamplingSettings(
-                temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
-            )
+            sampling = sampling_of(s, s.temperature if temperature is None else temperature)
             weights = self.scheduled if is_training else None
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
             if self.episodes is not None:
@@ -334,11 +332,11 @@ class Rollout:
 
     def _without_new_tokens(self, requests: RoundRequests, records_routes: bool) -> dict[int, Completion]:
         """Completions of this replica's requests without new tokens; routes are unknown."""
-        empty_routes, done = self.engine.empty_routes, {}
+        done = {}
         for i in self._assigned_here(requests):
             if not requests.limits[i]:
-                shape = (len(requests.prompt(i)), *empty_routes.shape[1:])
-                routes = empty_routes.new_full(shape, NO_ROUTE) if records_routes else None
+                tokens, empty_routes = len(requests.prompt(i)), self.engine.empty_routes
+                routes = unknown_routes(empty_routes, tokens) if records_routes else None
                 done[i] = Completion(tokens=[], logprobs=[], finished=requests.partial(i).is_finished, routes=routes)
         return done
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.data.prompt import Prompt
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
@@ -16,6 +15,7 @@ from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode, EpisodeLimits, turn_key
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.replay.saved import SavedResponse
+from megarl.rollout.requests import sampling_of
 from megarl.rollout.rollout import Rollout
 
 
@@ -44,9 +44,8 @@ class Player:
             request: that began the response.
             limits: of its turns; None without an environment.
         """
-        s = rollout.settings
         self._rollout, self._saved, self._request, self._limits = rollout, saved, request, limits
-        self._sampling = SamplingSettings(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
+        self._sampling = sampling_of(rollout.settings, rollout.settings.temperature)
 
     def check(self) -> list[TurnCheck]:
         """Generates every turn again after the tokens that were before it."""
