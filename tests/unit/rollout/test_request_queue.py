@@ -50,8 +50,7 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
             store.set(f"step {number}", b"")
     source.close()
     dist.barrier()
-    entry = source.entry
-    return place.dp_rank, done, [key for key in (entry.key, f"{entry.key}/done") if entry.store.check([key])]
+    return place.dp_rank, done, [key for key in (source.key, f"{source.key}/done") if source.store.check([key])]
 
 
 def merged(results: list) -> dict:
