@@ -194,11 +194,10 @@ def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundR
     """The request for the response's group, as the step that drew its prompt made it."""
     line = saved.place[0]
     step, draw = saved.draw
-    tokens, limit = inputs.prompt_tokens.view(line), inputs.prompts.response_limit(line)
-    size = inputs.prompts.group_size(line)
-    prompt = PromptRequest(line=line, tokens=tokens, draw_index=draw, step=step, limit=limit, samples=size)
-    common = s.seed, step, s.max_response_length, inputs.thinking, Branching.of(s)
-    return RoundRequests([prompt], s.samples_per_prompt, *common)
+    limit = inputs.prompts.response_limit(line) or s.max_response_length
+    size = inputs.prompts.group_size(line) or s.samples_per_prompt
+    prompt = PromptRequest(line, inputs.prompt_tokens.view(line), size, limit, step, draw)
+    return RoundRequests([prompt], s.seed, step, inputs.thinking, Branching.of(s))
 
 
 def _fork(

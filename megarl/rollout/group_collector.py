@@ -136,7 +136,7 @@ class GroupCollector:
             self._writer.begin(step, len(self.group_buffer), self.versions.of_step(step)[0])
         while len(self.group_buffer) < s.prompts_per_step and statistics.rounds < max_rounds:
             wanted = s.prompts_per_step - len(self.group_buffer)
-            requests = self._requests_of_round(wanted, draws)  # for more than `wanted` with --over-sampling
+            requests = self._requests_of_round(step, wanted, draws)  # for more than `wanted` with --over-sampling
             self._accept(self._generate_groups(requests, step, statistics, wanted), step, statistics)
 
     def _keep_rollout(self, metrics: dict[str, float]):
@@ -168,58 +168,56 @@ class GroupCollector:
         statistics.responses += scores.responses
         statistics.reward_sum += scores.reward_sum
 
-    def _requests_of_round(self, wanted: int, draws: Counter) -> list[PromptRequest]:
+    def _requests_of_round(self, step: int, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""
         count = math.ceil(round(wanted * self.settings.over_sampling, 6))
-        carried = [self._with_limits(request) for request in self.partial_rollouts.pop_oldest(count)]
-        samples, limit = self.settings.samples_per_prompt, self.settings.max_response_length
-        finished = sum(not any(remaining_tokens([request], samples, limit)) for request in carried)
-        return carried if finished >= wanted else carried + self._draw_prompts(count - len(carried), draws)
+        carried = self.partial_rollouts.pop_oldest(count)
+        carried = [request._replace(limit=self._response_limit(request.line)) for request in carried]
+        finished = sum(not any(remaining_tokens([request])) for request in carried)
+        return carried if finished >= wanted else carried + self._draw_prompts(step, count - len(carried), draws)
 
-    def _draw_prompts(self, count: int, draws: Counter) -> list[PromptRequest]:
+    def _draw_prompts(self, step: int, count: int, draws: Counter) -> list[PromptRequest]:
         """The next prompts of the set; `draws` counts how often this step has drawn each line."""
         requests = []
         for line in self.order.take(count):
-            tokens = self.prompt_tokens.view(line)
-            request = PromptRequest(line=line, tokens=tokens, draw_index=draws[line])
-            requests.append(self._with_limits(request))
+            samples = self.prompts.group_size(line) or self.settings.samples_per_prompt
+            tokens, limit = self.prompt_tokens.view(line), self._response_limit(line)
+            requests.append(PromptRequest(line, tokens, samples, limit, step, draws[line]))
             draws[line] += 1
         return requests
 
-    def _with_limits(self, request: PromptRequest) -> PromptRequest:
-        """The request with the limit of a response and the number of responses that a mixture gives its line."""
-        line = request.line
-        return request._replace(limit=self.prompts.response_limit(line), samples=self.prompts.group_size(line))
+    def _response_limit(self, line: int) -> int:
+        """Tokens of a response to a line: those of its file in a mixture, or of the flag."""
+        return self.prompts.response_limit(line) or self.settings.max_response_length
 
     def _generate_groups(
         self, requests: list[PromptRequest], step: int, statistics: SamplingStatistics, wanted: int
     ) -> GenerationRound:
         """The `wanted` groups taken of those requested, with this rank's share of their responses."""
-        samples, sender = self.settings.samples_per_prompt, None
+        sender = None
         # Ranks of a reward model encode the prompts meanwhile, those of a judge await the responses.
         if self.settings.reward_model is not None or self._scorer.early_judges:
             lines = [request.line for request in requests]
             self._announcements.send({"drawn": lines, "number": statistics.rounds})
         if self._scorer.early_judges and self.role_groups.is_leader:
-            sender = ResponseSender(step, statistics.rounds, groups_of(requests, samples), self._scorer.early_judges)
-        batch = self.rollout.generate(requests, samples, step, wanted=wanted, prompt_set=self.prompts, sender=sender)
+            sender = ResponseSender(step, statistics.rounds, groups_of(requests), self._scorer.early_judges)
+        batch = self.rollout.generate(requests, step, wanted=wanted, prompt_set=self.prompts, sender=sender)
         if batch.versions is not None:  # of a schedule, which names weights by their steps
             batch.versions = self.versions.of_weights(batch.versions)
-        requests, batch = self._take_earliest(requests, batch, step, statistics, wanted)
+        requests, batch = self._take_earliest(requests, batch, statistics, wanted)
         greedy = None
         if self.settings.greedy_baseline:
-            prompts = [request._replace(partial=(), samples=None) for request in requests]
-            greedy = self.rollout.generate(prompts, 1, step, temperature=0, prompt_set=self.prompts)
+            prompts = [request._replace(partial=(), samples=1) for request in requests]
+            greedy = self.rollout.generate(prompts, step, temperature=0, prompt_set=self.prompts)
             statistics.tokens += int(greedy.response_mask.sum())
-        draws = [(step if request.step is None else request.step, request.draw_index) for request in requests]
-        records = None
+        draws, records = [(request.step, request.draw_index) for request in requests], None
         if self._writer is not None and self.rollout.episodes is not None:
-            records = self.rollout.episodes.take_records(episode_keys(requests, samples, step))
+            records = self.rollout.episodes.take_records(episode_keys(requests))
         lines = [request.line for request in requests]
         return GenerationRound(lines=lines, batch=batch, greedy=greedy, draws=draws, records=records)
 
     def _take_earliest(
-        self, requests: list[PromptRequest], batch: Batch, step: int, statistics: SamplingStatistics, wanted: int
+        self, requests: list[PromptRequest], batch: Batch, statistics: SamplingStatistics, wanted: int
     ) -> tuple[list[PromptRequest], Batch]:
         """Takes the `wanted` earliest groups of a round. With partial rollouts the next round continues the others.
 
@@ -227,23 +225,22 @@ class GroupCollector:
         5 and, in the slowest case, 7. A is taken and `longest` is 5: B's responses are truncated to 5 new tokens on
         every layout, however far a replica had come. The next round continues B from there.
         """
-        samples, longest = self.settings.samples_per_prompt, None
-        taken = torch.arange(len(requests))
+        taken, longest = torch.arange(len(requests)), None
         with self.timers.phase(self.role_groups.model_role, "exchange"):
             if wanted < len(requests):
-                taken, longest = self.rollout.earliest_groups(batch, requests, samples, wanted)
+                taken, longest = self.rollout.earliest_groups(batch, requests, wanted)
             if self.settings.partial_rollouts:
-                batch, new_tokens = self.partial_rollouts.keep_unfinished(batch, requests, step, taken, longest)
+                batch, new_tokens = self.partial_rollouts.keep_unfinished(batch, requests, taken, longest)
                 statistics.tokens += new_tokens
         if wanted < len(requests):
             is_taken = torch.zeros(len(requests), dtype=torch.bool).index_fill(0, taken, True)
-            batch = batch.renumbered(groups_of(requests, samples).expand(is_taken))
+            batch = batch.renumbered(groups_of(requests).expand(is_taken))
         requests = [requests[i] for i in taken.tolist()]
         if self.settings.thinking_budget is not None:
             statistics.taken += len(batch)
             statistics.cut += forced_responses(batch)
         if self.settings.partial_rollouts:
-            self.rollout.recompute_routes(batch, requests, samples)
+            self.rollout.recompute_routes(batch, requests)
         else:
             statistics.tokens += int(batch.response_mask.sum())
         return requests, batch

@@ -83,7 +83,7 @@ class PartialRolloutBuffer:
         """Removes and returns at most `count` groups, oldest first. `keep_unfinished` puts back those not taken."""
         self._drop_stale()
         popped, self._groups = self._groups[:count], self._groups[count:]
-        groups = groups_of([group.request for group in popped], self.samples)
+        groups = groups_of([group.request for group in popped])
         self._continued_count = groups.count
         self._continued, self._responses = split_at(self._responses, self._continued_count)
         held = rows_by_id(self._continued)
@@ -106,7 +106,7 @@ class PartialRolloutBuffer:
             return
         is_fresh = torch.tensor([self.trained_version - group.oldest <= limit for group in self._groups])
         self.dropped += int((~is_fresh).sum())
-        groups = groups_of(self._requests, self.samples)
+        groups = groups_of(self._requests)
         self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
         self._responses = selected(self._responses, groups.expand(is_fresh))
         self._retain_episodes()
@@ -114,10 +114,10 @@ class PartialRolloutBuffer:
     def _retain_episodes(self):
         """Ends the environments of all episodes but those of the groups."""
         if self.episodes is not None:
-            self.episodes.retain(episode_keys(self._requests, self.samples, 0))
+            self.episodes.retain(episode_keys(self._requests))
 
     def keep_unfinished(
-        self, batch: Batch, requests: list[PromptRequest], step: int, taken: Tensor, longest: int | None
+        self, batch: Batch, requests: list[PromptRequest], taken: Tensor, longest: int | None
     ) -> tuple[Batch, int]:
         """Keeps the groups of a round that are not taken. Returns (this rank's restored batch, its new tokens).
 
@@ -137,16 +137,16 @@ class PartialRolloutBuffer:
             batch = batch if longest is None else truncated_to(batch, longest)
             new_tokens = int(batch.response_mask.sum())
         else:
-            keys = episode_keys(requests, self.samples, step)
+            keys = episode_keys(requests)
             episodes = self.episodes.of(keys[i] for i in batch.sequence_ids.tolist())
             new_tokens = sum(episode.new_tokens for episode in episodes if episode.end != FAILED)
         self._restore_continued(batch, episodes)
         is_kept = torch.ones(len(requests), dtype=torch.bool)
         is_kept[taken] = False
         if self.episodes is not None and is_kept.any():
-            is_kept = self._replayable(batch.sequence_ids, episodes, groups_of(requests, self.samples), is_kept)
+            is_kept = self._replayable(batch.sequence_ids, episodes, groups_of(requests), is_kept)
         if is_kept.any():
-            self._keep(batch, episodes, requests, is_kept, step)
+            self._keep(batch, episodes, requests, is_kept)
         self._retain_episodes()
         self._continued, self._continued_count = None, 0
         return batch, new_tokens
@@ -187,11 +187,9 @@ class PartialRolloutBuffer:
                 getattr(batch, name)[positions] = getattr(before, name)
         batch.prompt_lengths[is_continued] = before.prompt_lengths
 
-    def _keep(
-        self, batch: Batch, episodes: list[Episode], requests: list[PromptRequest], is_kept: Tensor, step: int
-    ):  # fmt: skip
+    def _keep(self, batch: Batch, episodes: list[Episode], requests: list[PromptRequest], is_kept: Tensor):
         """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
-        role_groups, groups = self.mesh[ROLLOUT], groups_of(requests, self.samples)
+        role_groups, groups = self.mesh[ROLLOUT], groups_of(requests)
         kept, is_kept_id = Batch(**{name: getattr(batch, name).cpu() for name in self._fields}), groups.expand(is_kept)
         episodes = list(itertools.compress(episodes, is_kept_id[kept.sequence_ids].tolist()))
         kept = selected(kept, is_kept_id)
@@ -207,7 +205,7 @@ class PartialRolloutBuffer:
             own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
         known = role_groups.gather_rows(ids, own, groups.count)
         self._responses = joined(kept, self._responses, len(known))
-        self._groups = _carried_groups(requests, known.split(groups.sizes.tolist()), step) + self._groups
+        self._groups = _carried_groups(requests, known.split(groups.sizes.tolist())) + self._groups
 
     def metrics(self) -> dict[str, int]:
         """Groups carried to the next step, and groups dropped in this one."""
@@ -226,7 +224,7 @@ class PartialRolloutBuffer:
         if {*sizes} - {self.samples}:  # of files with sizes of their own
             fields["sizes"] = sizes
         if self.episodes is not None:
-            keys = episode_keys(self._requests, self.samples, 0)
+            keys = episode_keys(self._requests)
             ids = responses.sequence_ids.tolist() if responses else []
             fields["episodes"] = self.episodes.to_json(keys[i] for i in ids)
         torch.save({"version": self.version, "samples": self.samples, "groups": groups, **fields}, file)
@@ -253,14 +251,14 @@ class PartialRolloutBuffer:
             if not own:
                 known = torch.zeros(by_prompt.count, 4, dtype=torch.int64)
             requests = [
-                PromptRequest(line=n, tokens=(), draw_index=index, step=step, samples=size)
+                PromptRequest(n, (), size, s.max_response_length, step, index)
                 for (n, index, step), size in zip(groups, sizes, strict=True)
             ]
             batch = Batch(**fields) if fields else empty_batch(self._fields, "cpu")
             dp_ranks = by_prompt.round_robin(len(role_groups.replicas))[batch.sequence_ids]
             ended = None
             if self.episodes is not None:
-                keys, is_own = episode_keys(requests, samples, 0), dp_ranks == role_groups.dp_rank
+                keys, is_own = episode_keys(requests), dp_ranks == role_groups.dp_rank
                 keys = [keys[i] for i in batch.sequence_ids.tolist()]
                 ended = self.episodes.load(facts or "[]", batch, keys, is_own, where)
             known[batch.sequence_ids] = torch.cat([_known(batch, ended), dp_ranks.unsqueeze(1)], 1)
@@ -276,7 +274,7 @@ class PartialRolloutBuffer:
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
-        self._groups = _carried_groups(requests, known.split(sizes), 0)
+        self._groups = _carried_groups(requests, known.split(sizes))
         self.version, batch = version, concatenate(own)
         self._responses = batch if len(batch) else None
 
@@ -289,17 +287,13 @@ def _restore_versions(batch: Batch, episodes: list[Episode]):
             batch.versions[at : at + len(versions)] = batch.versions.new_tensor(versions)
 
 
-def _carried_groups(requests: list[PromptRequest], known: Sequence[Tensor], step: int) -> list[CarriedGroup]:
+def _carried_groups(requests: list[PromptRequest], known: Sequence[Tensor]) -> list[CarriedGroup]:
     """The groups of requests; `known`: of each [samples, 4] length, finished, oldest version, dp rank."""
     groups = []
     for request, of_group in zip(requests, known, strict=True):
         lengths, finished, oldest, dp_ranks = of_group.T.tolist()
         partial = tuple(PartialResponse(n, bool(is_one)) for n, is_one in zip(lengths, finished, strict=True))
-        carried = PromptRequest(
-            line=request.line, tokens=(), draw_index=request.draw_index,
-            step=step if request.step is None else request.step, partial=partial, dp_rank=dp_ranks[0],
-            samples=len(partial),
-        )  # fmt: skip
+        carried = request._replace(tokens=(), partial=partial, dp_rank=dp_ranks[0])
         groups.append(CarriedGroup(carried, min(oldest)))
     return groups
 

@@ -33,10 +33,9 @@ class RemoteRollout:
         """Does nothing: the server has the weights."""
 
     def generate(
-        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float,
-        prompt_set: PromptSet | None = None,
-    ) -> Batch | None:  # fmt: skip
-        """Generates `samples` responses to each prompt; returns this replica's share.
+        self, prompts: list[PromptRequest], step: int, temperature: float, prompt_set: PromptSet | None = None
+    ) -> Batch | None:
+        """Generates the responses to each prompt; returns this replica's share.
 
         `temperature` 0 is greedy. `prompt_set`: the set whose lines the prompts are, for environments.
         """
@@ -45,7 +44,7 @@ class RemoteRollout:
             return None
         sampling = sampling_of(s, temperature)
         with self.timers.phase(role_groups.model_role, "rollout"):
-            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length, self.thinking)
+            requests = RoundRequests(prompts, s.seed, step, self.thinking)
             ids = requests.assigned_to(role_groups.dp_rank, len(role_groups.replicas))
             if self.episodes is not None:
                 source = RequestList(zip(ids, requests.build(ids), strict=True))

@@ -38,12 +38,12 @@ class PromptRequest(NamedTuple):
 
     line: int  # in the prompt set
     tokens: Sequence[int]  # () on replicas that do not hold the group's partial responses
+    samples: int  # responses
+    limit: int  # tokens of a response
+    step: int  # that has drawn the line
     draw_index: int = 0  # how often the same step has drawn this line before
-    step: int | None = None  # step that drew the line; None: the step that generates
     partial: tuple[PartialResponse, ...] = ()  # one for each sample, to be continued; empty: a new group
     dp_rank: int | None = None  # replica that holds the partial responses and continues them; None: any replica
-    limit: int | None = None  # tokens of a response; None: as the round's
-    samples: int | None = None  # responses; None: as the round's
 
 
 class Branching(NamedTuple):
@@ -58,28 +58,26 @@ class Branching(NamedTuple):
         return cls(settings.branch_turns, settings.branch_samples) if settings.branch_turns else None
 
 
-def groups_of(prompts: list[PromptRequest], samples: int) -> PromptGroups:
-    """The groups of responses to the prompts; `samples`: to a prompt that says no number."""
-    return PromptGroups([prompt.samples or samples for prompt in prompts])
+def groups_of(prompts: Iterable[PromptRequest]) -> PromptGroups:
+    """The groups of responses to the prompts."""
+    return PromptGroups([prompt.samples for prompt in prompts])
 
 
-def episode_keys(prompts: Iterable[PromptRequest], samples: int, step: int) -> list[str]:
-    """Keys of the episodes of the prompts, by sequence id. `samples`, `step`: where a prompt says none."""
+def episode_keys(prompts: Iterable[PromptRequest]) -> list[str]:
+    """Keys of the episodes of the prompts, by sequence id."""
     return [
-        key_of(step if prompt.step is None else prompt.step, prompt.line, prompt.draw_index * size + sample)
+        key_of(prompt.step, prompt.line, prompt.draw_index * prompt.samples + sample)
         for prompt in prompts
-        for size in (prompt.samples or samples,)
-        for sample in range(size)
+        for sample in range(prompt.samples)
     ]
 
 
-def remaining_tokens(prompts: list[PromptRequest], samples: int, limit: int) -> list[int]:
-    """Tokens that each response to the prompts may still get, by sequence id; `limit`: of a whole response, if the
-    prompt has none, as `samples` of `groups_of`."""
+def remaining_tokens(prompts: Iterable[PromptRequest]) -> list[int]:
+    """Tokens that each response to the prompts may still get, by sequence id."""
     return [
-        response.remaining(prompt.limit or limit)
+        response.remaining(prompt.limit)
         for prompt in prompts
-        for response in prompt.partial or (PartialResponse(),) * (prompt.samples or samples)
+        for response in prompt.partial or (PartialResponse(),) * prompt.samples
     ]
 
 
@@ -90,25 +88,23 @@ class RoundRequests:
     """
 
     def __init__(
-        self, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int,
-        thinking: ThinkingBudget | None = None, branching: Branching | None = None,
+        self, prompts: list[PromptRequest], seed: int, step: int, thinking: ThinkingBudget | None = None,
+        branching: Branching | None = None,
     ):  # fmt: skip
         """
         Args:
             prompts: of all replicas.
-            samples: as of `groups_of`.
             step: the one that generates.
-            max_new_tokens: of a whole response.
             thinking: the budget of each response, or turn; None: none.
             branching: of episodes; None: each has all of its turns for itself.
         """
-        self.prompts, self.samples, self.groups = prompts, samples, groups_of(prompts, samples)
+        self.prompts, self.groups = prompts, groups_of(prompts)
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
         self._group_of = self.groups.of(torch.arange(self.groups.count)).tolist()
         self.thinking, self._branching = thinking, branching
         self._seed, self.step = seed, step
-        self.limits = remaining_tokens(prompts, samples, max_new_tokens)  # 0: the response is finished
+        self.limits = remaining_tokens(prompts)  # 0: the response is finished
         self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
 
     def __len__(self) -> int:
@@ -166,13 +162,12 @@ class RoundRequests:
 
     def step_of(self, i: int) -> int:
         """The step that drew the prompt of a response."""
-        drawn_in = self.prompt_of(i).step
-        return self.step if drawn_in is None else drawn_in
+        return self.prompt_of(i).step
 
     def stream_of(self, i: int) -> int:
         """The number of a response among all that its step draws of the prompt's line."""
-        size = len(self._ids[self._group_of[i]])  # of all groups of the line
-        return self.prompt_of(i).draw_index * size + self.sample_of(i)
+        prompt = self.prompt_of(i)  # all groups of the line have its size
+        return prompt.draw_index * prompt.samples + self.sample_of(i)
 
     def trunk_of(self, i: int) -> int:
         """The stream that names the random numbers of a response's first turns, if episodes share these; else its

@@ -176,10 +176,10 @@ class Rollout:
             self._weight_sync.wait_sends()
 
     def generate(
-        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,
+        self, prompts: list[PromptRequest], step: int, temperature: float | None = None,
         wanted: int | None = None, prompt_set: PromptSet | None = None, sender: ResponseSender | None = None,
     ) -> Batch | None:  # fmt: skip
-        """Generates responses to each prompt, `samples` where it says no number; returns this replica's share, packed.
+        """Generates responses to each prompt; returns this replica's share, packed.
 
         Partial responses are continued; the batch has their earlier tokens as part of the prompt.
 
@@ -197,8 +197,7 @@ class Rollout:
         with self.timers.phase(self.role_groups.model_role, "rollout"):
             is_training = temperature is None
             branching = Branching.of(s) if is_training else None
-            common = s.seed, step, s.max_response_length, self.thinking, branching
-            requests = RoundRequests(prompts, samples, *common)
+            requests = RoundRequests(prompts, s.seed, step, self.thinking, branching)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
             is_banked = is_training and self.bank is not None
@@ -323,7 +322,7 @@ class Rollout:
         longest = None
         if early_stop is not None:
             early_stop.close()
-            _, longest = self.earliest_groups(None, requests.prompts, requests.samples, wanted)
+            _, longest = self.earliest_groups(None, requests.prompts, wanted)
         batch = self.episodes.settle(longest, self.engine.empty_routes if records_routes else None)
         if weights is not None:
             weights.end()
@@ -343,13 +342,14 @@ class Rollout:
     def _assigned_here(self, requests: RoundRequests) -> list[int]:
         return requests.assigned_to(self.role_groups.dp_rank, len(self.role_groups.replicas))
 
-    def recompute_routes(self, batch: Batch | None, prompts: list[PromptRequest], samples: int):
+    def recompute_routes(self, batch: Batch | None, prompts: list[PromptRequest]):
         """Prefills responses that were finished before `generate`, to record their routes under the present policy.
 
         `batch`: this rank's share of the responses to `prompts`, as given to `generate`.
         """
-        remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
-        is_finished = torch.tensor([not tokens for tokens in remaining])  # an episode that failed has no routes
+        is_finished = torch.tensor(
+            [not tokens for tokens in remaining_tokens(prompts)]
+        )  # an episode that failed has no routes
         if batch is None or self.recorded_layers is None or not is_finished.any():
             return
         with self.timers.phase(self.role_groups.model_role, "rollout"):
@@ -365,7 +365,7 @@ class Rollout:
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
 
     def earliest_groups(
-        self, batch: Batch | None, prompts: list[PromptRequest], samples: int, wanted: int
+        self, batch: Batch | None, prompts: list[PromptRequest], wanted: int
     ) -> tuple[Tensor, int | None]:
         """([wanted] ascending numbers of the earliest groups of `generate`, new tokens of their longest response).
 
@@ -378,11 +378,11 @@ class Rollout:
         if self.episodes is not None:
             numbers, own = self.episodes.new_lengths()
         else:
-            remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
+            remaining = remaining_tokens(prompts)
             numbers, lengths = batch.sequence_ids, batch.lengths - batch.prompt_lengths
             is_finished = batch.finished | (lengths == lengths.new_tensor(remaining)[numbers])
             own = lengths.masked_fill(~is_finished, UNFINISHED)
-        groups = groups_of(prompts, samples)
+        groups = groups_of(prompts)
         longest = groups.reduce(self.role_groups.gather_rows(numbers, own, groups.count), "amax")
         earliest = shortest_groups(longest, wanted)
         return earliest, int(longest[earliest].max())

@@ -35,8 +35,8 @@ def carried(rank: int, flags: str) -> tuple:
     place, settings = mesh["rollout"], Settings(**SETTINGS)
     buffer = PartialRolloutBuffer(mesh, settings)
     mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
-    requests = [PromptRequest(group, ()) for group in range(GROUPS)]
-    buffer.keep_unfinished(responses(mine), requests, 7, torch.tensor([1]), 3)
+    requests = [PromptRequest(group, (), SAMPLES, 9, 7) for group in range(GROUPS)]
+    buffer.keep_unfinished(responses(mine), requests, torch.tensor([1]), 3)
     data = buffer.to_bytes()
     held = sorted(set(buffer._responses.prompt_ids.tolist()))
     buffer.version = 1
@@ -102,8 +102,8 @@ def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:
     mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
     place, buffer = mesh["rollout"], PartialRolloutBuffer(mesh, Settings(**SETTINGS), Episodes())
     mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
-    requests = [PromptRequest(group, (), draw_index=group // 4) for group in range(GROUPS)]
-    buffer.keep_unfinished(responses(mine), requests, 7, torch.tensor([0, 1]), 3)
+    requests = [PromptRequest(group, (), SAMPLES, 9, 7, group // 4) for group in range(GROUPS)]
+    buffer.keep_unfinished(responses(mine), requests, torch.tensor([0, 1]), 3)
     lines, retained, metrics = (
         [group.request.line for group in buffer._groups],
         buffer.episodes.retained,
@@ -133,7 +133,8 @@ def stale(rank: int) -> tuple[list[int], list[int]]:
         mine = [group for group in range(2) if group % len(place.replicas) == place.dp_rank]
         batch = responses([group + lines[0] for group in mine])
         batch.sequence_ids = batch.sequence_ids - lines[0] * SAMPLES
-        buffer.keep_unfinished(batch, [PromptRequest(line, ()) for line in lines], 1, torch.tensor([], dtype=int), 9)
+        requests = [PromptRequest(line, (), SAMPLES, 9, 1) for line in lines]
+        buffer.keep_unfinished(batch, requests, torch.tensor([], dtype=int), 9)
     buffer.begin_step(1, 2)  # as with --generation-lag 1: what trains on the groups is newer than what continues them
     buffer._drop_stale()
     return [group.request.line for group in buffer._groups], sorted(set(buffer._responses.prompt_ids.tolist()))

@@ -26,9 +26,12 @@ def passes(rank, parsed):
     here, role = role_mesh.create_mesh(parsed.roles, SAFETY), parsed.roles["rollout"]
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].pg_collection)
-    rollout = Rollout(parsed.settings, role, here, stages, tokenizer, Timers())
-    prompts = [PromptRequest(0, [1, 2, 3]), PromptRequest(1, [4, 5, 6, 7])]
-    batches = [rollout.generate(prompts, 2, 0, temperature) for temperature in (None, 0.7, 0)]
+    rollout, limit = (
+        Rollout(parsed.settings, role, here, stages, tokenizer, Timers()),
+        parsed.settings.max_response_length,
+    )
+    prompts = [PromptRequest(i, tokens, 2, limit, 0) for i, tokens in enumerate(([1, 2, 3], [4, 5, 6, 7]))]
+    batches = [rollout.generate(prompts, 0, temperature) for temperature in (None, 0.7, 0)]
     assert all(batch.routes is None or len(batch.routes) == len(batch.tokens) for batch in batches)
     config = rollout.engine.context.config
     options = config.enable_prefix_caching, config.enable_chunked_prefill
