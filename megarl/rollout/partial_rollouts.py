@@ -33,7 +33,7 @@ from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import FAILED, Episode
 from megarl.rollout.requests import PartialResponse, PromptRequest, episode_keys, groups_of
-from megarl.rollout.response_rows import joined, rows_by_id, selected, split_at, truncated_to
+from megarl.rollout.response_rows import joined, rows_by_id, split_at, truncated_to
 from megarl.rollout.waiting_groups import VERSIONS
 
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
@@ -59,8 +59,8 @@ class PartialRolloutBuffer:
         self.trained_version = 0  # of the policy that trains on what the step generates, before its update
         self.dropped = 0  # groups dropped since the last `metrics`: for `--max-staleness`, or `_replayable`
         self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank of the rollout
-        self._responses: Batch | None = None  # this replica's, on the host; ids number the responses of `_groups`
-        self._continued: Batch | None = None  # of the groups that the present round continues
+        # This replica's, on the host; ids number the responses of `_groups`, and of those that the round continues.
+        self._responses = self._continued = empty_batch(self._fields, "cpu")
         self._continued_count = 0  # of all replicas
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class PartialRolloutBuffer:
 
     def clear(self):
         """Removes all groups; the policy version stays."""
-        self._groups, self._responses = [], None
+        self._groups, self._responses = [], empty_batch(self._fields, "cpu")
         self._retain_episodes()
 
     def begin_step(self, version: int, trained_version: int):
@@ -108,7 +108,7 @@ class PartialRolloutBuffer:
         self.dropped += int((~is_fresh).sum())
         groups = groups_of(self._requests)
         self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
-        self._responses = selected(self._responses, groups.expand(is_fresh))
+        self._responses = self._responses.renumbered(groups.expand(is_fresh))
         self._retain_episodes()
 
     def _retain_episodes(self):
@@ -148,7 +148,7 @@ class PartialRolloutBuffer:
         if is_kept.any():
             self._keep(batch, episodes, requests, is_kept)
         self._retain_episodes()
-        self._continued, self._continued_count = None, 0
+        self._continued, self._continued_count = empty_batch(self._fields, "cpu"), 0
         return batch, new_tokens
 
     def _replayable(
@@ -169,7 +169,7 @@ class PartialRolloutBuffer:
         """
         if batch.versions is None:  # the round had one policy
             batch.versions = torch.full_like(batch.tokens, self.version, dtype=torch.int32)
-        if self._continued is None:
+        if not len(self._continued):
             return
         is_continued = batch.sequence_ids < self._continued_count
         if self.episodes is not None:
@@ -192,17 +192,15 @@ class PartialRolloutBuffer:
         role_groups, groups = self.mesh[ROLLOUT], groups_of(requests)
         kept, is_kept_id = Batch(**{name: getattr(batch, name).cpu() for name in self._fields}), groups.expand(is_kept)
         episodes = list(itertools.compress(episodes, is_kept_id[kept.sequence_ids].tolist()))
-        kept = selected(kept, is_kept_id)
+        kept = kept.renumbered(is_kept_id)
         requests, groups = [requests[i] for i in is_kept.nonzero().flatten().tolist()], groups.kept(is_kept)
-        ids, own = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
-        if kept is not None:
-            ids, ended = kept.sequence_ids, None
-            if self.episodes is not None:
-                ended = [episode.end is not None for episode in episodes]
-                for episode, versions in zip(episodes, kept.versions.split(kept.lengths.tolist()), strict=True):
-                    if isinstance(episode, AgentEpisode):
-                        episode.learn_versions(versions.tolist())
-            own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
+        ids, ended = kept.sequence_ids, None
+        if self.episodes is not None:
+            ended = [episode.end is not None for episode in episodes]
+            for episode, versions in zip(episodes, kept.versions.split(kept.lengths.tolist()), strict=True):
+                if isinstance(episode, AgentEpisode):
+                    episode.learn_versions(versions.tolist())
+        own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
         known = role_groups.gather_rows(ids, own, groups.count)
         self._responses = joined(kept, self._responses, len(known))
         self._groups = _carried_groups(requests, known.split(groups.sizes.tolist())) + self._groups
@@ -216,7 +214,7 @@ class PartialRolloutBuffer:
         """This replica's state for `from_bytes`, on its leader; None on other ranks or without responses, but for the
         first replica."""
         role_groups, responses = self.mesh[ROLLOUT], self._responses
-        if not role_groups.is_leader or (role_groups.dp_rank and responses is None):
+        if not role_groups.is_leader or (role_groups.dp_rank and not len(responses)):
             return None
         fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
         groups, file = [(each.line, each.draw_index, each.step) for each in self._requests], io.BytesIO()
@@ -225,8 +223,7 @@ class PartialRolloutBuffer:
             fields["sizes"] = sizes
         if self.episodes is not None:
             keys = episode_keys(self._requests)
-            ids = responses.sequence_ids.tolist() if responses else []
-            fields["episodes"] = self.episodes.to_json(keys[i] for i in ids)
+            fields["episodes"] = self.episodes.to_json(keys[i] for i in responses.sequence_ids.tolist())
         torch.save({"version": self.version, "samples": self.samples, "groups": groups, **fields}, file)
         return file.getvalue()
 
@@ -275,8 +272,7 @@ class PartialRolloutBuffer:
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
         self._groups = _carried_groups(requests, known.split(sizes))
-        self.version, batch = version, concatenate(own)
-        self._responses = batch if len(batch) else None
+        self.version, self._responses = version, concatenate(own)
 
 
 def _restore_versions(batch: Batch, episodes: list[Episode]):

@@ -7,7 +7,6 @@ seeds, its turns and what it has answered to them, as after a crash.
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from megarl.environments.protocol import Observation
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEpisode
+from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits
-
-if TYPE_CHECKING:
-    from megarl.rollout.episodes.client import EnvironmentClient
 
 _UNKNOWN = GenerationRequest(prompt=[], key=0, max_new_tokens=0)  # the round that continues an episode gives its own
 _FACTS = ("rewards", "verdicts", "is_open", "end")  # of an episode, in a checkpoint
@@ -29,7 +26,7 @@ _FACTS = ("rewards", "verdicts", "is_open", "end")  # of an episode, in a checkp
 class CarriedEpisodes:
     """The episodes of the groups that this replica holds, by key, on all of its ranks."""
 
-    def __init__(self, limits: EpisodeLimits, client: "EnvironmentClient | None"):
+    def __init__(self, limits: EpisodeLimits, client: EnvironmentClient | None):
         """`client`: on the replica's leader, has their environments; None elsewhere."""
         self._limits, self._client = limits, client
         self._episodes: dict[str, Episode] = {}

@@ -3,17 +3,14 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.stop_states import Follows
 from megarl.tool_formats.thinking_budget import ThinkingBudget
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megarl.mcore.inference.stop_states import Follows
 
 # Why an episode ended. The environment ended it; the policy's turn was cut; it used all turns; there was no room for
 # another turn; the environment failed.
@@ -37,7 +34,7 @@ class EpisodeLimits(NamedTuple):
     is_carried: bool = False  # a later round may continue an episode
     thinking: ThinkingBudget | None = None  # of each turn
     # What follows the stop strings of an agent's request; None: it has none.
-    matcher: "Callable[[tuple[str, ...]], Follows | None]" = _without_stops
+    matcher: Callable[[tuple[str, ...]], Follows | None] = _without_stops
 
 
 class EnvironmentResult(NamedTuple):
@@ -100,7 +97,7 @@ class Episode:
     verdicts: list[bool] = dataclasses.field(default_factory=list)  # whether the task is solved, after each answer
     is_open: bool = False  # whether the last turn goes on: the round's limit has cut it
     new_tokens: int = 0  # that the policy has written in this round
-    routes: "Tensor | None" = None  # of the last completion, which has all tokens before it
+    routes: Tensor | None = None  # of the last completion, which has all tokens before it
     end: str | None = None
     replayable: bool = True
     row_starts: list[int] = dataclasses.field(default_factory=list)  # where further rows begin in `tokens`

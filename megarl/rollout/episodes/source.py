@@ -4,21 +4,18 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
 from megarl.rollout.episodes.agent_episode import AgentEnd, AgentEpisode
+from megarl.rollout.episodes.client import EnvironmentClient, Result
 from megarl.rollout.episodes.episode import FAILED, Episode, TurnRequest
 from megarl.rollout.episodes.shared_turns import SharedTurns
-
-if TYPE_CHECKING:
-    from megarl.comm.early_responses import ResponseSender
-    from megarl.rollout.episodes.client import EnvironmentClient, Result
-    from megarl.rollout.episodes.turn_bank import TurnBank
-    from megarl.rollout.request_queue import GroupEarlyStop
+from megarl.rollout.episodes.turn_bank import TurnBank
+from megarl.rollout.request_queue import GroupEarlyStop
 
 POLL_STEPS = 4  # between two polls of the environments, if a replica has several ranks and the engine has work
 _FIRST_TURN = 1 << 32  # number of the first request of an agent: larger than those of episodes
@@ -38,9 +35,9 @@ class EpisodeSource:
 
     def __init__(
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
-        client: "EnvironmentClient | None", role_groups: RoleGroups, max_open: int,
-        early_stop: "GroupEarlyStop | None" = None, sender: "ResponseSender | None" = None,
-        bank: "TurnBank | None" = None,
+        client: EnvironmentClient | None, role_groups: RoleGroups, max_open: int,
+        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None,
+        bank: TurnBank | None = None,
     ):  # fmt: skip
         """
         Args:
