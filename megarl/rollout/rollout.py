@@ -200,25 +200,24 @@ class Rollout:
             requests = RoundRequests(prompts, s.seed, step, self.thinking, branching)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
-            is_banked = is_training and self.bank is not None
             records_routes = is_training and self.recorded_layers is not None
+            routes = self.engine.empty_routes if records_routes else None
             sampling = sampling_of(s, s.temperature if temperature is None else temperature)
             weights = self.scheduled if is_training else None
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
+            earliest = wanted if stops_early else None
             if self.episodes is not None:
-                earliest = wanted if stops_early else None
-                args = step, requests, prompt_set, sampling, records_routes, is_training, earliest
-                return self._run_episodes(*args, sender)
-            banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
+                return self._run_episodes(step, requests, prompt_set, sampling, routes, is_training, earliest, sender)
             if weights is not None:
-                args = step, requests, wanted if stops_early else None, sampling, records_routes
-                done = self._run_scheduled(*args, sender)
+                done = self._run_scheduled(step, requests, earliest, sampling, routes, sender)
             else:
+                banked = None
+                if is_training and self.bank is not None:
+                    banked = self.bank.take(step, requests, self._bank_key(sampling), routes, stops_early)
                 early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
                 done = self._run_engine(requests, sampling, records_routes, early_stop, banked, sender)
             self._counts.add(self.engine, is_training)
-            done |= self._without_new_tokens(requests, records_routes)
-            routes = self.engine.empty_routes if records_routes else None
+            done |= self._without_new_tokens(requests, routes)
             return completions_to_batch(done, requests, routes, None if weights is None else weights.first)
 
     def generation_metrics(self) -> dict[str, float]:
@@ -227,13 +226,6 @@ class Rollout:
         if not self.role_groups.is_member:
             return {}
         return ({} if self.episodes is None else self.episodes.take_metrics()) | self._counts.take_metrics()
-
-    def _from_bank(
-        self, step: int, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool, whole_groups: bool
-    ) -> dict[int, Completion]:
-        """This replica's banked responses by sequence id. A collective of the role."""
-        routes = self.engine.empty_routes if records_routes else None
-        return self.bank.take(step, requests, self._bank_key(sampling), routes, whole_groups)
 
     def _bank_key(self, sampling: SamplingSettings) -> tuple:
         """What all requests depend on that a bank answers. A collective of the role."""
@@ -275,17 +267,16 @@ class Rollout:
         return done
 
     def _run_scheduled(
-        self, step: int, requests: RoundRequests, wanted: int | None, sampling: SamplingSettings, records_routes: bool,
-        sender: ResponseSender | None,
+        self, step: int, requests: RoundRequests, wanted: int | None, sampling: SamplingSettings,
+        empty_routes: Tensor | None, sender: ResponseSender | None,
     ) -> dict[int, Completion]:  # fmt: skip
         """As `_run_engine`, with weights that may change meanwhile. `wanted`: as of `ScheduledRounds.generate`."""
 
         def stream(max_requests, source, interrupt):
-            args = source, self.ends.ids, sampling, records_routes, max_requests
+            args = source, self.ends.ids, sampling, empty_routes is not None, max_requests
             return self.engine.stream(*args, interrupt=interrupt)
 
         mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
-        empty_routes = self.engine.empty_routes if records_routes else None
         source_of = functools.partial(self._source, requests)
         return self.scheduled.generate(step, requests, mine, wanted, source_of, stream, empty_routes, sender)
 
@@ -301,7 +292,7 @@ class Rollout:
 
     def _run_episodes(
         self, step: int, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings,
-        records_routes: bool, is_training: bool, wanted: int | None, sender: ResponseSender | None,
+        empty_routes: Tensor | None, is_training: bool, wanted: int | None, sender: ResponseSender | None,
     ) -> Batch:  # fmt: skip
         """This replica's episodes: all of their turns, or as far as the `wanted` earliest groups decide."""
         weights = self.scheduled if is_training else None
@@ -311,10 +302,10 @@ class Rollout:
         early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
         bank = self.bank if is_training and isinstance(self.bank, TurnBank) else None
         if bank is not None:
-            bank.begin_round(step, self._bank_key(sampling), self.engine.empty_routes if records_routes else None)
+            bank.begin_round(step, self._bank_key(sampling), empty_routes)
         self.episodes.run(
-            self.engine, source, requests, prompt_set, sampling, records_routes, queue.share if queue else None,
-            is_training, early_stop, sender, bank,
+            self.engine, source, requests, prompt_set, sampling, empty_routes is not None,
+            queue.share if queue else None, is_training, early_stop, sender, bank,
         )  # fmt: skip
         self._counts.add(self.engine, is_training)
         if queue:
@@ -323,20 +314,20 @@ class Rollout:
         if early_stop is not None:
             early_stop.close()
             _, longest = self.earliest_groups(None, requests.prompts, wanted)
-        batch = self.episodes.settle(longest, self.engine.empty_routes if records_routes else None)
+        batch = self.episodes.settle(longest, empty_routes)
         if weights is not None:
             weights.end()
             batch.versions = torch.full_like(batch.tokens, weights.first, dtype=torch.int32)
         return batch
 
-    def _without_new_tokens(self, requests: RoundRequests, records_routes: bool) -> dict[int, Completion]:
+    def _without_new_tokens(self, requests: RoundRequests, empty_routes: Tensor | None) -> dict[int, Completion]:
         """Completions of this replica's requests without new tokens; routes are unknown."""
         done = {}
         for i in self._assigned_here(requests):
             if not requests.limits[i]:
-                tokens, empty_routes = len(requests.prompt(i)), self.engine.empty_routes
-                routes = unknown_routes(empty_routes, tokens) if records_routes else None
-                done[i] = Completion(tokens=[], logprobs=[], finished=requests.partial(i).is_finished, routes=routes)
+                tokens, finished = len(requests.prompt(i)), requests.partial(i).is_finished
+                routes = None if empty_routes is None else unknown_routes(empty_routes, tokens)
+                done[i] = Completion(tokens=[], logprobs=[], finished=finished, routes=routes)
         return done
 
     def _assigned_here(self, requests: RoundRequests) -> list[int]:
