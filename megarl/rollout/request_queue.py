@@ -118,7 +118,7 @@ class GroupEarlyStop(StoreEntry):
 
     def add(self, number: int, length: int):
         """Records that a response, or an episode, has ended with that many new tokens."""
-        group = self._requests.group_of(number)
+        group = self._requests.group_of[number]
         lengths = self._ended.setdefault(group, [])
         lengths.append(length)
         is_complete = len(lengths) == sum(limit > 0 for limit in self._limits_of(group))

@@ -101,7 +101,7 @@ class RoundRequests:
         self.prompts, self.groups = prompts, groups_of(prompts)
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
-        self._group_of = self.groups.of(torch.arange(self.groups.count)).tolist()
+        self.group_of: list[int] = self.groups.of(torch.arange(self.groups.count)).tolist()  # each response
         self.thinking, self._branching = thinking, branching
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts)  # 0: the response is finished
@@ -115,21 +115,17 @@ class RoundRequests:
         if sum(not any(self.limits[i] for i in ids) for ids in self._ids) >= wanted:
             self.limits = [0] * len(self)
 
-    def group_of(self, i: int) -> int:
-        """The number of the prompt of a response in the round."""
-        return self._group_of[i]
-
     def ids_of(self, group: int) -> range:
         """The responses to a prompt of the round."""
         return self._ids[group]
 
     def prompt_of(self, i: int) -> PromptRequest:
         """The prompt of a response."""
-        return self.prompts[self._group_of[i]]
+        return self.prompts[self.group_of[i]]
 
     def sample_of(self, i: int) -> int:
         """The number of a response in its group."""
-        return i - self._ids[self._group_of[i]].start
+        return i - self._ids[self.group_of[i]].start
 
     def is_open(self, i: int) -> bool:
         """Whether the engine has to generate a response."""
@@ -160,10 +156,6 @@ class RoundRequests:
             return range(0)
         return self.thinking.forced(self.prompt_of(i).tokens, [*self.partial(i).tokens, *new_tokens])
 
-    def step_of(self, i: int) -> int:
-        """The step that drew the prompt of a response."""
-        return self.prompt_of(i).step
-
     def stream_of(self, i: int) -> int:
         """The number of a response among all that its step draws of the prompt's line."""
         prompt = self.prompt_of(i)  # all groups of the line have its size
@@ -178,7 +170,7 @@ class RoundRequests:
     def _keys(self, ids: Sequence[int], streams: Sequence[int]) -> list[int]:
         """The keys of random streams, each of a response's line in the step that drew it."""
         lines = torch.tensor([self.prompt_of(i).line for i in ids], dtype=torch.int64)
-        numbers, steps = torch.tensor(streams, dtype=torch.int64), torch.tensor([self.step_of(i) for i in ids])
+        numbers, steps = torch.tensor(streams, dtype=torch.int64), torch.tensor([self.prompt_of(i).step for i in ids])
         keys = torch.empty_like(lines)
         for drawn_in in steps.unique().tolist():
             is_of_step = steps == drawn_in

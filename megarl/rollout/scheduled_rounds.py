@@ -257,7 +257,7 @@ class ScheduledRounds:
                 if len(completion.tokens) != counts[i] or (completion.finished and not is_last):
                     raise self._error(f"response {i} ended after {len(done[i].tokens)} tokens")
         taken = range(len(requests.prompts)) if record.groups is None else record.groups
-        for i in (i for i in mine if requests.group_of(i) in {*taken}):
+        for i in (i for i in mine if requests.group_of[i] in {*taken}):
             if not done[i].finished and len(done[i].tokens) != requests.limits[i]:
                 raise self._error(f"response {i} has not ended after {len(done[i].tokens)} tokens")
         return done

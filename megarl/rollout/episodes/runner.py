@@ -81,8 +81,8 @@ class EpisodeRound:
 
 
 def _key_in(requests: RoundRequests, number: int) -> str:
-    line = requests.prompt_of(number).line
-    return key_of(requests.step_of(number), line, requests.stream_of(number))
+    prompt = requests.prompt_of(number)
+    return key_of(prompt.step, prompt.line, requests.stream_of(number))
 
 
 class EpisodeRunner:
@@ -262,15 +262,15 @@ class EpisodeRunner:
 
     def task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
         """What the environment of an episode begins with."""
-        asked, step = requests.prompt_of(number), requests.step_of(number)
+        asked = requests.prompt_of(number)
         sample = requests.trunk_of(number)  # so that environments answer the samples of a branch alike
         return Task(
             messages=[dict(message) for message in prompt.conversation],
             answer=prompt.answer,
             metadata=prompt.metadata or {},
             task=prompt.task,
-            seed=self._seed(step, asked.line, _GROUP_STREAM + asked.draw_index),
-            sample_seed=self._seed(step, asked.line, _SAMPLE_STREAM + sample),
+            seed=self._seed(asked.step, asked.line, _GROUP_STREAM + asked.draw_index),
+            sample_seed=self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample),
         )
 
     def _seed(self, step: int, line: int, stream: int) -> int:
