@@ -148,15 +148,12 @@ class JudgeRequests:
             if before is not None and before.is_about(answer.read):
                 answer.judgements, answer.problem = before.judgements, before.problem
             else:
-                self._begin(key, answer)
+                try:
+                    answer.tokens = self.prompts.tokens(answer.read[0].prompt, [each.text for each in answer.read])
+                    self._ready.append((key, 0))
+                except UsageError as error:
+                    answer.problem = str(error)
             self.answers[key] = answer
-
-    def _begin(self, key: QuestionKey, answer: JudgeAnswer):
-        try:
-            answer.tokens = self.prompts.tokens(answer.read[0].prompt, [each.text for each in answer.read])
-            self._ready.append((key, 0))
-        except UsageError as error:
-            answer.problem = str(error)
 
     @property
     def has_ready(self) -> bool:

@@ -133,7 +133,9 @@ class Teachers:
             self._score_by(0, batch)
             return
         name, model_of = self.outputs[0], self._model_of[batch.teacher_ids.cpu()]
-        field = self._empty_field(name, batch)
+        # B bytes hold a hidden state of any of the teachers.
+        widths = (self._state_bytes,) if name == "teacher_states" else ()
+        field = torch.zeros(len(batch.tokens), *widths, dtype=FIELDS[name].dtype, device=device.device())
         own = torch.bincount(model_of, minlength=len(self.frozen_models)).to(batch.lengths.device)
         of_role = self.role_groups.dp_all_reduce(own).tolist()
         for number, count in enumerate(of_role):
@@ -149,13 +151,6 @@ class Teachers:
             else:
                 field[rows, : values.shape[1]] = values
         setattr(batch, name, field)
-
-    def _empty_field(self, name: str, batch: Batch) -> Tensor:
-        """Zeros [T], or [T, B] where B bytes hold a hidden state of any of the teachers."""
-        shape = [len(batch.tokens)]
-        if name == "teacher_states":
-            shape.append(self._state_bytes)
-        return torch.zeros(shape, dtype=FIELDS[name].dtype, device=device.device())
 
     def _score_by(self, number: int, batch: Batch):
         """Fills the teachers' field of a batch, by one of the models. A collective of the role."""

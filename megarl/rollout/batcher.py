@@ -70,9 +70,8 @@ class RolloutBatcher:
     ):  # fmt: skip
         """
         Args:
-            prompt_tokens: tokens of each prompt in the set.
+            prompt_tokens, writer: as of `GroupCollector`.
             hidden_size: the actor's, to estimate the FLOPs of sequences for load balancing.
-            writer: keeps the responses of each step; None without `--save-rollouts`.
             saved: has the batches, with a `SavedRollout`; None: they are generated.
         """
         self.settings, self.mesh, self.timers = settings, mesh, timers

@@ -115,7 +115,10 @@ class GroupCollector:
         is_full = len(self.group_buffer) == s.prompts_per_step
         is_enough = is_full or (len(self.group_buffer) > 0 and not s.dynamic_sampling)
         self._set_metrics(statistics, waiting_groups=0 if is_enough else len(self.group_buffer))
-        self._keep_rollout(self.metrics)
+        if self._writer is not None:
+            own = {n: v for n, v in self.metrics.items() if n != "rollout/tokens" and not n.startswith("sampling/")}
+            with self.timers.phase(self.role_groups.model_role, "save"):
+                self._writer.commit(self.order.state_dict(), self.metrics["rollout/tokens"], own)
         if is_enough and self._has_versions:
             batch, trains = self.group_buffer.batch, self.versions.of_step(step)[1]
             self.metrics |= staleness_metrics(batch, trains, s, self.role_groups)
@@ -131,14 +134,6 @@ class GroupCollector:
             wanted = s.prompts_per_step - len(self.group_buffer)
             requests = self._requests_of_round(step, wanted, draws)  # for more than `wanted` with --over-sampling
             self._accept(self._generate_groups(requests, step, statistics, wanted), step, statistics)
-
-    def _keep_rollout(self, metrics: dict[str, float]):
-        """With `--save-rollouts`, completes the rollout that was just generated. `metrics`: of its generation."""
-        if self._writer is None:
-            return
-        of_engine = {n: v for n, v in metrics.items() if n != "rollout/tokens" and not n.startswith("sampling/")}
-        with self.timers.phase(self.role_groups.model_role, "save"):
-            self._writer.commit(self.order.state_dict(), metrics["rollout/tokens"], of_engine)
 
     def _accept(self, found: GenerationRound, step: int, statistics: SamplingStatistics):
         """Scores a round where the run needs it now, and buffers the groups that pass the filter."""

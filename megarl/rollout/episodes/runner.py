@@ -138,8 +138,7 @@ class EpisodeRunner:
             max_open: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
                 while environments answer.
             is_training: journal the answers, and count them in the step's metrics.
-            early_stop: of a round that takes only the earliest groups; None: all.
-            bank: has turns that an earlier attempt of the step has generated; None: nothing keeps them.
+            early_stop, sender, bank: as of `EpisodeSource`.
         """
         start, self.ended = time.perf_counter(), None
         if self.client is not None and self.client.journal is not None:

@@ -25,12 +25,7 @@ class TurnBank(RolloutBank):
     _by_identity: dict[bytes, Entry]  # of them, on the leader
 
     def begin_round(self, step: int, common: tuple, routes: Tensor | None):
-        """Reads what earlier attempts of the step have left. A collective of the replica.
-
-        Args:
-            common: what all requests of the round depend on, as values with a `repr`.
-            routes: empty routes [0, L, k]; None if turns have none.
-        """
+        """Reads what earlier attempts of the step have left. Arguments as of `take`. A collective of the replica."""
         self._set_common(common, routes)
         if step == self._step:
             return
