@@ -94,8 +94,10 @@ class Evaluator:
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
         self._running: StepBatch | None = None  # what is being scored
+        limits = [prompts.response_limit(line) or settings.max_response_length for line in lines]
         self.requests = [
-            PromptRequest(line=line, tokens=tokens.view(line), limit=prompts.response_limit(line)) for line in lines
+            PromptRequest(line, tokens.view(line), settings.eval_responses, limit, EVAL_STEP)
+            for line, limit in zip(lines, limits, strict=True)
         ]
 
     def evaluate(self) -> dict[str, float] | None:
@@ -117,7 +119,7 @@ class Evaluator:
         n, s = self.settings.eval_responses, self.settings
         self.reward.prepare(self.prompts, [request.line for request in self.requests])
         responses = self.rollout.generate(
-            self.requests, n, EVAL_STEP, temperature=s.eval_temperature, prompt_set=self.prompts
+            self.requests, EVAL_STEP, temperature=s.eval_temperature, prompt_set=self.prompts
         )
         groups = PromptGroups.equal(len(self.requests), n)
         dp_assignment = load_balance.round_robin_assignment(self.mesh, groups)

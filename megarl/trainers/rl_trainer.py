@@ -26,7 +26,7 @@ from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
-from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
+from megarl.rollout.saved_rollout import SavedGroupCollector, SavedRollout
 from megarl.router_replay.replay import RoutingReplay
 from megarl.trainers.evaluator import ACCURACY, Evaluations
 from megarl.trainers.failed_samples import rows_so_far
@@ -78,8 +78,8 @@ class RLTrainer(Trainer):
         if inputs.resume:
             self._resume()
         self._saved = self.step  # of the last checkpoint
-        if inputs.saved_rollouts:
-            self.batcher.check_start(self.step + 1)
+        if isinstance(self.batcher.collector, SavedGroupCollector):
+            self.batcher.collector.check_start(self.step + 1)
         self.rollout.load_weights()
         self.rollout.restart(self.step)
         self.open(inputs.resume, used)
@@ -148,14 +148,11 @@ class RLTrainer(Trainer):
     def _build_batcher(self, *generation) -> RolloutBatcher:
         """`generation`: arguments of the batcher from the settings to the prompts."""
         s, role_groups = self.settings, self.mesh["rollout"]
-        args = self.config.roles["actor"].megatron
-        args = *generation, args.hidden_size, self.timers
-        if s.debug_train_only:
-            return SavedRolloutBatcher(self.inputs.saved_rollouts, *args)
-        writer = None
+        hidden_size, writer = self.config.roles["actor"].megatron.hidden_size, None
         if s.save_rollouts:
             writer = RolloutWriter(self.folder, role_groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
-        return (ScoringBatcher if s.debug_rollout_only else RolloutBatcher)(*args, writer)
+        kind = ScoringBatcher if s.debug_rollout_only else RolloutBatcher
+        return kind(*generation, hidden_size, self.timers, writer, self.inputs.saved_rollouts)
 
     def _models(self) -> dict:
         """This rank's models by role, without teachers."""
