@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -140,6 +141,14 @@ class PromptSet:
         line, starts = self._line(index), self._source.starts
         file = bisect.bisect_right(starts, line) - 1
         return f"{self.flag} {self._source.files[file]}:{line - starts[file] + 1}"
+
+    @contextlib.contextmanager
+    def named_errors(self, index: int) -> Iterator[None]:
+        """A UsageError about prompt `index` begins with `where`."""
+        try:
+            yield
+        except UsageError as error:
+            raise UsageError(f"{self.where(index)}: {error}") from None
 
     def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> Ragged:
         """Tokens of every prompt as the policy reads it; UsageError if one has none or more than `max_prompt_length`.

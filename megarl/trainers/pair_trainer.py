@@ -10,8 +10,9 @@ from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.data.columns import REWARD
 from megarl.data.conversations import Encoder
+from megarl.data.examples import Examples
+from megarl.data.preferences import response_pairs
 from megarl.data.prompts import PromptSet
-from megarl.data.response_pairs import ResponsePair, ResponsePairs
 from megarl.mcore.model import forward_pass
 from megarl.trainers.preference_trainer import (
     PreferenceTrainer,
@@ -29,16 +30,11 @@ class PairTrainer(PairwiseTrainer, PreferenceTrainer):
     metric_names = PAIR_METRICS  # means over pairs
 
     @staticmethod
-    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> ResponsePairs:
+    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         s = config.settings
-        pairs = ResponsePairs(prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts)
+        pairs = response_pairs(prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts)
         note_unread_margins(pairs, s)
         return pairs
-
-    @staticmethod
-    def sequences(example: ResponsePair) -> list[tuple[list[int], list[bool]]]:
-        """The chosen and the rejected sequence, each with the mask of its response."""
-        return [example.chosen, example.rejected]
 
     def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
         return torch.cat([self._reference_of(pairs, set_name), self._margins(pairs, torch.float64).unsqueeze(1)], 1)

@@ -12,8 +12,6 @@ from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders, resume
 from megarl.data.examples import Examples
-from megarl.data.labelled_responses import LabelledResponses
-from megarl.data.response_pairs import ResponsePairs
 from megarl.errors import UsageError
 from megarl.flags.preference_settings import preference_options
 from megarl.mcore import device
@@ -109,10 +107,10 @@ class PreferenceTrainer(SupervisedTrainer):
         return self._reference[set_name][torch.tensor(list(examples.lines))].to(device.device())
 
 
-def note_unread_margins(examples: ResponsePairs | LabelledResponses, settings: Settings):
+def note_unread_margins(examples: Examples, settings: Settings):
     """Notes in the set of the examples that the run's loss does not read their margins, if they have some."""
     loss = PREFERENCE_LOSSES[settings.preference_loss]
-    if examples.has_margins and not loss.reads_margin:
+    if examples.margins.any() and not loss.reads_margin:
         examples.prompts = examples.prompts.noted(f"--preference-loss {loss.name} does not read the column margin")
 
 
