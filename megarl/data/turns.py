@@ -143,7 +143,8 @@ class TurnTokens:
         if self._template is None:
             tokens = self._tokenizer.encode("\n".join(message["content"] for message in shortened))
         else:
-            tokens = self._rendered_bridge(shortened)
+            rendered, end = self._rendered_after_turn(shortened)
+            tokens = self._template.encode_following([(rendered[:end], rendered[end:])])[0]
         if not tokens:
             raise ValueError("the environment's messages become no token")
         return tokens
@@ -155,10 +156,6 @@ class TurnTokens:
         """
         whole = {name: valid_unicode(value) for name, value in template_message(message).items()}
         return whole | {"content": self._cut(whole["content"])}
-
-    def _rendered_bridge(self, messages: list[dict[str, Any]]) -> list[int]:
-        rendered, end = self._rendered_after_turn(messages)
-        return self._template.encode_following([(rendered[:end], rendered[end:])])[0]
 
     def _end_before(self, messages: Messages) -> str:
         """The token that ends a turn which these messages follow."""

@@ -74,7 +74,7 @@ def mismatch(value: Any, schema: dict[str, Any]) -> str | None:
     wanted = schema.get("type")
     is_other_bool = isinstance(value, bool) and wanted != "boolean"
     if wanted is not None and (not isinstance(value, KINDS.get(wanted, ())) or is_other_bool):
-        return f"must be {wanted}, not {_name(value)}"
+        return f"must be {wanted}, not {_SIMPLE.get(type(value), type(value).__name__)}"
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {', '.join(map(repr, schema['enum']))}"
     if wanted == "array" and "items" in schema:
@@ -83,10 +83,6 @@ def mismatch(value: Any, schema: dict[str, Any]) -> str | None:
         each = schema["additionalProperties"]
         return next(filter(None, (mismatch(item, each) for item in value.values())), None)
     return None
-
-
-def _name(value: Any) -> str:
-    return _SIMPLE.get(type(value), type(value).__name__)
 
 
 def _docstring(function: Callable) -> tuple[str, dict[str, str]]:
