@@ -1,7 +1,9 @@
 """Training of a policy on preference pairs: its reference's log-probs, the loss, accuracy on held-out pairs."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +18,8 @@ from megarl.checkpoint import resume
 from megarl.data.columns import REWARD
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
-from megarl.data.labelled_responses import LabelledResponses
+from megarl.data.preferences import response_pairs
 from megarl.data.prompts import PromptSet
-from megarl.data.response_pairs import ResponsePair, ResponsePairs
 from megarl.errors import UsageError, flag_of
 from megarl.flags.preference_settings import preference_options
 from megarl.mcore import device
@@ -41,15 +42,15 @@ class PreferenceTrainer(SupervisedTrainer):
 
     program = "train_preference"
     fields = PREFERENCE_FIELDS
-    examples_type: type[ResponsePairs] | type[LabelledResponses]
+    examples_of: ClassVar[Callable[..., Examples]]
 
     @classmethod
-    def read(cls, prompts: PromptSet, encoder: Encoder, config: RunConfig) -> ResponsePairs | LabelledResponses:
+    def read(cls, prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         """The examples of a file, with a note if they have margins that the run's loss does not read."""
         s, loss = config.settings, PREFERENCE_LOSSES[config.settings.preference_loss]
         limits = s.max_prompt_length, s.max_response_length, s.filter_long_prompts
-        examples = cls.examples_type(prompts, encoder, *limits)
-        if examples.has_margins and not loss.reads_margin:
+        examples = cls.examples_of(prompts, encoder, *limits)
+        if examples.margins.any() and not loss.reads_margin:
             examples.prompts = examples.prompts.noted(f"--preference-loss {loss.name} does not read the column margin")
         return examples
 
@@ -129,14 +130,9 @@ class PreferenceTrainer(SupervisedTrainer):
 class PairTrainer(PairwiseTrainer, PreferenceTrainer):
     """Trains a policy to prefer the chosen response of each pair."""
 
-    purpose, examples_type = REWARD, ResponsePairs
+    purpose, examples_of = REWARD, response_pairs
     sequence_names = ("chosen", "rejected")
     metric_names = PAIR_METRICS  # means over pairs
-
-    @staticmethod
-    def sequences(example: ResponsePair) -> list[tuple[list[int], list[bool]]]:
-        """The chosen and the rejected sequence, each with the mask of its response."""
-        return [example.chosen, example.rejected]
 
     def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
         return torch.cat([self._reference_of(pairs, set_name), self._margins(pairs, torch.float64).unsqueeze(1)], 1)

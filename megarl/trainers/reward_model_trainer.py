@@ -10,7 +10,7 @@ from megarl.batch import Batch
 from megarl.data.columns import REWARD
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
-from megarl.data.preferences import Pair, preference_pairs
+from megarl.data.preferences import preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.mcore.model import forward_pass
 from megarl.mcore.model.value_head import value_head_of
@@ -35,12 +35,6 @@ class RewardModelTrainer(PairwiseTrainer):
         for chunk in self.trainable_model.model:
             if (head := value_head_of(chunk)) is not None:
                 head.trains_bias = self.settings.centring_coefficient > 0
-
-    @staticmethod
-    def sequences(example: Pair) -> list[tuple[list[int], list[bool]]]:
-        """The chosen and the rejected sequence. Only the last token counts, where the score is read."""
-        pair = (example.chosen, example.rejected)
-        return [(tokens, [False] * (len(tokens) - 1) + [True]) for tokens in pair]
 
     def _forward(self, chunk, microbatch) -> Tensor:
         metadata = microbatch.host_metadata

@@ -66,10 +66,6 @@ class SFTTrainer(SupervisedTrainer):
             if name is not None and settings.messages_column is not None:
                 raise UsageError(f"{flag} {name}: not allowed with --messages-column, which holds whole conversations")
 
-    @staticmethod
-    def sequences(example) -> list[tuple[list[int], list[bool]]]:
-        return [example]
-
     def prepare(self):
         """Builds the teachers, if there are any, and copies their output layers. Collective."""
         s, self._teacher_output = self.settings, None

@@ -32,7 +32,7 @@ class ExampleBatch(NamedTuple):
 
     count: int  # type: ignore[assignment]  # of all replicas; hides tuple.count
     lines: Sequence[int]  # [count] of the set
-    examples: dict[int, Any]  # this replica's, by their number in the batch
+    source: Any  # the set, `Examples`
     batch: Batch  # this replica's sequences; example i of k sequences has the ids i·k … i·k + k − 1
     dp_assignment: dict[str, Tensor]  # role -> [count] int64: the dp rank of each example
 
@@ -86,11 +86,6 @@ class SupervisedTrainer(Trainer, abc.ABC):
     @staticmethod
     def check_resumed(config: RunConfig, inputs: "SupervisedInputs"):
         """UsageError for a checkpoint, `inputs.resume`, that this run cannot go on from."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def sequences(example) -> list[tuple[list[int], list[bool]]]:
-        """(tokens, mask of the tokens that count) of each sequence of an example."""
 
     @abc.abstractmethod
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
@@ -164,8 +159,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             for role, role_groups in self.mesh.roles.items()
         }
         numbers = (dp_assignment[self.trained_role] == self.role_groups.dp_rank).nonzero().flatten()
-        mine = {number: examples[lines[number]] for number in numbers.tolist()}
-        sequences = [sequence for example in mine.values() for sequence in self.sequences(example)]
+        sequences = [sequence for number in numbers.tolist() for sequence in examples[lines[number]]]
         prompts = {}
         if per_example > 1:
             ids = numbers.repeat_interleave(per_example)
@@ -178,7 +172,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             response_mask=torch.tensor([m for _, mask in sequences for m in mask], dtype=torch.bool),
             **prompts,
         )
-        return ExampleBatch(len(lines), lines, mine, batch.to(device.device()), dp_assignment)
+        return ExampleBatch(len(lines), lines, examples, batch.to(device.device()), dp_assignment)
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This replica's micro-batches, equally many on every replica."""
@@ -232,11 +226,9 @@ class PairwiseTrainer(SupervisedTrainer):
         """(sum of the pairs' losses, float64 sums of `metric_names`) of a micro-batch. `known`: of `_known`."""
 
     def _margins(self, pairs: ExampleBatch, dtype: torch.dtype) -> Tensor:
-        """[P] by number in the batch; only those of this replica's pairs are set."""
-        margins = torch.zeros(pairs.count, dtype=dtype)
-        for number, pair in pairs.examples.items():
-            margins[number] = pair.margin + self.settings.preference_margin
-        return margins.to(device.device())
+        """[P] by number in the batch."""
+        margins = pairs.source.margins[list(pairs.lines)] + self.settings.preference_margin
+        return torch.from_numpy(margins).to(device.device(), dtype)
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
         """The mean loss of the pairs."""
@@ -276,8 +268,7 @@ class SupervisedInputs:
         lines = {name: teachers_of_lines(found.prompts, config, encoder) for name, found in examples.items()}
         self.prompt_sets = {name: prompts for name, (prompts, _) in lines.items()}
         self.teacher_numbers = {name: numbers for name, (_, numbers) in lines.items()}
-        first = trainer.sequences(examples[PROMPTS][0])
-        self.first_example = dict(zip(trainer.sequence_names, first, strict=True))
+        self.first_example = dict(zip(trainer.sequence_names, examples[PROMPTS][0], strict=True))
         self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])
         self.pretrained = self.resume = None
         self.manifest: dict = {}  # of the checkpoint to resume from

@@ -116,31 +116,32 @@ def watched(rank: int, parsed) -> list[tuple[float, float]]:
     seen, reference = [], {}
 
     class Watched(preference_trainer.PairTrainer):
-        def own_loss(self, name: str, pairs) -> float:
-            """RPO's, written out; `name`: of the set, with the numbers of the pairs."""
-            terms = []
-            for line, pair in pairs:
-                w, l = (alone(self.trainable_model.model[0], s) for s in (pair.chosen, pair.rejected))  # noqa: E741
+        def own_loss(self, name: str, lines) -> float:
+            """RPO's, written out; `name`: of the set."""
+            terms, pairs = [], self.inputs.examples if name == "train" else self.inputs.held_out
+            for line in lines:
+                pair = pairs[line]
+                w, l = (alone(self.trainable_model.model[0], s) for s in pair)  # noqa: E741
                 rw, rl = reference.setdefault((name, line), (w, l))  # of the first step: the run's start
-                d = BETA * ((w - rw) - (l - rl)) - pair.margin
-                terms.append(math.log1p(math.exp(-d)) - ALPHA * w / sum(pair.chosen[1]))
+                d = BETA * ((w - rw) - (l - rl)) - pairs.margins[line]
+                terms.append(math.log1p(math.exp(-d)) - ALPHA * w / sum(pair[0][1]))
             return sum(terms) / len(terms)
 
         def next_batch(self):
             lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
             if not reference:
-                self.own_loss("train", enumerate(self.inputs.examples[:]))
-                self.own_loss("held out", enumerate(self.inputs.held_out[:5]))
+                self.own_loss("train", range(len(self.inputs.examples)))
+                self.own_loss("held out", range(5))
             drawn = super().next_batch()
             assert all(part.host_metadata.shared for part, places in self.microbatches(drawn.batch) if len(places))
-            seen.append([self.own_loss("train", [(n, self.inputs.examples[n]) for n in lines])])
+            seen.append([self.own_loss("train", lines)])
             return drawn
 
         def log(self, step):
             super().log(step)
             seen[-1].append(self.metrics["preference/loss"])
             if "eval/loss" in self.metrics:
-                own = self.own_loss("held out", enumerate(self.inputs.held_out[:5]))
+                own = self.own_loss("held out", range(5))
                 seen.append([own, self.metrics["eval/loss"]])
 
     train_preference.PairTrainer = Watched
