@@ -105,12 +105,17 @@ def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     return _finished(step, options, advantages, returns)
 
 
-def grpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = (R_i − mean_G) / (std_G + ε) on every token (arXiv 2402.03300, §4.1.2).
+def _by_group(function: Callable[..., Tensor], reads_std: bool = False) -> Callable[..., Advantages]:
+    """The estimator that puts a response's advantage, by a function of `group_advantages`, on each of its tokens.
 
-    With `group_std` off, A_i = R_i − mean_G: Dr. GRPO (arXiv 2503.20783).
+    `reads_std`: the function divides by the group's standard deviation, unless `group_std` is off.
     """
-    return _on_tokens(step, options, grpo(step.scores, step.groups, std=options.group_std, raw_scores=step.raw_scores))
+
+    def advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+        std = {"std": options.group_std} if reads_std else {}
+        return _on_tokens(step, options, function(step.scores, step.groups, raw_scores=step.raw_scores, **std))
+
+    return advantages
 
 
 def rloo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -134,33 +139,11 @@ def reinforce_plus_plus_advantages(step: StepData, options: AdvantageOptions) ->
     return _finished(step, options, discounted_to_go(step.token_rewards.double(), *where, options.gamma))
 
 
-def reinforce_plus_plus_baseline_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = R_i − mean_G on every token, then whitened: REINFORCE++ with baseline (arXiv 2501.03262).
-
-    Whitening moves the zeros of equal groups too, by the token mean of the batch.
-    """
-    return _on_tokens(step, options, centred(step.scores, step.groups, raw_scores=step.raw_scores))
-
-
 def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = Σ_{k ≥ t} r_k − R(greedy response to the prompt): ReMax (arXiv 2310.10505)."""
     where = step.response_mask, step.cu_seqlens
     to_go = discounted_to_go(step.token_rewards.double(), *where, 1.0)
     return _finished(step, options, to_go - broadcast_to_tokens(step.baselines[step.sequence_ids].double(), *where))
-
-
-def maxrl_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = (R_i − mean_G) / mean_G on every token (MaxRL, arXiv 2602.02710)."""
-    return _on_tokens(step, options, maxrl(step.scores, step.groups, raw_scores=step.raw_scores))
-
-
-def pass_at_k_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = max(0, R_i − max of the others' R) / (std_G + ε) on every token: the best of the group (arXiv 2503.19595).
-
-    With `group_std` off the numerator alone.
-    """
-    found = best_of_group(step.scores, step.groups, std=options.group_std, raw_scores=step.raw_scores)
-    return _on_tokens(step, options, found)
 
 
 def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -209,13 +192,14 @@ ESTIMATORS: dict[str, Estimator] = {
     name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measured)
     for name, function, needs, options, whitens, *measured in (
         ("gae", gae_advantages, ["values"], ["gamma", "lam", "length_alpha", "whiten"], True),
-        ("grpo", grpo_advantages, ["groups"], ["group_std", "whiten"], False),
+        ("grpo", _by_group(grpo, reads_std=True), ["groups"], ["group_std", "whiten"], False),
         ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
         ("opo", opo_advantages, ["groups"], ["whiten"], False),
         ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma", "whiten"], True),
-        ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], ["whiten"], True),
-        ("maxrl", maxrl_advantages, ["groups"], ["whiten"], False),
-        ("pass-at-k", pass_at_k_advantages, ["groups"], ["group_std", "whiten"], False),
+        # Whitening moves the zeros of equal groups, too, by the token mean of the batch.
+        ("reinforce++-baseline", _by_group(centred), ["groups"], ["whiten"], True),
+        ("maxrl", _by_group(maxrl), ["groups"], ["whiten"], False),
+        ("pass-at-k", _by_group(best_of_group, reads_std=True), ["groups"], ["group_std", "whiten"], False),
         ("gdpo", gdpo_advantages, ["groups", "parts"], ["group_std", "whiten"], True),
         ("otb", otb_advantages, ["groups", "squares"], ["whiten"], False),
         ("remax", remax_advantages, ["baselines"], ["whiten"], False),
