@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from pydantic import Field
-from starlette.exceptions import HTTPException
 
 from megarl.environments.agents.endpoint import application, error_response, given_key
 from megarl.environments.protocol import Observation
 from megarl.environments.sessions.registry import OpenSession, Registry
-from megarl.serving.errors import RequestError, internal, invalid, validation_error
+from megarl.serving.error_handlers import add_error_handlers
+from megarl.serving.errors import RequestError, invalid
 from megarl.serving.middleware import BodyAndDisconnect, OneLength, SameOrigin
 from megarl.serving.schemas import Name, StrictModel
 
@@ -42,7 +41,7 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
         max_bytes, seconds: of a request's body.
     """
     api = FastAPI(title="megarl sessions", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_error_handlers(api)
+    add_error_handlers(api)
 
     @api.get("/health")
     async def health():
@@ -70,26 +69,6 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
     own = OneLength(BodyAndDisconnect(api, max_bytes, seconds))
     app = _Sessions(registry, own, application(max_bytes, seconds), list(map(str.encode, api_keys)))
     return app if api_keys else SameOrigin(app, host)
-
-
-def _add_error_handlers(api: FastAPI):
-    """Answers errors as OpenAI does."""
-
-    @api.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError):
-        return error.response
-
-    @api.exception_handler(RequestValidationError)
-    async def wrong_request(_: Request, error: RequestValidationError):
-        return validation_error(error.errors()).response
-
-    @api.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException):
-        return RequestError(error.status_code, str(error.detail)).response
-
-    @api.exception_handler(Exception)
-    async def fault(*_: Any):
-        return internal().response
 
 
 class _Sessions:
