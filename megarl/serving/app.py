@@ -14,7 +14,7 @@ from megarl.serving.context import ServingContext
 from megarl.serving.error_handlers import add_error_handlers
 from megarl.serving.errors import RequestError, invalid
 from megarl.serving.generate import generate
-from megarl.serving.middleware import BodyAndDisconnect, KeyCheck, Observed, OneLength, SameOrigin
+from megarl.serving.middleware import BodyAndDisconnect, Observed, checked, has_key, one_length, same_origin
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -64,10 +64,10 @@ def build_app(context: ServingContext):
     settings = config.settings
     seconds = min(settings.connection_timeout, settings.request_timeout)
     guarded = BodyAndDisconnect(api, int(settings.max_body_mb * 2**20), seconds)
-    checked = KeyCheck(guarded, config.api_keys, config.admin_keys)
+    app = checked(guarded, has_key(config.api_keys, config.admin_keys))
     if not config.api_keys:
-        checked = SameOrigin(checked, settings.host)
-    return Observed(OneLength(checked), context.metrics, paths)
+        app = checked(app, same_origin(settings.host))
+    return Observed(checked(app, one_length), context.metrics, paths)
 
 
 def _add_generation(api: FastAPI, context: ServingContext):

@@ -24,7 +24,7 @@ from megarl.environments.agents.session import Address, Session
 from megarl.serving.connections import LimitedProtocol
 from megarl.serving.errors import RequestError, internal, invalid, validation_error
 from megarl.serving.listening import SERVER
-from megarl.serving.middleware import BodyAndDisconnect, OneLength, check_body
+from megarl.serving.middleware import BodyAndDisconnect, check_body, checked, one_length
 
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 16 << 20
@@ -113,7 +113,7 @@ def application(max_bytes: int = MAX_BODY_BYTES, seconds: float = _HEAD_SECONDS)
         answer = await _answer(scope["session"], scope["method"], scope["path"], body)
         await answer(scope, receive, send)
 
-    return OneLength(BodyAndDisconnect(app, max_bytes, seconds))
+    return checked(BodyAndDisconnect(app, max_bytes, seconds), one_length)
 
 
 async def answer_whole(session: Session, method: str, path: str, headers: Headers, body: bytes) -> Response:

@@ -12,7 +12,7 @@ from megarl.environments.protocol import Observation
 from megarl.environments.sessions.registry import OpenSession, Registry
 from megarl.serving.error_handlers import add_error_handlers
 from megarl.serving.errors import RequestError, invalid
-from megarl.serving.middleware import BodyAndDisconnect, OneLength, SameOrigin
+from megarl.serving.middleware import BodyAndDisconnect, checked, one_length, same_origin
 from megarl.serving.schemas import Name, StrictModel
 
 MAX_REWARD = 1e9
@@ -66,9 +66,9 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
             registry.finish(found, score)
         return {"id": found.name, "status": "ended"}
 
-    own = OneLength(BodyAndDisconnect(api, max_bytes, seconds))
+    own = checked(BodyAndDisconnect(api, max_bytes, seconds), one_length)
     app = _Sessions(registry, own, application(max_bytes, seconds), list(map(str.encode, api_keys)))
-    return app if api_keys else SameOrigin(app, host)
+    return app if api_keys else checked(app, same_origin(host))
 
 
 class _Sessions:
