@@ -217,19 +217,11 @@ def reason(context: FlagContext, name: str) -> str:
 def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
-    with_context = (
-        rewards(context),
-        _sampling(context),
-        _training(context),
-        distillation(context),
-        preferences(context),
-        parts(context),
-        comparisons(context),
-    )
-    groups = (
-        *with_context, _overlap(s), _kl(s), correction(context), _evaluation(s), _export(s), _debug(s), _environments(s)
-    )  # fmt: skip
-    return [rule for group in groups for rule in group]
+    return [
+        *rewards(context), *_sampling(context), *_training(context), *distillation(context), *preferences(context),
+        *parts(context), *comparisons(context), *_overlap(s), *_kl(s), *correction(context), *_evaluation(s),
+        *_export(s), *_debug(s), *_environments(s),
+    ]  # fmt: skip
 
 
 def _sampling(context: FlagContext) -> list[FlagRule]:

@@ -11,7 +11,6 @@ import math
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.flags.average_settings import AverageSettings
 from megarl.flags.correction_settings import CorrectionSettings
 from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
@@ -39,7 +38,6 @@ from megarl.flags.pool_settings import PoolSettings
 from megarl.flags.prediction_settings import PredictionSettings
 from megarl.flags.preference_settings import PreferenceSettings
 from megarl.flags.reference_settings import ReferenceSettings
-from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
@@ -66,8 +64,8 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, PoolSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings,
-    ReportSettings, AverageSettings, LossSettings, CorrectionSettings, TrackerSettings, DebugSettings, DistillSettings,
-    JudgeSettings, PredictionSettings, StopSettings,
+    LossSettings, CorrectionSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings,
+    PredictionSettings, StopSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
