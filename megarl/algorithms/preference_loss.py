@@ -30,11 +30,9 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, centring: fl
         [P] terms, differentiable in the scores; log 2 where both scores are equal and m and κ are 0.
 
     Raises:
-        ValueError: shapes differ or κ is negative.
+        ValueError: shapes differ.
     """
     require_same_shape(chosen=chosen, rejected=rejected, margin=margin)
-    if not centring >= 0:
-        raise ValueError(f"centring coefficient must be >= 0, got {centring}")
     terms = -logsigmoid(chosen - rejected - margin.detach())
     return terms + centring * (chosen + rejected).square() if centring else terms
 
