@@ -125,36 +125,53 @@ def start_frontend(
         UsageError: the address cannot be used.
         RuntimeError: the process has failed although it may not.
     """
-    child: Child | None = None
-    found: list[Any] = [None]
+    replicas = len(role_groups.replicas)
+    config = dataclasses.replace(config, model_name=model_name, vocab_size=vocab_size, replicas=replicas)
     with contextlib.ExitStack() as stack:
-        if dist.get_rank() == 0:
-            replicas = len(role_groups.replicas)
-            config = dataclasses.replace(
-                config, model_name=model_name, vocab_size=vocab_size, replicas=replicas,
-                ranks_address=ranks_address(stack),
-            )  # fmt: skip
-            child = Child("megarl.serving.frontend")
-            stack.callback(end_process, child)
-            child.send(config)
-            found = [answer_of(child)]
-        dist.broadcast_object_list(found, src=0)
-        url, address, key = found[0]
-        link = links.Link(links.connect(address, key)) if role_groups.is_leader else None
+        url, link, child = start_process(stack, "megarl.serving.frontend", config, role_groups)
         yield FrontendProcess(url, link, child, role_groups, may_end, config.settings.drain_seconds)
-        status = end_process(child) if child else 0
+        status = _end(child) if child else 0
         if status and not may_end:
             raise RuntimeError(f"the HTTP process ended with status {status}")
 
 
-def ranks_address(stack: contextlib.ExitStack) -> links.Address:
+def start_process(
+    stack: contextlib.ExitStack, module: str, config: Any, role_groups: RoleGroups
+) -> tuple[str, links.Link | None, Child | None]:
+    """Starts an HTTP process (`listening.run_process`) on rank 0, and connects each replica's leader with it.
+
+    A collective of the world. UsageError if its configuration is wrong.
+
+    Args:
+        stack: ends it.
+        module: that it runs.
+        config: for it; its `ranks_address` is set here.
+
+    Returns:
+        Its URL; the link of a leader; the process on rank 0.
+    """
+    child: Child | None = None
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        config = dataclasses.replace(config, ranks_address=_ranks_address(stack))
+        child = Child(module)
+        stack.callback(_end, child)
+        child.send(config)
+        found = [_answer_of(child)]
+    dist.broadcast_object_list(found, src=0)
+    url, address, key = found[0]
+    link = links.Link(links.connect(address, key)) if role_groups.is_leader else None
+    return url, link, child
+
+
+def _ranks_address(stack: contextlib.ExitStack) -> links.Address:
     """Where leaders connect: a Unix socket in a private folder if all ranks are on this node."""
     if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")) == os.environ.get("WORLD_SIZE"):
         return str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-"))) / "leaders")
     return socket.gethostbyname(os.environ["MASTER_ADDR"]), 0
 
 
-def answer_of(child: Child) -> tuple[str, links.Address, bytes]:
+def _answer_of(child: Child) -> tuple[str, links.Address, bytes]:
     """(URL, address and key for leaders) of the process. UsageError if its configuration is wrong."""
     try:
         found = child.connection.recv()
@@ -165,7 +182,7 @@ def answer_of(child: Child) -> tuple[str, links.Address, bytes]:
     return found
 
 
-def end_process(child: Child) -> int | None:
+def _end(child: Child) -> int | None:
     """Ends the process; it first answers its requests that there are no ranks any more. Returns its exit status."""
     child.connection.close()
     if child.status(END_SECONDS) is None:
