@@ -17,10 +17,11 @@ from megarl.errors import UsageError
 from megarl.flags.correction_rules import correction, is_corrected
 from megarl.flags.distill_settings import LOSS, NONE, SIBLING
 from megarl.flags.environment_settings import SESSIONS
+from megarl.flags.fields import parse_ints
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.flags.learning_rules import comparisons, distillation, parts, preferences
 from megarl.flags.reward_rules import rewards
-from megarl.flags.settings import Settings, parse_positive_ints
+from megarl.flags.settings import Settings
 from megarl.observe.trackers.base import has_remote
 from megarl.rewards.expression import COSINE, INFALLIBLE, JUDGE, MODEL, REPETITION, UNVERIFIED
 
@@ -256,8 +257,7 @@ def _sampling(context: FlagContext) -> list[FlagRule]:
 
 
 def _overlap(s: Settings) -> list[FlagRule]:
-    lag, recorded, replays = s.generation_lag, s.generation_schedule, s.replay_schedule is not None
-    records = recorded == "recorded"
+    lag, records, replays = s.generation_lag, s.generation_schedule == "recorded", s.replay_schedule is not None
     return [
         FlagRule("--max-staleness", not 0 < s.max_staleness < lag,
              f"allowed is 0, or at least --generation-lag {lag}: all responses are that many updates old"),
@@ -301,7 +301,7 @@ def _kl(s: Settings) -> list[FlagRule]:
 
 
 def _evaluation(s: Settings) -> list[FlagRule]:
-    responses, max_k = s.eval_responses, max(parse_positive_ints(s.eval_k)) if s.eval_k else 1
+    responses, max_k = s.eval_responses, max(parse_ints(s.eval_k)) if s.eval_k else 1
     return [
         FlagRule("--eval-responses", responses == 1 or s.eval_temperature > 0,
              "needs --eval-temperature above 0: greedy responses are all equal"),
@@ -317,15 +317,13 @@ def _export(s: Settings) -> list[FlagRule]:
 
 
 def _debug(s: Settings) -> list[FlagRule]:
-    train_only, rollout_only, load, saves = (
-        s.debug_train_only, s.debug_rollout_only, s.load_rollouts, s.save_rollouts
-    )  # fmt: skip
+    train_only, saves = s.debug_train_only, s.save_rollouts
     return [
-        FlagRule("--debug-train-only", not train_only or load is not None,
+        FlagRule("--debug-train-only", not train_only or s.load_rollouts is not None,
                  "needs --load-rollouts: without an engine the responses come from a folder"),
-        FlagRule("--load-rollouts", load is None or train_only,
+        FlagRule("--load-rollouts", s.load_rollouts is None or train_only,
                  "needs --debug-train-only: other runs generate their responses"),
-        FlagRule("--debug-rollout-only", not rollout_only or not train_only,
+        FlagRule("--debug-rollout-only", not s.debug_rollout_only or not train_only,
                  "not allowed with --debug-train-only: nothing would be left of a step"),
         FlagRule("--serve-policy", not s.serve_policy or not train_only,
                  "not allowed with --debug-train-only, which has no rollout engine"),

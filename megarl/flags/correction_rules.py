@@ -21,9 +21,7 @@ def correction(context: FlagContext) -> list[FlagRule]:
 
 def _weights(context: FlagContext) -> list[FlagRule]:
     s = context.settings
-    kind, level, cap, floor = (
-        s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor,
-    )  # fmt: skip
+    kind, level, floor = s.rollout_correction, s.rollout_correction_level, s.rollout_correction_floor
     return [
         FlagRule("--rollout-correction", kind != "icepop" or floor is not None, "needs --rollout-correction-floor"),
         FlagRule("--rollout-correction", kind != "icepop" or level == "token",
@@ -34,8 +32,8 @@ def _weights(context: FlagContext) -> list[FlagRule]:
              f"would weigh twice: --policy-loss {s.policy_loss} has the ratio to the rollout's policy already"),
         FlagRule("--rollout-correction", kind == "none" or s.old_logprobs == RECOMPUTE,
              f"weighs by π_old/μ, which --old-logprobs {s.old_logprobs} takes for 1; leave one of them out"),
-        FlagRule("--rollout-correction-floor", floor is None or floor <= cap,
-             f"allowed is at most --rollout-correction-cap {cap}"),
+        FlagRule("--rollout-correction-floor", floor is None or floor <= s.rollout_correction_cap,
+             f"allowed is at most --rollout-correction-cap {s.rollout_correction_cap}"),
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ effect, and a warning says so.
 """
 
 import dataclasses
+import functools
 import math
 
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
@@ -28,6 +29,7 @@ from megarl.flags.fields import (
     fraction,
     not_negative,
     one_of,
+    parse_ints,
     parses,
     positive,
 )
@@ -51,14 +53,6 @@ FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 SCHEDULES = ("fixed", "recorded")
 MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
-
-
-def parse_positive_ints(text: str) -> tuple[int, ...]:
-    """`"1,4,8"` -> (1, 4, 8). ValueError unless every item is a whole number above 0."""
-    numbers = tuple(int(item) for item in text.split(","))
-    if min(numbers) < 1:
-        raise ValueError(f"{text!r} has a number below 1")
-    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +234,7 @@ class Settings(
     eval_temperature: float = not_negative(0.0, "sampling temperature of the evaluation; 0: greedy",
                                             programs=GENERATING, when="evaluation")  # fmt: skip
     eval_k: str | None = flag(None, "k of pass@k, mean@k and maj@k, as '1,4,8' (2107.03374); default: 1 and"
-                               " --eval-responses, if that is above 1", parses(parse_positive_ints),
+                               " --eval-responses, if that is above 1", parses(functools.partial(parse_ints, least=1)),
                                "whole numbers above 0 with commas", programs=GENERATING, when="evaluation")  # fmt: skip
     keep_best: bool = flag(True, "also save a checkpoint after the best evaluation: the highest eval/accuracy, in"
                             " train_sft the lowest eval/loss", programs=TRAINING, when="best")  # fmt: skip
