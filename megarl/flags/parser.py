@@ -96,7 +96,7 @@ def _flag(name: str, field: dataclasses.Field, kind: type, text: str, condition:
 
 def _of_setting(field: dataclasses.Field) -> Flag:
     name, meta = field.name.replace("_", "-"), field.metadata
-    kind = next((t for t in typing.get_args(field.type) if t is not types.NoneType), field.type)
+    kind: Any = next((t for t in typing.get_args(field.type) if t is not types.NoneType), field.type)
     return _flag(name, field, kind, "", meta["when"], setting=field.name, several=meta["several"])
 
 

@@ -8,6 +8,7 @@ effect, and a warning says so.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
 from megarl.algorithms.normalization import ENSEMBLES
@@ -52,6 +53,9 @@ TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 SCHEDULES = ("fixed", "recorded")
 MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart
+REWARD_MODEL: dict[str, Any] = {"programs": GENERATING, "when": "model"}
+FALLIBLE: dict[str, Any] = {"programs": GENERATING, "when": "fallible"}
+FACTORS: dict[str, Any] = {"programs": TRAINING, "roles": TRAINED}
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 
 
@@ -74,16 +78,15 @@ class Settings(
                         " --environment: environment, with --distill: none, without any term",
                         programs=GENERATING)  # fmt: skip
     reward_model: str | None = flag(None, "run folder of train_reward; several, separated by commas, form an ensemble",
-                                     programs=GENERATING, when="model")  # fmt: skip
+                                     **REWARD_MODEL)  # fmt: skip
     reward_hf_model: str | None = flag(None, "Hugging Face folder of a reward model (sequence classification with one"
                                         " label); with --reward-model it gives all but the weights",
-                                        programs=GENERATING, when="model")  # fmt: skip
+                                        **REWARD_MODEL)  # fmt: skip
     reward_ensemble: str = one_of("mean", ENSEMBLES, "how an ensemble's scores are combined: mean or min (2310.02743)",
                                    programs=GENERATING, when="ensemble")  # fmt: skip
     reward_max_length: int | None = positive(None, "maximum tokens of a sequence that the reward model reads; longer"
                                               " sequences keep their end; default: --max-prompt-length +"
-                                              " --max-response-length", programs=GENERATING,
-                                              when="model")  # fmt: skip
+                                              " --max-response-length", **REWARD_MODEL)  # fmt: skip
     reward_normalize: bool = flag(False, "normalize the reward model's score by the running mean and standard"
                                    " deviation of all its scores", when="model")  # fmt: skip
     reward_clip: float | None = positive(None, "clip the reward model's score to ± this value (1707.06347); default:"
@@ -107,20 +110,16 @@ class Settings(
     reward_concurrency: int = positive(8, "remote: concurrent requests", programs=GENERATING, when="remote")
     reward_memory_mb: int = positive(1024, "code: memory limit of a checked program, MiB", programs=GENERATING,
                                       when="code")  # fmt: skip
-    reward_timeout: float = positive(30.0, "time limit of a verifier for one sample, seconds", programs=GENERATING,
-                                      when="fallible")  # fmt: skip
+    reward_timeout: float = positive(30.0, "time limit of a verifier for one sample, seconds", **FALLIBLE)
     reward_workers: int = not_negative(0, "worker processes per scoring rank for verifiers; 0: run them in the rank's"
                                         " process", when="local", programs=GENERATING)  # fmt: skip
     reward_failure: str = one_of("drop", ("drop", "fallback"), "a response whose verifier or judge failed: drop (it"
                                   " counts in no group and no loss) or fallback (it gets --reward-fallback)",
-                                  programs=GENERATING, when="fallible")  # fmt: skip
+                                  **FALLIBLE)  # fmt: skip
     reward_fallback: float = flag(0.0, "score of a response whose verifier or judge failed; evaluation always"
-                                   " uses it",
-                                   math.isfinite, "a finite number", programs=GENERATING,
-                                   when="fallible")  # fmt: skip
+                                   " uses it", math.isfinite, "a finite number", **FALLIBLE)  # fmt: skip
     reward_max_failures: float = fraction(0.1, "fraction of the latest samples that may fail in a verifier or the judge"
-                                           " before the run stops; 0: none",
-                                           programs=GENERATING, when="fallible")  # fmt: skip
+                                           " before the run stops; 0: none", **FALLIBLE)  # fmt: skip
     # Generation.
     prompts_per_step: int = positive(16, "prompts per step")
     samples_per_prompt: int = positive(4, "responses sampled per prompt (the group size)")
@@ -213,18 +212,16 @@ class Settings(
                                                programs=TRAINING, roles=MODELS)  # fmt: skip
     # LoRA.
     lora_rank: int | None = positive(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
-                                      " may differ per role; default: all weights", programs=TRAINING,
-                                      roles=TRAINED)  # fmt: skip
-    lora_alpha: float | None = positive(None, "α of the factors' scale α/rank; default: --lora-rank",
-                                         programs=TRAINING, roles=TRAINED)  # fmt: skip
-    lora_rslora: bool = flag(False, "scale the factors by α/√rank (2312.03732)", programs=TRAINING, roles=TRAINED)
+                                      " may differ per role; default: all weights", **FACTORS)  # fmt: skip
+    lora_alpha: float | None = positive(None, "α of the factors' scale α/rank; default: --lora-rank", **FACTORS)
+    lora_rslora: bool = flag(False, "scale the factors by α/√rank (2312.03732)", **FACTORS)
     lora_targets: str | None = flag(None, f"layers with factors, with commas: {', '.join(TARGETS)} (of experts, too),"
                                      f" or {ALL_LINEAR} for all of them, the default", are_targets,
                                      f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}",
-                                     programs=TRAINING, roles=TRAINED)  # fmt: skip
+                                     **FACTORS)  # fmt: skip
     lora_adapter: str | None = flag(None, "folder of a PEFT adapter: the factors to start from, with their rank, scale"
                                      " and targets; needs --hf-model; a larger --lora-rank adds to theirs",
-                                     programs=TRAINING, roles=TRAINED)  # fmt: skip
+                                     **FACTORS)  # fmt: skip
     export_peft: bool = flag(False, "also write the factors of each checkpoint as a PEFT adapter, peft/step_N in"
                               " --save; needs --hf-model", programs=TRAINING)  # fmt: skip
     # Evaluation.
