@@ -52,6 +52,14 @@ def _when(holds: Callable[[Settings], object], reason: str) -> Condition:
     return Condition(lambda context: bool(holds(context.settings)), reason)
 
 
+def _serves(context: FlagContext) -> bool:
+    return context.program == "serve" or context.settings.serve_policy
+
+
+def _thinks(context: FlagContext) -> bool:
+    return _serves(context) or context.settings.thinking_budget is not None
+
+
 def _learns_preferences(context: FlagContext) -> bool:
     return context.program != "rl" or "preference" in context.estimator.options
 
@@ -108,11 +116,9 @@ CONDITIONS: dict[str, Condition] = {
                          "--eval-temperature 0 is greedy"),
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.evaluates,
                             "needs --eval-prompts"),
-    "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
-                              "needs --serve-policy"),
-    "listens": Condition(
-        lambda context: context.program == "serve" or context.settings.serve_policy or context.settings.agent_sessions,
-        "needs --serve-policy or --agent-sessions"),
+    "serve_policy": Condition(_serves, "needs --serve-policy"),
+    "listens": Condition(lambda context: _serves(context) or context.settings.agent_sessions,
+                         "needs --serve-policy or --agent-sessions"),
     "norm": _when(lambda s: s.loss_aggregation == "seq-mean-token-sum-norm",
                   "needs --loss-aggregation seq-mean-token-sum-norm"),
     "kl": _when(lambda s: s.kl_coefficient > 0, "--kl-coefficient is 0"),
@@ -130,14 +136,9 @@ CONDITIONS: dict[str, Condition] = {
     "branches": _when(lambda s: s.branch_turns > 0, "needs --branch-turns"),
     "workers": _when(lambda s: s.environment is not None and not s.agent_sessions,
                      "needs --environment: --agent-sessions has no worker processes"),
-    "tool_calls": Condition(
-        lambda context: context.program == "serve" or context.settings.serve_policy
-        or context.settings.environment is not None or context.settings.thinking_budget is not None,
-        "needs --environment, --serve-policy or --thinking-budget"),
-    "thinks": Condition(
-        lambda context: context.program == "serve" or context.settings.serve_policy
-        or context.settings.thinking_budget is not None,
-        "needs --thinking-budget or --serve-policy"),
+    "tool_calls": Condition(lambda context: _thinks(context) or context.settings.environment is not None,
+                            "needs --environment, --serve-policy or --thinking-budget"),
+    "thinks": Condition(_thinks, "needs --thinking-budget or --serve-policy"),
     "engine": _when(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine"),
     "prefixes": _when(lambda s: s.rollout_prefix_caching and not s.debug_train_only, "needs --rollout-prefix-caching"),
     "trained": _when(lambda s: not s.debug_rollout_only, "--debug-rollout-only trains nothing"),

@@ -38,7 +38,6 @@ from megarl.flags.judge_settings import JudgeSettings
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.flags.loss_settings import LossSettings
 from megarl.flags.pool_settings import PoolSettings
-from megarl.flags.prediction_settings import PredictionSettings
 from megarl.flags.preference_settings import PreferenceSettings
 from megarl.flags.reference_settings import ReferenceSettings
 from megarl.flags.server_settings import ServerSettings
@@ -63,7 +62,7 @@ REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that
 class Settings(
     DataSettings, PoolSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings,
     LossSettings, CorrectionSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings,
-    PredictionSettings, StopSettings,
+    StopSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
