@@ -6,8 +6,8 @@ it is independent of the layout up to float64 rounding.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -105,17 +105,15 @@ def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     return _finished(step, options, advantages, returns)
 
 
-def _by_group(function: Callable[..., Tensor], reads_std: bool = False) -> Callable[..., Advantages]:
-    """The estimator that puts a response's advantage, by a function of `group_advantages`, on each of its tokens.
+def by_group(
+    function: Callable[..., Tensor], step: StepData, options: AdvantageOptions, reads_std: bool = False
+) -> Advantages:
+    """A response's advantage, by a function of `group_advantages`, on each of its tokens.
 
     `reads_std`: the function divides by the group's standard deviation, unless `group_std` is off.
     """
-
-    def advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-        std = {"std": options.group_std} if reads_std else {}
-        return _on_tokens(step, options, function(step.scores, step.groups, raw_scores=step.raw_scores, **std))
-
-    return advantages
+    std = {"std": options.group_std} if reads_std else {}
+    return _on_tokens(step, options, function(step.scores, step.groups, raw_scores=step.raw_scores, **std))
 
 
 def rloo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -125,7 +123,7 @@ def rloo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """
     if options.credit_turns:
         return _finished(step, options, _of_turns(step, options.credit_turns))
-    return _on_tokens(step, options, rloo(step.scores, step.groups, raw_scores=step.raw_scores))
+    return by_group(rloo, step, options)
 
 
 def opo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -192,14 +190,14 @@ ESTIMATORS: dict[str, Estimator] = {
     name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measured)
     for name, function, needs, options, whitens, *measured in (
         ("gae", gae_advantages, ["values"], ["gamma", "lam", "length_alpha", "whiten"], True),
-        ("grpo", _by_group(grpo, reads_std=True), ["groups"], ["group_std", "whiten"], False),
+        ("grpo", partial(by_group, grpo, reads_std=True), ["groups"], ["group_std", "whiten"], False),
         ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
         ("opo", opo_advantages, ["groups"], ["whiten"], False),
         ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma", "whiten"], True),
         # Whitening moves the zeros of equal groups, too, by the token mean of the batch.
-        ("reinforce++-baseline", _by_group(centred), ["groups"], ["whiten"], True),
-        ("maxrl", _by_group(maxrl), ["groups"], ["whiten"], False),
-        ("pass-at-k", _by_group(best_of_group, reads_std=True), ["groups"], ["group_std", "whiten"], False),
+        ("reinforce++-baseline", partial(by_group, centred), ["groups"], ["whiten"], True),
+        ("maxrl", partial(by_group, maxrl), ["groups"], ["whiten"], False),
+        ("pass-at-k", partial(by_group, best_of_group, reads_std=True), ["groups"], ["group_std", "whiten"], False),
         ("gdpo", gdpo_advantages, ["groups", "parts"], ["group_std", "whiten"], True),
         ("otb", otb_advantages, ["groups", "squares"], ["whiten"], False),
         ("remax", remax_advantages, ["baselines"], ["whiten"], False),
@@ -224,7 +222,7 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
     if not needs <= NEEDS:
         raise ValueError(f"needs of {name} must be from {sorted(NEEDS)}, got {sorted(needs)}")
 
-    @functools.wraps(function)
+    @wraps(function)
     @torch.no_grad()
     def checked(step: StepData, options: AdvantageOptions) -> Advantages:
         result = function(step, options)
