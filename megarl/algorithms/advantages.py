@@ -70,12 +70,9 @@ def gae(
         depend on the other sequences of the batch, to the last bit.
 
     Raises:
-        ValueError: shapes do not fit together, or γ or λ is outside [0, 1].
+        ValueError: shapes do not fit together, or γλ is outside [0, 1].
     """
     require_same_shape(rewards=rewards, values=values, response_mask=response_mask)
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= number <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {number}")
     response = response_tokens(response_mask, cu_seqlens)
     current, is_last = values[response.positions], response.ranks == response.counts[response.sequences] - 1
     following = torch.where(is_last, 0.0, current.roll(-1))

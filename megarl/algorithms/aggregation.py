@@ -1,7 +1,8 @@
 """Aggregates per-token losses into the scalar to differentiate: always a local sum / a global count.
 
 A mean of micro-batch means depends on how tokens are split into micro-batches and ranks. A local sum over a global
-count does not: summed over micro-batches and ranks it is the loss of the whole mini-batch, whatever the split.
+count does not: summed over micro-batches and ranks it is the loss of the whole mini-batch, whatever the split. All
+functions raise ValueError where shapes differ.
 """
 
 import torch
@@ -17,9 +18,6 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
     Masked-out entries are replaced before the sum, not multiplied by zero, so inf or NaN there does not enter the
     result. An empty mask gives 0 with a gradient of 0.
-
-    Raises:
-        ValueError: shapes differ.
     """
     require_same_shape(values=values, mask=mask)
     return torch.where(mask, values, torch.zeros_like(values)).sum()
@@ -37,9 +35,6 @@ def token_mean(losses: Tensor, mask: Tensor, global_count: Tensor | int) -> Tens
     Returns:
         Scalar. Summed over micro-batches and ranks it is the token mean. The caller must therefore sum gradients over
         ranks and micro-batches, not average them. With a count of 0 it is exactly 0, and so is its gradient.
-
-    Raises:
-        ValueError: shapes differ.
     """
     return masked_sum(losses, mask) / _divisor(global_count, losses)
 
@@ -47,7 +42,7 @@ def token_mean(losses: Tensor, mask: Tensor, global_count: Tensor | int) -> Tens
 def local_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """This micro-batch's counts for `aggregate`: float64 [2] = (valid tokens, sequences with a valid token).
 
-    Additive over micro-batches of whole sequences. `mask` [T] bool, `cu_seqlens` [N+1]; ValueError if shapes mismatch.
+    Additive over micro-batches of whole sequences. `mask` [T] bool, `cu_seqlens` [N+1].
     """
     counts = response_counts(mask, cu_seqlens)
     return torch.stack([counts.sum(), (counts > 0).sum()]).double()
@@ -75,7 +70,7 @@ def aggregate(
         any valid token it is exactly 0, and so is its gradient.
 
     Raises:
-        ValueError: shapes do not fit together, the mode is unknown, or it needs a `norm` > 0.
+        ValueError: the mode is unknown, or needs a `norm` > 0.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"loss aggregation {mode!r} is unknown, allowed: {', '.join(AGGREGATIONS)}")

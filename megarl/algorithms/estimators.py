@@ -6,8 +6,8 @@ it is independent of the layout up to float64 rounding.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -105,12 +105,15 @@ def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     return _finished(step, options, advantages, returns)
 
 
-def grpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = (R_i − mean_G) / (std_G + ε) on every token (arXiv 2402.03300, §4.1.2).
+def by_group(
+    function: Callable[..., Tensor], step: StepData, options: AdvantageOptions, reads_std: bool = False
+) -> Advantages:
+    """A response's advantage, by a function of `group_advantages`, on each of its tokens.
 
-    With `group_std` off, A_i = R_i − mean_G: Dr. GRPO (arXiv 2503.20783).
+    `reads_std`: the function divides by the group's standard deviation, unless `group_std` is off.
     """
-    return _on_tokens(step, options, grpo(step.scores, step.groups, std=options.group_std, raw_scores=step.raw_scores))
+    std = {"std": options.group_std} if reads_std else {}
+    return _on_tokens(step, options, function(step.scores, step.groups, raw_scores=step.raw_scores, **std))
 
 
 def rloo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -120,7 +123,7 @@ def rloo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """
     if options.credit_turns:
         return _finished(step, options, _of_turns(step, options.credit_turns))
-    return _on_tokens(step, options, rloo(step.scores, step.groups, raw_scores=step.raw_scores))
+    return by_group(rloo, step, options)
 
 
 def opo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -134,33 +137,11 @@ def reinforce_plus_plus_advantages(step: StepData, options: AdvantageOptions) ->
     return _finished(step, options, discounted_to_go(step.token_rewards.double(), *where, options.gamma))
 
 
-def reinforce_plus_plus_baseline_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = R_i − mean_G on every token, then whitened: REINFORCE++ with baseline (arXiv 2501.03262).
-
-    Whitening moves the zeros of equal groups too, by the token mean of the batch.
-    """
-    return _on_tokens(step, options, centred(step.scores, step.groups, raw_scores=step.raw_scores))
-
-
 def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = Σ_{k ≥ t} r_k − R(greedy response to the prompt): ReMax (arXiv 2310.10505)."""
     where = step.response_mask, step.cu_seqlens
     to_go = discounted_to_go(step.token_rewards.double(), *where, 1.0)
     return _finished(step, options, to_go - broadcast_to_tokens(step.baselines[step.sequence_ids].double(), *where))
-
-
-def maxrl_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = (R_i − mean_G) / mean_G on every token (MaxRL, arXiv 2602.02710)."""
-    return _on_tokens(step, options, maxrl(step.scores, step.groups, raw_scores=step.raw_scores))
-
-
-def pass_at_k_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = max(0, R_i − max of the others' R) / (std_G + ε) on every token: the best of the group (arXiv 2503.19595).
-
-    With `group_std` off the numerator alone.
-    """
-    found = best_of_group(step.scores, step.groups, std=options.group_std, raw_scores=step.raw_scores)
-    return _on_tokens(step, options, found)
 
 
 def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -209,13 +190,14 @@ ESTIMATORS: dict[str, Estimator] = {
     name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measured)
     for name, function, needs, options, whitens, *measured in (
         ("gae", gae_advantages, ["values"], ["gamma", "lam", "length_alpha", "whiten"], True),
-        ("grpo", grpo_advantages, ["groups"], ["group_std", "whiten"], False),
+        ("grpo", partial(by_group, grpo, reads_std=True), ["groups"], ["group_std", "whiten"], False),
         ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
         ("opo", opo_advantages, ["groups"], ["whiten"], False),
         ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma", "whiten"], True),
-        ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], ["whiten"], True),
-        ("maxrl", maxrl_advantages, ["groups"], ["whiten"], False),
-        ("pass-at-k", pass_at_k_advantages, ["groups"], ["group_std", "whiten"], False),
+        # Whitening moves the zeros of equal groups, too, by the token mean of the batch.
+        ("reinforce++-baseline", partial(by_group, centred), ["groups"], ["whiten"], True),
+        ("maxrl", partial(by_group, maxrl), ["groups"], ["whiten"], False),
+        ("pass-at-k", partial(by_group, best_of_group, reads_std=True), ["groups"], ["group_std", "whiten"], False),
         ("gdpo", gdpo_advantages, ["groups", "parts"], ["group_std", "whiten"], True),
         ("otb", otb_advantages, ["groups", "squares"], ["whiten"], False),
         ("remax", remax_advantages, ["baselines"], ["whiten"], False),
@@ -240,7 +222,7 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
     if not needs <= NEEDS:
         raise ValueError(f"needs of {name} must be from {sorted(NEEDS)}, got {sorted(needs)}")
 
-    @functools.wraps(function)
+    @wraps(function)
     @torch.no_grad()
     def checked(step: StepData, options: AdvantageOptions) -> Advantages:
         result = function(step, options)

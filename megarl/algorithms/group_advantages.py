@@ -1,7 +1,8 @@
 """Group-relative advantages: each response against the other responses to the same prompt, without a critic.
 
 Every function takes `scores` [S] and `groups` [S] (int64, 0 … G−1 in any order, groups of any size, numbers may be
-missing) and returns [S], one advantage per response, in the dtype of `scores`, without gradient. In all of them:
+missing) and returns [S], one advantage per response, in the dtype of `scores`, without gradient. ValueError if shapes
+differ. In all of them:
 
 * a group of one has advantage exactly 0;
 * a group of equal scores has advantages of exactly 0: a rounded mean would leave a remainder, which the division by a
@@ -21,11 +22,7 @@ EPSILON = 1e-6  # added to a group's standard deviation, as in verl and slime
 
 @torch.no_grad()
 def centred(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Tensor:
-    """R_i − mean_G: Dr. GRPO (arXiv 2503.20783, §3.2), and the first step of REINFORCE++-baseline (arXiv 2501.03262).
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """R_i − mean_G: Dr. GRPO (arXiv 2503.20783, §3.2), the first step of REINFORCE++-baseline (arXiv 2501.03262)."""
     sizes = group_sizes(scores, groups)
     means = (_sums(scores, groups, sizes) / sizes.clamp(min=1))[groups]
     return _with_exact_zeros(scores - means, scores if raw_scores is None else raw_scores, groups, sizes)
@@ -40,9 +37,6 @@ def grpo(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | 
     Args:
         std: False omits the division: Dr. GRPO (arXiv 2503.20783).
         raw_scores: see above.
-
-    Raises:
-        ValueError: shapes differ.
     """
     deviations = centred(scores, groups, raw_scores)
     if not std:
@@ -55,9 +49,6 @@ def rloo(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Te
     """R_i − mean of the others' R: REINFORCE leave-one-out (Back to Basics, arXiv 2402.14740).
 
     Computed as |G|/(|G| − 1) · (R_i − mean_G), which is equal.
-
-    Raises:
-        ValueError: shapes differ.
     """
     sizes = group_sizes(scores, groups).to(scores.dtype)
     factors = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)[groups]
@@ -70,9 +61,6 @@ def opo(scores: Tensor, groups: Tensor, response_lengths: Tensor, raw_scores: Te
 
     Args:
         response_lengths: [S] |o|, response tokens. A group whose responses are all empty gets 0.
-
-    Raises:
-        ValueError: shapes differ.
     """
     if response_lengths.shape != scores.shape:
         raise ValueError(f"response_lengths must be {list(scores.shape)}, got {list(response_lengths.shape)}")
@@ -88,9 +76,6 @@ def opo(scores: Tensor, groups: Tensor, response_lengths: Tensor, raw_scores: Te
 def maxrl(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Tensor:
     """(R_i − mean_G) / mean_G: MaxRL (arXiv 2602.02710), for rewards of 0 or more; the rarer success is, the more it
     counts. A group whose mean is 0 or less has advantages of 0.
-
-    Raises:
-        ValueError: shapes differ.
     """
     sizes = group_sizes(scores, groups)
     means = (_sums(scores, groups, sizes) / sizes.clamp(min=1))[groups]
@@ -104,9 +89,6 @@ def best_of_group(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: 
 
     The leave-one-out baseline of the best of k responses, k the size of the group (arXiv 2503.19595, §3.2): only a
     single best response has an advantage. With `std` it is divided by the group's deviation, as in `grpo`.
-
-    Raises:
-        ValueError: shapes differ.
     """
     sizes = group_sizes(scores, groups)
 

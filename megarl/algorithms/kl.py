@@ -1,4 +1,4 @@
-"""KL to the reference policy: per-token estimators, and the controllers of its coefficient β."""
+"""KL to the reference policy: per-token estimators, and the controller of its coefficient β."""
 
 import math
 
@@ -67,44 +67,28 @@ def kl_estimate(
     return torch.expm1(-log_ratio) + log_ratio  # expm1 keeps the digits of a small d
 
 
-class FixedKLController:
-    """A constant β. It has no state: a resumed run takes β from its settings."""
+class KLController:
+    """The coefficient β of the KL: constant, or adapted so that the measured KL stays at a target.
 
-    kind = "fixed"
-
-    def __init__(self, coefficient: float):
-        """`coefficient` is β ≥ 0. Raises ValueError otherwise."""
-        self.coefficient = _checked(coefficient, "coefficient", zero_allowed=True)
-
-    def update(self, measured_kl: float, samples: int) -> None:
-        """Do nothing: β is constant."""
-
-    def state_dict(self) -> dict:
-        """State for a checkpoint: only the kind."""
-        return {"kind": self.kind}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError when another kind of controller saved `state`."""
-        _require_kind(state, self.kind)
-
-
-class AdaptiveKLController:
-    """Adapts β to keep the measured KL at a target: β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon).
-
-    Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593) §2.2: a proportional controller in log space.
+    β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon): a proportional controller in log space, Fine-Tuning Language Models
+    from Human Preferences (arXiv 1909.08593) §2.2.
     """
 
-    kind = "adaptive"
     error_limit = 0.2
 
-    def __init__(self, coefficient: float, target: float, horizon: float):
-        """`coefficient`: initial β > 0 (it changes by factors, 0 would stay 0). `target`: KL > 0 in nats per sequence
-        or per token, as the caller measures it. `horizon`: samples > 0 over which an error of 20 % changes β by 20 %.
-
-        Raises ValueError for a number that is not finite and positive.
+    def __init__(self, coefficient: float, target: float | None = None, horizon: float = 10000.0):
         """
-        self.coefficient = _checked(coefficient, "coefficient")
-        self.target = _checked(target, "target")
+        Args:
+            coefficient: β ≥ 0; an adaptive one starts above 0: it changes by factors.
+            target: KL > 0 in nats per sequence or per token, as the caller measures it; None: β is constant.
+            horizon: samples > 0 over which an error of 20 % changes β by 20 %.
+
+        Raises:
+            ValueError: a number is not finite, or out of its range.
+        """
+        self.kind = "fixed" if target is None else "adaptive"
+        self.coefficient = _checked(coefficient, "coefficient", zero_allowed=target is None)
+        self.target = target if target is None else _checked(target, "target")
         self.horizon = _checked(horizon, "horizon")
 
     def update(self, measured_kl: float, samples: int) -> None:
@@ -114,6 +98,8 @@ class AdaptiveKLController:
         Raises:
             ValueError: the KL is not finite, or n is negative or so large that β could reach 0.
         """
+        if self.target is None:
+            return
         if not math.isfinite(measured_kl):
             raise ValueError(f"measured_kl must be finite, got {measured_kl}")
         largest_step = self.error_limit * samples / self.horizon
@@ -127,13 +113,15 @@ class AdaptiveKLController:
         self.coefficient *= 1 + error * samples / self.horizon
 
     def state_dict(self) -> dict:
-        """State for a checkpoint: the kind and the current β. Target and horizon are settings."""
-        return {"kind": self.kind, "coefficient": self.coefficient}
+        """State for a checkpoint: the kind, and an adapted β. All else are settings."""
+        return {"kind": self.kind} | ({} if self.target is None else {"coefficient": self.coefficient})
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a saved β. Raises ValueError when another kind of controller saved `state`, or β ≤ 0."""
-        _require_kind(state, self.kind)
-        self.coefficient = _checked(state["coefficient"], "coefficient")
+        if state["kind"] != self.kind:
+            raise ValueError(f"KL controller of the checkpoint is {state['kind']!r}, this run has {self.kind!r}")
+        if self.target is not None:
+            self.coefficient = _checked(state["coefficient"], "coefficient")
 
 
 def _checked(number: float, name: str, zero_allowed: bool = False) -> float:
@@ -141,8 +129,3 @@ def _checked(number: float, name: str, zero_allowed: bool = False) -> float:
     if not (math.isfinite(number) and in_range):
         raise ValueError(f"KL {name} must be finite and {'>= 0' if zero_allowed else '> 0'}, got {number}")
     return float(number)
-
-
-def _require_kind(state: dict, kind: str) -> None:
-    if state["kind"] != kind:
-        raise ValueError(f"KL controller of the checkpoint is {state['kind']!r}, this run has {kind!r}")

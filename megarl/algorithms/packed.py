@@ -1,6 +1,7 @@
 """Index arithmetic of packed (THD) batches: the sequence of each token, and its rank among the response tokens.
 
-Packed sequences are concatenated without padding; `cu_seqlens` [N+1] holds their boundaries.
+Packed sequences are concatenated without padding; `cu_seqlens` [N+1] holds their boundaries. All functions raise
+ValueError where shapes do not fit together.
 """
 
 from typing import NamedTuple
@@ -41,9 +42,6 @@ def token_sequences(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] int64: the sequence of each token.
 
     Called by losses in every micro-batch, so it must not synchronize with the device.
-
-    Raises:
-        ValueError: shapes do not fit together.
     """
     _require_packed(response_mask, cu_seqlens)
     tokens = torch.arange(response_mask.numel(), device=cu_seqlens.device)
@@ -51,11 +49,7 @@ def token_sequences(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def response_counts(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[N] int64 response tokens of each sequence; arguments as of `response_tokens`.
-
-    Raises:
-        ValueError: shapes do not fit together.
-    """
+    """[N] int64 response tokens of each sequence; arguments as of `response_tokens`."""
     return sums_by_sequence(response_mask.long(), response_mask, cu_seqlens)
 
 
@@ -86,11 +80,7 @@ def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens
 
 
 def broadcast_to_tokens(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[N] -> [T]: each sequence's value on each of its response tokens, 0 outside the mask. Differentiable.
-
-    Raises:
-        ValueError: shapes do not fit together.
-    """
+    """[N] -> [T]: each sequence's value on each of its response tokens, 0 outside the mask. Differentiable."""
     number = cu_seqlens.numel() - 1
     sequences = token_sequences(response_mask, cu_seqlens)
     if values.shape != (number,):
@@ -102,9 +92,6 @@ def sums_by_sequence(field: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -
     """[T] -> [N]: sum of a field over the response tokens of each sequence, in its dtype. Differentiable.
 
     Values outside the mask are ignored, even inf or NaN. An empty response gives 0.
-
-    Raises:
-        ValueError: shapes do not fit together.
     """
     require_same_shape(field=field, response_mask=response_mask)
     sequences = token_sequences(response_mask, cu_seqlens)
@@ -115,9 +102,6 @@ def turn_numbers(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] int64: the turn of its sequence, from 0, that each response token belongs to; −1 outside the mask.
 
     A turn is a run of response tokens: between two turns there is at least one token of the environment.
-
-    Raises:
-        ValueError: shapes do not fit together.
     """
     sequences = token_sequences(response_mask, cu_seqlens)
     starts = cu_seqlens.long()[sequences]

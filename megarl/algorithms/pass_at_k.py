@@ -1,6 +1,6 @@
 """pass@k, mean@k and maj@k, estimated from n responses to a prompt.
 
-All three are unbiased estimates of the result of k fresh responses, and deterministic: no subset is sampled.
+All three are unbiased estimates of the result of k fresh responses, 1 ≤ k ≤ n, and deterministic: no subset is sampled.
 """
 
 import math
@@ -13,13 +13,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
     The unbiased estimator of 2107.03374, eq. 1. Its product form Π (1 − k/i) rounds at every factor; Python integers
     round only once, in the division.
-
-    Raises:
-        ValueError: not 0 ≤ c ≤ n or not 1 ≤ k ≤ n.
     """
-    if not 0 <= c <= n:
-        raise ValueError(f"{c} of {n} responses are correct; allowed is 0 to {n}")
-    _check_k(n, k)
     every = math.comb(n, k)
     return (every - math.comb(n - c, k)) / every
 
@@ -27,9 +21,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def mean_at_k(correct: Sequence[bool], k: int) -> float:
     """Fraction of correct responses among those that vote in maj@k, so that maj@k − mean@k is the gain of voting.
 
-    These are the first k·⌊n/k⌋ of n responses. ValueError unless 1 ≤ k ≤ n.
+    These are the first k·⌊n/k⌋ of n responses.
     """
-    _check_k(len(correct), k)
     used = len(correct) // k * k
     return sum(correct[:used]) / used
 
@@ -39,13 +32,7 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
     The mean of `majority` over the ⌊n/k⌋ runs of k consecutive responses. The runs are disjoint, so for i.i.d.
     responses the estimate is unbiased. Arguments as for `majority`, one entry per response.
-
-    Raises:
-        ValueError: not 1 ≤ k ≤ n, or answers and verdicts differ in number.
     """
-    _check_k(len(answers), k)
-    if len(answers) != len(correct):
-        raise ValueError(f"{len(answers)} answers and {len(correct)} verdicts")
     runs = [slice(start, start + k) for start in range(0, len(answers) - k + 1, k)]
     return math.fsum(majority(answers[run], correct[run]) for run in runs) / len(runs)
 
@@ -63,8 +50,3 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     top = max(votes.values(), default=0)
     winners = [answer for answer, count in votes.items() if count == top]
     return sum(right[answer] for answer in winners) / (top * len(winners)) if winners else 0.0
-
-
-def _check_k(n: int, k: int):
-    if not 1 <= k <= n:
-        raise ValueError(f"k is {k}; allowed is 1 to the number of responses, {n}")

@@ -132,7 +132,7 @@ class NoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ClipRange:
-    """Bounds of the ratio, applied by each loss in its own way. ValueError for a bound out of range."""
+    """Bounds of the ratio, applied by each loss in its own way."""
 
     low: float = positive(0.2, "lower clip range ε (1707.06347)", "clip-range")
     # None: the same as `low`.
@@ -141,21 +141,14 @@ class ClipRange:
     def __post_init__(self):
         if self.high is None:
             object.__setattr__(self, "high", self.low)
-        if not (self.low >= 0 and self.high >= 0):
-            raise ValueError(f"clip range must be >= 0 on both sides, got low {self.low}, high {self.high}")
 
 
 @dataclasses.dataclass(frozen=True)
 class ClipOptions(ClipRange):
-    """A clip range with PPO's dual clip. ValueError for a bound out of range."""
+    """A clip range with PPO's dual clip."""
 
     dual: float | None = option(None, "bound c of the loss where the advantage is negative (1912.09729 eq. 5)",
                                 lambda value: value > 1, "above 1", "dual-clip")  # fmt: skip
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.dual is not None and not self.dual > 1:
-            raise ValueError(f"dual_clip must be > 1 or None, got {self.dual}")
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Inputs and outputs of preference losses, and Bradley and Terry's model, which reward models and policies share.
 
-Each loss of a policy is a file in `preference_losses/`. Log-probs of responses are sums in float64, so that a long
+The losses of a policy are in `preference_losses.py`. Log-probs of responses are sums in float64, so that a long
 response loses no digits of a difference.
 """
 
@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -31,11 +30,9 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, centring: fl
         [P] terms, differentiable in the scores; log 2 where both scores are equal and m and κ are 0.
 
     Raises:
-        ValueError: shapes differ or κ is negative.
+        ValueError: shapes differ.
     """
     require_same_shape(chosen=chosen, rejected=rejected, margin=margin)
-    if not centring >= 0:
-        raise ValueError(f"centring coefficient must be >= 0, got {centring}")
     terms = -logsigmoid(chosen - rejected - margin.detach())
     return terms + centring * (chosen + rejected).square() if centring else terms
 
@@ -81,7 +78,7 @@ class PreferenceLoss(NamedTuple):
     name: str
     function: Callable[..., Any]  # of `PairLogprobs` and `PreferenceOptions` to `PreferenceTerms`, if it reads pairs
     options: frozenset[str]  # fields of `PreferenceOptions`
-    needs_reference: bool
+    needs_reference: bool = True
     reads_pairs: bool = True
     reads_margin: bool = False
     defaults: PreferenceOptions = PreferenceOptions()
@@ -100,34 +97,3 @@ def pair_metrics(pairs: PairLogprobs, terms: PreferenceTerms) -> list[Tensor]:
         terms.loss.detach(), (won > lost).double(), won - lost, won, lost, pairs.chosen.detach(),
         pairs.rejected.detach(),
     ]  # fmt: skip
-
-
-def drifts(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
-    """log π − log π_ref of both responses, [P] each."""
-    return pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected
-
-
-def token_means(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
-    """log π of both responses as means over their tokens, [P] each."""
-    return pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
-
-
-def smoothed(chosen: Tensor, rejected: Tensor, margin: Tensor, epsilon: float) -> Tensor:
-    """(1 − ε)·L(chosen, rejected, m) + ε·L(rejected, chosen, −m), where L is `bradley_terry`: labels may be wrong with
-    probability ε (Mitchell 2023, "A note on DPO with noisy preferences")."""
-    terms = bradley_terry(chosen, rejected, margin)
-    return terms if not epsilon else (1 - epsilon) * terms + epsilon * bradley_terry(rejected, chosen, -margin)
-
-
-def terms_of(loss: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> PreferenceTerms:
-    """The terms of a loss; rewards lose their gradients."""
-    return PreferenceTerms(loss, chosen_reward.detach(), rejected_reward.detach())
-
-
-def log_odds(mean_logprob: Tensor) -> Tensor:
-    """log(p / (1 − p)) of p = exp(mean log-prob), the geometric mean of a response's token probabilities.
-
-    A response whose tokens are certain has infinite odds; its mean is bounded at −1e-12, without gradient beyond.
-    """
-    bounded = mean_logprob.clamp(max=-1e-12)
-    return bounded - torch.log(-torch.expm1(bounded))

@@ -27,12 +27,10 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
         clip_range: ε ≥ 0.
 
     Raises:
-        ValueError: shapes differ or ε is negative.
+        ValueError: shapes differ.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns)
     old_values, returns = old_values.detach(), returns.detach()
-    if not clip_range >= 0:
-        raise ValueError(f"value clip range must be >= 0, got {clip_range}")
     plain = (values - returns).square()
     bounded = (values.clamp(old_values - clip_range, old_values + clip_range) - returns).square()
     clipped = bounded > plain

@@ -17,10 +17,11 @@ from megarl.errors import UsageError
 from megarl.flags.correction_rules import correction, is_corrected
 from megarl.flags.distill_settings import LOSS, NONE, SIBLING
 from megarl.flags.environment_settings import SESSIONS
+from megarl.flags.fields import parse_ints
 from megarl.flags.flag_context import FlagContext, FlagRule
 from megarl.flags.learning_rules import comparisons, distillation, parts, preferences
 from megarl.flags.reward_rules import rewards
-from megarl.flags.settings import Settings, parse_positive_ints
+from megarl.flags.settings import Settings
 from megarl.observe.trackers.base import has_remote
 from megarl.rewards.expression import COSINE, INFALLIBLE, JUDGE, MODEL, REPETITION, UNVERIFIED
 
@@ -49,6 +50,14 @@ def _verifier(name: str) -> Condition:
 def _when(holds: Callable[[Settings], object], reason: str) -> Condition:
     """A condition on other flags of megarl."""
     return Condition(lambda context: bool(holds(context.settings)), reason)
+
+
+def _serves(context: FlagContext) -> bool:
+    return context.program == "serve" or context.settings.serve_policy
+
+
+def _thinks(context: FlagContext) -> bool:
+    return _serves(context) or context.settings.thinking_budget is not None
 
 
 def _learns_preferences(context: FlagContext) -> bool:
@@ -107,11 +116,9 @@ CONDITIONS: dict[str, Condition] = {
                          "--eval-temperature 0 is greedy"),
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.evaluates,
                             "needs --eval-prompts"),
-    "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
-                              "needs --serve-policy"),
-    "listens": Condition(
-        lambda context: context.program == "serve" or context.settings.serve_policy or context.settings.agent_sessions,
-        "needs --serve-policy or --agent-sessions"),
+    "serve_policy": Condition(_serves, "needs --serve-policy"),
+    "listens": Condition(lambda context: _serves(context) or context.settings.agent_sessions,
+                         "needs --serve-policy or --agent-sessions"),
     "norm": _when(lambda s: s.loss_aggregation == "seq-mean-token-sum-norm",
                   "needs --loss-aggregation seq-mean-token-sum-norm"),
     "kl": _when(lambda s: s.kl_coefficient > 0, "--kl-coefficient is 0"),
@@ -129,14 +136,9 @@ CONDITIONS: dict[str, Condition] = {
     "branches": _when(lambda s: s.branch_turns > 0, "needs --branch-turns"),
     "workers": _when(lambda s: s.environment is not None and not s.agent_sessions,
                      "needs --environment: --agent-sessions has no worker processes"),
-    "tool_calls": Condition(
-        lambda context: context.program == "serve" or context.settings.serve_policy
-        or context.settings.environment is not None or context.settings.thinking_budget is not None,
-        "needs --environment, --serve-policy or --thinking-budget"),
-    "thinks": Condition(
-        lambda context: context.program == "serve" or context.settings.serve_policy
-        or context.settings.thinking_budget is not None,
-        "needs --thinking-budget or --serve-policy"),
+    "tool_calls": Condition(lambda context: _thinks(context) or context.settings.environment is not None,
+                            "needs --environment, --serve-policy or --thinking-budget"),
+    "thinks": Condition(_thinks, "needs --thinking-budget or --serve-policy"),
     "engine": _when(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine"),
     "prefixes": _when(lambda s: s.rollout_prefix_caching and not s.debug_train_only, "needs --rollout-prefix-caching"),
     "trained": _when(lambda s: not s.debug_rollout_only, "--debug-rollout-only trains nothing"),
@@ -202,7 +204,7 @@ def check(context: FlagContext):
     """UsageError for the first broken rule."""
     for rule in rules(context):
         if not rule.holds:
-            raise UsageError(f"{rule.flag} {rule.value}: {rule.reason}")
+            raise UsageError(rule.problem(context.settings))
 
 
 def reason(context: FlagContext, name: str) -> str:
@@ -217,67 +219,57 @@ def reason(context: FlagContext, name: str) -> str:
 def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
-    with_context = (
-        rewards(context),
-        _sampling(context),
-        _training(context),
-        distillation(context),
-        preferences(context),
-        parts(context),
-        comparisons(context),
-    )
-    groups = (
-        *with_context, _overlap(s), _kl(s), correction(context), _evaluation(s), _export(s), _debug(s), _environments(s)
-    )  # fmt: skip
-    return [rule for group in groups for rule in group]
+    return [
+        *rewards(context), *_sampling(context), *_training(context), *distillation(context), *preferences(context),
+        *parts(context), *comparisons(context), *_overlap(s), *_kl(s), *correction(context), *_evaluation(s),
+        *_export(s), *_debug(s), *_environments(s),
+    ]  # fmt: skip
 
 
 def _sampling(context: FlagContext) -> list[FlagRule]:
     s = context.settings
     sequences, partial = s.sequences_per_step, s.partial_rollouts
     return [
-        FlagRule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
+        FlagRule("--minibatch-size", s.minibatch_size is None or s.minibatch_size <= sequences,
              f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),
-        FlagRule("--branch-samples", s.branch_samples, not s.branch_turns or s.branch_samples < s.samples_per_prompt,
+        FlagRule("--branch-samples", not s.branch_turns or s.branch_samples < s.samples_per_prompt,
              f"allowed is less than --samples-per-prompt {s.samples_per_prompt}: no baseline of a group says what turns"
              " are worth that all of its samples share"),
-        FlagRule("--group-filter", s.group_filter, s.group_filter == "none" or s.samples_per_prompt > 1,
+        FlagRule("--group-filter", s.group_filter == "none" or s.samples_per_prompt > 1,
              "needs --samples-per-prompt 2 or more: it compares the responses of a group"),
-        FlagRule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
+        FlagRule("--dynamic-sampling", not s.dynamic_sampling or s.group_filter != "none",
              "needs --group-filter reward, correct or range: without a filter the batch is always full"),
-        FlagRule("--pool-bounds", s.pool_bounds, s.pool_bounds is None or s.samples_per_prompt > 1,
+        FlagRule("--pool-bounds", s.pool_bounds is None or s.samples_per_prompt > 1,
              "needs --samples-per-prompt 2 or more: a prompt is as difficult as its group says"),
-        FlagRule("--pool-bounds", s.pool_bounds, s.pool_bounds is None or bool(context.terms),
+        FlagRule("--pool-bounds", s.pool_bounds is None or bool(context.terms),
              "needs a --reward that says which responses are correct"),
-        FlagRule("--pool-bounds", s.pool_bounds, s.pool_bounds is None or not s.debug_train_only,
+        FlagRule("--pool-bounds", s.pool_bounds is None or not s.debug_train_only,
              "not allowed with --debug-train-only, whose prompts are those of --load-rollouts"),
-        FlagRule("--rollout-bank", s.rollout_bank, s.rollout_bank is None or s.save is not None,
+        FlagRule("--rollout-bank", s.rollout_bank is None or s.save is not None,
              "needs --save: a checkpoint tells which responses are no longer needed"),
-        FlagRule("--partial-rollouts", partial, not partial or s.over_sampling > 1,
+        FlagRule("--partial-rollouts", not partial or s.over_sampling > 1,
              "needs --over-sampling above 1: otherwise every group of a round is finished"),
-        FlagRule("--partial-rollouts", partial, not partial or is_corrected(context),
+        FlagRule("--partial-rollouts", not partial or is_corrected(context),
              "needs a --rollout-correction, an --old-logprobs of the rollout or a --policy-loss that reads them: older"
              " policies than the trained one generated parts of a response"),
-        FlagRule("--overlong-buffer", s.overlong_buffer, s.overlong_buffer <= s.max_response_length,
+        FlagRule("--overlong-buffer", s.overlong_buffer <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}"),
     ]  # fmt: skip
 
 
 def _overlap(s: Settings) -> list[FlagRule]:
-    lag, recorded, replays = s.generation_lag, s.generation_schedule, s.replay_schedule is not None
-    records = recorded == "recorded"
+    lag, records, replays = s.generation_lag, s.generation_schedule == "recorded", s.replay_schedule is not None
     return [
-        FlagRule("--max-staleness", s.max_staleness, not 0 < s.max_staleness < lag,
+        FlagRule("--max-staleness", not 0 < s.max_staleness < lag,
              f"allowed is 0, or at least --generation-lag {lag}: all responses are that many updates old"),
-        FlagRule("--generation-schedule", recorded, not records or lag > 0,
+        FlagRule("--generation-schedule", not records or lag > 0,
              "needs --generation-lag 1 or more: without it a round has no choice of weights to record"),
-        FlagRule("--generation-schedule", recorded, not records or s.save is not None,
+        FlagRule("--generation-schedule", not records or s.save is not None,
              "needs --save, where the schedule is written"),
-        FlagRule("--generation-schedule", recorded, not records or not replays,
+        FlagRule("--generation-schedule", not records or not replays,
              "not allowed with --replay-schedule, which decides everything; leave one of them out"),
-        FlagRule("--replay-schedule", s.replay_schedule, not replays or lag > 0,
-             "needs the --generation-lag of the recorded run"),
-        FlagRule("--rollout-bank", s.rollout_bank, s.rollout_bank is None or not s.is_scheduled,
+        FlagRule("--replay-schedule", not replays or lag > 0, "needs the --generation-lag of the recorded run"),
+        FlagRule("--rollout-bank", s.rollout_bank is None or not s.is_scheduled,
              "keeps responses of one policy; not allowed with --generation-schedule recorded or --replay-schedule"),
     ]  # fmt: skip
 
@@ -285,13 +277,13 @@ def _overlap(s: Settings) -> list[FlagRule]:
 def _training(context: FlagContext) -> list[FlagRule]:
     s, needs = context.settings, context.estimator.needs
     return [
-        FlagRule("--samples-per-prompt", s.samples_per_prompt, "groups" not in needs or s.samples_per_prompt > 1,
+        FlagRule("--samples-per-prompt", "groups" not in needs or s.samples_per_prompt > 1,
              f"--advantage {s.advantage} compares the responses to a prompt; allowed is 2 or more"),
-        FlagRule("--advantage", s.advantage, "baselines" not in needs or s.greedy_baseline,
+        FlagRule("--advantage", "baselines" not in needs or s.greedy_baseline,
              "needs --greedy-baseline, whose reward it subtracts"),
-        FlagRule("--credit", s.credit, s.credit == "episode" or "credit_turns" in context.estimator.options,
+        FlagRule("--credit", s.credit == "episode" or "credit_turns" in context.estimator.options,
              "needs --advantage rloo: it compares each turn with the same turn of the other responses to the prompt"),
-        FlagRule("--router-replay-reference", s.router_replay_reference,
+        FlagRule("--router-replay-reference",
              not s.router_replay_reference or "reference" in context.roles or s.debug_rollout_only,
              "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
     ]  # fmt: skip
@@ -300,48 +292,46 @@ def _training(context: FlagContext) -> list[FlagRule]:
 def _kl(s: Settings) -> list[FlagRule]:
     adapts, sequences = s.kl_controller == "adaptive", s.sequences_per_step
     return [
-        FlagRule("--kl-estimator", s.kl_estimator, s.kl_in == "loss" or s.kl_estimator not in IN_LOSS,
+        FlagRule("--kl-estimator", s.kl_in == "loss" or s.kl_estimator not in IN_LOSS,
              "needs --kl-in loss: it changes only the gradient, and a reward has none"),
-        FlagRule("--kl-controller", s.kl_controller, not adapts or s.kl_target is not None, "needs --kl-target"),
+        FlagRule("--kl-controller", not adapts or s.kl_target is not None, "needs --kl-target"),
         # β must stay above 0: an update multiplies it by at least 1 − 0.2·n/horizon.
-        FlagRule("--kl-horizon", s.kl_horizon, not adapts or s.kl_horizon > 0.2 * sequences,
+        FlagRule("--kl-horizon", not adapts or s.kl_horizon > 0.2 * sequences,
              f"allowed is more than 0.2 × {sequences} responses of a step"),
     ]  # fmt: skip
 
 
 def _evaluation(s: Settings) -> list[FlagRule]:
-    responses, max_k = s.eval_responses, max(parse_positive_ints(s.eval_k)) if s.eval_k else 1
+    responses, max_k = s.eval_responses, max(parse_ints(s.eval_k)) if s.eval_k else 1
     return [
-        FlagRule("--eval-responses", responses, responses == 1 or s.eval_temperature > 0,
+        FlagRule("--eval-responses", responses == 1 or s.eval_temperature > 0,
              "needs --eval-temperature above 0: greedy responses are all equal"),
-        FlagRule("--eval-k", s.eval_k, max_k <= responses, f"allowed is at most --eval-responses {responses}"),
+        FlagRule("--eval-k", max_k <= responses, f"allowed is at most --eval-responses {responses}"),
     ]  # fmt: skip
 
 
 def _export(s: Settings) -> list[FlagRule]:
     return [
-        FlagRule("--export-hf", s.export_hf, not s.export_hf or s.save is not None, "needs --save"),
-        FlagRule("--export-peft", s.export_peft, not s.export_peft or s.save is not None, "needs --save"),
+        FlagRule("--export-hf", not s.export_hf or s.save is not None, "needs --save"),
+        FlagRule("--export-peft", not s.export_peft or s.save is not None, "needs --save"),
     ]  # fmt: skip
 
 
 def _debug(s: Settings) -> list[FlagRule]:
-    train_only, rollout_only, load, saves = (
-        s.debug_train_only, s.debug_rollout_only, s.load_rollouts, s.save_rollouts
-    )  # fmt: skip
+    train_only, saves = s.debug_train_only, s.save_rollouts
     return [
-        FlagRule("--debug-train-only", train_only, not train_only or load is not None,
+        FlagRule("--debug-train-only", not train_only or s.load_rollouts is not None,
                  "needs --load-rollouts: without an engine the responses come from a folder"),
-        FlagRule("--load-rollouts", load, load is None or train_only,
+        FlagRule("--load-rollouts", s.load_rollouts is None or train_only,
                  "needs --debug-train-only: other runs generate their responses"),
-        FlagRule("--debug-rollout-only", rollout_only, not rollout_only or not train_only,
+        FlagRule("--debug-rollout-only", not s.debug_rollout_only or not train_only,
                  "not allowed with --debug-train-only: nothing would be left of a step"),
-        FlagRule("--serve-policy", s.serve_policy, not s.serve_policy or not train_only,
+        FlagRule("--serve-policy", not s.serve_policy or not train_only,
                  "not allowed with --debug-train-only, which has no rollout engine"),
-        FlagRule("--save-rollouts", saves, not saves or s.save is not None, "needs --save"),
-        FlagRule("--save-rollouts", saves, not saves or not train_only,
+        FlagRule("--save-rollouts", not saves or s.save is not None, "needs --save"),
+        FlagRule("--save-rollouts", not saves or not train_only,
                  "not allowed with --debug-train-only: they are in --load-rollouts already"),
-        FlagRule("--profile-steps", s.profile_steps, s.profile_steps is None or s.save is not None, "needs --save"),
+        FlagRule("--profile-steps", s.profile_steps is None or s.save is not None, "needs --save"),
     ]  # fmt: skip
 
 
@@ -353,18 +343,18 @@ def _environments(s: Settings) -> list[FlagRule]:
     }  # fmt: skip
     not_in_sessions = [flag for flag, is_set in in_sessions.items() if is_set]
     return [
-        FlagRule("--agent-sessions", s.agent_sessions, not s.agent_sessions or name == SESSIONS,
+        FlagRule("--agent-sessions", not s.agent_sessions or name == SESSIONS,
              "drivers outside of the run are the environment; leave --environment out"),
-        FlagRule("--agent-sessions", s.agent_sessions, not s.agent_sessions or not not_in_sessions,
+        FlagRule("--agent-sessions", not s.agent_sessions or not not_in_sessions,
              f"not allowed with {', '.join(not_in_sessions)}"),
-        FlagRule("--branch-turns", s.branch_turns, s.branch_turns < s.max_turns or name is None,
+        FlagRule("--branch-turns", s.branch_turns < s.max_turns or name is None,
              f"leaves an episode no turn of its own; allowed is less than --max-turns {s.max_turns}"),
-        FlagRule("--environment", name, name is None or not s.is_scheduled or s.over_sampling == 1,
+        FlagRule("--environment", name is None or not s.is_scheduled or s.over_sampling == 1,
              "not allowed with --over-sampling where the clock decides (--generation-schedule recorded,"
              " --replay-schedule)"),
-        FlagRule("--thinking-budget", s.thinking_budget, s.thinking_budget is None or s.credit == "episode",
+        FlagRule("--thinking-budget", s.thinking_budget is None or s.credit == "episode",
              "not allowed with --credit turns, which tells turns apart by what the policy has chosen"),
-        FlagRule("--max-turn-length", s.max_turn_length, (s.max_turn_length or 0) <= s.max_response_length,
+        FlagRule("--max-turn-length", (s.max_turn_length or 0) <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}, which holds all turns and "
              "observations"),
     ]  # fmt: skip

@@ -64,5 +64,13 @@ def parses(parse: Callable) -> Callable[[str], bool]:
     return check
 
 
+def parse_ints(text: str, least: int = 0) -> tuple[int, ...]:
+    """`"1,4,8"` -> (1, 4, 8). ValueError unless every item is a whole number, `least` or more."""
+    numbers = tuple(int(item) for item in text.split(","))
+    if min(numbers) < least:
+        raise ValueError(f"{text!r} has a number below {least}")
+    return numbers
+
+
 def one_of(default, names: tuple[str, ...], text, **kw):
     return flag(default, text, lambda v: v in names, "one of " + ", ".join(names), **kw)

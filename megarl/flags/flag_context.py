@@ -25,9 +25,12 @@ class FlagContext(NamedTuple):
 
 
 class FlagRule(NamedTuple):
-    """A flag, its value, whether the combination is valid, and the reason if it is not."""
+    """A flag, whether its combination with others is valid, and the reason if it is not."""
 
     flag: str
-    value: object
     holds: bool
     reason: str
+
+    def problem(self, settings: Settings) -> str:
+        """The error of a broken rule: the flag with its value, and the reason."""
+        return f"{self.flag} {getattr(settings, self.flag[2:].replace('-', '_'))}: {self.reason}"

@@ -36,8 +36,8 @@ def check_sizes(context: FlagContext, rules: Callable[[FlagContext], Sequence[Fl
         own = dataclasses.replace(s, samples_per_prompt=samples, minibatch_size=None)
         for rule in rules(context._replace(settings=own)):
             if not rule.holds:
-                flag = "" if rule.flag == "--samples-per-prompt" else f"{rule.flag} {rule.value}: "
-                raise UsageError(f"{where}: {flag}{rule.reason}")
+                is_of_size = rule.flag == "--samples-per-prompt"
+                raise UsageError(f"{where}: {rule.reason if is_of_size else rule.problem(own)}")
         if size is not None and size % s.samples_per_prompt:
             raise UsageError(
                 f"--minibatch-size {size}: {where} differs from --samples-per-prompt, so that mini-batches have whole "

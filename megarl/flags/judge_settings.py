@@ -1,9 +1,12 @@
 """Flags of the judge, the language model that the term `judge` of `--reward` asks; its role is the reward's."""
 
 import dataclasses
+from typing import Any
 
 from megarl.errors import UsageError
 from megarl.flags.fields import GENERATING, flag, positive
+
+JUDGE: dict[str, Any] = {"programs": GENERATING, "when": "judge"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,18 +14,15 @@ class JudgeSettings:
     """The judge."""
 
     judge_config: str | None = flag(None, "YAML file: the messages that the judge reads, how it answers, and how a"
-                                     " number is read from its answer", programs=GENERATING, when="judge")  # fmt: skip
+                                     " number is read from its answer", **JUDGE)  # fmt: skip
     judge_hf_model: str | None = flag(None, "Hugging Face folder of the judge, a language model; with --judge-load it"
-                                       " gives all but the weights", programs=GENERATING, when="judge")  # fmt: skip
+                                       " gives all but the weights", **JUDGE)  # fmt: skip
     judge_load: str | None = flag(None, "run folder or checkpoint of train_sft or train_rl that is the judge; the flags"
-                                   " with the prefix --reward- describe its model", programs=GENERATING,
-                                   when="judge")  # fmt: skip
-    judge_max_length: int = positive(2048, "tokens of the judge's prompt and judgement together",
-                                      programs=GENERATING, when="judge")  # fmt: skip
-    judge_buffer_gb: float = positive(0.25, "KV cache of each rank of the judge, GiB", programs=GENERATING,
-                                       when="judge")  # fmt: skip
+                                   " with the prefix --reward- describe its model", **JUDGE)  # fmt: skip
+    judge_max_length: int = positive(2048, "tokens of the judge's prompt and judgement together", **JUDGE)
+    judge_buffer_gb: float = positive(0.25, "KV cache of each rank of the judge, GiB", **JUDGE)
     judge_max_requests: int = positive(64, "maximum judgements that a replica of the judge writes together, at least 4",
-                                        programs=GENERATING, when="judge")  # fmt: skip
+                                        **JUDGE)  # fmt: skip
 
 
 def check_layout(args):

@@ -1,5 +1,7 @@
-"""Flags of the losses of actor and critic; the options of each policy loss are defined in its module
-(`algorithms.policy_losses`)."""
+"""Flags of the losses of actor and critic, and of multi-token prediction.
+
+The options of each policy loss are defined in its module (`algorithms.policy_losses`).
+"""
 
 import dataclasses
 
@@ -27,3 +29,14 @@ class LossSettings:
                                                     " tokens (VAPO, 2504.05118: 0.1)", when="trained")  # fmt: skip
     value_clip_range: float = positive(0.2, "clip range of the value loss", when="critic")
     critic_warmup_steps: int = not_negative(0, "first steps in which only the critic is trained", when="critic")
+    # Multi-token prediction.
+    mtp_train: bool = flag(False, "train the layer of multi-token prediction on the policy's responses, by its own"
+                            " loss, gradient norm and optimizer: the policy's own numbers stay the same to the bit"
+                            " (2412.19437)", programs="rl sft", when="trained")  # fmt: skip
+    mtp_drafts: bool = flag(False, "decode steps also read what the layer of multi-token prediction drafts; text and"
+                             " log-probs stay the same to the bit", when="engine")  # fmt: skip
+
+    @property
+    def predicts(self) -> bool:
+        """Whether policy and rollout have the layer that predicts the token after the next one."""
+        return self.mtp_train or self.mtp_drafts

@@ -54,7 +54,7 @@ class Flag:
     allowed: str | None  # the allowed values, in words
     condition: str | None  # under which it has an effect, by name (`combinations.condition`)
     common: str
-    setting: str | None  # field of `Settings` that it sets; None for an option of a loss
+    setting: str | None = None  # field of `Settings` that it sets; None for an option of a loss
     several: bool = False  # it takes several words
 
 
@@ -87,13 +87,17 @@ def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag
     return found
 
 
+def _flag(name: str, field: dataclasses.Field, kind: type, text: str, condition: str | None, **own: Any) -> Flag:
+    """The flag of a field that `fields.flag`, `policy_loss.option` or a plug-in has made."""
+    default, meta = None if field.default is dataclasses.MISSING else field.default, field.metadata
+    check, allowed = meta.get("check"), meta.get("allowed")
+    return Flag(name, kind, default, meta.get("help") or text, check, allowed, condition, common=name, **own)
+
+
 def _of_setting(field: dataclasses.Field) -> Flag:
     name, meta = field.name.replace("_", "-"), field.metadata
-    return Flag(
-        name=name, kind=_kind_of(field.type), default=field.default, text=meta["help"], check=meta["check"],
-        allowed=meta["allowed"], condition=meta["when"], common=name, setting=field.name,
-        several=meta["several"],
-    )  # fmt: skip
+    kind: Any = next((t for t in typing.get_args(field.type) if t is not types.NoneType), field.type)
+    return _flag(name, field, kind, "", meta["when"], setting=field.name, several=meta["several"])
 
 
 def _of_role(flag: Flag, role: str) -> Flag:
@@ -106,26 +110,8 @@ def _of_role(flag: Flag, role: str) -> Flag:
 
 def _of_loss(loss: PolicyLoss) -> list[Flag]:
     kinds = policy_losses.option_kinds(loss)
-    return [
-        Flag(
-            name=name,
-            kind=kinds[name],
-            default=None if field.default is dataclasses.MISSING else field.default,
-            text=field.metadata.get("help") or f"option of --policy-loss {loss.name}",
-            check=field.metadata.get("check"),
-            allowed=field.metadata.get("allowed"),
-            condition=f"loss:{name}",
-            common=name,
-            setting=None,
-        )
-        for name, field in loss.flags().items()
-    ]
-
-
-def _kind_of(annotation) -> type:
-    if isinstance(annotation, types.UnionType):
-        return next(t for t in typing.get_args(annotation) if t is not type(None))
-    return annotation
+    text = f"option of --policy-loss {loss.name}"
+    return [_flag(name, field, kinds[name], text, f"loss:{name}") for name, field in loss.flags().items()]
 
 
 def _yes_or_no(text: str) -> bool:

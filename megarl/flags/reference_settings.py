@@ -1,9 +1,9 @@
-"""Flags of the reference policy: the KL to it, and when it becomes the present policy."""
+"""Flags of the reference policy, the KL to it and its refreshes, and of the moving average of the trained weights."""
 
 import dataclasses
 
 from megarl.algorithms.kl import KL_KINDS
-from megarl.flags.fields import flag, not_negative, one_of, positive
+from megarl.flags.fields import TRAINING, flag, not_negative, one_of, positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,3 +24,9 @@ class ReferenceSettings:
                                                    " each time (2505.24864); 0: never", when="reference")  # fmt: skip
     reference_mixup: float = flag(1.0, "α of that: w_ref ← α·w + (1 − α)·w_ref (2404.09656)",
                                    lambda v: 0 < v <= 1, "above 0, at most 1", when="refreshes")  # fmt: skip
+    # The moving average of the weights.
+    ema_decay: float | None = flag(None, "keep an exponential moving average of the trained weights with this decay"
+                                    " D: e ← D·e + (1 − D)·w after each step; default: none", lambda v: 0 < v < 1,
+                                    "above 0, below 1", programs=TRAINING, when="trained")  # fmt: skip
+    evaluate_ema: bool = flag(False, "evaluate the moving average instead of the weights that are trained",
+                               programs=TRAINING, when="average")  # fmt: skip

@@ -12,10 +12,11 @@ from megarl.errors import UsageError
 ROLES = ("actor", "critic", "reward", "reference", "teacher", "rollout")
 OFF = "--off:"  # prefix of a switch that a config file turns off (`--no-…` is set) or unsets; its name is checked
 
+PIPELINE_LAYOUT = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 # Flags that may have a --rollout- prefix: they split the policy's weights. All others are the actor's.
 ROLLOUT_LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "expert_tensor_parallel_size", *PIPELINE_LAYOUT,
 )  # fmt: skip
 PARALLEL_SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
@@ -25,10 +26,6 @@ TRAINING_ONLY = (
     "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_vp_stage", "use_torch_fsdp2",
     "use_distributed_optimizer", "overlap_grad_reduce",
 )  # fmt: skip
-PIPELINE_LAYOUT = (
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-)  # fmt: skip
-
 
 _INTERVAL = re.compile(r"(?P<nodes>nodes?\s+)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 
@@ -118,15 +115,17 @@ def _option(token: str) -> str:
     return token.split("=", 1)[0]
 
 
-def _role_of(option: str, roles, megatron: dict[str, str]) -> str | None:
-    """The role whose prefix an option has; None for a Megatron flag whose own name starts like a prefix."""
-    return next((role for role in roles if option.startswith(f"--{role}-") and option not in megatron), None)
+def _divided(option: str, roles, megatron: dict[str, str]) -> tuple[str | None, str]:
+    """(role whose prefix an option has, its name without that); None for a common flag of Megatron, whose own name may
+    start like a prefix."""
+    role = next((role for role in roles if option.startswith(f"--{role}-") and option not in megatron), None)
+    return role, option if role is None else "--" + option.removeprefix(f"--{role}-")
 
 
 def with_prefix(tokens: list[str], roles, megatron: dict[str, str]) -> dict[str, str]:
     """The options among the tokens that have the prefix of one of these roles -> the role."""
     options = map(_option, tokens)
-    return {option: role for option in options if (role := _role_of(option, roles, megatron))}
+    return {option: role for option in options if (role := _divided(option, roles, megatron)[0])}
 
 
 def attributes_set(tokens: list[str], roles, megatron: dict[str, str]) -> list[str]:
@@ -137,9 +136,9 @@ def attributes_set(tokens: list[str], roles, megatron: dict[str, str]) -> list[s
     """
     found = set()
     for option in (_option(token).replace(OFF, "--") for token in tokens):
-        role = _role_of(option, roles, megatron)
-        prefix, name = ("", option) if role is None else (f"{role}_", "--" + option.removeprefix(f"--{role}-"))
-        found |= {prefix + megatron[name]} if name in megatron else set()
+        role, name = _divided(option, roles, megatron)
+        if name in megatron:
+            found.add(f"{role}_{megatron[name]}" if role else megatron[name])
     return sorted(found)
 
 
@@ -151,8 +150,7 @@ def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str
         training: attributes that only training reads.
     """
     for option in map(_option, tokens):
-        role = _role_of(option, ROLES_OF[program], megatron)
-        name = option if role is None else "--" + option.removeprefix(f"--{role}-")
+        role, name = _divided(option, ROLES_OF[program], megatron)
         # `split` checks the rollout's flags.
         is_trained = role in (*TRAINED_ROLES[program], "rollout") if role else bool(TRAINED_ROLES[program])
         if megatron.get(name) in training and not is_trained:
@@ -168,7 +166,7 @@ def reward_model_options(tokens: list[str], program: str, megatron: dict[str, st
     Parallel sizes are not among them: they define the role's data-parallel replicas, which verifiers use, too.
     """
     options = [] if program == "reward" else with_prefix(tokens, ("reward",), megatron)
-    names = {option: megatron.get("--" + option.removeprefix("--reward-")) for option in options}
+    names = {option: megatron.get(_divided(option, ("reward",), megatron)[1]) for option in options}
     for option in (option for option, name in names.items() if name == "pretrained_checkpoint"):
         raise UsageError(f"{option}: its weights come from --reward-model, a judge's from --judge-load; leave it out")
     return [option for option, name in names.items() if name is not None and name not in PARALLEL_SIZES]
@@ -195,13 +193,12 @@ def split(
         token = "--" + token.removeprefix(OFF).removesuffix("=false") if off else token
         option = _option(token)
         if option.startswith("--"):
-            role = _role_of(option, roles, megatron)
-            target = common if role is None else prefixed[role]
-            token = token if role is None else "--" + token.removeprefix(f"--{role}-")
-            if _option(token) not in megatron:
-                raise unknown(option, _option(token))
+            role, name = _divided(option, roles, megatron)
+            target, token = common if role is None else prefixed[role], name + token.removeprefix(option)
+            if name not in megatron:
+                raise unknown(option, name)
             if role == "rollout":
-                _check_rollout(option, _option(token), megatron)
+                _check_rollout(option, name, megatron)
             if option in idle and not off:
                 target = []
         elif target is None:

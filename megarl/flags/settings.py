@@ -6,12 +6,13 @@ effect, and a warning says so.
 """
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.flags.average_settings import AverageSettings
 from megarl.flags.correction_settings import CorrectionSettings
 from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
@@ -29,6 +30,7 @@ from megarl.flags.fields import (
     fraction,
     not_negative,
     one_of,
+    parse_ints,
     parses,
     positive,
 )
@@ -36,10 +38,8 @@ from megarl.flags.judge_settings import JudgeSettings
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.flags.loss_settings import LossSettings
 from megarl.flags.pool_settings import PoolSettings
-from megarl.flags.prediction_settings import PredictionSettings
 from megarl.flags.preference_settings import PreferenceSettings
 from megarl.flags.reference_settings import ReferenceSettings
-from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
@@ -52,22 +52,17 @@ TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 SCHEDULES = ("fixed", "recorded")
 MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart
+REWARD_MODEL: dict[str, Any] = {"programs": GENERATING, "when": "model"}
+FALLIBLE: dict[str, Any] = {"programs": GENERATING, "when": "fallible"}
+FACTORS: dict[str, Any] = {"programs": TRAINING, "roles": TRAINED}
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
-
-
-def parse_positive_ints(text: str) -> tuple[int, ...]:
-    """`"1,4,8"` -> (1, 4, 8). ValueError unless every item is a whole number above 0."""
-    numbers = tuple(int(item) for item in text.split(","))
-    if min(numbers) < 1:
-        raise ValueError(f"{text!r} has a number below 1")
-    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(
     DataSettings, PoolSettings, ReferenceSettings, PreferenceSettings, EnvironmentSettings, ServerSettings,
-    ReportSettings, AverageSettings, LossSettings, CorrectionSettings, TrackerSettings, DebugSettings, DistillSettings,
-    JudgeSettings, PredictionSettings, StopSettings,
+    LossSettings, CorrectionSettings, TrackerSettings, DebugSettings, DistillSettings, JudgeSettings,
+    StopSettings,
 ):  # fmt: skip
     """The values of megarl's own flags."""
 
@@ -82,16 +77,15 @@ class Settings(
                         " --environment: environment, with --distill: none, without any term",
                         programs=GENERATING)  # fmt: skip
     reward_model: str | None = flag(None, "run folder of train_reward; several, separated by commas, form an ensemble",
-                                     programs=GENERATING, when="model")  # fmt: skip
+                                     **REWARD_MODEL)  # fmt: skip
     reward_hf_model: str | None = flag(None, "Hugging Face folder of a reward model (sequence classification with one"
                                         " label); with --reward-model it gives all but the weights",
-                                        programs=GENERATING, when="model")  # fmt: skip
+                                        **REWARD_MODEL)  # fmt: skip
     reward_ensemble: str = one_of("mean", ENSEMBLES, "how an ensemble's scores are combined: mean or min (2310.02743)",
                                    programs=GENERATING, when="ensemble")  # fmt: skip
     reward_max_length: int | None = positive(None, "maximum tokens of a sequence that the reward model reads; longer"
                                               " sequences keep their end; default: --max-prompt-length +"
-                                              " --max-response-length", programs=GENERATING,
-                                              when="model")  # fmt: skip
+                                              " --max-response-length", **REWARD_MODEL)  # fmt: skip
     reward_normalize: bool = flag(False, "normalize the reward model's score by the running mean and standard"
                                    " deviation of all its scores", when="model")  # fmt: skip
     reward_clip: float | None = positive(None, "clip the reward model's score to ± this value (1707.06347); default:"
@@ -115,20 +109,16 @@ class Settings(
     reward_concurrency: int = positive(8, "remote: concurrent requests", programs=GENERATING, when="remote")
     reward_memory_mb: int = positive(1024, "code: memory limit of a checked program, MiB", programs=GENERATING,
                                       when="code")  # fmt: skip
-    reward_timeout: float = positive(30.0, "time limit of a verifier for one sample, seconds", programs=GENERATING,
-                                      when="fallible")  # fmt: skip
+    reward_timeout: float = positive(30.0, "time limit of a verifier for one sample, seconds", **FALLIBLE)
     reward_workers: int = not_negative(0, "worker processes per scoring rank for verifiers; 0: run them in the rank's"
                                         " process", when="local", programs=GENERATING)  # fmt: skip
     reward_failure: str = one_of("drop", ("drop", "fallback"), "a response whose verifier or judge failed: drop (it"
                                   " counts in no group and no loss) or fallback (it gets --reward-fallback)",
-                                  programs=GENERATING, when="fallible")  # fmt: skip
+                                  **FALLIBLE)  # fmt: skip
     reward_fallback: float = flag(0.0, "score of a response whose verifier or judge failed; evaluation always"
-                                   " uses it",
-                                   math.isfinite, "a finite number", programs=GENERATING,
-                                   when="fallible")  # fmt: skip
+                                   " uses it", math.isfinite, "a finite number", **FALLIBLE)  # fmt: skip
     reward_max_failures: float = fraction(0.1, "fraction of the latest samples that may fail in a verifier or the judge"
-                                           " before the run stops; 0: none",
-                                           programs=GENERATING, when="fallible")  # fmt: skip
+                                           " before the run stops; 0: none", **FALLIBLE)  # fmt: skip
     # Generation.
     prompts_per_step: int = positive(16, "prompts per step")
     samples_per_prompt: int = positive(4, "responses sampled per prompt (the group size)")
@@ -221,18 +211,16 @@ class Settings(
                                                programs=TRAINING, roles=MODELS)  # fmt: skip
     # LoRA.
     lora_rank: int | None = positive(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
-                                      " may differ per role; default: all weights", programs=TRAINING,
-                                      roles=TRAINED)  # fmt: skip
-    lora_alpha: float | None = positive(None, "α of the factors' scale α/rank; default: --lora-rank",
-                                         programs=TRAINING, roles=TRAINED)  # fmt: skip
-    lora_rslora: bool = flag(False, "scale the factors by α/√rank (2312.03732)", programs=TRAINING, roles=TRAINED)
+                                      " may differ per role; default: all weights", **FACTORS)  # fmt: skip
+    lora_alpha: float | None = positive(None, "α of the factors' scale α/rank; default: --lora-rank", **FACTORS)
+    lora_rslora: bool = flag(False, "scale the factors by α/√rank (2312.03732)", **FACTORS)
     lora_targets: str | None = flag(None, f"layers with factors, with commas: {', '.join(TARGETS)} (of experts, too),"
                                      f" or {ALL_LINEAR} for all of them, the default", are_targets,
                                      f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}",
-                                     programs=TRAINING, roles=TRAINED)  # fmt: skip
+                                     **FACTORS)  # fmt: skip
     lora_adapter: str | None = flag(None, "folder of a PEFT adapter: the factors to start from, with their rank, scale"
                                      " and targets; needs --hf-model; a larger --lora-rank adds to theirs",
-                                     programs=TRAINING, roles=TRAINED)  # fmt: skip
+                                     **FACTORS)  # fmt: skip
     export_peft: bool = flag(False, "also write the factors of each checkpoint as a PEFT adapter, peft/step_N in"
                               " --save; needs --hf-model", programs=TRAINING)  # fmt: skip
     # Evaluation.
@@ -242,7 +230,7 @@ class Settings(
     eval_temperature: float = not_negative(0.0, "sampling temperature of the evaluation; 0: greedy",
                                             programs=GENERATING, when="evaluation")  # fmt: skip
     eval_k: str | None = flag(None, "k of pass@k, mean@k and maj@k, as '1,4,8' (2107.03374); default: 1 and"
-                               " --eval-responses, if that is above 1", parses(parse_positive_ints),
+                               " --eval-responses, if that is above 1", parses(functools.partial(parse_ints, least=1)),
                                "whole numbers above 0 with commas", programs=GENERATING, when="evaluation")  # fmt: skip
     keep_best: bool = flag(True, "also save a checkpoint after the best evaluation: the highest eval/accuracy, in"
                             " train_sft the lowest eval/loss", programs=TRAINING, when="best")  # fmt: skip

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from megarl.flags.fields import flag, parses, positive
+from megarl.flags.fields import flag, parse_ints, parses, positive
 
 
 def parse_stops(text: str) -> tuple[str, ...]:
@@ -14,14 +14,6 @@ def parse_stops(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def parse_ids(text: str) -> tuple[int, ...]:
-    """`"7,9"` -> (7, 9). ValueError unless every item is a whole number, 0 or more."""
-    numbers = tuple(int(item) for item in text.split(","))
-    if min(numbers) < 0:
-        raise ValueError(f"{text!r} has a number below 0")
-    return numbers
-
-
 @dataclasses.dataclass(frozen=True)
 class StopSettings:
     """What ends a response, and its thoughts."""
@@ -30,7 +22,7 @@ class StopSettings:
                              " of the response and trained on", parses(parse_stops), "strings with some text",
                              programs="rl evaluate", when="engine")  # fmt: skip
     stop_token_ids: str | None = flag(None, "tokens that end a response like the tokenizer's end tokens, as '7,9'",
-                                       parses(parse_ids), "whole numbers with commas", programs="rl evaluate",
+                                       parses(parse_ints), "whole numbers with commas", programs="rl evaluate",
                                        when="engine")  # fmt: skip
     thinking_budget: int | None = positive(None, "tokens of a response, or of a turn, after which thoughts that are"
                                             " still open are ended by tokens that the policy does not choose and is not"

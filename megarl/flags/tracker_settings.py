@@ -1,9 +1,9 @@
-"""Flags of trackers: where a training run's metrics go besides metrics.jsonl."""
+"""Flags of trackers, where a training run's metrics go besides metrics.jsonl, and of its report."""
 
 import dataclasses
 from typing import Any
 
-from megarl.flags.fields import TRAINING, flag, parses
+from megarl.flags.fields import TRAINING, flag, not_negative, parses
 from megarl.observe.trackers.base import NAMES, NONE, parse_names
 
 TRACKED: dict[str, Any] = {"programs": TRAINING, "when": "tracked"}
@@ -30,3 +30,6 @@ class TrackerSettings:
                                       **TRACKED)  # fmt: skip
     tracker_offline: bool = flag(False, "write their files only, without network; `wandb sync` sends them later",
                                  **TRACKED)  # fmt: skip
+    # Report.
+    token_samples: int = not_negative(8, "responses of each step whose tokens are recorded one by one in tokens/: text,"
+                                       " log-probs, advantage, value; 0: none", when="saved")  # fmt: skip

@@ -1,11 +1,12 @@
 """The figure of a run's report: panels drawn from metrics.jsonl; those of a MoE policy show expert load and replay."""
 
+import functools
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import floor, log10
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.observe.metrics_file import series
 
@@ -31,8 +32,7 @@ def draw_report(rows: list[dict], title: str) -> bytes:
     from matplotlib.figure import Figure
 
     ticks = _tick_formatter()
-    panels = [_reward, _accuracy, _kl, _length, _losses, _gap]
-    panels += EXPERT_PANELS if has_experts(rows) else ()
+    panels = _panels(rows)
     figure = Figure(figsize=(15, 4.5 * len(panels) / 3), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     spaces: Any = figure.get_layout_engine()
@@ -40,7 +40,7 @@ def draw_report(rows: list[dict], title: str) -> bytes:
     figure.suptitle(title, fontsize=16, fontweight="bold")
     grid = figure.subplots(len(panels) // 3, 3)
     last_step = max([row["step"] for row in rows], default=0)
-    for axes, draw in zip(grid.flat, panels, strict=True):
+    for axes, panel in zip(grid.flat, panels, strict=True):
         axes.grid(True, alpha=0.3)
         axes.tick_params(labelsize=11)
         axes.set_xlabel("step", fontsize=12)
@@ -50,17 +50,25 @@ def draw_report(rows: list[dict], title: str) -> bytes:
         axes.yaxis.set_major_formatter(ticks())
         axes.set_xlim(-0.02 * max(last_step, 1), 1.02 * max(last_step, 1))
         axes.spines[["top", "right"]].set_visible(False)
-        draw(axes, rows)
+        set_title(axes, panel.title)
+        if any(series(rows, name)[0] for name in panel.names):
+            panel.draw(axes, rows)
+        else:
+            not_recorded(axes)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
+class Panel(NamedTuple):
+    """A panel of the figure; without any of its metrics it says so."""
+
+    title: str
+    names: Sequence[str]
+    draw: Callable[[Any, list[dict]], None]
+
+
 def _reward(axes, rows: list[dict]) -> None:
-    set_title(axes, "Reward (mean ± standard deviation)")
-    steps, _ = series(rows, "reward/mean")
-    if not steps:
-        return not_recorded(axes)
     both = [row for row in rows if row.get("reward/mean") is not None and row.get("reward/std") is not None]
     axes.fill_between(
         [row["step"] for row in both],
@@ -77,10 +85,7 @@ def _reward(axes, rows: list[dict]) -> None:
 
 
 def _accuracy(axes, rows: list[dict]) -> None:
-    set_title(axes, "Held-out accuracy")
     steps, values = series(rows, "eval/accuracy")
-    if not steps:
-        return not_recorded(axes)
     axes.plot(steps, values, "o-", color=ACCURACY, linewidth=1.8, markersize=5)
     # Accuracy is in [0, 1]; the margin keeps points and labels at the limits visible.
     axes.set_ylim(-0.12, 1.12)
@@ -99,65 +104,44 @@ def _value_label(axes, step: int, value: float, side: str, above: bool) -> None:
 
 
 def _kl(axes, rows: list[dict]) -> None:
-    if not series(rows, "kl/reference")[0] and series(rows, "distill/reverse_kl")[0]:
-        return _kl_to_teacher(axes, rows)
-    set_title(axes, "KL to reference")
-    if not series(rows, "kl/reference")[0]:
-        return not_recorded(axes)
     lines = [line(axes, rows, "kl/reference", KL, "KL")]
     if series(rows, "kl/coefficient")[0]:
-        right = _right_axes(axes, "coefficient")
-        lines.append(line(right, rows, "kl/coefficient", GREY, "coefficient", "--"))
-        start_at_zero(right)
+        lines.append(_on_the_right(axes, rows, "kl/coefficient", "coefficient", "coefficient"))
     start_at_zero(axes)
     legend(axes, lines)
 
 
 def _kl_to_teacher(axes, rows: list[dict]) -> None:
-    set_title(axes, "KL to teacher (nats per token)")
-    names = {"distill/reverse_kl": ("policy to teacher", KL), "distill/forward_kl": ("teacher to policy", CRITIC)}
-    found = {name: style for name, style in names.items() if series(rows, name)[0]}
-    lines = [line(axes, rows, name, color, label) for name, (label, color) in found.items()]
+    _present(axes, rows, ("distill/reverse_kl", KL, "policy to teacher"),
+             ("distill/forward_kl", CRITIC, "teacher to policy"))  # fmt: skip
     start_at_zero(axes)
-    legend(axes, lines)
 
 
-def _right_axes(axes, label: str):
-    """Axes with a grey scale of their own on the right."""
+def _on_the_right(axes, rows: list[dict], name: str, label: str, of_axis: str):
+    """Draw a metric on a grey scale of its own on the right."""
     right = axes.twinx()
     right.yaxis.set_major_formatter(_tick_formatter()())
     right.spines["top"].set_visible(False)
     right.tick_params(labelsize=11, colors=GREY)
-    right.set_ylabel(label, fontsize=12, color=GREY)
-    return right
+    right.set_ylabel(of_axis, fontsize=12, color=GREY)
+    curve = line(right, rows, name, GREY, label, "--")
+    start_at_zero(right)
+    return curve
 
 
 def _length(axes, rows: list[dict]) -> None:
-    set_title(axes, "Response length (mean, tokens)")
-    if not series(rows, "rollout/response_length_mean")[0]:
-        return not_recorded(axes)
     line(axes, rows, "rollout/response_length_mean", LENGTH)
     start_at_zero(axes)
 
 
-def _losses(axes, rows: list[dict]) -> None:
-    set_title(axes, "Losses")
-    curves = [
-        ("actor", "actor/loss", ACTOR), ("critic", "critic/loss", CRITIC), ("training", "sft/loss", ACTOR),
-        ("training", "reward/loss", ACTOR), ("held out", "eval/loss", CRITIC),
-    ]  # fmt: skip
-    present = [curve for curve in curves if series(rows, curve[1])[0]]
-    if not present:
-        return not_recorded(axes)
-    legend(axes, [line(axes, rows, name, color, label) for label, name, color in present])
+def _present(axes, rows: list[dict], *curves: tuple) -> None:
+    """Draw those of the curves, as arguments of `line`, that the run has."""
+    legend(axes, [line(axes, rows, *curve) for curve in curves if series(rows, curve[0])[0]])
 
 
 def _gap(axes, rows: list[dict]) -> None:
     """Largest gap on a log scale that ends in a linear part: zero, the best value, has no logarithm."""
-    set_title(axes, "Log-prob gap: max |rollout − recomputed|")
     steps, values = series(rows, "rollout/logprob_gap_max")
-    if not steps:
-        return not_recorded(axes)
     # Points, not a line: the gap jumps between zero and rounding errors, so a line would fill the panel.
     axes.plot(steps, values, "o", color=GAP, markersize=3.5)
     if any(values):
@@ -168,69 +152,59 @@ def _gap(axes, rows: list[dict]) -> None:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0], ["0"])
         axes.text(0.5, 0.5, "exactly 0 at every step", transform=axes.transAxes, ha="center", fontsize=13, color=GREY)
-    if any(series(rows, "rollout/staleness")[1]):
-        _staleness(axes, rows)
-    return None
-
-
-def _staleness(axes, rows: list[dict]) -> None:
-    """The gap is that of older policies where tokens are stale."""
-    right = _right_axes(axes, "staleness, updates")
-    line(right, rows, "rollout/staleness", GREY, "staleness", "--")
-    start_at_zero(right)
-
-
-# -- a MoE policy: expert load, router disagreement, log-prob gap with and without router replay --------------------
-
-
-def has_experts(rows: list[dict]) -> bool:
-    """Whether the run's policy is a MoE model."""
-    return any("router/load_imbalance" in row for row in rows)
-
-
-def layers_of(rows: list[dict], name: str) -> list[str]:
-    """Names of a metric's per-layer values, in order of the layers."""
-    pattern = re.compile(re.escape(name) + r"/layer_\d+")
-    return sorted({key for row in rows for key in row if pattern.fullmatch(key)})
+    if any(series(rows, "rollout/staleness")[1]):  # the gap of stale tokens is that of older policies
+        _on_the_right(axes, rows, "rollout/staleness", "staleness", "staleness, updates")
 
 
 def _by_layer(axes, rows: list[dict], name: str, color: str) -> None:
     """Draw the mean over the layers, and each layer in grey."""
-    layers = layers_of(rows, name)
-    if not layers:
-        return not_recorded(axes)
-    thin = [line(axes, rows, layer, GREY, "one layer") for layer in layers]
+    thin = [line(axes, rows, layer, GREY, "one layer") for layer in _layers_of(rows, name)]
     for curve in thin:
         curve.set(linewidth=0.8, alpha=0.5)
     legend(axes, [line(axes, rows, name, color, "all layers"), thin[0]])
     start_at_zero(axes)
 
 
-def _load(axes, rows: list[dict]) -> None:
-    """Load of the busiest expert above the mean; 0 is balanced."""
-    set_title(axes, "Load imbalance")
-    _by_layer(axes, rows, "router/load_imbalance", LOAD)
-
-
-def _disagreement(axes, rows: list[dict]) -> None:
-    """Fraction of replayed tokens for which the live router selects other experts."""
-    set_title(axes, "Disagreement")
-    _by_layer(axes, rows, "router/disagreement", DISAGREEMENT)
+def _layers_of(rows: list[dict], name: str) -> list[str]:
+    """Names of a metric's per-layer values, in order of the layers."""
+    pattern = re.compile(re.escape(name) + r"/layer_\d+")
+    return sorted({key for row in rows for key in row if pattern.fullmatch(key)})
 
 
 def _router_gaps(axes, rows: list[dict]) -> None:
     """Mean log-prob gap on probe batches, with and without the rollout's routes."""
-    set_title(axes, "Mean log-prob gap")
-    curves = [("replayed", "router/gap_replayed", REPLAYED, "-"), ("live", "router/gap_live", LIVE, "--")]
-    present = [curve for curve in curves if series(rows, curve[1])[0]]
-    if not present:
-        return not_recorded(axes)
-    legend(axes, [line(axes, rows, name, color, label, style) for label, name, color, style in present])
+    _present(axes, rows, ("router/gap_replayed", REPLAYED, "replayed"), ("router/gap_live", LIVE, "live", "--"))
     axes.set_yscale("symlog", linthresh=1e-7)  # zero, the best value, has no logarithm
     axes.set_ylim(bottom=0)
 
 
-EXPERT_PANELS = (_load, _disagreement, _router_gaps)
+LOSSES = (
+    ("actor/loss", ACTOR, "actor"), ("critic/loss", CRITIC, "critic"), ("sft/loss", ACTOR, "training"),
+    ("reward/loss", ACTOR, "training"), ("eval/loss", CRITIC, "held out"),
+)  # fmt: skip
+
+
+def _panels(rows: list[dict]) -> list[Panel]:
+    """The panels of a run; a MoE policy has more."""
+    kl = Panel("KL to reference", ["kl/reference"], _kl)
+    if not series(rows, "kl/reference")[0] and series(rows, "distill/reverse_kl")[0]:
+        kl = Panel("KL to teacher (nats per token)", ["distill/reverse_kl"], _kl_to_teacher)
+    found = [
+        Panel("Reward (mean ± standard deviation)", ["reward/mean"], _reward),
+        Panel("Held-out accuracy", ["eval/accuracy"], _accuracy),
+        kl,
+        Panel("Response length (mean, tokens)", ["rollout/response_length_mean"], _length),
+        Panel("Losses", [name for name, *_ in LOSSES], lambda axes, rows: _present(axes, rows, *LOSSES)),
+        Panel("Log-prob gap: max |rollout − recomputed|", ["rollout/logprob_gap_max"], _gap),
+    ]
+    if not any("router/load_imbalance" in row for row in rows):
+        return found
+    # Load of the busiest expert above the mean (0 is balanced); replayed tokens whose live router selects others.
+    layered = ("Load imbalance", "router/load_imbalance", LOAD), ("Disagreement", "router/disagreement", DISAGREEMENT)
+    for title, name, color in layered:
+        draw = functools.partial(_by_layer, name=name, color=color)
+        found.append(Panel(title, _layers_of(rows, name), draw))
+    return [*found, Panel("Mean log-prob gap", ["router/gap_replayed", "router/gap_live"], _router_gaps)]
 
 
 # -- ticks ----------------------------------------------------------------------------------------------------------

@@ -149,21 +149,19 @@ def reduce_times(
     `time/step_s`                maximum over all ranks; a rank's step ends when its own work is done.
     Phases that a rank records for a role that it does not have are waits, and are ignored.
     """
-    if len(times_of_rank) != len(roles_of_rank):
-        raise ValueError(f"times of {len(times_of_rank)} ranks, roles of {len(roles_of_rank)} ranks given")
     reduced = {"time/step_s": max(rank_times[STEP] for rank_times in times_of_rank)}
     idle_fractions, all_fractions = defaultdict(list), []
-    for rank, rank_times in enumerate(times_of_rank):
+    for rank_times, roles in zip(times_of_rank, roles_of_rank, strict=True):
         busy = 0.0
         for (role, phase), seconds in rank_times.items():
-            if role in roles_of_rank[rank]:
+            if role in roles:
                 name = f"time/{role}/{phase}_s"
                 reduced[name] = max(reduced.get(name, 0.0), seconds)
                 busy += 0.0 if phase in IDLE_PHASES else seconds
         step_seconds = rank_times[STEP]
         idle = max(0.0, 1.0 - busy / step_seconds) if step_seconds > 0 else 0.0
         all_fractions.append(idle)
-        for role in roles_of_rank[rank]:
+        for role in roles:
             idle_fractions[role].append(idle)
     for role, fractions in idle_fractions.items():
         reduced[f"time/{role}/idle_fraction"] = sum(fractions) / len(fractions)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import token_rewards
 from megarl.algorithms.estimators import AdvantageOptions, Estimator, StepData
-from megarl.algorithms.kl import REFERENCE_LOG_RATIO_LIMIT, AdaptiveKLController, FixedKLController, kl_estimate
+from megarl.algorithms.kl import REFERENCE_LOG_RATIO_LIMIT, KLController, kl_estimate
 from megarl.algorithms.packed import sums_by_sequence
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.arguments import Settings
@@ -43,9 +43,8 @@ class AdvantageComputer:
         weights = {term.name: term.weight for term in by_file.terms_of_run(s) if term.weight}
         self._turn_weight = weights.get(expression.ENVIRONMENT, 0.0)
         self._has_other_rewards = bool(s.overlong_buffer or weights.keys() - {expression.ENVIRONMENT})
-        self.controller: FixedKLController | AdaptiveKLController = FixedKLController(s.kl_coefficient)
-        if s.kl_controller == "adaptive":
-            self.controller = AdaptiveKLController(s.kl_coefficient, s.kl_target, s.kl_horizon)
+        target = s.kl_target if s.kl_controller == "adaptive" else None
+        self.controller = KLController(s.kl_coefficient, target, s.kl_horizon)
 
     @property
     def kl_coefficient(self) -> float:

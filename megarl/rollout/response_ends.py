@@ -6,8 +6,9 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.stop_strings import StopMatcher
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
+from megarl.flags.fields import parse_ints
 from megarl.flags.settings import Settings
-from megarl.flags.stop_settings import parse_ids, parse_stops
+from megarl.flags.stop_settings import parse_stops
 from megarl.tool_formats.by_template import name_of
 from megarl.tool_formats.table import load_format
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
@@ -17,7 +18,7 @@ class ResponseEnds:
     """What ends a response besides its length."""
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer):
-        self.own_ids = () if settings.stop_token_ids is None else parse_ids(settings.stop_token_ids)
+        self.own_ids = () if settings.stop_token_ids is None else parse_ints(settings.stop_token_ids)
         self.ids = tuple(dict.fromkeys((*tokenizer.end_ids, *self.own_ids)))
         self.stops = () if settings.stop is None else parse_stops(settings.stop)
         self.matcher = StopMatcher(tokenizer, self.stops) if self.stops else None

@@ -5,17 +5,16 @@ from typing import Any, Literal
 
 import prometheus_client
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from megarl.serving import responses, schemas, tokenization
 from megarl.serving.chat import chat
 from megarl.serving.completions import complete
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import RequestError, internal, invalid, validation_error
+from megarl.serving.error_handlers import add_error_handlers
+from megarl.serving.errors import RequestError, invalid
 from megarl.serving.generate import generate
-from megarl.serving.middleware import BodyAndDisconnect, KeyCheck, Observed, OneLength, SameOrigin
+from megarl.serving.middleware import BodyAndDisconnect, Observed, checked, has_key, one_length, same_origin
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -56,7 +55,7 @@ def build_app(context: ServingContext):
     """The ASGI application of the server."""
     config = context.config
     api = FastAPI(title="megarl", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
-    _add_error_handlers(api)
+    add_error_handlers(api)
     _add_generation(api, context)
     _add_information(api, context)
     if config.admin_keys:
@@ -65,28 +64,10 @@ def build_app(context: ServingContext):
     settings = config.settings
     seconds = min(settings.connection_timeout, settings.request_timeout)
     guarded = BodyAndDisconnect(api, int(settings.max_body_mb * 2**20), seconds)
-    checked = KeyCheck(guarded, config.api_keys, config.admin_keys)
+    app = checked(guarded, has_key(config.api_keys, config.admin_keys))
     if not config.api_keys:
-        checked = SameOrigin(checked, settings.host)
-    return Observed(OneLength(checked), context.metrics, paths)
-
-
-def _add_error_handlers(api: FastAPI):
-    @api.exception_handler(RequestError)
-    async def request_error(_, error: RequestError):
-        return error.response
-
-    @api.exception_handler(RequestValidationError)
-    async def wrong_request(_, error: RequestValidationError):
-        return validation_error(error.errors()).response
-
-    @api.exception_handler(HTTPException)
-    async def http_error(_, error: HTTPException):
-        return RequestError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response
-
-    @api.exception_handler(Exception)
-    async def fault(_, __: Exception):
-        return internal().response
+        app = checked(app, same_origin(settings.host))
+    return Observed(checked(app, one_length), context.metrics, paths)
 
 
 def _add_generation(api: FastAPI, context: ServingContext):

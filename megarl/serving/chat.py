@@ -11,6 +11,7 @@ from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import ChatCompletionRequest
 from megarl.serving.streams import Parts
+from megarl.serving.submission import Submission
 from megarl.serving.tokenization import template_messages, template_tools
 from megarl.serving.tool_calls import AnswerDelta, ToolCallParser, has_opened_thoughts
 
@@ -78,7 +79,7 @@ class ChatAnswer(OpenAIAnswer):
         marks = self._context.form.answer_marks if parsers[0] is not None else ()
         texts = [AnswerText(self._context.vocabulary, self._rules, marks) for _ in range(self._count)]
         begun: set[int] = set()
-        with self._context.submission(self._messages, self._session) as running:
+        with Submission(self._context.pool, self._messages, self._session) as running:
             async for index, update in running.updates():
                 progress = texts[index].feed(update)
                 self._generated += len(progress.tokens)

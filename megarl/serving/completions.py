@@ -14,6 +14,7 @@ from megarl.serving.links import Message
 from megarl.serving.replica_pool import RequestUpdate
 from megarl.serving.schemas import MAX_PROMPTS, CompletionRequest
 from megarl.serving.streams import Parts
+from megarl.serving.submission import Submission
 
 
 async def complete(context: ServingContext, request: CompletionRequest) -> Response:
@@ -88,7 +89,7 @@ class CompletionAnswer(OpenAIAnswer):
         texts = [AnswerText(self._context.vocabulary, self._rules) for _ in range(len(self._prompts) * self._count)]
         scores = self._scored_from < len(self._messages)
         late: dict[int, list[AnswerProgress]] = {}  # of choices whose prompt has no scores yet
-        with self._context.submission(self._messages, self._session) as running:
+        with Submission(self._context.pool, self._messages, self._session) as running:
             for index, text in enumerate(texts if self._echoes else ()):
                 echo = text.prompt(self._prompts[index // self._count])
                 echo.finish = None if self._generates else "length"

@@ -13,7 +13,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megarl.serving.errors import RequestError
-from megarl.serving.middleware import OPEN_PATHS
+from megarl.serving.middleware import OPEN_PATHS, checked
 
 RESERVED = 32  # further connections, for health checks and /admin
 _OTHER_FILES = 128  # descriptors for the links to leaders, the listener, and what libraries open
@@ -84,14 +84,12 @@ class LimitedProtocol(H11Protocol):
 def _reserved(app):
     """The application for a connection beyond the limit: it answers only what tells and changes the server's state."""
 
-    async def answer(scope, receive, send):
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/admin/"):
-            error = RequestError(503, "too many connections", code="too_many_connections")
-            error.headers |= {"Retry-After": "1", "Connection": "close"}
-            return await error.response(scope, receive, send)
-        return await app(scope, receive, send)
+    def check(scope):
+        if scope["path"] not in OPEN_PATHS and not scope["path"].startswith("/admin/"):
+            headers = {"Retry-After": "1", "Connection": "close"}
+            raise RequestError(503, "too many connections", code="too_many_connections", headers=headers)
 
-    return answer
+    return checked(app, check)
 
 
 def _read_to_the_end(app, seconds: float):

@@ -9,10 +9,8 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.errors import RequestError, echo, invalid
-from megarl.serving.links import Message
 from megarl.serving.metrics import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
-from megarl.serving.submission import Submission
 from megarl.tool_formats.table import FORMATS
 from megarl.tool_formats.thinking_budget import ThoughtReader
 
@@ -96,7 +94,3 @@ class ServingContext:
         if wanted is not None and wanted > limit:
             raise invalid(f"{param} {wanted}: allowed are at most {limit}", param)
         return min(limit, room) if wanted is None else wanted
-
-    def submission(self, messages: Sequence[Message], session: str | None) -> Submission:
-        """The requests to leaders for one HTTP request."""
-        return Submission(self.pool, messages, session)

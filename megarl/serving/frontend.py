@@ -10,22 +10,20 @@ import asyncio
 import contextlib
 import logging
 import os
-import secrets
 import socket
 import sys
 from multiprocessing.connection import Connection, Listener
 from threading import Thread
 
 from megarl.child_process import parent
-from megarl.errors import UsageError
 from megarl.serving import links
 from megarl.serving.app import build_app
+from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
-from megarl.serving.listening import HttpServer, listen_to_clients
+from megarl.serving.listening import HttpServer, run_process
 from megarl.serving.replica_pool import ReplicaState
 
 _LAST_SECONDS = 1.0  # for answers to leave when the process ends in an error
-_BACKLOG = 1024  # connections that wait to be accepted
 _SWITCH_SECONDS = 2e-4  # that a thread which reads from a leader waits for the interpreter; Python's own are 5e-3
 
 log = logging.getLogger(__name__)
@@ -128,22 +126,16 @@ def main() -> int:
     sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.WARNING, format="megarl.serving: %(levelname)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each malformed request would fill disks
-    try:
-        config = rank_0.recv()
+
+    def prepare(config: FrontendConfig):
         context = ServingContext(config)
-        http, url = listen_to_clients(config.settings)
-        listener, key = Listener(config.ranks_address, backlog=_BACKLOG), secrets.token_bytes(32)
-        rank_0.send((url, listener.address, key))
-    except UsageError as error:
-        rank_0.send(str(error))
-        return 2
-    except (EOFError, OSError):  # rank 0 is gone
-        return 1
 
-    async def run() -> int:
-        return await Frontend(context, http, listener, key).serve(rank_0)
+        async def serve(http: socket.socket, listener: Listener, key: bytes) -> int:
+            return await Frontend(context, http, listener, key).serve(rank_0)
 
-    return asyncio.run(run())
+        return serve
+
+    return run_process(rank_0, prepare)
 
 
 if __name__ == "__main__":

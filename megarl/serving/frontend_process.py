@@ -125,11 +125,10 @@ def start_frontend(
         UsageError: the address cannot be used.
         RuntimeError: the process has failed although it may not.
     """
-    config = dataclasses.replace(
-        config, model_name=model_name, vocab_size=vocab_size, replicas=len(role_groups.replicas)
-    )
+    replicas = len(role_groups.replicas)
+    config = dataclasses.replace(config, model_name=model_name, vocab_size=vocab_size, replicas=replicas)
     with contextlib.ExitStack() as stack:
-        child, url, link = start_process("megarl.serving.frontend", config, role_groups, stack)
+        url, link, child = start_process(stack, "megarl.serving.frontend", config, role_groups)
         yield FrontendProcess(url, link, child, role_groups, may_end, config.settings.drain_seconds)
         status = _end(child) if child else 0
         if status and not may_end:
@@ -137,16 +136,19 @@ def start_frontend(
 
 
 def start_process(
-    module: str, config: Any, role_groups: RoleGroups, stack: contextlib.ExitStack
-) -> tuple[Child | None, str, links.Link | None]:
-    """(the process, on rank 0; its URL; a link with it, on leaders). A collective of the world.
+    stack: contextlib.ExitStack, module: str, config: Any, role_groups: RoleGroups
+) -> tuple[str, links.Link | None, Child | None]:
+    """Starts an HTTP process (`listening.run_process`) on rank 0, and connects each replica's leader with it.
+
+    A collective of the world. UsageError if its configuration is wrong.
 
     Args:
-        module: its main function receives `config` with its `ranks_address`.
         stack: ends it.
+        module: that it runs.
+        config: for it; its `ranks_address` is set here.
 
-    Raises:
-        UsageError: the address cannot be used.
+    Returns:
+        Its URL; the link of a leader; the process on rank 0.
     """
     child: Child | None = None
     found: list[Any] = [None]
@@ -158,7 +160,8 @@ def start_process(
         found = [_answer_of(child)]
     dist.broadcast_object_list(found, src=0)
     url, address, key = found[0]
-    return child, url, links.Link(links.connect(address, key)) if role_groups.is_leader else None
+    link = links.Link(links.connect(address, key)) if role_groups.is_leader else None
+    return url, link, child
 
 
 def _ranks_address(stack: contextlib.ExitStack) -> links.Address:

@@ -12,6 +12,7 @@ from megarl.serving.errors import invalid
 from megarl.serving.replica_pool import RequestUpdate
 from megarl.serving.schemas import GenerateRequest
 from megarl.serving.streams import Parts, start_stream
+from megarl.serving.submission import Submission
 
 
 async def generate(context: ServingContext, request: GenerateRequest) -> Response:
@@ -75,7 +76,7 @@ class GenerateAnswer:
 
     async def parts(self) -> Parts:
         """The parts of all responses as they come."""
-        with self._context.submission(self._messages, self._request.session) as running:
+        with Submission(self._context.pool, self._messages, self._request.session) as running:
             async for index, update in running.updates():
                 if update.kind == "routes":
                     yield {**self._result(index), "routes": update.routes}

@@ -1,8 +1,12 @@
-"""The socket of an HTTP process, and its server."""
+"""An HTTP process that rank 0 starts: its sockets, what it says to rank 0 at its start, and its server."""
 
+import asyncio
 import contextlib
 import functools
+import secrets
 import socket
+from collections.abc import Callable, Coroutine
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import uvicorn
@@ -13,25 +17,45 @@ from megarl.serving.connections import LimitedProtocol, max_connections
 
 _BACKLOG = 1024  # connections that wait to be accepted
 
-
-# An application without websockets, start and end, and what would say more to clients or logs than it does itself.
-PLAIN: dict[str, Any] = {
+SERVER: dict[str, Any] = {
     "ws": "none", "loop": "asyncio", "lifespan": "off", "access_log": False, "log_config": None,
     "server_header": False, "proxy_headers": False,
 }  # fmt: skip
+"""What all servers tell uvicorn."""
 
 
 class HttpServer(uvicorn.Server):
-    """Uvicorn's server of an application, with limits of connections and without its signal handlers."""
+    """Uvicorn's server with limits of connections, without its signal handlers."""
 
-    def __init__(self, app: Any, settings: ServerSettings):
+    def __init__(self, app, settings: ServerSettings):
         limits = max_connections(settings.max_connections), settings.connection_timeout
         protocol: Any = functools.partial(LimitedProtocol, *limits)
-        super().__init__(uvicorn.Config(app, http=protocol, **PLAIN))
+        super().__init__(uvicorn.Config(app, http=protocol, **SERVER))
 
     @contextlib.contextmanager
     def capture_signals(self):
         yield
+
+
+def run_process(rank_0: Connection, prepare: Callable[[Any], Callable[..., Coroutine[Any, Any, int]]]) -> int:
+    """Gets a configuration from rank 0, listens to clients and leaders, says where, and serves; the exit status.
+
+    Args:
+        prepare: gets the configuration, which has `settings` and `ranks_address`; returns what serves, with the sockets
+            for clients and for leaders and the key that leaders must know, and returns the exit status.
+    """
+    try:
+        config = rank_0.recv()
+        http, url = listen_to_clients(config.settings)
+        serve = prepare(config)
+        listener, key = Listener(config.ranks_address, backlog=_BACKLOG), secrets.token_bytes(32)
+        rank_0.send((url, listener.address, key))
+    except UsageError as error:
+        rank_0.send(str(error))
+        return 2
+    except (EOFError, OSError):  # rank 0 is gone
+        return 1
+    return asyncio.run(serve(http, listener, key))
 
 
 def listen_to_clients(settings: ServerSettings) -> tuple[socket.socket, str]:

@@ -6,7 +6,8 @@ import hmac
 import logging
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from megarl.serving import fair_queue
 from megarl.serving.errors import RequestError, echo, internal, invalid, timed_out
@@ -49,44 +50,47 @@ class Observed:
             self._metrics.requests.labels(endpoint, str(status)).inc()
 
 
-class OneLength:
-    """Refuses requests whose body has two lengths: a proxy before the server might read another one than the server."""
+def checked(app, check: Callable[[dict[str, Any]], None]):
+    """The application for requests that pass a check of their scope; others get the RequestError that it raises."""
 
-    def __init__(self, app):
-        self._app = app
-
-    async def __call__(self, scope, receive, send):
-        names = [name for name, _ in scope["headers"]]
-        if b"transfer-encoding" in names and b"content-length" in names or names.count(b"content-length") > 1:
-            error = RequestError(400, "allowed is one of Content-Length and Transfer-Encoding", code="invalid_length")
-            error.headers["Connection"] = "close"
+    async def answer(scope, receive, send):
+        try:
+            if scope["type"] == "http":
+                check(scope)
+        except RequestError as error:
             return await error.response(scope, receive, send)
-        return await self._app(scope, receive, send)
+        return await app(scope, receive, send)
+
+    return answer
 
 
-class SameOrigin:
+def one_length(scope: dict[str, Any]):
+    """Refuses requests whose body has two lengths: a proxy before the server might read another one than the server."""
+    names = [name for name, _ in scope["headers"]]
+    if b"transfer-encoding" in names and b"content-length" in names or names.count(b"content-length") > 1:
+        problem = "allowed is one of Content-Length and Transfer-Encoding"
+        raise RequestError(400, problem, code="invalid_length", headers={"Connection": "close"})
+
+
+def same_origin(host: str) -> Callable[[dict[str, Any]], None]:
     """For servers without keys, on a loopback address: no web page of another origin may use them.
 
     The browser of this machine's user can reach the server. A page whose name was made to resolve to the loopback
-    address says that name as Host; one of another origin says its own as Origin.
+    address says that name as Host; one of another origin says its own as Origin. `host`: that the server listens on.
     """
+    hosts = {"localhost", "127.0.0.1", "::1", host.lower()}
 
-    def __init__(self, app, host: str):
-        """`host`: that the server listens on."""
-        self._app, self._hosts = app, {"localhost", "127.0.0.1", "::1", host.lower()}
+    def check(scope: dict[str, Any]):
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        asked, origin = headers.get(b"host", ""), headers.get(b"origin")
+        if _name_of(asked) not in hosts:
+            problem = f"Host {echo(asked)}: without --api-key-file this server answers requests to localhost alone"
+            raise RequestError(403, problem, code="foreign_origin")
+        if origin is not None and origin.partition("://")[2] != asked:
+            problem = f"Origin {echo(origin)}: without --api-key-file no other page may use this server"
+            raise RequestError(403, problem, code="foreign_origin")
 
-    async def __call__(self, scope, receive, send):
-        headers = dict(scope["headers"])
-        host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin")
-        if _name_of(host) not in self._hosts:
-            problem = f"Host {echo(host)}: without --api-key-file this server answers requests to localhost alone"
-        elif origin is not None and origin.decode("latin-1").partition("://")[2] != host:
-            problem = (
-                f"Origin {echo(origin.decode('latin-1'))}: without --api-key-file no other page may use this server"
-            )
-        else:
-            return await self._app(scope, receive, send)
-        return await RequestError(403, problem, code="foreign_origin").response(scope, receive, send)
+    return check
 
 
 def _name_of(host: str) -> str:
@@ -94,30 +98,25 @@ def _name_of(host: str) -> str:
     return host.partition("]")[0][1:].lower() if host.startswith("[") else host.partition(":")[0].lower()
 
 
-class KeyCheck:
+def has_key(api_keys: Sequence[str], admin_keys: Sequence[str]) -> Callable[[dict[str, Any]], None]:
     """Checks `Authorization: Bearer`: admin keys for /admin, which does not exist without them; API keys elsewhere.
 
-    Says for the queue which client it is.
+    The check says for the queue which client it is.
     """
+    api, admin = (list(map(_digest, map(str.encode, keys))) for keys in (api_keys, admin_keys))
 
-    def __init__(self, app, api_keys: Sequence[str], admin_keys: Sequence[str]):
-        self._app = app
-        self._api, self._admin = (list(map(_digest, map(str.encode, keys))) for keys in (api_keys, admin_keys))
-
-    async def __call__(self, scope, receive, send):
+    def check(scope: dict[str, Any]):
         path = scope["path"]
-        if path == "/admin" or path.startswith("/admin/"):
-            keys = self._admin
-            if not keys:
-                return await RequestError(404, "not found").response(scope, receive, send)
-        else:
-            keys = [] if path in OPEN_PATHS else self._api
+        is_admin = path == "/admin" or path.startswith("/admin/")
+        if is_admin and not admin:
+            raise RequestError(404, "not found")
+        keys = admin if is_admin else [] if path in OPEN_PATHS else api
         if keys and not _matches(_bearer(scope), keys):
-            error = RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-            error.headers["WWW-Authenticate"] = "Bearer"
-            return await error.response(scope, receive, send)
+            problem, headers = "a valid API key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+            raise RequestError(401, problem, code="invalid_api_key", headers=headers)
         fair_queue.client.set(_digest(_bearer(scope)) if keys else (scope.get("client") or ("",))[0].encode())
-        return await self._app(scope, receive, send)
+
+    return check
 
 
 class BodyAndDisconnect:

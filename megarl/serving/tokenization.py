@@ -12,7 +12,6 @@ from megarl.serving.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
     ToolDefinition,
-    ToolMessage,
     check_json,
 )
 
@@ -67,25 +66,15 @@ def template_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
-    content = message.content
-    fields: dict[str, Any] = {
-        "role": message.role,
-        "content": [part.model_dump() for part in content] if isinstance(content, list) else content,
-        "name": message.name,
-    }
-    if isinstance(message, ToolMessage):
-        fields["tool_call_id"] = message.tool_call_id
+    fields = message.model_dump(include={"role", "content", "name", "tool_call_id"})
     if isinstance(message, AssistantMessage):
         fields["reasoning_content"] = message.reasoning_content or message.reasoning or None
-        fields["tool_calls"] = [_call(number, call) for call in message.tool_calls or ()]
+        calls = [(call.id, call.function) for call in message.tool_calls or ()]
+        fields["tool_calls"] = [
+            {"id": name, "function": {"name": called.name, "arguments": _arguments(number, called.arguments)}}
+            for name, called in calls
+        ]
     return template_message(fields)
-
-
-def _call(number: int, call: Any) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "function": {"name": call.function.name, "arguments": _arguments(number, call.function.arguments)},
-    }
 
 
 def call_arguments(text: str) -> dict[str, Any] | None:

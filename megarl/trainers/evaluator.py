@@ -17,7 +17,7 @@ from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
-from megarl.flags.settings import parse_positive_ints
+from megarl.flags.fields import parse_ints
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards import by_file
@@ -40,7 +40,7 @@ def eval_ks(settings: Settings) -> tuple[int, ...]:
     given, n = settings.eval_k, settings.eval_responses
     if given is None:
         return (1, n) if n > 1 else ()
-    return tuple(sorted(set(parse_positive_ints(given))))
+    return tuple(sorted(set(parse_ints(given))))
 
 
 def prompt_metrics(rows: list[dict], ks: Sequence[int]) -> dict[str, float]:

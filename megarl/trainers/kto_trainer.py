@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts
-from megarl.algorithms.preference_losses.kto import kto, mismatched_divergence
+from megarl.algorithms.preference_losses import kto, mismatched_divergence
 from megarl.batch import Batch
 from megarl.data.columns import LABELLED
 from megarl.data.labelled_responses import LabelledResponses

@@ -30,7 +30,7 @@ def open_sessions(
     Raises:
         UsageError: the address cannot be used.
     """
-    child, url, link = start_process("megarl.environments.sessions.front", config, role_groups, stack)
+    url, link, child = start_process(stack, "megarl.environments.sessions.front", config, role_groups)
     if child is not None:
         print(f"megarl: sessions of agents at {url}", flush=True)
     if link is None:

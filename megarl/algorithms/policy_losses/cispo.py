@@ -1,6 +1,6 @@
 """CISPO: the clipped ratio as a weight without gradient."""
 
-from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT, ClipRange, PolicyLoss, PolicyTerms, PolicyTokens
+from megarl.algorithms.policy_loss import ClipRange, PolicyLoss, PolicyTerms, PolicyTokens, bounded_ratio
 
 
 def cispo(tokens: PolicyTokens, clip: ClipRange) -> PolicyTerms:
@@ -10,7 +10,7 @@ def cispo(tokens: PolicyTokens, clip: ClipRange) -> PolicyTerms:
     `clipped`: the bound replaced the ratio.
     """
     log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio = bounded_ratio(log_ratio)
     weights = ratio.clamp(1 - clip.low, 1 + clip.high)
     return PolicyTerms(-weights * tokens.advantages.detach() * tokens.logprobs, weights != ratio, -log_ratio)
 

@@ -1,6 +1,6 @@
-"""GSPO and its token form: one ratio for a whole response."""
+"""GSPO, its token form, and LUSPO: one ratio for a whole response."""
 
-from megarl.algorithms.packed import broadcast_to_tokens
+from megarl.algorithms.packed import broadcast_to_tokens, response_counts
 from megarl.algorithms.policy_loss import (
     ClipRange,
     PolicyLoss,
@@ -41,4 +41,18 @@ def gspo_token(tokens: PolicyTokens, clip: ClipRange) -> PolicyTerms:
     return PolicyTerms(loss, clipped, -log_ratio.detach())
 
 
-LOSSES = (PolicyLoss("gspo", gspo, ClipRange()), PolicyLoss("gspo-token", gspo_token, ClipRange()))
+def luspo(tokens: PolicyTokens, clip: ClipRange) -> PolicyTerms:
+    """|o| times the loss of `gspo`, which prefers short responses: with `seq-mean-token-mean` one weighs its length.
+
+    LUSPO (arXiv 2602.05261).
+    """
+    terms = gspo(tokens, clip)
+    lengths = response_counts(tokens.response_mask, tokens.cu_seqlens)
+    return terms._replace(loss=on_tokens(lengths, tokens) * terms.loss)
+
+
+LOSSES = (
+    PolicyLoss("gspo", gspo, ClipRange()),
+    PolicyLoss("gspo-token", gspo_token, ClipRange()),
+    PolicyLoss("luspo", luspo, ClipRange()),
+)

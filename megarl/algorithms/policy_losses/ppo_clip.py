@@ -3,11 +3,11 @@
 import torch
 
 from megarl.algorithms.policy_loss import (
-    LOG_RATIO_LIMIT,
     ClipOptions,
     PolicyLoss,
     PolicyTerms,
     PolicyTokens,
+    bounded_ratio,
     clipped_surrogate,
 )
 
@@ -19,8 +19,7 @@ def ppo_clip(tokens: PolicyTokens, clip: ClipOptions) -> PolicyTerms:
     `clip.dual` c bounds tokens with A < 0 by −c·A (arXiv 1912.09729, eq. 5).
     """
     log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    loss, clipped = clipped_surrogate(ratio, advantages, clip)
+    loss, clipped = clipped_surrogate(bounded_ratio(log_ratio), advantages, clip)
     if clip.dual is not None:
         floor = -advantages * clip.dual
         beyond = (advantages < 0) & (loss > floor)

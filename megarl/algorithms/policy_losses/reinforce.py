@@ -8,8 +8,7 @@ from megarl.algorithms.policy_loss import NoOptions, PolicyLoss, PolicyTerms, Po
 def reinforce(tokens: PolicyTokens, options: NoOptions) -> PolicyTerms:
     """−A·log π_θ (Williams, 1992): no ratio, no clipping. For a single update per step."""
     loss = -tokens.advantages.detach() * tokens.logprobs
-    approx_kl = (tokens.old_logprobs - tokens.logprobs).detach()
-    return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), approx_kl)
+    return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), tokens.approx_kl)
 
 
 LOSSES = (PolicyLoss("reinforce", reinforce, NoOptions()),)

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT, PolicyLoss, PolicyTerms, PolicyTokens, positive_finite
+from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, bounded_ratio, positive_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ def sapo(tokens: PolicyTokens, options: SapoOptions) -> PolicyTerms:
     −A·r.
     """
     log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio = bounded_ratio(log_ratio)
     above, below = (ratio.new_full((), tau) for tau in (options.tau_positive, options.tau_negative))
     tau = torch.where(advantages > 0, above, below)
     # Not torch.sigmoid: on a CPU its rounding depends on the token's position in the batch. r ≥ 0, so exp is ≤ exp(τ).

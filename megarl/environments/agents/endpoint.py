@@ -23,8 +23,8 @@ from megarl.environments.agents.openai_responses import ResponsesRequest, comple
 from megarl.environments.agents.session import Address, Session
 from megarl.serving.connections import LimitedProtocol
 from megarl.serving.errors import RequestError, internal, invalid, validation_error
-from megarl.serving.listening import PLAIN
-from megarl.serving.middleware import BodyAndDisconnect, OneLength, check_body
+from megarl.serving.listening import SERVER
+from megarl.serving.middleware import BodyAndDisconnect, check_body, checked, one_length
 
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 16 << 20
@@ -55,7 +55,7 @@ class Endpoint:
     async def open(cls, session: Session) -> "Endpoint":
         """Opens the endpoint of a session."""
         app = _KeyCheck(application(), session)
-        config = uvicorn.Config(app, **PLAIN)
+        config = uvicorn.Config(app, **SERVER)
         config.load()
         state = ServerState()
         protocol: Any = partial(
@@ -113,7 +113,7 @@ def application(max_bytes: int = MAX_BODY_BYTES, seconds: float = _HEAD_SECONDS)
         answer = await _answer(scope["session"], scope["method"], scope["path"], body)
         await answer(scope, receive, send)
 
-    return OneLength(BodyAndDisconnect(app, max_bytes, seconds))
+    return checked(BodyAndDisconnect(app, max_bytes, seconds), one_length)
 
 
 async def answer_whole(session: Session, method: str, path: str, headers: Headers, body: bytes) -> Response:

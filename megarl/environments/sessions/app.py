@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from pydantic import Field
-from starlette.exceptions import HTTPException
 
 from megarl.environments.agents.endpoint import application, error_response, given_key
 from megarl.environments.protocol import Observation
 from megarl.environments.sessions.registry import OpenSession, Registry
-from megarl.serving.errors import RequestError, internal, invalid, validation_error
-from megarl.serving.middleware import BodyAndDisconnect, OneLength, SameOrigin
+from megarl.serving.error_handlers import add_error_handlers
+from megarl.serving.errors import RequestError, invalid
+from megarl.serving.middleware import BodyAndDisconnect, checked, one_length, same_origin
 from megarl.serving.schemas import Name, StrictModel
 
 MAX_REWARD = 1e9
@@ -42,7 +41,7 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
         max_bytes, seconds: of a request's body.
     """
     api = FastAPI(title="megarl sessions", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    _add_error_handlers(api)
+    add_error_handlers(api)
 
     @api.get("/health")
     async def health():
@@ -67,29 +66,9 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
             registry.finish(found, score)
         return {"id": found.name, "status": "ended"}
 
-    own = OneLength(BodyAndDisconnect(api, max_bytes, seconds))
+    own = checked(BodyAndDisconnect(api, max_bytes, seconds), one_length)
     app = _Sessions(registry, own, application(max_bytes, seconds), list(map(str.encode, api_keys)))
-    return app if api_keys else SameOrigin(app, host)
-
-
-def _add_error_handlers(api: FastAPI):
-    """Answers errors as OpenAI does."""
-
-    @api.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError):
-        return error.response
-
-    @api.exception_handler(RequestValidationError)
-    async def wrong_request(_: Request, error: RequestValidationError):
-        return validation_error(error.errors()).response
-
-    @api.exception_handler(HTTPException)
-    async def http_error(_: Request, error: HTTPException):
-        return RequestError(error.status_code, str(error.detail)).response
-
-    @api.exception_handler(Exception)
-    async def fault(*_: Any):
-        return internal().response
+    return app if api_keys else checked(app, same_origin(host))
 
 
 class _Sessions:

@@ -6,9 +6,10 @@ the text of what is wrong. It ends with rank 0, or when that closes the connecti
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import os
-import secrets
+import socket
 import sys
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -18,12 +19,10 @@ from typing import Any
 from megarl.child_process import parent
 from megarl.environments.sessions.app import build_app
 from megarl.environments.sessions.registry import Registry
-from megarl.errors import UsageError
 from megarl.flags.server_settings import ServerSettings
 from megarl.serving import links
-from megarl.serving.listening import HttpServer, listen_to_clients
+from megarl.serving.listening import HttpServer, run_process
 
-BACKLOG = 1024  # connections that wait to be accepted
 _TICK = 0.5  # seconds between two looks at sessions that may have expired
 _NAMES = ("host", "port", "max_body_mb", "max_connections", "connection_timeout")
 
@@ -58,7 +57,9 @@ def sessions_config(settings: Any, api_keys: list[str]) -> SessionsConfig:
     return SessionsConfig(server, api_keys, settings.environment_timeout, record, goes_on=settings.load is not None)
 
 
-async def _serve(config: SessionsConfig, http: Any, listener: Listener, key: bytes, rank_0: Connection):
+async def _serve(
+    config: SessionsConfig, rank_0: Connection, http: socket.socket, listener: Listener, key: bytes
+) -> int:
     loop = asyncio.get_running_loop()
     registry, s = Registry(config.seconds, config.record, loop.time), config.settings
 
@@ -78,6 +79,7 @@ async def _serve(config: SessionsConfig, http: Any, listener: Listener, key: byt
     watcher = asyncio.create_task(registry.watch(_TICK))
     await HttpServer(app, s).serve(sockets=[http])
     watcher.cancel()
+    return 0
 
 
 def main() -> int:
@@ -85,20 +87,13 @@ def main() -> int:
     rank_0 = parent()
     logging.basicConfig(level=logging.WARNING, format="megarl.sessions: %(levelname)s: %(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients that go away would fill disks
-    try:
-        config = rank_0.recv()
-        http, url = listen_to_clients(config.settings)
+
+    def prepare(config: SessionsConfig):
         if config.record is not None and not config.goes_on:
             config.record.unlink(missing_ok=True)
-        listener, key = Listener(config.ranks_address, backlog=BACKLOG), secrets.token_bytes(32)
-        rank_0.send((url, listener.address, key))
-    except UsageError as error:
-        rank_0.send(str(error))
-        return 2
-    except (EOFError, OSError):  # rank 0 is gone
-        return 1
-    asyncio.run(_serve(config, http, listener, key, rank_0))
-    return 0
+        return functools.partial(_serve, config, rank_0)
+
+    return run_process(rank_0, prepare)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megarl.algorithms.kl import KL_KINDS, AdaptiveKLController, FixedKLController, kl_estimate
+from megarl.algorithms.kl import KL_KINDS, KLController, kl_estimate
 from tests.references.ragged import CASES, ragged_batches
 from tests.references.verl_core_algos import load_verl
 
@@ -117,8 +117,8 @@ def test_controllers_equal_verl():
     for seed in range(CASES):
         draw = random.Random(seed)
         start, target, horizon = draw.uniform(1e-3, 1), draw.uniform(1e-2, 10), draw.uniform(500, 20000)
-        ours, theirs = AdaptiveKLController(start, target, horizon), core.AdaptiveKLController(start, target, horizon)
-        fixed, their_fixed = FixedKLController(start), core.FixedKLController(start)
+        ours, theirs = KLController(start, target, horizon), core.AdaptiveKLController(start, target, horizon)
+        fixed, their_fixed = KLController(start), core.FixedKLController(start)
         for _ in range(20):
             measured, samples = target * draw.uniform(-1, 4), draw.randint(0, 512)
             for controller in (ours, theirs, fixed, their_fixed):
@@ -128,7 +128,7 @@ def test_controllers_equal_verl():
 
 
 def test_adaptive_controller_by_hand():
-    controller = AdaptiveKLController(0.5, target=2.0, horizon=100)
+    controller = KLController(0.5, target=2.0, horizon=100)
     controller.update(2.2, 50)
     assert controller.coefficient == pytest.approx(0.5 * 1.05)
     controller.update(100.0, 100)
@@ -138,16 +138,16 @@ def test_adaptive_controller_by_hand():
 
 
 def test_state_survives_json_exactly():
-    controller = AdaptiveKLController(0.1, 1.0, 1000)
+    controller = KLController(0.1, 1.0, 1000)
     controller.update(1.13, 77)
-    resumed = AdaptiveKLController(0.1, 1.0, 1000)
+    resumed = KLController(0.1, 1.0, 1000)
     resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
     for each in (controller, resumed):
         each.update(0.9, 31)
     assert resumed.coefficient == controller.coefficient != 0.1
 
-    fixed = FixedKLController(0.3)
-    fixed.load_state_dict(json.loads(json.dumps(FixedKLController(0.2).state_dict())))
+    fixed = KLController(0.3)
+    fixed.load_state_dict(json.loads(json.dumps(KLController(0.2).state_dict())))
     assert fixed.coefficient == 0.3
     with pytest.raises(ValueError, match="checkpoint is 'adaptive', this run has 'fixed'"):
         fixed.load_state_dict(controller.state_dict())
@@ -158,16 +158,16 @@ def test_state_survives_json_exactly():
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_bad_settings_are_rejected(bad):
     with pytest.raises(ValueError, match="coefficient must be"):
-        FixedKLController(bad)
+        KLController(bad)
     for arguments in ((bad, 1.0, 1.0), (1.0, bad, 1.0), (1.0, 1.0, bad)):
         with pytest.raises(ValueError, match="must be finite and > 0"):
-            AdaptiveKLController(*arguments)
+            KLController(*arguments)
     with pytest.raises(ValueError, match="coefficient must be"):
-        AdaptiveKLController(1.0, 1.0, 1.0).load_state_dict({"kind": "adaptive", "coefficient": bad})
+        KLController(1.0, 1.0, 1.0).load_state_dict({"kind": "adaptive", "coefficient": bad})
 
 
 def test_bad_measurements_leave_the_coefficient_alone():
-    controller = AdaptiveKLController(0.1, 1.0, 100)
+    controller = KLController(0.1, 1.0, 100)
     refused = ((math.nan, 1, "finite"), (1.0, 500, "longer horizon"), (1.0, -1, "samples must"))
     for measured, samples, message in refused:
         with pytest.raises(ValueError, match=message):

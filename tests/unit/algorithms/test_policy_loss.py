@@ -158,12 +158,7 @@ def test_infinite_ratios_give_finite_losses_and_gradients():
     assert terms.approx_kl.tolist() == [-1000.0, -1000.0, -1000.0, 1000.0, 1000.0]
 
 
-def test_bad_arguments_are_rejected():
+def test_wrong_shapes_are_rejected():
     ones = torch.ones(2)
-    for low, high in ((-0.1, 0.2), (0.2, -0.1), (math.nan, 0.2)):
-        with pytest.raises(ValueError, match="clip range must be >= 0"):
-            ClipOptions(low, high)
-    with pytest.raises(ValueError, match="dual_clip must be > 1"):
-        ClipOptions(0.2, 0.2, 1.0)
     with pytest.raises(ValueError, match=r"logprobs \[2\], old_logprobs \[1\]"):
         one_response(ones, ones[:1], ones)

@@ -90,12 +90,7 @@ def test_large_differences_stay_finite():
     assert bradley_terry(*torch.zeros(3, 0), 0.1).shape == (0,)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ((torch.zeros(2), torch.zeros(3), torch.zeros(2)), "one shape"),
-    ((torch.zeros(2), torch.zeros(2), torch.zeros(1)), "one shape"),
-    ((torch.zeros(2), torch.zeros(2), torch.zeros(2), -0.1), "-0.1"),
-    ((torch.zeros(2), torch.zeros(2), torch.zeros(2), float("nan")), "nan"),
-])  # fmt: skip
-def test_wrong_arguments_are_rejected(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        bradley_terry(*arguments)
+@pytest.mark.parametrize("sizes", [(2, 3, 2), (2, 2, 1)])
+def test_wrong_shapes_are_rejected(sizes):
+    with pytest.raises(ValueError, match="one shape"):
+        bradley_terry(*map(torch.zeros, sizes))

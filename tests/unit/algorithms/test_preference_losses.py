@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.preference_loss import PairLogprobs, PreferenceOptions, log_odds
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.algorithms.preference_losses.kto import kto, mismatched_divergence
+from megarl.algorithms.preference_loss import PairLogprobs, PreferenceOptions
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, kto, log_odds, mismatched_divergence
 
 PAIRS = 200
 LOGPROBS = ("chosen", "rejected")

@@ -217,19 +217,7 @@ def test_a_masked_token_stays_in_the_denominator():
     assert float(loss) == pytest.approx(2.75 / 4)
 
 
-def test_bad_options_are_rejected():
-    for arguments, message in (
-        (("is",), "kind 'is', allowed: none, tis, mis, icepop"),
-        (("tis", "batch"), "level 'batch', allowed: token, sequence, geometric"),
-        (("tis", "token", 0.0), "cap must be > 0, got 0.0"),
-        (("mis", "token", math.nan), "cap must be > 0"),
-        (("icepop", "token", 2.0), "floor goes with icepop, got kind icepop, floor None"),
-        (("mis", "token", 2.0, 0.5), "floor goes with icepop, got kind mis, floor 0.5"),
-        (("icepop", "token", 2.0, 3.0), r"floor must be in \(0, cap=2.0\], got 3.0"),
-        (("icepop", "token", 2.0, 0.0), r"floor must be in \(0, cap=2.0\], got 0.0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            CorrectionOptions(*arguments)
+def test_wrong_shapes_are_rejected():
     with pytest.raises(ValueError, match=r"old_logprobs \[2\], rollout_logprobs \[1\]"):
         mask = torch.ones(2, dtype=torch.bool)
         correction_weights(torch.ones(2), torch.ones(1), mask, torch.tensor([0, 2]), CorrectionOptions())

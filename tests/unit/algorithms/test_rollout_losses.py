@@ -9,7 +9,7 @@ import torch
 from megarl.algorithms.policy_loss import ClipOptions, ClipRange
 from megarl.algorithms.policy_losses.dppo import KlOptions, TvOptions, binary_kl, dppo_kl, dppo_tv
 from megarl.algorithms.policy_losses.fipo import FipoOptions, fipo
-from megarl.algorithms.policy_losses.luspo import luspo
+from megarl.algorithms.policy_losses.gspo import luspo
 from megarl.algorithms.policy_losses.rollout_is import rollout_is
 from megarl.algorithms.policy_losses.topr import ToprOptions, topr
 from megarl.algorithms.policy_losses.vespo import VespoOptions, vespo

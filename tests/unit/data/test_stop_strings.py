@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from megarl.data.stop_strings import StopMatcher
 from megarl.data.tokenizers import build_tokenizer
-from megarl.flags.stop_settings import parse_ids, parse_stops
+from megarl.flags.fields import parse_ints
+from megarl.flags.stop_settings import parse_stops
 from tests.helpers import small_tokenizers
 
 NAMES = [*small_tokenizers.HUGGING_FACE, "characters", "sentence_piece"]
@@ -80,8 +81,8 @@ def test_a_string_that_forced_tokens_have_completed_is_not_completed_by_the_next
 
 def test_the_flags_values():
     assert parse_stops("</answer>") == ("</answer>",) and parse_stops('["a", "b c", "a"]') == ("a", "b c")
-    assert parse_ids("7,0") == (7, 0)
+    assert parse_ints("7,0") == (7, 0)
     for parse, text in ((parse_stops, ""), (parse_stops, "[]"), (parse_stops, '["a", 1]'), (parse_stops, '["a"'),
-                        (parse_stops, '[""]'), (parse_ids, "-1"), (parse_ids, "x"), (parse_ids, "")):  # fmt: skip
+                        (parse_stops, '[""]'), (parse_ints, "-1"), (parse_ints, "x"), (parse_ints, "")):  # fmt: skip
         with pytest.raises(ValueError):
             parse(text)

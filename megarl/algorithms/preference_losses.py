@@ -1,0 +1,142 @@
+"""The preference losses of a policy by name.
+
+Each turns sums of log-probs, in float64, into the loss of each pair and the rewards that the policy gives implicitly.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megarl.algorithms.preference_loss import (
+    PairLogprobs,
+    PreferenceLoss,
+    PreferenceOptions,
+    PreferenceTerms,
+    bradley_terry,
+)
+
+
+def dpo(pairs: PairLogprobs, options: PreferenceOptions) -> PreferenceTerms:
+    """−log σ(r_w − r_l − m) with the implicit rewards r = β·(log π − log π_ref) (2305.18290 eq. 7).
+
+    A margin m is the offset of ODPO (2402.10571); `label_smoothing` is that of `_smoothed`.
+    """
+    chosen, rejected = (options.beta * drift for drift in _drifts(pairs))
+    return _terms(_smoothed(chosen, rejected, pairs.margin, options.label_smoothing), chosen, rejected)
+
+
+def ipo(pairs: PairLogprobs, options: PreferenceOptions) -> PreferenceTerms:
+    """(d_w − d_l − 1/(2β))², where d is the drift log π − log π_ref as a mean over a response's tokens.
+
+    The difference of the drifts is to have a given value, so that it does not grow without end. 2310.12036 eq. 17 has
+    sums; means, as its authors use them in their experiments, do not depend on lengths.
+    """
+    chosen, rejected = _drifts(pairs)
+    chosen, rejected = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
+    loss = (chosen - rejected - 1 / (2 * options.beta)).square()
+    return _terms(loss, options.beta * chosen, options.beta * rejected)
+
+
+def simpo(pairs: PairLogprobs, options: PreferenceOptions) -> PreferenceTerms:
+    """−log σ(r_w − r_l − γ) with rewards r = β · the mean log-prob of a response's tokens (2405.14734 eq. 6)."""
+    chosen, rejected = (options.beta * mean for mean in _token_means(pairs))
+    gamma = chosen.new_full(chosen.shape, options.gamma)
+    return _terms(_smoothed(chosen, rejected, gamma, options.label_smoothing), chosen, rejected)
+
+
+def orpo(pairs: PairLogprobs, options: PreferenceOptions) -> PreferenceTerms:
+    """−mean log π(y_w) − λ·log σ(log odds_w − log odds_l) (2403.07691 eq. 6 and 7); rewards are λ · the means.
+
+    Fine-tuning on the preferred response, with a penalty on the odds of the other.
+    """
+    chosen, rejected = _token_means(pairs)
+    penalty = -logsigmoid(log_odds(chosen) - log_odds(rejected))
+    return _terms(-chosen + options.coefficient * penalty, options.coefficient * chosen, options.coefficient * rejected)
+
+
+def rpo(pairs: PairLogprobs, options: PreferenceOptions) -> PreferenceTerms:
+    """DPO's loss − α · the mean log-prob of the preferred response's tokens (2404.19733 eq. 1), which keeps its
+    probability from falling."""
+    terms = dpo(pairs, options)
+    return terms._replace(loss=terms.loss - options.coefficient * _token_means(pairs)[0])
+
+
+def kto(
+    logprobs: Tensor, reference: Tensor, is_desirable: Tensor, divergence: Tensor, options: PreferenceOptions
+) -> tuple[Tensor, Tensor]:
+    """λ_D · (1 − σ(r − z)) of a desirable response, λ_U · (1 − σ(z − r)) of another (2402.01306 eq. 8).
+
+    r = β · (log π − log π_ref) is the implicit reward, z = β · `divergence` that of a response which says nothing of
+    the prompt.
+
+    Args:
+        logprobs: [N] float64 Σ log π over the tokens of each response; differentiable.
+        reference: [N] float64 Σ log π_ref.
+        is_desirable: [N] bool.
+        divergence: [] estimate of KL(π‖π_ref), at least 0; no gradient (`mismatched_divergence`).
+
+    Returns:
+        [N] losses, and [N] rewards r without gradient.
+    """
+    reward = options.beta * (logprobs - reference)
+    difference = reward - options.beta * divergence.detach()
+    signed = torch.where(is_desirable, difference, -difference)
+    weights = signed.new_tensor([options.undesirable_weight, options.desirable_weight])[is_desirable.long()]
+    return weights * torch.sigmoid(-signed), reward.detach()
+
+
+def mismatched_divergence(drift: Tensor, count: Tensor) -> Tensor:
+    """max(0, Σ drift / count): KL(π‖π_ref), estimated on responses to other prompts.
+
+    `drift`: Σ (log π − log π_ref) over such responses; `count`: their number.
+    """
+    return (drift / count).clamp(min=0)
+
+
+def log_odds(mean_logprob: Tensor) -> Tensor:
+    """log(p / (1 − p)) of p = exp(mean log-prob), the geometric mean of a response's token probabilities.
+
+    A response whose tokens are certain has infinite odds; its mean is bounded at −1e-12, without gradient beyond.
+    """
+    bounded = mean_logprob.clamp(max=-1e-12)
+    return bounded - torch.log(-torch.expm1(bounded))
+
+
+def _drifts(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
+    """log π − log π_ref of both responses, [P] each."""
+    return pairs.chosen - pairs.reference_chosen, pairs.rejected - pairs.reference_rejected
+
+
+def _token_means(pairs: PairLogprobs) -> tuple[Tensor, Tensor]:
+    """log π of both responses as means over their tokens, [P] each."""
+    return pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
+
+
+def _smoothed(chosen: Tensor, rejected: Tensor, margin: Tensor, epsilon: float) -> Tensor:
+    """(1 − ε)·L(chosen, rejected, m) + ε·L(rejected, chosen, −m), where L is `bradley_terry`: labels may be wrong with
+    probability ε (Mitchell 2023, "A note on DPO with noisy preferences")."""
+    terms = bradley_terry(chosen, rejected, margin)
+    return terms if not epsilon else (1 - epsilon) * terms + epsilon * bradley_terry(rejected, chosen, -margin)
+
+
+def _terms(loss: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> PreferenceTerms:
+    """The terms of a loss; rewards lose their gradients."""
+    return PreferenceTerms(loss, chosen_reward.detach(), rejected_reward.detach())
+
+
+PREFERENCE_LOSSES = {
+    loss.name: loss
+    for loss in (
+        PreferenceLoss("dpo", dpo, frozenset({"beta", "label_smoothing"}), reads_margin=True),
+        PreferenceLoss("ipo", ipo, frozenset({"beta"})),
+        PreferenceLoss(
+            "simpo", simpo, frozenset({"beta", "gamma", "label_smoothing"}), needs_reference=False,
+            defaults=PreferenceOptions(beta=2.0),
+        ),
+        PreferenceLoss(
+            "orpo", orpo, frozenset({"coefficient"}), needs_reference=False, defaults=PreferenceOptions(coefficient=0.1)
+        ),
+        PreferenceLoss("rpo", rpo, frozenset({"beta", "label_smoothing", "coefficient"}), reads_margin=True),
+        PreferenceLoss("kto", kto, frozenset({"beta", "desirable_weight", "undesirable_weight"}), reads_pairs=False),
+    )
+}  # fmt: skip
