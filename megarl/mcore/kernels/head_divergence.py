@@ -121,8 +121,10 @@ class _HeadDivergence(torch.autograd.Function):
 def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, options: tuple) -> tuple[Head, Head]:
     """Student's and teacher's head; arguments as of `_HeadDivergence`."""
     student = Head(hidden, weight, targets, indices, *options)
-    own = {"weight": teacher.weight, "temperature": teacher.temperature, "softcap": teacher.softcap}
-    return student, dataclasses.replace(student, hidden=states, indices=None, **own)
+    return student, dataclasses.replace(
+        student, hidden=states, weight=teacher.weight, indices=None, temperature=teacher.temperature,
+        softcap=teacher.softcap,
+    )  # fmt: skip
 
 
 def head_divergence(
