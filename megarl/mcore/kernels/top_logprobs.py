@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.kernels.linear import gather_tokens
 from megarl.mcore.kernels.vocab_parallel_logprobs import Head, row_chunks, softmax_statistics
 
 
@@ -41,12 +42,8 @@ def head_top_logprobs(
 
 def _best_of_ranks(values: Tensor, tokens: Tensor, count: int, group) -> tuple[Tensor, Tensor]:
     """The largest `count` values of all ranks, and their tokens; both [C, k] on each rank."""
-    if (ranks := dist.get_world_size(group)) == 1:
+    if dist.get_world_size(group) == 1:
         return values, tokens
-    gathered = []
-    for tensor in (values, tokens):
-        parts = [torch.empty_like(tensor) for _ in range(ranks)]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        gathered.append(torch.cat(parts, dim=-1))
-    values, places = gathered[0].topk(count, dim=-1)
-    return values, gathered[1].gather(-1, places)
+    values, tokens = (gather_tokens(x.t(), group).t() for x in (values, tokens))
+    values, places = values.topk(count, dim=-1)
+    return values, tokens.gather(-1, places)
