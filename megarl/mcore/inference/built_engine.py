@@ -13,6 +13,7 @@ from megatron.core.inference.config import AsyncScheduleMode, InferenceConfig, P
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from torch import Tensor
 
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.cache_size import BLOCK_TOKENS
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.end_tokens import EndTokensController
@@ -23,7 +24,6 @@ from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.recorded_routes import attach_routes
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
-from megarl.mcore.inference.stop_states import Follows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model.prediction import PredictionLayer
@@ -40,7 +40,7 @@ class BuiltEngine:
         self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
         prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
         cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False, decode_graphs: bool = True,
-        prediction: PredictionLayer | None = None, stops: Follows | None = None, snapshots: int | None = None,
+        prediction: PredictionLayer | None = None, stops: StopMatcher | None = None, snapshots: int | None = None,
     ):  # fmt: skip
         """Reserves the KV cache.
 

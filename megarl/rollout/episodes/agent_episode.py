@@ -11,16 +11,14 @@ the last one. A later round continues with it, whether or not the agent still ru
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.episode import DONE, FAILED, TRUNCATED_BY_BUDGET, Episode, TurnRequest
-
-if TYPE_CHECKING:
-    from megarl.mcore.inference.stop_states import Follows
 
 
 class AgentEnd(NamedTuple):
@@ -92,7 +90,7 @@ class AgentEpisode(Episode):
         prompt = [*(parent.row if parent is not None else ()), *asked.tokens]
         self._turns[asked.turn] = _Turn(asked.parent, prompt, asked.limit, asked.key, asked.stops)
 
-    def request_of(self, number: int, matcher: "Callable[[tuple[str, ...]], Follows | None]") -> GenerationRequest:
+    def request_of(self, number: int, matcher: Callable[[tuple[str, ...]], StopMatcher | None]) -> GenerationRequest:
         """The engine's request for a turn, or for the rest of it. `matcher`: of its own stop strings."""
         turn, depth = self._turns[number], len(self._path(number)) - 1
         return dataclasses.replace(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megarl.comm.role_mesh import RoleGroups
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
@@ -16,7 +17,6 @@ from megarl.rollout.episodes.shared_turns import SharedTurns
 
 if TYPE_CHECKING:
     from megarl.comm.early_responses import ResponseSender
-    from megarl.mcore.inference.stop_states import Follows
     from megarl.rollout.episodes.client import EnvironmentClient, Result
     from megarl.rollout.episodes.turn_bank import TurnBank
     from megarl.rollout.request_queue import GroupEarlyStop
@@ -41,7 +41,7 @@ class EpisodeSource:
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
         client: "EnvironmentClient | None", role_groups: RoleGroups, max_open: int,
         early_stop: "GroupEarlyStop | None" = None, sender: "ResponseSender | None" = None,
-        matcher: "Callable[[tuple[str, ...]], Follows | None]" = lambda _: None, bank: "TurnBank | None" = None,
+        matcher: Callable[[tuple[str, ...]], StopMatcher | None] = lambda _: None, bank: "TurnBank | None" = None,
     ):  # fmt: skip
         """
         Args:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megarl.data.prompt import Prompt
+from megarl.data.stop_strings import StopMatcher
 from megarl.environments.agents.exchange import Ask, Reply, canonical
 from megarl.environments.pool import Asked, EnvironmentPool, Event, PoolOptions
 from megarl.environments.protocol import Message, Task
@@ -21,7 +22,6 @@ from megarl.rollout.replay.saved import SavedResponse
 
 if TYPE_CHECKING:
     from megarl.comm.role_mesh import RoleGroups
-    from megarl.mcore.inference.stop_states import Follows
 
 _WAIT = 1.0  # seconds between two looks at an agent
 
@@ -65,7 +65,7 @@ class ForkedPool(EnvironmentPool):
 
 def run_again(
     client: EnvironmentClient | None, player: Player, episode: Episode, prompt: Prompt, task: Task,
-    role_groups: "RoleGroups", matcher: "Callable[[tuple[str, ...]], Follows | None]",
+    role_groups: "RoleGroups", matcher: Callable[[tuple[str, ...]], StopMatcher | None],
 ) -> Episode:  # fmt: skip
     """The episode with its agent, to its end. A collective of the replica.
 

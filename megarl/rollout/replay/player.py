@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.data.prompt import Prompt
+from megarl.data.stop_strings import StopMatcher
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.flags.environment_settings import SESSIONS
@@ -16,9 +17,6 @@ from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode, EpisodeLimits, turn_key
 from megarl.rollout.replay.saved import SavedResponse
 from megarl.rollout.rollout import Rollout
-
-if TYPE_CHECKING:
-    from megarl.mcore.inference.stop_states import Follows
 
 _WAIT = 1.0  # seconds between two looks at an environment
 
@@ -42,7 +40,7 @@ class Player:
 
     def __init__(
         self, rollout: Rollout, saved: SavedResponse, request: GenerationRequest, limits: EpisodeLimits | None,
-        matcher: "Callable[[tuple[str, ...]], Follows | None]",
+        matcher: Callable[[tuple[str, ...]], StopMatcher | None],
     ):  # fmt: skip
         """
         Args:
