@@ -22,7 +22,8 @@ from megarl.mcore import device
 from megarl.mcore.attention import cumulative
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, softmax_scale
-from megarl.mcore.attention.cumulative import CumulativePlan, cumulative_lengths, plan_attention  # noqa: F401
+from megarl.mcore.attention.cumulative import CumulativePlan, plan_attention  # noqa: F401
+from megarl.mcore.attention.segments import HostPlan
 from megarl.mcore.expand_counts import expand_array_counts
 
 Kernel = Callable[..., Tensor]
@@ -111,8 +112,10 @@ def _padded(keys: Tensor, pages: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return np.pad(keys.numpy(), (0, padding)), np.pad(pages.numpy(), ((0, padding), (0, 0)))
 
 
-def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, block: int, window: int | None):
-    """The arrays and the builder of a `CumulativePlan` of prompts: queries and keys [n] of each, its pages [n, P].
+def _plan_prompts(
+    queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, block: int, window: int | None
+) -> HostPlan:  # fmt: skip
+    """Plans a `CumulativePlan` of prompts: queries and keys [n] of each, its pages [n, P].
 
     A segment of padding after them, which reads the cache's first rows, rounds up the sizes of the call.
     """
@@ -121,8 +124,7 @@ def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, bloc
     padding = TOKENS - queries.sum() % TOKENS
     unread = padding + -(len(rows) + padding) % KEYS
     queries, keys = np.append(queries, padding), np.append(keys, unread)
-    arrays = [cumulative_lengths(queries), cumulative_lengths(keys), np.pad(rows, (0, unread))]
-    return arrays, cumulative.builder(queries, keys, window)
+    return cumulative.plan_segments(queries, keys, np.pad(rows, (0, unread)), window)
 
 
 def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None) -> CacheReads:
