@@ -103,7 +103,7 @@ class BuiltEngine:
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
         memory = None if cache_in_grad_buffer is None else cache_in_grad_buffer.memory
         self.context = context_of(model, config, memory, snapshots, further_layers=int(prediction is not None))
-        attach_routes(self.context, self.layers, model.config, pg_collection.tp)
+        attach_routes(self.context, self.layers, model.config.moe_router_topk)
         wrapper = GPTInferenceWrapper(model, self.context)
         softcap = model.config.final_logit_softcapping
         self.sampling = KeyedSampling(vocab_size, tp_size, softcap, is_exact(model.config))
@@ -118,7 +118,6 @@ class BuiltEngine:
                 model, prediction, self.context, self.sampling, self.engine.device_decode
             )
             self.controller.predict_for_others = drafts.predict_for_others
-        self.context.kv_block_allocator.tokens_of = self._tokens_of
         self.context.request_of = self.engine.get_request
         self._prefill_counts = PrefillCounts()  # when they were taken last
         self.engine.suspend()
@@ -133,11 +132,6 @@ class BuiltEngine:
     def free_blocks(self) -> int:
         """Blocks of the cache that no request uses."""
         return self.context.kv_block_allocator.available
-
-    def _tokens_of(self, request_id: int) -> list[int]:
-        """Tokens of a request in the engine that were drawn before the present step."""
-        request = self.engine.get_request(request_id)
-        return [*request.prompt_tokens.tolist(), *request.generated_tokens]
 
     def take_decode_counts(self) -> DecodeCounts:
         """Returns what decode steps did since the last call; zeros if the engine is not speculative."""
