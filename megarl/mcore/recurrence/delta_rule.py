@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence import fused_chunks
-from megarl.mcore.recurrence.runs import Chunks, Runs
-from megarl.mcore.recurrence.states import States, convolved, decay_ratios, in_chunks, scan_chunks
+from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.states import States, convolved, decay_ratios, scan_chunks
 
 EPSILON = 1e-6  # added to the squared length of queries and keys
 
@@ -95,8 +95,7 @@ class Inputs(NamedTuple):
             return fused_chunks.scan(q, k, v, *self._gates(), runs, states)
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
         q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
-        rows = _Rows(q, k, v, *self._gates())
-        return scan_chunks(_chunk_steps, rows, v.new_zeros(heads, keys, values), runs, states)
+        return scan_chunks(_chunk_steps, (q, k, v, *self._gates()), v.new_zeros(heads, keys, values), runs, states)
 
     def one_token(self, sizes: HeadSizes, numbers: Tensor, states: States) -> Tensor:
         """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
@@ -114,19 +113,11 @@ class Inputs(NamedTuple):
         return -self.decay_logs.exp() * functional.softplus(self.a + self.biases), self.b.sigmoid()
 
 
-class _Rows(NamedTuple):
-    """What the rule reads of each row."""
+def _chunk_steps(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> Callable:
+    """As `steps_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing.
 
-    queries: Tensor  # [T, H, K]
-    keys: Tensor  # [T, H, K]
-    values: Tensor  # [T, H, V]
-    log_decays: Tensor  # [T, H]
-    strengths: Tensor  # [T, H]
-
-
-def _chunk_steps(rows: _Rows, chunks: Chunks) -> Callable:
-    """As `steps_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing."""
-    q, k, v, log_decays, strengths = in_chunks([*rows[:3], *(x.unsqueeze(-1) for x in rows[3:])], chunks)
+    q, k: [M, H, C, K], v: [M, H, C, V], others: [M, H, C, 1].
+    """
     total = log_decays.squeeze(-1).cumsum(-1)
     ratios = decay_ratios(total)
     scores, system = (q @ k.mT) * ratios, (k * strengths) @ k.mT * ratios

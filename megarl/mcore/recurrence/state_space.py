@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.runs import Chunks, Runs
-from megarl.mcore.recurrence.states import States, convolved, decay_ratios, in_chunks, scan_chunks
+from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.states import States, convolved, decay_ratios, scan_chunks
 
 CONVOLVED = ("x", "B", "C")  # parts of a layer's first projection that the convolution reads
 
@@ -83,7 +83,7 @@ class SpaceInputs(NamedTuple):
         b, c = mixed[:, heads * values :].unflatten(1, (2, groups, keys)).unbind(1)
         b, c = (vectors.repeat_interleave(heads // groups, 1) for vectors in (b, c))
         steps, log_decays = self._gates(sizes)
-        rows = _Rows(c, b, x * steps.unsqueeze(-1), log_decays)
+        rows = c, b, x * steps.unsqueeze(-1), log_decays
         return scan_chunks(_chunk_steps, rows, x.new_zeros(heads, keys, values), runs, states) + x * self.skips[:, None]
 
     def one_token(self, sizes: SpaceSizes, numbers: Tensor, states: States) -> Tensor:
@@ -108,18 +108,11 @@ def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:
     return mixed[:, : sizes.heads * sizes.values].unflatten(1, (sizes.heads, sizes.values))
 
 
-class _Rows(NamedTuple):
-    """What the state space reads of each row."""
+def _chunk_steps(c: Tensor, b: Tensor, changes: Tensor, log_decays: Tensor) -> Callable:
+    """As `steps_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing.
 
-    outputs: Tensor  # [T, H, N] C
-    inputs: Tensor  # [T, H, N] B
-    changes: Tensor  # [T, H, P] Δ·x
-    log_decays: Tensor  # [T, H]
-
-
-def _chunk_steps(rows: _Rows, chunks: Chunks) -> Callable:
-    """As `steps_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing."""
-    c, b, changes, log_decays = in_chunks([*rows[:3], rows.log_decays.unsqueeze(-1)], chunks)
+    c, b: [M, H, C, N], changes: [M, H, C, P] Δ·x, log_decays: [M, H, C, 1].
+    """
     total = log_decays.squeeze(-1).cumsum(-1)
     own = (c @ b.mT) * decay_ratios(total) @ changes
     c, b = c * total.exp().unsqueeze(-1), b * (total[..., -1:] - total).exp().unsqueeze(-1)

@@ -3,7 +3,7 @@
 Shapes: T rows, C channels of the convolution, H heads with a memory [K, V] each.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,11 +67,6 @@ def store_memories(kept: dict[int, Tensor], states: States | None):
         states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
 
 
-def in_chunks(rows: Iterable[Tensor], chunks: Chunks) -> list[Tensor]:
-    """Tensors [T, H, …] of what rules read of each row -> [M, H, C, …], 0 in rows of padding."""
-    return [functional.pad(x, (0, 0, 0, 0, 0, 1))[chunks.rows].transpose(1, 2) for x in rows]
-
-
 def decay_ratios(sums: Tensor) -> Tensor:
     """Sums [M, H, C] of logarithms of decays up to each row of a chunk -> [M, H, C, C] those between rows."""
     above = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu(1)
@@ -82,14 +77,16 @@ def scan_chunks(steps_of: Callable, rows: Sequence[Tensor], zeros: Tensor, runs:
     """[T, H, V]: what the rows read; `states` get the memories after the runs.
 
     Args:
-        steps_of: How a rule goes through chunks of equal depth: (rows, chunks) -> (which of the chunks, memories before
-            them [n, H, K, V]) -> (results [n, H, C, V], memories after them).
-        rows: What the rule reads of each row: tensors [T, H, ...].
+        steps_of: How a rule goes through chunks of equal depth: what it reads of their rows, [M, H, C, …] and 0 in
+            padding -> (which of the chunks, memories before them [n, H, K, V]) -> (results [n, H, C, V], memories).
+        rows: What the rule reads of each row: tensors [T, H, …], of which those without channels get one.
         zeros: [H, K, V] the memory of a run that continues no state.
     """
     kept, found, places = dict[int, Tensor](), [], []  # memories by the number of the state; results and their rows
+    wide = [x if x.dim() == 3 else x.unsqueeze(-1) for x in rows]
     for chunks in runs.chunks:
-        step, memory = steps_of(rows, chunks), chunk_memories(zeros, chunks.before, kept, states)
+        step = steps_of(*(functional.pad(x, (0, 0, 0, 0, 0, 1))[chunks.rows].transpose(1, 2) for x in wide))
+        memory = chunk_memories(zeros, chunks.before, kept, states)
         for at in chunks.steps:
             _keep_memories(kept, chunks, memory, len(at))
             out, memory = step(at, memory[: len(at)])
