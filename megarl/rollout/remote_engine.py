@@ -6,9 +6,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.stop_states import Follows
 from megarl.observe import activity
 from megarl.rollout.remote_generator import RemoteGenerator
 
@@ -20,7 +20,7 @@ class RemoteEngine:
 
     max_requests = 64  # at a time
 
-    def __init__(self, generator: RemoteGenerator, role_groups: RoleGroups, stops: Follows | None):
+    def __init__(self, generator: RemoteGenerator, role_groups: RoleGroups, stops: StopMatcher | None):
         """`generator`: of the leader's requests; `stops`: end all responses but those of requests with their own."""
         self._generator, self._role_groups, self._stops = generator, role_groups, stops
 

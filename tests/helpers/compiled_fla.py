@@ -13,7 +13,7 @@ from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner, Heuristics
 from triton.runtime.jit import JITFunction
 
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, by_chunks
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import NONE, Runs
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
@@ -64,7 +64,7 @@ def main():
     channels = (2 * GROUPS + HEADS) * CHANNELS
     shapes = (ROWS, channels), (ROWS, HEADS), (ROWS, HEADS), (channels, 1, 4), (HEADS,), (HEADS,)
     inputs = Inputs(*(torch.zeros(shape, requires_grad=True) for shape in shapes))
-    by_chunks(inputs, HeadSizes(GROUPS, HEADS, CHANNELS, CHANNELS, torch.bfloat16), runs).sum().backward()
+    inputs.by_chunks(HeadSizes(GROUPS, HEADS, CHANNELS, CHANNELS, torch.bfloat16), runs).sum().backward()
     print(json.dumps([*launched.items()]))
 
 

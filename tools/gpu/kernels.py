@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from megarl.mcore.recurrence import fused_chunks
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, by_chunks
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import NONE, Runs
 from tests.helpers import reference_kernels
 from tools.gpu import report, run_all
@@ -173,7 +173,7 @@ def delta_rule_passes(values, lengths: list[int], kind, grad) -> list[torch.Tens
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     table = [[start, rows, NONE, NONE] for start, rows in zip(starts, lengths, strict=True)]
     inputs = Inputs(*(x.detach().requires_grad_() for x in values))
-    out = by_chunks(inputs, HeadSizes(*DELTA_HEADS, kind), Runs(torch.tensor(table), 0, 4))
+    out = inputs.by_chunks(HeadSizes(*DELTA_HEADS, kind), Runs(torch.tensor(table), 0, 4))
     return [out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out) if grad is None else grad.to(out))]
 
 

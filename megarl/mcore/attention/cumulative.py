@@ -6,7 +6,6 @@ cached keys): the last query sees the last key, as in flash-attn from 2.1 on (bo
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +39,6 @@ class CumulativePlan:
         return torch.stack([queries[:-1], queries.diff(), keys.diff(), keys[:-1]])
 
 
-def cumulative_lengths(lengths: np.ndarray) -> np.ndarray:
-    """[n] -> [n + 1] int64: 0 and the sums of the first lengths."""
-    return np.concatenate([[0], lengths.cumsum()])
-
-
 def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> HostPlan:
     """Plans a `CumulativePlan`.
 
@@ -53,25 +47,25 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
         is_whole: this rank holds the whole stream, so that queries have the indices of keys.
         window: keys that a query sees; None: all.
     """
-    arrays = [cumulative_lengths(segments.queries), cumulative_lengths(segments.keys)]
+    rows = None
     if not is_whole or segments.prefix_length.any():
         segment, position = expand_array_counts(segments.keys)
-        arrays.append(segments.at(segment).key_indices(position[:, None])[:, 0])
-    return HostPlan(arrays, builder(segments.queries, segments.keys, window))
+        rows = segments.at(segment).key_indices(position[:, None])[:, 0]
+    return plan_segments(segments.queries, segments.keys, rows, window)
 
 
-def builder(queries: np.ndarray, keys: np.ndarray, window: int | None) -> Callable[[list[Tensor]], CumulativePlan]:
-    """Returns what makes the plan of [cumulative queries, cumulative keys, and rows if there are any] on the device."""
+def plan_segments(queries: np.ndarray, keys: np.ndarray, rows: np.ndarray | None, window: int | None) -> HostPlan:
+    """Plans a `CumulativePlan` of n segments with so many queries and keys; `rows`, `window`: its fields."""
+    lengths = [np.append(0, each.cumsum()) for each in (queries, keys)]
 
     def build(sent: list[Tensor]) -> CumulativePlan:
-        rows = sent[2] if len(sent) > 2 else None
         return CumulativePlan(
             cu_queries=sent[0].int(),
             cu_keys=sent[1].int(),
-            rows=rows,
+            rows=sent[2] if len(sent) > 2 else None,
             max_queries=int(queries.max()),
             max_keys=int(keys.max()),
             window=window,
         )
 
-    return build
+    return HostPlan(lengths if rows is None else [*lengths, rows], build)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megarl.mcore.attention.backends.sdpa import PagedAttention
+from megarl.mcore.attention.cache_attention import CacheAttention
 
 
 class Latents(NamedTuple):
@@ -40,6 +40,6 @@ def _by_head(expanded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return key.transpose(1, 2), value.transpose(1, 2)
 
 
-def latent_attention(backend) -> PagedAttention:
+def latent_attention(backend) -> CacheAttention:
     """Returns the attention of a backend's module over `Latents`."""
     return type("LatentAttention", (_Expanding, backend.PagedAttention), {})()

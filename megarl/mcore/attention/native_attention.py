@@ -5,8 +5,6 @@ result depends on its query and its keys alone, and is the same in a decode step
 Shapes: as in `sdpa`.
 """
 
-import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.mcore.attention.backends import sdpa
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, softmax_scale
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
 from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels import native
@@ -38,7 +37,7 @@ class _PackedAttention(torch.autograd.Function):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         sums = query.new_empty(query.shape[:2])
         for batch in batches:
-            _attend(query, key, value, batch, scale, out, sums)
+            native.ops.segment_attention(query, key, value, *_indices(batch), scale, out, sums)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.batches, ctx.scale = batches, scale
         return out
@@ -61,26 +60,12 @@ def _indices(segments: SegmentBatch) -> tuple:
     return segments.queries, segments.keys, segments.last_keys, segments.real_queries
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale: float, out: Tensor,
-    sums: Tensor | None = None,
-):  # fmt: skip
-    """Writes the outputs of the segments' real queries to their rows of `out` [T, H, D]; `sums` [T, H]: receives the
-    logarithms of their softmax sums."""
-    native.ops.segment_attention(query, key, value, *_indices(segments), scale, out, sums)
-
-
-def softmax_scale(channels: int, scale: float | None) -> float:
-    """The factor of the scores: 1/√D unless the model has another one."""
-    return 1 / math.sqrt(channels) if scale is None else scale
-
-
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None) -> Tensor:
     scale = softmax_scale(query.shape[-1], scale)
     return _PackedAttention.apply(query, key, value, segments.batches, scale)
 
 
-class _DecodeReads(NamedTuple):
+class NativeDecodes(NamedTuple):
     """The n decodes of a step."""
 
     tokens: slice | Tensor  # [n] indices of their tokens in the step
@@ -89,60 +74,38 @@ class _DecodeReads(NamedTuple):
     starts: Tensor  # int64 first token of each run of tokens with the same pages, which share their reads; then n
 
 
-@dataclass(frozen=True)
-class NativeReads:
-    """The cache reads of a step, the same for all layers."""
-
-    decodes: _DecodeReads | None
-    prefills: list[SegmentBatch]
-    total: int  # T
-
-    @property
-    def only_decodes(self) -> bool:
-        """Whether each token of the step is a decoded one."""
-        return self.decodes is not None and len(self.decodes.keys) == self.total
-
-
 def plan_cache_reads(
     queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: None = None,
     token_bytes: int | None = None,
-) -> NativeReads:  # fmt: skip
+) -> CacheReads:  # fmt: skip
     first, single = queries.cumsum(0) - queries, queries == 1
     if bool(single.all()):
-        return NativeReads(_decode_reads(slice(len(keys)), keys, pages, cache), [], total)
+        return CacheReads([_decode_reads(slice(0, len(keys)), keys, pages, cache)], [], total)
     decodes, prompts = single.nonzero().flatten(), (~single).nonzero().flatten()
     prefills = sdpa.plan_prefills(first[prompts], queries[prompts], keys[prompts], pages[prompts], cache)
-    decoding = _decode_reads(first[decodes], keys[decodes], pages[decodes], cache) if len(decodes) else None
-    return NativeReads(decoding, prefills, total)
+    decoding = [_decode_reads(first[decodes], keys[decodes], pages[decodes], cache)] if len(decodes) else []
+    return CacheReads(decoding, prefills, total)
 
 
-def _decode_reads(tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> _DecodeReads:
+def _decode_reads(tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> NativeDecodes:
     pages = pages[:, : -(-int(keys.max()) // cache.shape[1])].contiguous()
     is_new = (pages[1:] != pages[:-1]).any(1).nonzero().flatten() + 1
     starts = torch.cat([is_new.new_zeros(1), is_new, is_new.new_full((1,), len(keys))])
-    return _DecodeReads(tokens=tokens, pages=pages, keys=keys.contiguous(), starts=starts)
+    return NativeDecodes(tokens, pages, keys.contiguous(), starts)
 
 
-class NativePagedAttention:
+class NativePagedAttention(CacheAttention):
     """Attention over the paged cache."""
 
-    def __call__(self, query: Tensor, cache: Tensor, reads: NativeReads, scale: float | None = None) -> Tensor:
-        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D]."""
+    def _decode(self, query: Tensor, cache: Tensor, reads: NativeDecodes, scale: float | None) -> Tensor:
         scale = softmax_scale(query.shape[-1], scale)
-        if reads.only_decodes:
-            return _decode(query, cache, reads.decodes, scale)
-        query_heads, (key, value) = query.flatten(1, 2), cache.flatten(0, 1).unbind(2)
-        out = query_heads.new_zeros(query_heads.shape)
-        result = out.flatten(1)
-        if reads.decodes is not None:
-            result[reads.decodes.tokens] = _decode(query[reads.decodes.tokens], cache, reads.decodes, scale)
-        for segments in reads.prefills:
-            _attend(query_heads, key, value, segments, scale, out)
-        return result
+        return native.ops.cache_attention(query, cache, reads.pages, reads.keys, reads.starts, scale).view(query.shape)
+
+    def _prefill(self, query: Tensor, cache: Tensor, reads: list[SegmentBatch], scale: float | None, result: Tensor):
+        (key, value), scale = cache.flatten(0, 1).unbind(2), softmax_scale(query.shape[-1], scale)
+        heads, out = query.flatten(1, 2), result.flatten(1, 2)
+        for segments in reads:
+            native.ops.segment_attention(heads, key, value, *_indices(segments), scale, out, None)
 
 
 PagedAttention = NativePagedAttention  # the name of a backend's
-
-
-def _decode(query: Tensor, cache: Tensor, reads: _DecodeReads, scale: float) -> Tensor:
-    return native.ops.cache_attention(query, cache, reads.pages, reads.keys, reads.starts, scale)

@@ -13,6 +13,7 @@ from megatron.core.inference.config import AsyncScheduleMode, InferenceConfig, P
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from torch import Tensor
 
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.cache_size import BLOCK_TOKENS
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.end_tokens import EndTokensController
@@ -23,7 +24,6 @@ from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.recorded_routes import attach_routes
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
-from megarl.mcore.inference.stop_states import Follows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model.prediction import PredictionLayer
@@ -40,7 +40,7 @@ class BuiltEngine:
         self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
         prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
         cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False, decode_graphs: bool = True,
-        prediction: PredictionLayer | None = None, stops: Follows | None = None, snapshots: int | None = None,
+        prediction: PredictionLayer | None = None, stops: StopMatcher | None = None, snapshots: int | None = None,
     ):  # fmt: skip
         """Reserves the KV cache.
 
@@ -103,7 +103,7 @@ class BuiltEngine:
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
         memory = None if cache_in_grad_buffer is None else cache_in_grad_buffer.memory
         self.context = context_of(model, config, memory, snapshots, further_layers=int(prediction is not None))
-        attach_routes(self.context, self.layers, model.config, pg_collection.tp)
+        attach_routes(self.context, self.layers, model.config.moe_router_topk)
         wrapper = GPTInferenceWrapper(model, self.context)
         softcap = model.config.final_logit_softcapping
         self.sampling = KeyedSampling(vocab_size, tp_size, softcap, is_exact(model.config))
@@ -118,7 +118,6 @@ class BuiltEngine:
                 model, prediction, self.context, self.sampling, self.engine.device_decode
             )
             self.controller.predict_for_others = drafts.predict_for_others
-        self.context.kv_block_allocator.tokens_of = self._tokens_of
         self.context.request_of = self.engine.get_request
         self._prefill_counts = PrefillCounts()  # when they were taken last
         self.engine.suspend()
@@ -133,11 +132,6 @@ class BuiltEngine:
     def free_blocks(self) -> int:
         """Blocks of the cache that no request uses."""
         return self.context.kv_block_allocator.available
-
-    def _tokens_of(self, request_id: int) -> list[int]:
-        """Tokens of a request in the engine that were drawn before the present step."""
-        request = self.engine.get_request(request_id)
-        return [*request.prompt_tokens.tolist(), *request.generated_tokens]
 
     def take_decode_counts(self) -> DecodeCounts:
         """Returns what decode steps did since the last call; zeros if the engine is not speculative."""

@@ -27,6 +27,7 @@ from megarl.mcore import device
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
 from megarl.mcore.moe.layer import max_equal_rows
+from megarl.mcore.parallel.collectives import all_reduce_number
 
 MAX_AHEAD = 8  # requests; with more, steps are dropped so often that they take more time than the host's work
 # Of 32 bits, of a row before its blocks: token, position, recurrent state, temperature, greedy, two of its random key.
@@ -137,12 +138,8 @@ class DeviceDecode:
     def _is_so_on_any_rank(self, is_so: bool) -> bool:
         """Whether it is so on a rank that takes part in this one's steps. Collective over these ranks."""
         groups = self.engine.pg_collection
-        for group in (groups.tp, groups.ep):
-            if dist.get_world_size(group) > 1:
-                found = torch.tensor([is_so], dtype=torch.int32, device=device.device())
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-                is_so = bool(found.item())
-        return is_so
+        of_replica = all_reduce_number(int(is_so), groups.tp, dist.ReduceOp.MAX)
+        return bool(all_reduce_number(of_replica, groups.ep, dist.ReduceOp.MAX))
 
     def rows(self, count: int) -> int | None:
         """Rows B of the next step, which decodes so many tokens, if it can run here; else None.

@@ -18,7 +18,7 @@ NO_TOKEN = -1  # an id that is never sampled
 class EndTokens:
     """The ids that end a response; may be none. A request may have its own ones instead. Stop strings end it, too."""
 
-    def __init__(self, ids: tuple[int, ...] = (), stops: StopStates | None = None):
+    def __init__(self, ids: tuple[int, ...], stops: StopStates):
         self.ids, self.stops = frozenset(ids), stops
         self.forced: ForcedTokens | None = None  # end nothing
         self._tensor = torch.tensor(sorted(ids), dtype=torch.int64)
@@ -33,8 +33,7 @@ class EndTokens:
     def clear(self):
         """Forgets the own ones of all requests."""
         self._own.clear()
-        if self.stops is not None:
-            self.stops.clear()
+        self.stops.clear()
 
     def of(self, request_id: int) -> frozenset[int]:
         """The end tokens of a request."""
@@ -56,13 +55,12 @@ class EndTokens:
         """Whether one of them, or a stop string, has ended a response of these tokens."""
         if not tokens or tokens[-1] in self.of(request_id):
             return bool(tokens)
-        return self.stops is not None and self.stops.have_ended(request_id, tokens)
+        return self.stops.have_ended(request_id, tokens)
 
 
 class EndTokensController(TextGenerationController):
-    """Megarl's controller: ends a request at any of `end_tokens`, and makes no text of tokens."""
+    """Megarl's controller: ends a request at any of its `EndTokens`, and makes no text of tokens."""
 
-    end_tokens = EndTokens()
     # The part of the layer of multi-token prediction in `dummy_forward`; None: no layer.
     predict_for_others: Callable[[], None] | None = None
 
@@ -102,6 +100,6 @@ class EndTokensController(TextGenerationController):
         """Same as Megatron's; then sets each request's own end token, which is compared next."""
         tokens, speculative = super()._transfer_samples_to_cpu(active_request_count)
         context = self.inference_wrapped_model.inference_context
-        ends = torch.where(self.end_tokens.contains(tokens, *context.sampled_rows()), tokens, NO_TOKEN)
+        ends = torch.where(context.end_tokens.contains(tokens, *context.sampled_rows()), tokens, NO_TOKEN)
         context.active_request_metadata["termination_id"][:active_request_count] = ends
         return tokens, speculative

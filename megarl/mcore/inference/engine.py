@@ -11,7 +11,6 @@ from typing import Protocol
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
-from megarl.mcore.inference.end_tokens import EndTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.session import ANY_STEP, NONE, WAIT, GenerationSession
 from megarl.mcore.kernels.linear import prepacked_weights
@@ -115,7 +114,7 @@ class RolloutEngine(BuiltEngine):
         try:
             with eval_mode(self.model), self._cache_present(), prepacked_weights(self.model, self.prediction):
                 self.engine.device_decode.begin()
-                yield GenerationSession(self, EndTokens(end_ids), settings, routes)
+                yield GenerationSession(self, end_ids, settings, routes)
         finally:
             self.engine.suspend()
 
@@ -135,7 +134,7 @@ class RolloutEngine(BuiltEngine):
                         return session.unfinished()
                 session.limit_responses(self._max_response)
                 self._admit(session, source, max_requests)
-                own = session.wanted_step if session.has_requests else NONE if source.is_empty() else WAIT
+                own = session.wanted_step if len(session) else NONE if source.is_empty() else WAIT
                 agreed = session.highest_of_replicas(own)
                 if agreed == NONE:
                     return []

@@ -5,31 +5,13 @@ routes and random numbers of later positions are those of a policy that has draw
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megarl.tool_formats.thinking_budget import ThinkingBudget
+
 _NEVER = 2**62  # a position that no response reaches
-
-
-class ForcesTokens(Protocol):
-    """Says which tokens a response gets, as `megarl.tool_formats.thinking_budget.ThinkingBudget` does."""
-
-    @property
-    def limit(self) -> int:
-        """Tokens of a response before them."""
-        ...
-
-    @property
-    def tokens(self) -> tuple[int, ...]: ...
-
-    @property
-    def text(self) -> str: ...
-
-    def forced(self, prompt: Sequence[int], response: Sequence[int]) -> range:
-        """Places of the forced tokens of a response, counted from its start, once it has `limit` tokens; or none."""
-        ...
 
 
 class ForcedTokens:
@@ -40,13 +22,13 @@ class ForcedTokens:
         self._drawn_since = drawn_since
         # By request id: positions at which forced tokens begin and end.
         self._begins, self._ends = torch.full((2, max_requests), _NEVER, dtype=torch.int64)
-        self._requests: dict[int, tuple[ForcesTokens, Sequence[int], int]] = {}  # rule, prompt, start of the response
+        self._requests: dict[int, tuple[ThinkingBudget, Sequence[int], int]] = {}  # rule, prompt, start of the response
         self._is_due: dict[int, bool] = {}  # of requests that have reached the place
 
     def __bool__(self) -> bool:
         return bool(self._requests)
 
-    def begin(self, request_id: int, rule: ForcesTokens, prompt: Sequence[int], start: int):
+    def begin(self, request_id: int, rule: ThinkingBudget, prompt: Sequence[int], start: int):
         """Adds a request; `start`: where its response begins in its prompt, which ends with what was written before."""
         self._requests[request_id] = rule, prompt, start
         self._begins[request_id] = start + rule.limit

@@ -1,15 +1,13 @@
 """Requests for generation and their results: what the engine, and a server in its place, takes and gives."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-
-if TYPE_CHECKING:
-    from megarl.mcore.inference.forced_tokens import ForcesTokens
-    from megarl.mcore.inference.stop_states import Follows
+from megarl.data.stop_strings import StopMatcher
+from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 TopLogprobs = list[tuple[int, float]]  # (token, log-prob), most likely first
 
@@ -34,8 +32,8 @@ class GenerationRequest:
     # Where the response begins whose text stop strings end, in tokens of the prompt: its end, or before what earlier
     # rounds wrote. None: no stop string ends it.
     stops_from: int | None = None
-    stops: "Follows | None" = None  # its own stop strings; None: those of the engine
-    thinking: "ForcesTokens | None" = None  # its thinking budget
+    stops: StopMatcher | None = None  # its own stop strings; None: those of the engine
+    thinking: ThinkingBudget | None = None  # its thinking budget
     thinking_from: int = 0  # where the response begins that has the budget, as `stops_from`
     counted_tokens: int = 0  # that a limit on responses counts besides those of this one: of earlier turns
     trunk: Trunk | None = None  # of an episode, or of a turn that belongs to it; None: it shares none

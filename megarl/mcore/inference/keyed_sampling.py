@@ -72,11 +72,7 @@ class KeyedSampling(Sampling):
         """Samples tokens [n] of the active requests from logits [≥ n, V], as Megatron's sampling backends do."""
         rows = self._softcapped(logits[:n] if gather_indices is None else logits[gather_indices[:n]])
         request_ids, positions = context.sampled_rows()
-        numbers = uniforms(self.keys[request_ids.long()], positions.long())
-        if self._own:
-            tokens = self._sample_by_settings(rows, numbers, request_ids.tolist())
-        else:
-            tokens = self._sample(rows, numbers, self.settings)
+        tokens = self._drawn(rows, request_ids.long(), positions.long())
         if self.forced:
             tokens, self._log_probs = self.forced.force(tokens, self.log_probs(tokens), request_ids, positions)
         if self._top_counts:
@@ -87,11 +83,7 @@ class KeyedSampling(Sampling):
         """Returns the tokens [n] that requests would draw at some positions if these were the logits [n, V] there;
         `log_probs` stay those of the last sampled tokens."""
         rows, known = self._softcapped(logits), (self._policy, self._log_probs)
-        numbers = uniforms(self.keys[request_ids], positions)
-        if self._own:
-            tokens = self._sample_by_settings(rows, numbers, request_ids.tolist())
-        else:
-            tokens = self._sample(rows, numbers, self.settings)
+        tokens = self._drawn(rows, request_ids, positions)
         self._policy, self._log_probs = known
         return tokens
 
@@ -150,12 +142,16 @@ class KeyedSampling(Sampling):
             self._log_probs = row_logprobs(logits, tokens, settings.temperature, self.vocab_size)
         return tokens
 
-    def _sample_by_settings(self, logits: Tensor, numbers: Tensor, request_ids: list[int]) -> Tensor:
-        """Returns tokens [n] of requests with settings of their own; a row's result does not depend on other rows."""
+    def _drawn(self, logits: Tensor, request_ids: Tensor, positions: Tensor) -> Tensor:
+        """Returns tokens [n] of requests at their positions, each under its own settings; a row's result does not
+        depend on other rows."""
+        numbers = uniforms(self.keys[request_ids], positions)
+        if not self._own:
+            return self._sample(logits, numbers, self.settings)
         tokens = logits.new_empty(len(logits), dtype=torch.int64)
         log_probs = logits.new_empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
         groups = defaultdict(list)
-        for row, request_id in enumerate(request_ids):
+        for row, request_id in enumerate(request_ids.tolist()):
             groups[self._own.get(request_id, self.settings)].append(row)
         for settings, members in groups.items():
             rows = _enough_rows(members)

@@ -46,7 +46,7 @@ class PredictionDrafts:
             return
         following = torch.zeros(c.hidden_rows, dtype=torch.int64)
         following[:n] = drawn
-        self._guess(self._predicted(following)[:n], torch.arange(n), *self._drawn_at())
+        self._guess(self._predicted(following)[:n], torch.arange(n), *c.sampled_rows())
 
     def after_drafts(self, drawn: Tensor, counts: Tensor):
         """After a step with drafted tokens, before it ends.
@@ -62,7 +62,7 @@ class PredictionDrafts:
         hidden = self._predicted(following)
         last = (rows.places == 0).nonzero().flatten() + counts - 1
         read = following[rows.computed[last]] == drawn[last]  # of a group's requests, those that drew the same token
-        ids, positions = (x[last] for x in self._drawn_at())
+        ids, positions = (x[last] for x in c.sampled_rows())
         self._guesses[ids.numpy()] = NO_TOKEN
         if read.any():
             self._guess(hidden, rows.computed[last][read], ids[read], positions[read])
@@ -87,11 +87,6 @@ class PredictionDrafts:
             following[ends[is_partial] - 1] = request.remaining_prompt_tokens[0]
         self._predicted(following)
         self._guesses[ids.numpy()] = NO_TOKEN
-
-    def _drawn_at(self) -> tuple[Tensor, Tensor]:
-        """([n] ids, [n] positions) of the tokens that the step drew."""
-        ids, positions = self._context.sampled_rows()
-        return ids.long(), positions.long()
 
     def _predicted(self, following: Tensor) -> Tensor:
         """[T, H] for the head, of the step's tokens; `following` [T] are their next ones, on the host."""
@@ -124,10 +119,10 @@ class PredictionDrafts:
             rows: [n] those of them that read each request's last token.
             ids, positions: [n] of the requests, and of these tokens.
         """
-        model = self._model
+        model, ids = self._model, ids.long()
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         head, is_split = model.output_layer, model.output_layer.sequence_parallel
         head.sequence_parallel = False  # the rows are on all ranks
         logits, _ = head(hidden[rows.to(hidden.device)].unsqueeze(1), weight=weight, runtime_gather_output=True)
         head.sequence_parallel = is_split
-        self._guesses[ids.numpy()] = self._sampling.guess(logits.squeeze(1), ids, positions + 1).cpu().numpy()
+        self._guesses[ids.numpy()] = self._sampling.guess(logits.squeeze(1), ids, positions.long() + 1).cpu().numpy()

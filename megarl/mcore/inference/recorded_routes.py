@@ -7,7 +7,6 @@ start: its routes come from the pass that computed its keys.
 """
 
 import torch
-import torch.distributed as dist
 from megatron.core.inference.contexts.routing_metadata import RoutingMetadata
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
@@ -19,10 +18,9 @@ from megarl.mcore.moe.routing import NO_ROUTE
 class StepRoutes(RoutingMetadata):
     """Routes that the routers recorded in one step of the engine."""
 
-    def __init__(self, context, layers: tuple[int, ...], topk: int, tensor_ranks: int):
-        """`tensor_ranks`: ranks over which sequence parallelism splits a step's tokens; 1 without it."""
+    def __init__(self, context, layers: tuple[int, ...], topk: int):
         super().__init__(context, topk)
-        self.layers, self.tensor_ranks = layers, tensor_ranks
+        self.layers = layers
 
     def get_routing_indices(self) -> Tensor | None:
         """Returns routes [R, L, k] int32 of the R tokens, padding included, in this rank's routers; None if L is 0.
@@ -33,7 +31,7 @@ class StepRoutes(RoutingMetadata):
             RuntimeError: a router recorded nothing, or another number of tokens.
         """
         recorded = RouterReplay.get_recorded_data()
-        dedup, rows = self.context.dedup, self.context.padded_active_token_count // self.tensor_ranks
+        dedup, rows = self.context.dedup, self.context.padded_active_token_count // self.context.tensor_ranks
         rows = rows if dedup is None else len(dedup.kept_tokens)
         counts = [0 if routes is None else len(routes) for routes in recorded]
         if counts != [rows] * len(self.layers):
@@ -122,8 +120,7 @@ class RoutedBlocks(ReusableBlocks):
         return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), NO_ROUTE)])
 
 
-def attach_routes(context, layers: tuple[int, ...], config, tensor_group):
+def attach_routes(context, layers: tuple[int, ...], topk: int):
     """Replaces the allocator and routing metadata of a new context, to record routes in this rank's MoE layers."""
-    ranks = dist.get_world_size(tensor_group) if config.sequence_parallel else 1
-    context.kv_block_allocator = RoutedBlocks(context.kv_block_allocator, layers, config.moe_router_topk)
-    context.moe_routing_metadata = StepRoutes(context, layers, config.moe_router_topk, ranks)
+    context.kv_block_allocator = RoutedBlocks(context.kv_block_allocator, layers, topk)
+    context.moe_routing_metadata = StepRoutes(context, layers, topk)

@@ -17,6 +17,7 @@ from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.state_snapshots import StateSnapshots
 from megarl.mcore.model.decoder_layer import StepPlan
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import NONE, DeviceRuns, Runs
 from megarl.mcore.recurrence.states import States
 
@@ -187,7 +188,7 @@ class RecurrentContext(PagedContext):
         rows = expand_ranges(drafts.computed[first], counts)
         runs = Runs(torch.stack([counts.cumsum(0) - counts, counts, ids, ids], 1).contiguous(), 0, self._taps)
         for layer, inputs in self._plan.drafted.items():
-            inputs.at(rows.to(inputs.x.device)).apply(self._sizes, runs, self._states[layer])
+            apply_rule(inputs.at(rows.to(inputs.x.device)), self._sizes, runs, self._states[layer])
 
 
 def runs_of_step(

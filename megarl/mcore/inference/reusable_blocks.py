@@ -10,7 +10,6 @@ then those go first whose last request left first, and of one request its last b
 with all blocks before it.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -43,7 +42,6 @@ class ReusableBlocks(KVBlockAllocator):
             fresh.context, fresh.total_count, fresh.paused_count, fresh.enable_prefix_caching,
             fresh.prefix_caching_eviction_policy,
         )  # fmt: skip
-        self.tokens_of: Callable[[int], list[int]] | None = None  # id of a request in the cache -> its tokens so far
         self._clock = 0
 
     def reset(self):
@@ -112,7 +110,8 @@ class ReusableBlocks(KVBlockAllocator):
             is_new = self.block_hashes[blocks.long()] == -1
             if not is_new.any():
                 continue
-            sequence = self.tokens_of(int(c.request_ids[row]))  # without the token that was drawn last
+            request = c.request_of(int(c.request_ids[row]))
+            sequence = [*request.prompt_tokens.tolist(), *request.generated_tokens]  # without the token drawn last
             if len(sequence) < count * size:
                 raise RuntimeError(f"the cache has {count} blocks of {size} tokens for a sequence of {len(sequence)}")
             hashes = compute_block_hashes_batched(torch.tensor(sequence[: count * size]), size)

@@ -12,13 +12,13 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import InferenceMode
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
 from megarl.mcore.inference.forced_tokens import ForcedTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.stop_states import StopStates
 from megarl.mcore.moe.router import recording_routes
+from megarl.mcore.parallel.collectives import all_reduce_number
 
 # What a replica wants of those that share experts with it, or all of them agreed to do: nothing, a wait for requests,
 # or a step; a step in which each decodes as many rows, which is `WAIT` plus their number; or another one.
@@ -35,14 +35,13 @@ class _OwnParams(SamplingParams):
 class GenerationSession:
     """Requests that join and leave an engine between its steps. All ranks of a replica make the same calls."""
 
-    def __init__(self, owner: BuiltEngine, end_tokens: EndTokens, settings: SamplingSettings, routes: bool):
+    def __init__(self, owner: BuiltEngine, end_ids: tuple[int, ...], settings: SamplingSettings, routes: bool):
         """Begins without requests. Arguments as of `RolloutEngine.generate`; requests may have their own ones."""
         self.owner = owner
         self.engine, self.context = owner.engine, owner.context
         self.sampling, self.drafter = owner.sampling, owner.drafter
-        self.end_tokens, self.settings = end_tokens, settings
-        self.stops = end_tokens.stops = StopStates(self._drawn_since)
-        self.routes = routes
+        self.settings, self.routes, self.stops = settings, routes, StopStates(self._drawn_since)
+        self.end_tokens = self.context.end_tokens = EndTokens(end_ids, self.stops)
         self.clear()
 
     def clear(self):
@@ -62,16 +61,10 @@ class GenerationSession:
         self.end_tokens.clear()
         if self.drafter is not None:
             self.drafter.reset(self.end_tokens.ids)
-        self.owner.controller.end_tokens = self.context.end_tokens = self.end_tokens
         InferenceMode.unset_active()
 
     def __len__(self) -> int:
         return len(self._numbers)
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether some requests have not ended."""
-        return bool(self._numbers)
 
     def add(self, number: int, request: GenerationRequest):
         """Adds a request under a number of the caller's; the engine must have room for one more."""
@@ -230,11 +223,7 @@ class GenerationSession:
 
     def highest_of_replicas(self, level: int) -> int:
         """The highest of what the replicas that share experts with this one want. A collective of these replicas."""
-        if not self.owner.is_coupled:
-            return level
-        highest = torch.tensor([level], dtype=torch.int32, device=device.device())
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.owner.expert_group)
-        return int(highest)
+        return all_reduce_number(level, self.owner.expert_group, dist.ReduceOp.MAX)
 
 
 def _params(request: GenerationRequest) -> SamplingParams:

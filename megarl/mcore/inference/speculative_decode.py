@@ -22,6 +22,7 @@ from megarl.mcore.inference.draft_sequences import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
 from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.sequence_groups import Groups
+from megarl.mcore.parallel.collectives import all_reduce_number
 from megarl.observe import activity
 
 
@@ -91,22 +92,15 @@ class SpeculativeEngine(DecodeLoopEngine):
         c, groups = self.context, self.drafter.groups
         if groups.are_apart:
             return Groups.apart(c.total_request_count - c.paused_request_count)
-        ids, lengths = self._sequences
+        ids, lengths = c.sampled_rows()
         last = c.token_to_input_ids[: len(ids)] if last is None else last
         return groups.update(ids.tolist(), (lengths + more).tolist(), last.tolist(), max_growth)
-
-    @property
-    def _sequences(self) -> tuple[np.ndarray, np.ndarray]:
-        """([n] ids of the requests in the cache, [n] lengths of their sequences)."""
-        c = self.context
-        active = slice(c.paused_request_count, c.total_request_count)
-        lengths = c.request_kv_length_offsets[active] + c.request_query_lengths[active]
-        return c.request_ids[active].numpy(), lengths.numpy()
 
     def _drafts(self, groups: Groups) -> Drafts | None:
         """Returns the tokens to try after the last one of each group, with blocks of the cache for them; None if none
         are worth it."""
-        c, (ids, lengths) = self.context, self._sequences
+        c = self.context
+        ids, lengths = (x.numpy() for x in c.sampled_rows())
         n, rows = c.total_request_count, self.drafter.rows_of(ids)
 
         def tail(i: int, size: int) -> Sequence[int]:
@@ -214,12 +208,8 @@ def parameters_of_a_token(model) -> int:
 def costs_of(model, stages) -> StepCosts:
     """The costs of a decode step: the same on all ranks of a replica, which must draft the same tokens and may have
     different numbers of threads. A collective of its pipeline stages, the group `stages`, which compute in turn."""
-    parameters, config, ranks = parameters_of_a_token(model), model.config, dist.get_world_size(stages)
-    if ranks > 1:
-        total = torch.tensor([parameters], dtype=torch.int64, device=device.device())
-        dist.all_reduce(total, group=stages)
-        parameters = int(total)
+    parameters, config = all_reduce_number(parameters_of_a_token(model), stages), model.config
     if device.has_cuda():
         return StepCosts.on_gpu(parameters, config.num_layers)
-    threads = torch.get_num_threads() if config.tensor_model_parallel_size * ranks == 1 else 1
+    threads = torch.get_num_threads() if config.tensor_model_parallel_size * dist.get_world_size(stages) == 1 else 1
     return StepCosts.on_cpu(parameters, config.num_layers, threads)

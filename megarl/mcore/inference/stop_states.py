@@ -1,18 +1,8 @@
 """Stop strings in the engine: where the text of each response is, and which drawn tokens complete one."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
-
-class Follows(Protocol):
-    """Follows texts token by token, as `megarl.data.stop_strings.StopMatcher` does."""
-
-    START: Any
-    stops: tuple[bytes, ...]  # texts that end a response
-
-    def follow(self, place: Any, token: int) -> tuple[Any, bool]:
-        """(where a text is after one more token, whether the token completes a stop string)."""
-        ...
+from megarl.data.stop_strings import StopMatcher
 
 
 class StopStates:
@@ -23,12 +13,12 @@ class StopStates:
         """`drawn_since`: (request id, n) -> tokens that the request drew in earlier steps, without the first n."""
         self._drawn_since = drawn_since
         # By request id: what follows it, how many drawn tokens were followed, and where its text is then.
-        self._places: dict[int, tuple[Follows, int, Any]] = {}
+        self._places: dict[int, tuple[StopMatcher, int, bytes]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def begin(self, request_id: int, matcher: Follows, written: Sequence[int]):
+    def begin(self, request_id: int, matcher: StopMatcher, written: Sequence[int]):
         """Adds a request; `written`: tokens of its response that are part of its prompt."""
         place = matcher.START
         for token in written:
@@ -68,8 +58,8 @@ class StopStates:
             found.append(is_complete)
         return found
 
-    def _advance(self, request_id: int) -> tuple[Follows, Any]:
-        """Follows what the request drew in earlier steps; returns what follows it, and where its text is."""
+    def _advance(self, request_id: int) -> tuple[StopMatcher, bytes]:
+        """StopMatcher what the request drew in earlier steps; returns what follows it, and where its text is."""
         matcher, count, place = self._places[request_id]
         for token in self._drawn_since(request_id, count):
             place, _ = matcher.follow(place, int(token))

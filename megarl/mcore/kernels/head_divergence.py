@@ -6,6 +6,7 @@ collectives per chunk (maxima, sums of exponentials, sums of the divergences), b
 Shapes: T tokens, n of them scored; H, H_T channels of student and teacher, V columns of the padded vocabulary.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,9 +44,9 @@ class DistillScores(NamedTuple):
     teacher_logprobs: Tensor  # of the targets
 
 
-def _log_probs(heads: tuple[Head, Head], rows: slice, group) -> tuple[list[Tensor], Tensor, Tensor]:
+def _log_probs(heads: tuple[Head, Head], rows: slice) -> tuple[list[Tensor], Tensor, Tensor]:
     """Log-probs [C, V/tp] of both heads, their normalizers [2, C], and (agreement, teacher's log-probs) [2, C]."""
-    logits = [head.scaled_logits(rows) for head in heads]
+    logits, group = [head.scaled_logits(rows) for head in heads], heads[0].group
     best = [each.max(-1) for each in logits]
     tops = torch.stack([values for values, _ in best])
     all_reduce(tops, group, dist.ReduceOp.MAX)
@@ -71,17 +72,18 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, states, targets, indices, teacher, options):
-        """Arguments as in `head_divergence`; hidden states are already gathered. `options`: `_Options`."""
+        """Arguments as in `head_divergence`; hidden states are already gathered. `options`: the last fields of the
+        student's `Head`."""
         ctx.set_materialize_grads(False)
-        heads, group = _heads(hidden, weight, states, targets, indices, teacher, options), options.group
+        heads = _heads(hidden, weight, states, targets, indices, teacher, options)
         count, divergence, kept = len(targets), teacher.divergence, None
         results = [hidden.new_empty(count, dtype=at_least_fp32(hidden)) for _ in range(8)]
         if any(ctx.needs_input_grad[:2]) and heads[0].softcap is None and count * len(weight) <= MAX_KEPT:
             kept = hidden.new_empty(count, len(weight), dtype=results[0].dtype)
         for rows in row_chunks(count, len(weight), BUFFERS):
-            logprobs, normalizers, others = _log_probs(heads, rows, group)
+            logprobs, normalizers, others = _log_probs(heads, rows)
             sums = divergence_sums(logprobs[0], logprobs[1], divergence)
-            all_reduce(sums, group)
+            all_reduce(sums, heads[0].group)
             center = center_of(sums, divergence)
             if kept is not None:
                 kept[rows] = logit_gradient(logprobs[0], logprobs[1], center, divergence)
@@ -101,7 +103,7 @@ class _HeadDivergence(torch.autograd.Function):
         hidden, weight, states, targets, indices, kept, own, of_teacher, center = ctx.saved_tensors
         if grad is None:
             return (None,) * 7
-        heads = _heads(hidden, weight, states, targets, indices, ctx.teacher, ctx.options, with_products=kept is None)
+        heads = _heads(hidden, weight, states, targets, indices, ctx.teacher, ctx.options)
         gradients, column = HeadGradients(heads[0], *ctx.needs_input_grad[:2]), grad.unsqueeze(-1)
         for rows in row_chunks(len(targets), len(weight), BUFFERS):
             if kept is not None:
@@ -116,29 +118,13 @@ class _HeadDivergence(torch.autograd.Function):
         return *gradients.returned(), *[None] * 5
 
 
-def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, options, with_products=True):
-    """Student's and teacher's head. `options`: group, temperature, vocab_size, softcap, is_exact of the student's."""
-    first, vocab_size, is_exact = dist.get_rank(options.group) * len(weight), options.vocab_size, options.is_exact
-
-    def head(inputs, matrix, at, temperature, softcap) -> Head:
-        return Head(
-            hidden=inputs, weight=matrix, targets=targets, indices=at, temperature=temperature, first=first,
-            vocab_size=vocab_size, softcap=softcap, is_exact=is_exact,
-            product=linear.logits_with(matrix, is_exact) if with_products else None,
-        )  # fmt: skip
-
-    student = head(hidden, weight, indices, options.temperature, options.softcap)
-    return student, head(states, teacher.weight, None, teacher.temperature, teacher.softcap)
-
-
-class _Options(NamedTuple):
-    """Of the student's head, as of `head_divergence`."""
-
-    group: dist.ProcessGroup
-    temperature: float
-    vocab_size: int
-    softcap: float | None
-    is_exact: bool
+def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, options: tuple) -> tuple[Head, Head]:
+    """Student's and teacher's head; arguments as of `_HeadDivergence`."""
+    student = Head(hidden, weight, targets, indices, *options)
+    return student, dataclasses.replace(
+        student, hidden=states, weight=teacher.weight, indices=None, temperature=teacher.temperature,
+        softcap=teacher.softcap,
+    )  # fmt: skip
 
 
 def head_divergence(
@@ -160,13 +146,13 @@ def head_divergence(
         ValueError: as many states as targets are needed, and as many rows of the teacher's weight as of the student's.
     """
     hidden = linear.to_all_ranks(hidden, group, sequence_parallel)
-    options = _Options(group, temperature, vocab_size, softcap, is_exact)
+    options = temperature, vocab_size, group, softcap, is_exact
     return _compared(hidden, weight, states, teacher, targets, indices, options)
 
 
 def _compared(
     hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, indices: Tensor | None,
-    options: _Options,
+    options: tuple,
 ) -> DistillScores:  # fmt: skip
     """`head_divergence` of hidden states that are already gathered."""
     total = len(hidden if indices is None else indices)
@@ -201,7 +187,7 @@ def heads_divergence(
     """
     hidden = linear.to_all_ranks(hidden, group, sequence_parallel)
     hidden = hidden if indices is None else hidden.index_select(0, indices)
-    options, places = _Options(group, temperature, vocab_size, softcap, is_exact), torch.cat([t.rows for t in taught])
+    options, places = (temperature, vocab_size, group, softcap, is_exact), torch.cat([t.rows for t in taught])
     if len(places) != len(hidden):
         raise ValueError(f"{len(hidden)} hidden states, but teachers for {len(places)}")
     scores = [

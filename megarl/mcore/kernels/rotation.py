@@ -13,14 +13,14 @@ from megarl.mcore.kernels import native
 
 class _RotatedHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, heads, cosines, sines):
+    def forward(ctx, query, key, cosines, sines):
         ctx.save_for_backward(cosines, sines)
-        return _rotated(heads, cosines, sines, False)
+        return tuple(_rotated_heads(query, key, cosines, sines, False))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        return _rotated(grad, *ctx.saved_tensors, True), None, None
+    def backward(ctx, query_grad, key_grad):
+        return *_rotated_heads(query_grad, key_grad, *ctx.saved_tensors, True), None, None
 
 
 def rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,11 +28,16 @@ def rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) ->
 
     `cosines`, `sines`: [T, 1, r].
     """
-    if query.is_cuda:
-        from megarl.mcore.kernels.cuda import rotate_heads  # needs Triton
+    return _RotatedHeads.apply(query, key, cosines, sines)
 
-        return rotate_heads.rotated_heads(query, key, cosines, sines)
-    return _RotatedHeads.apply(query, cosines, sines), _RotatedHeads.apply(key, cosines, sines)
+
+def _rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_backward: bool) -> list[Tensor]:
+    """Rotated queries and keys; of gradients, turned back."""
+    if query.is_cuda:
+        from megarl.mcore.kernels.cuda.rotate_heads import rotate_heads  # needs Triton
+
+        return rotate_heads(query, key, cosines, sines, is_backward)
+    return [_rotated(heads, cosines, sines, is_backward) for heads in (query, key)]
 
 
 def _rotated(heads: Tensor, cosines: Tensor, sines: Tensor, is_backward: bool) -> Tensor:

@@ -6,8 +6,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.kernels.linear import gather_tokens
 from megarl.mcore.kernels.vocab_parallel_logprobs import Head, row_chunks, softmax_statistics
 
 
@@ -27,16 +27,14 @@ def head_top_logprobs(
         hidden = gather_from_sequence_parallel_region(hidden, group=group)
     total, count = len(hidden), min(count, vocab_size)
     hidden = pad(hidden, (0, 0, 0, max(MIN_ROWS - total, 0)))
-    first, unused = dist.get_rank(group) * len(weight), torch.zeros(len(hidden), dtype=torch.int64)
-    targets = unused.to(hidden.device)
-    product = linear.logits_with(weight)
-    head = Head(hidden, weight, targets, None, temperature, first, vocab_size, softcap, False, product)
+    unused = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+    head = Head(hidden, weight, unused, None, temperature, vocab_size, group, softcap, is_exact=False)
     found = []
     for rows in row_chunks(len(hidden), len(weight)):
         logits = head.scaled_logits(rows)
         values, tokens = logits.topk(min(count, len(weight)), dim=-1)
         top, sums, *_ = softmax_statistics(logits, *head.columns(rows), group, None, False)
-        values, tokens = _best_of_ranks(values, tokens + first, count, group)
+        values, tokens = _best_of_ranks(values, tokens + head.first, count, group)
         found.append((tokens, values - top.unsqueeze(-1) - sums.log().unsqueeze(-1)))
     tokens, logprobs = map(torch.cat, zip(*found, strict=True))
     return tokens[:total], logprobs[:total]
@@ -44,12 +42,8 @@ def head_top_logprobs(
 
 def _best_of_ranks(values: Tensor, tokens: Tensor, count: int, group) -> tuple[Tensor, Tensor]:
     """The largest `count` values of all ranks, and their tokens; both [C, k] on each rank."""
-    if (ranks := dist.get_world_size(group)) == 1:
+    if dist.get_world_size(group) == 1:
         return values, tokens
-    gathered = []
-    for tensor in (values, tokens):
-        parts = [torch.empty_like(tensor) for _ in range(ranks)]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        gathered.append(torch.cat(parts, dim=-1))
-    values, places = gathered[0].topk(count, dim=-1)
-    return values, gathered[1].gather(-1, places)
+    values, tokens = (gather_tokens(x.t(), group).t() for x in (values, tokens))
+    values, places = values.topk(count, dim=-1)
+    return values, tokens.gather(-1, places)

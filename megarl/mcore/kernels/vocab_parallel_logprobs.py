@@ -6,7 +6,9 @@ maximum, and the stacked sums), backward none.
 Shapes: T tokens, n of them scored; H channels, V columns of the padded vocabulary, C tokens of a chunk.
 """
 
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,19 +66,29 @@ def softcap_(logits: Tensor, softcap: float) -> Tensor:
     return logits.div_(softcap).tanh_().mul_(softcap)
 
 
-class Head(NamedTuple):
-    """Inputs of the head on this rank, whose columns of the vocabulary start at index `first`."""
+@dataclass(frozen=True)
+class Head:
+    """Inputs of the head on this rank; those without a comment are as of `head_scores`."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V/tp, H]
     targets: Tensor  # [n]
     indices: Tensor | None  # [n] indices of the scored tokens; None: all tokens
     temperature: float | Tensor  # a number, or [n]
-    first: int
     vocab_size: int
+    group: dist.ProcessGroup
     softcap: float | None
     is_exact: bool
-    product: Callable[[Tensor], Tensor]  # with the weight
+
+    @functools.cached_property
+    def first(self) -> int:
+        """Index of this rank's first column in the vocabulary."""
+        return dist.get_rank(self.group) * len(self.weight)
+
+    @functools.cached_property
+    def product(self) -> Callable[[Tensor], Tensor]:
+        """The product with the weight."""
+        return linear.logits_with(self.weight, self.is_exact)
 
     def inputs(self, rows: slice) -> Tensor:
         """Returns [C, H] hidden states of a chunk."""
@@ -96,31 +108,32 @@ class Head(NamedTuple):
         logits[:, max(self.vocab_size - self.first, 0) :].fill_(PADDED_LOGIT)
         return logits
 
-    def statistics(self, rows: slice, *args) -> list[Tensor]:
-        """`softmax_statistics` of a chunk, with the rollout's own log-probs if it is exact; `args`: its last ones."""
+    def statistics(self, rows: slice, weights: Tensor | None, squares: bool) -> list[Tensor]:
+        """`softmax_statistics` of a chunk, with the rollout's own log-probs if it is exact."""
         logits = self.logits(rows)
         exact = self._row_logprobs(logits, rows) if self.is_exact else None
         if self.has_row_kernels:
-            found = self._statistics_by_rows(logits, rows, *args)
+            found = self._statistics_by_rows(logits, rows, squares)
         else:
-            found = list(softmax_statistics(self.scaled_logits(rows, logits), *self.columns(rows), *args))
+            scaled, columns = self.scaled_logits(rows, logits), self.columns(rows)
+            found = list(softmax_statistics(scaled, *columns, self.group, weights, squares))
         found[2] = found[2] if exact is None else exact
         return found
 
-    def _statistics_by_rows(self, logits: Tensor, rows: slice, group, weights: None, squares: bool) -> list[Tensor]:
+    def _statistics_by_rows(self, logits: Tensor, rows: slice, squares: bool) -> list[Tensor]:
         """As `softmax_statistics`, by one pass over the logits."""
         from megarl.mcore.kernels.cuda.head_rows import head_sums  # needs Triton
 
         own = head_sums(logits, *self.row_arguments(rows))
         top = own[0].clone()
-        all_reduce(top, group, dist.ReduceOp.MAX)
+        all_reduce(top, self.group, dist.ReduceOp.MAX)
         drop = (own[0] - top).masked_fill(own[0].isneginf(), 0.0)  # −∞: this rank has no token of the vocabulary
         factor, (_, here) = drop.exp(), self.columns(rows)
         sums = torch.stack([
             factor * own[1], (own[4] - top).masked_fill(~here.squeeze(-1), 0.0), factor * (own[2] + drop * own[1]),
             factor.square() * own[3],
         ])  # fmt: skip
-        all_reduce(sums, group)
+        all_reduce(sums, self.group)
         return [top, *_scores(*sums[: 3 + squares])]
 
     def _row_logprobs(self, logits: Tensor, rows: slice) -> Tensor:
@@ -213,23 +226,19 @@ class _HeadScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, indices, temperature, vocab_size, group, squares, softcap, is_exact):
-        """Arguments as in `head_scores`; hidden states are already gathered."""
+    def forward(ctx, hidden, weight, targets, indices, squares, *options):
+        """Arguments as in `head_scores`; hidden states are already gathered. `options`: the last fields of `Head`."""
         ctx.set_materialize_grads(False)
-        first = dist.get_rank(group) * len(weight)
-        product = linear.logits_with(weight, is_exact)
-        options = {"temperature": temperature, "first": first, "vocab_size": vocab_size, "softcap": softcap}
-        options["is_exact"] = is_exact
-        head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **options)
+        head = Head(hidden, weight, targets, indices, *options)
         count, dtype = len(targets), at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
-        is_kept = softcap is None and not head.has_row_kernels and count * len(weight) <= MAX_KEPT
+        is_kept = head.softcap is None and not head.has_row_kernels and count * len(weight) <= MAX_KEPT
         if needs_grad and is_kept:
             kept = hidden.new_empty(count, len(weight), dtype=dtype)
         for rows in row_chunks(count, len(weight)):
             weights = None if kept is None else kept[rows]
-            for result, statistic in zip(results, head.statistics(rows, group, weights, squares), strict=True):
+            for result, statistic in zip(results, head.statistics(rows, weights, squares), strict=True):
                 result[rows] = statistic
         top, total, logprobs, entropy, *square_sum = results
         square_sum = square_sum[0] if squares else None
@@ -245,8 +254,7 @@ class _HeadScores(torch.autograd.Function):
         The caller sums the gradients of hidden states over the ranks, once for all chunks.
         """
         hidden, weight, targets, indices, kept, top, total, entropy, square_sum = ctx.saved_tensors
-        product = linear.logits_with(weight, ctx.options["is_exact"]) if kept is None else None
-        head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **ctx.options)
+        head = Head(hidden, weight, targets, indices, *ctx.options)
         gradients = HeadGradients(head, *ctx.needs_input_grad[:2])
         if head.has_row_kernels:
             statistics = torch.stack([top, total, entropy, torch.zeros_like(top) if square_sum is None else square_sum])
@@ -371,6 +379,6 @@ def head_scores(
         missing = MIN_ROWS - total
         hidden, targets = pad(hidden, (0, 0, 0, missing)), pad(targets, (0, missing))
         temperature = pad(temperature, (0, missing), value=1.0) if isinstance(temperature, Tensor) else temperature
-    options = temperature, vocab_size, group, squares, softcap, is_exact
-    scores = _HeadScores.apply(hidden, weight, targets, indices, *options)
+    options = temperature, vocab_size, group, softcap, is_exact
+    scores = _HeadScores.apply(hidden, weight, targets, indices, squares, *options)
     return HeadScores(*(None if score is None else score[:total] for score in scores))

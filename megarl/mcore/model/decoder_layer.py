@@ -28,9 +28,8 @@ from megarl.mcore.model import rotary
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
-from megarl.mcore.recurrence.delta_rule import Inputs
+from megarl.mcore.recurrence.rule import AnyInputs
 from megarl.mcore.recurrence.runs import AnyRuns
-from megarl.mcore.recurrence.state_space import SpaceInputs
 from megarl.mcore.recurrence.states import States
 
 
@@ -81,7 +80,7 @@ class StepPlan:
     runs: AnyRuns | None = None  # of the rows, in models with recurrent states
     states: tuple[States | None, ...] = ()  # of each layer of this rank; None of those with attention
     # What the rows give to the states, by layer; if some rows may be dropped, the states take them after the step.
-    drafted: dict[int, Inputs | SpaceInputs] | None = None
+    drafted: dict[int, AnyInputs] | None = None
 
     def store(self, heads: Tensor, rotation: Rotation | None, cache: Tensor):
         """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to

@@ -11,7 +11,8 @@ from torch import Tensor
 from megarl.mcore.kernels.norm import RMSNorm
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, gated_delta_rule
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
+from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import AnyRuns
 from megarl.mcore.recurrence.states import States
 
@@ -52,7 +53,7 @@ class GatedDeltaNet(RecurrentMixer):
         `shares`, `share`: the heads are one of so many shares of this rank's.
         """
         sizes, wide = self._sizes_of(shares), projected.float()
-        read = gated_delta_rule(self._inputs(wide, shares, share), sizes, runs, states).to(projected.dtype)
+        read = apply_rule(self._inputs(wide, shares, share), sizes, runs, states).to(projected.dtype)
         z = wide[:, sizes.channels : sizes.channels + sizes.heads * sizes.values]
         gated = self.out_norm(read).flatten(1) * silu(z.contiguous())
         return gated.to(projected.dtype)

@@ -11,8 +11,9 @@ from megarl.mcore import device
 from megarl.mcore.kernels.norm import rms_norm
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
+from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import AnyRuns
-from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceInputs, SpaceSizes, state_space
+from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceInputs, SpaceSizes
 from megarl.mcore.recurrence.states import States
 
 
@@ -59,6 +60,6 @@ class Mamba2(RecurrentMixer):
         `shares`, `share`: the heads are one of so many shares of this rank's.
         """
         sizes, wide = self._sizes_of(shares), projected.float()
-        read = state_space(self._inputs(wide, shares, share), sizes, runs, states).flatten(1)
+        read = apply_rule(self._inputs(wide, shares, share), sizes, runs, states).flatten(1)
         gated = read * silu(wide[:, : sizes.parts["z"]].contiguous())
         return self.norm(gated, sizes.groups, projected.dtype, self.norm.weight.chunk(shares)[share])

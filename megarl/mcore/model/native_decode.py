@@ -9,7 +9,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megarl.mcore.attention import native_attention
+from megarl.mcore.attention.cache_attention import softmax_scale
+from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.attention.packed_attention import PackedAttention
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
@@ -42,18 +43,18 @@ def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, f
 def _supports(block: TransformerBlock, plan: StepPlan) -> bool:
     """Whether `_run` computes this step of a block."""
     reads = plan.reads[0]
-    only_decodes = isinstance(reads, native_attention.NativeReads) and reads.only_decodes
+    only_decodes = reads.only_decodes and isinstance(reads.decodes[0], NativeDecodes)
     return only_decodes and plan.dedup is None and bool(_weights(block))
 
 
 def _run(block: TransformerBlock, hidden: Tensor, plan: StepPlan) -> Tensor:
     """Returns the hidden states [T, 1, H] after a block's layers, without its final norm."""
-    config, reads = block.config, plan.reads[0].decodes
+    config, reads = block.config, plan.reads[0].decodes[0]
     out = hidden.squeeze(1).clone(memory_format=torch.contiguous_format)
     empty = out.new_empty(0)
     rotation = (empty, empty) if plan.rotations is None else plan.rotations[0]
     core = block.layers[0].self_attention.core_attention
-    scale = native_attention.softmax_scale(config.kv_channels, core.softmax_scale)
+    scale = softmax_scale(config.kv_channels, core.softmax_scale)
     caches = plan.caches[: len(block.layers)]  # a layer of multi-token prediction has the last one
     native.ops.decode_layers(
         out, _weights(block), caches, *rotation, plan.slot_mapping, reads.pages, reads.keys, reads.starts,

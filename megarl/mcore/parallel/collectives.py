@@ -1,7 +1,10 @@
 """Collectives that cost nothing where a group has one rank."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megarl.mcore import device
 
 
 def all_reduce(values: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
@@ -13,3 +16,10 @@ def all_reduce(values: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
     if dist.get_world_size(group) > 1:
         dist.all_reduce(values, op=op, group=group)
     return values
+
+
+def all_reduce_number(value: int, group, op=dist.ReduceOp.SUM) -> int:
+    """Reduces a number over the ranks of a group, and waits for the result."""
+    if dist.get_world_size(group) == 1:
+        return value
+    return int(all_reduce(torch.tensor([value], dtype=torch.int64, device=device.device()), group, op))

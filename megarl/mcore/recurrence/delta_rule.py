@@ -8,6 +8,7 @@ rounding. The backward pass computes everything again from the layer's inputs.
 Shapes: T rows, G groups with a key head of K channels, H value heads of V channels, C = 2·G·K + H·V channels.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,15 +17,8 @@ from torch.nn import functional
 
 from megarl.mcore.kernels import native
 from megarl.mcore.recurrence import fused_chunks
-from megarl.mcore.recurrence.rule import Rule, apply_rule
-from megarl.mcore.recurrence.runs import AnyRuns, Chunks, Runs
-from megarl.mcore.recurrence.states import (
-    States,
-    chunk_memories,
-    convolved,
-    keep_memories,
-    scan_chunks,
-)
+from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.states import States, convolved, decay_ratios, scan_chunks
 
 EPSILON = 1e-6  # added to the squared length of queries and keys
 
@@ -70,105 +64,71 @@ class Inputs(NamedTuple):
     def at(self, rows: Tensor) -> "Inputs":
         return self._replace(x=self.x[rows], a=self.a[rows], b=self.b[rows])
 
-    def apply(self, sizes, runs: Runs, states: States) -> Tensor:
-        return gated_delta_rule(self, sizes, runs, states)
+    def by_token(self, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:
+        """[T, H, V]: what each row reads, by compiled kernels; the runs change `states` in place."""
+        weight = self.weight.squeeze(1).t().contiguous()
+        mixed = native.ops.causal_convolution(self.x, weight, None, runs.table, states.inputs)
+        gates = native.ops.delta_rule_gates(self.a, self.b, self.decay_logs, self.biases)
+        return native.ops.delta_rule(mixed, *gates, sizes.groups, sizes.keys, runs.table, states.memories)
+
+    def token_gradients(self, grad: Tensor, sizes: HeadSizes, runs: Runs, memories: Tensor):
+        """Backward of `by_token`, from the gradient of what rows read and the memories of the pass: convolved rows,
+        logarithms of decays, and strengths, of PyTorch's operations, and their gradients."""
+        results = convolved(self.x, self.weight, None, runs, None), *self._gates()
+        mixed, log_decays, strengths = (each.detach() for each in results)
+        decays = log_decays.exp()
+        of_mixed, of_decays, of_strengths = native.ops.delta_rule_backward(
+            grad.contiguous(), mixed, decays, strengths, sizes.groups, sizes.keys, runs.table, memories
+        )
+        return results, (of_mixed, of_decays * decays, of_strengths)
+
+    def by_chunks(self, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
+        """As `by_token` up to rounding, with operations that have gradients without `states`."""
+        groups, heads, keys, values, fused_type = sizes
+        if fused_type is None:
+            mixed = convolved(self.x, self.weight, None, runs, states)
+        else:
+            mixed = fused_chunks.convolved(self.x, self.weight, fused_type, runs, states)
+        q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
+        q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, values))
+        if fused_type is not None:
+            return fused_chunks.scan(q, k, v, *self._gates(), runs, states)
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
+        q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
+        return scan_chunks(_chunk_steps, (q, k, v, *self._gates()), v.new_zeros(heads, keys, values), runs, states)
+
+    def one_token(self, sizes: HeadSizes, numbers: Tensor, states: States) -> Tensor:
+        """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
+        from megarl.mcore.kernels.cuda.recurrent_rows import convolve_rows, delta_rows  # needs Triton
+
+        mixed = self.x.new_empty(self.x.shape)
+        convolve_rows(self.x, self.weight, None, numbers, states.inputs, mixed)
+        read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
+        gates = self.a, self.b, self.decay_logs, self.biases
+        delta_rows(mixed, *gates, numbers, states.memories, read, sizes.groups, EPSILON)
+        return read
+
+    def _gates(self) -> tuple[Tensor, Tensor]:
+        """Logarithms of the decays, and strengths, both [T, H]."""
+        return -self.decay_logs.exp() * functional.softplus(self.a + self.biases), self.b.sigmoid()
 
 
-def gated_delta_rule(inputs: Inputs, sizes: HeadSizes, runs: AnyRuns, states: States | None = None) -> Tensor:
-    """[T, H, V]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
-    return apply_rule(_RULE, inputs, sizes, runs, states)
+def _chunk_steps(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, strengths: Tensor) -> Callable:
+    """As `steps_of` of `scan_chunks`; rows of padding have strength 0 and decay 1, and so change nothing.
 
-
-def _by_token(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States) -> Tensor:
-    weight = inputs.weight.squeeze(1).t().contiguous()
-    mixed = native.ops.causal_convolution(inputs.x, weight, None, runs.table, states.inputs)
-    gates = native.ops.delta_rule_gates(inputs.a, inputs.b, inputs.decay_logs, inputs.biases)
-    return native.ops.delta_rule(mixed, *gates, sizes.groups, sizes.keys, runs.table, states.memories)
-
-
-def _token_gradients(grad: Tensor, inputs: Inputs, sizes: HeadSizes, runs: Runs, memories: Tensor):
-    """Convolved rows, logarithms of decays, and strengths, and their gradients, token by token."""
-    results = convolved(inputs.x, inputs.weight, None, runs, None), *_gates(inputs)
-    mixed, log_decays, strengths = (each.detach() for each in results)
-    decays = log_decays.exp()
-    rule = native.ops.delta_rule_backward
-    of_mixed, of_decays, of_strengths = rule(
-        grad.contiguous(), mixed, decays, strengths, sizes.groups, sizes.keys, runs.table, memories
-    )
-    return results, (of_mixed, of_decays * decays, of_strengths)
-
-
-def _gates(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Logarithms of the decays, and strengths, both [T, H]."""
-    return -inputs.decay_logs.exp() * functional.softplus(inputs.a + inputs.biases), inputs.b.sigmoid()
-
-
-class _Rows(NamedTuple):
-    """What the rule reads of each row."""
-
-    queries: Tensor  # [T, H, K]
-    keys: Tensor  # [T, H, K]
-    values: Tensor  # [T, H, V]
-    log_decays: Tensor  # [T, H]
-    strengths: Tensor  # [T, H]
-
-
-def by_chunks(inputs: Inputs, sizes: HeadSizes, runs: Runs, states: States | None = None) -> Tensor:
-    """The same as `gated_delta_rule` up to rounding, with operations that have gradients without `states`."""
-    groups, heads, keys, values, fused_type = sizes
-    if fused_type is None:
-        mixed = convolved(inputs.x, inputs.weight, None, runs, states)
-    else:
-        mixed = fused_chunks.convolved(inputs.x, inputs.weight, fused_type, runs, states)
-    q, k, v = mixed.split((groups * keys, groups * keys, heads * values), 1)
-    q, k, v = q.unflatten(1, (groups, keys)), k.unflatten(1, (groups, keys)), v.unflatten(1, (heads, values))
-    if fused_type is not None:
-        return fused_chunks.scan(q, k, v, *_gates(inputs), runs, states)
-    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-    q, k = (x.repeat_interleave(heads // groups, 1) for x in (q * keys**-0.5, k))
-    return scan_chunks(_scan, _Rows(q, k, v, *_gates(inputs)), runs, states)
-
-
-def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States | None) -> list[tuple[Tensor, Tensor]]:
-    """Runs of equal depth: of each step the results [n·C, H, V] of its chunks, and whose rows these are [n·C].
-
-    Adds the memories [H, K, V] that other runs continue to `kept`, and reads those that these continue.
+    q, k: [M, H, C, K], v: [M, H, C, V], others: [M, H, C, 1].
     """
-    # [M, H, C, …]: padding rows have strength 0 and decay 1, and so change nothing.
-    wide = [*rows[:3], *(x.unsqueeze(-1) for x in rows[3:])]
-    q, k, v, log_decays, strengths = (functional.pad(x, (0, 0, 0, 0, 0, 1))[chunks.rows].transpose(1, 2) for x in wide)
     total = log_decays.squeeze(-1).cumsum(-1)
-    above = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
-    ratios = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
+    ratios = decay_ratios(total)
     scores, system = (q @ k.mT) * ratios, (k * strengths) @ k.mT * ratios
     solve = {"upper": False, "unitriangular": True}
     new = torch.linalg.solve_triangular(system, v * strengths, **solve)
     old = torch.linalg.solve_triangular(system, k * strengths * total.exp().unsqueeze(-1), **solve)
     q, k = q * total.exp().unsqueeze(-1), k * (total[..., -1:] - total).exp().unsqueeze(-1)
     decays = total[..., -1:, None].exp()
-    zeros = rows.values.new_zeros(*rows.keys.shape[1:], rows.values.shape[-1])
-    found, memory = [], chunk_memories(zeros, chunks.before, kept, states)
-    for at in chunks.steps:
-        keep_memories(kept, chunks, memory, len(at))
-        memory = memory[: len(at)]
+
+    def step(at: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         change = new[at] - old[at] @ memory
-        out = q[at] @ memory + scores[at] @ change
-        found.append((out.transpose(1, 2).flatten(0, 1), chunks.rows[at].flatten()))
-        memory = memory * decays[at] + k[at].mT @ change
-    keep_memories(kept, chunks, memory, 0)
-    return found
+        return q[at] @ memory + scores[at] @ change, memory * decays[at] + k[at].mT @ change
 
-
-def one_token(inputs: Inputs, sizes: HeadSizes, numbers: Tensor, states: States) -> Tensor:
-    """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
-    from megarl.mcore.kernels.cuda.recurrent_rows import convolve_rows, delta_rows  # needs Triton
-
-    mixed = inputs.x.new_empty(inputs.x.shape)
-    convolve_rows(inputs.x, inputs.weight, None, numbers, states.inputs, mixed)
-    read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
-    gates = inputs.a, inputs.b, inputs.decay_logs, inputs.biases
-    delta_rows(mixed, *gates, numbers, states.memories, read, sizes.groups, EPSILON)
-    return read
-
-
-_RULE = Rule(_by_token, one_token, by_chunks, _token_gradients)
+    return step

@@ -8,22 +8,15 @@ pass computes everything again from the layer's inputs.
 Shapes: T rows, G groups of N numbers, H heads of P channels, C = H·P + 2·G·N channels.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.rule import Rule, apply_rule
-from megarl.mcore.recurrence.runs import AnyRuns, Chunks, Runs
-from megarl.mcore.recurrence.states import (
-    States,
-    chunk_memories,
-    convolved,
-    keep_memories,
-    scan_chunks,
-)
+from megarl.mcore.recurrence.runs import Runs
+from megarl.mcore.recurrence.states import States, convolved, decay_ratios, scan_chunks
 
 CONVOLVED = ("x", "B", "C")  # parts of a layer's first projection that the convolution reads
 
@@ -63,38 +56,51 @@ class SpaceInputs(NamedTuple):
     def at(self, rows: Tensor) -> "SpaceInputs":
         return self._replace(x=self.x[rows], steps=self.steps[rows])
 
-    def apply(self, sizes, runs: Runs, states: States) -> Tensor:
-        return state_space(self, sizes, runs, states)
+    def by_token(self, sizes: SpaceSizes, runs: Runs, states: States) -> Tensor:
+        """[T, H, P]: what each row reads, by compiled kernels; the runs change `states` in place."""
+        weight = self.weight.squeeze(1).t().contiguous()
+        mixed = native.ops.causal_convolution(self.x, weight, self.bias, runs.table, states.inputs)
+        gates = native.ops.state_space_gates(self.steps, self.decay_logs, self.biases, sizes.min_step)
+        return native.ops.state_space(mixed, *gates, self.skips, sizes.groups, sizes.keys, runs.table, states.memories)
 
+    def token_gradients(self, grad: Tensor, sizes: SpaceSizes, runs: Runs, memories: Tensor):
+        """Backward of `by_token`, from the gradient of what rows read and the memories of the pass: convolved rows,
+        steps, logarithms of decays, and skips, of PyTorch's operations, and their gradients."""
+        whole = convolved(self.x, self.weight, self.bias, runs, None)
+        results = whole, *self._gates(sizes), _heads_of(whole, sizes) * self.skips[:, None]
+        mixed, steps, log_decays = (each.detach() for each in results[:3])
+        decays = log_decays.exp()
+        of_mixed, of_steps, of_decays = native.ops.state_space_backward(
+            grad.contiguous(), mixed.contiguous(), steps, decays, sizes.groups, sizes.keys, runs.table, memories
+        )
+        return results, (of_mixed, of_steps, of_decays * decays, grad)
 
-def state_space(inputs: SpaceInputs, sizes: SpaceSizes, runs: AnyRuns, states: States | None = None) -> Tensor:
-    """[T, H, P]: what each row reads; the runs change `states` in place. None: the runs name states of their own."""
-    return apply_rule(_RULE, inputs, sizes, runs, states)
+    def by_chunks(self, sizes: SpaceSizes, runs: Runs, states: States | None = None) -> Tensor:
+        """As `by_token` up to rounding, by PyTorch's operations, which have gradients without `states`."""
+        groups, heads, keys, values, _ = sizes
+        mixed = convolved(self.x, self.weight, self.bias, runs, states)
+        x = _heads_of(mixed, sizes)
+        b, c = mixed[:, heads * values :].unflatten(1, (2, groups, keys)).unbind(1)
+        b, c = (vectors.repeat_interleave(heads // groups, 1) for vectors in (b, c))
+        steps, log_decays = self._gates(sizes)
+        rows = c, b, x * steps.unsqueeze(-1), log_decays
+        return scan_chunks(_chunk_steps, rows, x.new_zeros(heads, keys, values), runs, states) + x * self.skips[:, None]
 
+    def one_token(self, sizes: SpaceSizes, numbers: Tensor, states: States) -> Tensor:
+        """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
+        from megarl.mcore.kernels.cuda.recurrent_rows import convolve_rows, space_rows  # needs Triton
 
-def _by_token(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States) -> Tensor:
-    weight = inputs.weight.squeeze(1).t().contiguous()
-    mixed = native.ops.causal_convolution(inputs.x, weight, inputs.bias, runs.table, states.inputs)
-    gates = native.ops.state_space_gates(inputs.steps, inputs.decay_logs, inputs.biases, sizes.min_step)
-    return native.ops.state_space(mixed, *gates, inputs.skips, sizes.groups, sizes.keys, runs.table, states.memories)
+        mixed = self.x.new_empty(self.x.shape)
+        convolve_rows(self.x, self.weight, self.bias, numbers, states.inputs, mixed)
+        read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
+        gates = self.steps, self.decay_logs, self.biases, self.skips
+        space_rows(mixed, *gates, numbers, states.memories, read, sizes.groups, sizes.min_step)
+        return read
 
-
-def _token_gradients(grad: Tensor, inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, memories: Tensor):
-    """Convolved rows, steps, logarithms of decays, and skips, and their gradients, token by token."""
-    whole = convolved(inputs.x, inputs.weight, inputs.bias, runs, None)
-    results = whole, *_gates(inputs, sizes), _heads_of(whole, sizes) * inputs.skips[:, None]
-    mixed, steps, log_decays = (each.detach() for each in results[:3])
-    decays = log_decays.exp()
-    of_mixed, of_steps, of_decays = native.ops.state_space_backward(
-        grad.contiguous(), mixed.contiguous(), steps, decays, sizes.groups, sizes.keys, runs.table, memories
-    )
-    return results, (of_mixed, of_steps, of_decays * decays, grad)
-
-
-def _gates(inputs: SpaceInputs, sizes: SpaceSizes) -> tuple[Tensor, Tensor]:
-    """Δ and logarithms of the decays, both [T, H]."""
-    steps = functional.softplus(inputs.steps + inputs.biases).clamp_min(sizes.min_step)
-    return steps, -inputs.decay_logs.exp() * steps
+    def _gates(self, sizes: SpaceSizes) -> tuple[Tensor, Tensor]:
+        """Δ and logarithms of the decays, both [T, H]."""
+        steps = functional.softplus(self.steps + self.biases).clamp_min(sizes.min_step)
+        return steps, -self.decay_logs.exp() * steps
 
 
 def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:
@@ -102,68 +108,13 @@ def _heads_of(mixed: Tensor, sizes: SpaceSizes) -> Tensor:
     return mixed[:, : sizes.heads * sizes.values].unflatten(1, (sizes.heads, sizes.values))
 
 
-class _Rows(NamedTuple):
-    """What the state space reads of each row."""
+def _chunk_steps(c: Tensor, b: Tensor, changes: Tensor, log_decays: Tensor) -> Callable:
+    """As `steps_of` of `scan_chunks`; rows of padding have B = 0 and decay 1, and so change nothing.
 
-    outputs: Tensor  # [T, H, N] C
-    inputs: Tensor  # [T, H, N] B
-    changes: Tensor  # [T, H, P] Δ·x
-    log_decays: Tensor  # [T, H]
-    skipped: Tensor  # [T, H, P] D·x
-
-
-def _rows(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None) -> _Rows:
-    """Convolution and steps; `states` get the last inputs of the convolution."""
-    groups, heads, keys = sizes[:3]
-    mixed = convolved(inputs.x, inputs.weight, inputs.bias, runs, states)
-    x = _heads_of(mixed, sizes)
-    b, c = mixed[:, heads * sizes.values :].unflatten(1, (2, groups, keys)).unbind(1)
-    b, c = (vectors.repeat_interleave(heads // groups, 1) for vectors in (b, c))
-    steps, log_decays = _gates(inputs, sizes)
-    return _Rows(c, b, x * steps.unsqueeze(-1), log_decays, x * inputs.skips[:, None])
-
-
-def by_chunks(inputs: SpaceInputs, sizes: SpaceSizes, runs: Runs, states: States | None = None) -> Tensor:
-    """The same as `state_space` up to rounding, of PyTorch's operations, which have gradients without `states`."""
-    rows = _rows(inputs, sizes, runs, states)
-    return scan_chunks(_scan, rows, runs, states) + rows.skipped
-
-
-def _scan(rows: _Rows, chunks: Chunks, kept: dict[int, Tensor], states: States | None) -> list[tuple[Tensor, Tensor]]:
-    """Runs of equal depth: of each step the results [n·C, H, P] of its chunks, and whose rows these are [n·C].
-
-    Adds the memories [H, N, P] that other runs continue to `kept`, and reads those that these continue.
+    c, b: [M, H, C, N], changes: [M, H, C, P] Δ·x, log_decays: [M, H, C, 1].
     """
-    # [M, H, C, …]: padding rows have B = 0 and decay 1, and so change nothing.
-    wide = [*rows[:3], rows.log_decays.unsqueeze(-1)]
-    c, b, changes, logs = (functional.pad(x, (0, 0, 0, 0, 0, 1))[chunks.rows].transpose(1, 2) for x in wide)
-    total = logs.squeeze(-1).cumsum(-1)
-    above = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
-    ratios = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
-    own = (c @ b.mT) * ratios @ changes
+    total = log_decays.squeeze(-1).cumsum(-1)
+    own = (c @ b.mT) * decay_ratios(total) @ changes
     c, b = c * total.exp().unsqueeze(-1), b * (total[..., -1:] - total).exp().unsqueeze(-1)
     added, decays = b.mT @ changes, total[..., -1:, None].exp()
-    zeros = rows.changes.new_zeros(*rows.inputs.shape[1:], rows.changes.shape[-1])
-    found, memory = [], chunk_memories(zeros, chunks.before, kept, states)
-    for at in chunks.steps:
-        keep_memories(kept, chunks, memory, len(at))
-        memory = memory[: len(at)]
-        found.append(((own[at] + c[at] @ memory).transpose(1, 2).flatten(0, 1), chunks.rows[at].flatten()))
-        memory = memory * decays[at] + added[at]
-    keep_memories(kept, chunks, memory, 0)
-    return found
-
-
-def one_token(inputs: SpaceInputs, sizes: SpaceSizes, numbers: Tensor, states: States) -> Tensor:
-    """A decode step on CUDA: one row of each state. `numbers` [T]: of the states; rows of padding read anything."""
-    from megarl.mcore.kernels.cuda.recurrent_rows import convolve_rows, space_rows  # needs Triton
-
-    mixed = inputs.x.new_empty(inputs.x.shape)
-    convolve_rows(inputs.x, inputs.weight, inputs.bias, numbers, states.inputs, mixed)
-    read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
-    gates = inputs.steps, inputs.decay_logs, inputs.biases, inputs.skips
-    space_rows(mixed, *gates, numbers, states.memories, read, sizes.groups, sizes.min_step)
-    return read
-
-
-_RULE = Rule(_by_token, one_token, by_chunks, _token_gradients)
+    return lambda at, memory: (own[at] + c[at] @ memory, memory * decays[at] + added[at])

@@ -3,7 +3,7 @@
 Shapes: T rows, C channels of the convolution, H heads with a memory [K, V] each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,13 +60,6 @@ def chunk_memories(zeros: Tensor, numbers: list[int], kept: dict[int, Tensor], s
     return torch.stack(list(found))
 
 
-def keep_memories(kept: dict[int, Tensor], chunks: Chunks, memory: Tensor, active: int):
-    """Keeps the memories of the runs that have ended: those after the first `active` ones."""
-    for i in range(active, len(memory)):
-        if (number := chunks.after[i]) != NONE:
-            kept[number] = memory[i]
-
-
 def store_memories(kept: dict[int, Tensor], states: States | None):
     """Writes the memories that the runs left, by the numbers of their states."""
     if states is not None and kept:
@@ -74,16 +67,39 @@ def store_memories(kept: dict[int, Tensor], states: States | None):
         states.memories.index_copy_(0, numbers, torch.stack(list(kept.values())))
 
 
-def scan_chunks(scan: Callable, rows: tuple[Tensor, ...], runs: Runs, states: States | None) -> Tensor:
+def decay_ratios(sums: Tensor) -> Tensor:
+    """Sums [M, H, C] of logarithms of decays up to each row of a chunk -> [M, H, C, C] those between rows."""
+    above = torch.ones(sums.shape[-1], sums.shape[-1], dtype=torch.bool, device=sums.device).triu(1)
+    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
+
+
+def scan_chunks(steps_of: Callable, rows: Sequence[Tensor], zeros: Tensor, runs: Runs, states: States | None) -> Tensor:
     """[T, H, V]: what the rows read; `states` get the memories after the runs.
 
     Args:
-        scan: A rule's scan of chunks of equal depth: (rows, chunks, kept, states) -> [(results, their rows)].
-        rows: What the rule reads of each row: tensors [T, H, ...].
+        steps_of: How a rule goes through chunks of equal depth: what it reads of their rows, [M, H, C, …] and 0 in
+            padding -> (which of the chunks, memories before them [n, H, K, V]) -> (results [n, H, C, V], memories).
+        rows: What the rule reads of each row: tensors [T, H, …], of which those without channels get one.
+        zeros: [H, K, V] the memory of a run that continues no state.
     """
-    kept: dict[int, Tensor] = {}  # memories by the number of the state
-    scanned = [each for chunks in runs.chunks for each in scan(rows, chunks, kept, states)]
+    kept, found, places = dict[int, Tensor](), [], []  # memories by the number of the state; results and their rows
+    wide = [x if x.dim() == 3 else x.unsqueeze(-1) for x in rows]
+    for chunks in runs.chunks:
+        step = steps_of(*(functional.pad(x, (0, 0, 0, 0, 0, 1))[chunks.rows].transpose(1, 2) for x in wide))
+        memory = chunk_memories(zeros, chunks.before, kept, states)
+        for at in chunks.steps:
+            _keep_memories(kept, chunks, memory, len(at))
+            out, memory = step(at, memory[: len(at)])
+            found.append(out.transpose(1, 2).flatten(0, 1))
+            places.append(chunks.rows[at].flatten())
+        _keep_memories(kept, chunks, memory, 0)
     store_memories(kept, states)
-    found, places = zip(*scanned, strict=True)
     # Padding rows of chunks have the number T; those that count come first in the sorted order.
     return torch.cat(found)[torch.cat(places).argsort(stable=True)[: len(rows[0])]]
+
+
+def _keep_memories(kept: dict[int, Tensor], chunks: Chunks, memory: Tensor, active: int):
+    """Keeps the memories of the runs that have ended: those after the first `active` ones."""
+    for i in range(active, len(memory)):
+        if (number := chunks.after[i]) != NONE:
+            kept[number] = memory[i]

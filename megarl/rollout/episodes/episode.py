@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.stop_states import Follows
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 # Why an episode ended. The environment ended it; the policy's turn was cut; it used all turns; there was no room for
@@ -34,7 +34,7 @@ class EpisodeLimits(NamedTuple):
     is_carried: bool = False  # a later round may continue an episode
     thinking: ThinkingBudget | None = None  # of each turn
     # What follows the stop strings of an agent's request; None: it has none.
-    matcher: Callable[[tuple[str, ...]], Follows | None] = _without_stops
+    matcher: Callable[[tuple[str, ...]], StopMatcher | None] = _without_stops
 
 
 class EnvironmentResult(NamedTuple):

@@ -136,8 +136,7 @@ def packed_attention(
 class EagerPagedAttention(sdpa.PagedAttention):
     """As that of `sdpa`, with softcap and sinks."""
 
-    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale, **options) -> Tensor:
-        return attend_segments(query, key, value, segments, scale, **options)
+    _attend = staticmethod(attend_segments)
 
     def _decode(self, query: Tensor, cache: Tensor, reads: sdpa.DecodeReads, scale, softcap=None, sinks=None) -> Tensor:
         """[n, G, R, D] -> [n, G, R, D]. Each head's row is repeated: a product of fewer rows uses another kernel."""

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from megarl.mcore.attention import cumulative
 from megarl.mcore.attention.backends import varlen
+from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.cumulative import CumulativePlan
-from megarl.mcore.attention.native_attention import softmax_scale
 from megarl.mcore.attention.segments import HostPlan, Segments
 
 plan_cache_reads, reads_of_table = varlen.plan_cache_reads, varlen.reads_of_table
@@ -64,7 +64,7 @@ class InvariantPagedAttention(varlen.VarlenPagedAttention):
 
     in_parts = False
 
-    def _prefill(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
+    def _attend(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
         key, value = cache.flatten(0, 1).unbind(2)
         return _attend(query, key, value, plan.rows.int(), plan, scale)[0]
 

@@ -9,7 +9,6 @@ Shapes: N requests, T tokens, H query heads, G key/value groups of R query heads
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.mcore import device
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads
 from megarl.mcore.attention.segments import (  # noqa: F401  plan_attention is one of the backend's functions
     SegmentBatch,
     SegmentPlan,
@@ -38,15 +38,6 @@ class DecodeReads(NamedTuple):
     tokens: slice | Tensor  # [n] indices of their tokens in the step
     pages: Tensor  # [n·P] int64 cache blocks
     mask: Tensor  # [n, 1, 1, K] in the queries' dtype: 0 for a key, −∞ for padding
-
-
-@dataclass(frozen=True)
-class CacheReads:
-    """The cache reads of a step, the same for all layers."""
-
-    decodes: list[DecodeReads]
-    prefills: list[SegmentBatch]
-    total: int  # T
 
 
 def gather_rows(tokens: Tensor, indices: Tensor) -> Tensor:
@@ -177,7 +168,7 @@ def plan_prefills(
     return batches
 
 
-class PagedAttention:
+class PagedAttention(CacheAttention):
     """Attention over the paged cache, with one scratch buffer for all layers and steps."""
 
     def __init__(self):
@@ -203,27 +194,15 @@ class PagedAttention:
         torch.index_select(cache.flatten(1), 0, pages, out=rows)
         return rows.view(count, -1, *cache.shape[2:])[:, :width]
 
-    def __call__(self, query: Tensor, cache: Tensor, reads: CacheReads, scale: float | None = None, **options):
-        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D].
+    _attend = staticmethod(attend_segments)
 
-        `options`: of backends that compute more than this one.
-        """
-        if len(reads.decodes) == 1 and isinstance(reads.decodes[0].tokens, slice) and not reads.prefills:
-            decodes = reads.decodes[0]
-            out = self._decode(query[decodes.tokens], cache, decodes, scale, **options)
-            if len(out) == reads.total:
-                return out.flatten(1)
-        result = query.new_zeros(query.shape)
-        for decodes in reads.decodes:
-            result[decodes.tokens] = self._decode(query[decodes.tokens], cache, decodes, scale, **options)
-        for segments in reads.prefills:
+    def _prefill(
+        self, query: Tensor, cache: Tensor, reads: list[SegmentBatch], scale: float | None, result: Tensor, **options
+    ):  # fmt: skip
+        for segments in reads:
             key, value = self._gather_keys(cache, segments.keys)
-            out = self._prefill(query.flatten(1, 2), key, value, segments, scale, **options)
+            out = self._attend(query.flatten(1, 2), key, value, segments, scale, **options)
             result[segments.queries.flatten()[segments.real_queries]] = out.view(-1, *query.shape[1:])
-        return result.flatten(1)
-
-    def _prefill(self, *arguments) -> Tensor:
-        return attend_segments(*arguments)
 
     def _decode(self, query: Tensor, cache: Tensor, reads: DecodeReads, scale: float | None) -> Tensor:
         """[n, G, R, D] -> [n, G, R, D]. The heads of a group are rows of one product with the group's keys."""

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +21,9 @@ from torch.nn.functional import pad
 from megarl.mcore import device
 from megarl.mcore.attention import cumulative
 from megarl.mcore.attention.buckets import bucket_of
-from megarl.mcore.attention.cumulative import CumulativePlan, cumulative_lengths, plan_attention  # noqa: F401
-from megarl.mcore.attention.native_attention import softmax_scale
+from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, softmax_scale
+from megarl.mcore.attention.cumulative import CumulativePlan, plan_attention  # noqa: F401
+from megarl.mcore.attention.segments import HostPlan
 from megarl.mcore.expand_counts import expand_array_counts
 
 Kernel = Callable[..., Tensor]
@@ -74,26 +74,23 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: Cumulative
 class DecodeTable(NamedTuple):
     """The decodes of a step, and rows of padding that read nothing."""
 
-    tokens: Tensor | None  # [n] indices of their tokens in the step, without padding; None: 0 … n − 1, the whole step
+    tokens: slice | Tensor  # [n] indices of their tokens in the step, without padding
     pages: Tensor  # [n', P] int32 cache blocks
     lengths: Tensor  # [n'] int32 keys that each token sees
-
-
-@dataclass(frozen=True)
-class TableReads:
-    """The cache reads of a step, the same for all layers."""
-
-    decodes: DecodeTable | None
-    prefills: CumulativePlan | None
-    prefill_tokens: Tensor | None  # int64 indices of their tokens in the step
     window: int | None
-    total: int  # T
+
+
+class PromptReads(NamedTuple):
+    """The prompts of a step."""
+
+    tokens: Tensor  # int64 indices of their tokens in the step
+    plan: CumulativePlan
 
 
 def plan_cache_reads(
     queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None,
     token_bytes: int | None = None,
-) -> TableReads:  # fmt: skip
+) -> CacheReads:  # fmt: skip
     """As that of `sdpa`."""
     first, is_decode = queries.cumsum(0) - queries, queries == 1
     decodes, prompts = is_decode.nonzero().flatten(), (~is_decode).nonzero().flatten()
@@ -104,11 +101,9 @@ def plan_cache_reads(
         segment, position = expand_array_counts(counts)
         arrays += [first[prompts].numpy()[segment] + position, *packed]
     tokens, lengths, table, *sent = device.to_device(arrays)
-    table = DecodeTable(tokens if len(tokens) < total else None, table.int(), lengths.int())
-    prefills, places = (build(sent[1:]), sent[0]) if build else (None, None)
-    return TableReads(
-        decodes=table if len(decodes) else None, prefills=prefills, prefill_tokens=places, window=window, total=total
-    )
+    own = tokens if len(tokens) < total else slice(0, total)
+    decoding = [DecodeTable(own, table.int(), lengths.int(), window)] if len(decodes) else []
+    return CacheReads(decoding, [PromptReads(sent[0], build(sent[1:]))] if build else [], total)
 
 
 def _padded(keys: Tensor, pages: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -117,8 +112,10 @@ def _padded(keys: Tensor, pages: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return np.pad(keys.numpy(), (0, padding)), np.pad(pages.numpy(), ((0, padding), (0, 0)))
 
 
-def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, block: int, window: int | None):
-    """The arrays and the builder of a `CumulativePlan` of prompts: queries and keys [n] of each, its pages [n, P].
+def _plan_prompts(
+    queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, block: int, window: int | None
+) -> HostPlan:  # fmt: skip
+    """Plans a `CumulativePlan` of prompts: queries and keys [n] of each, its pages [n, P].
 
     A segment of padding after them, which reads the cache's first rows, rounds up the sizes of the call.
     """
@@ -127,14 +124,12 @@ def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, bloc
     padding = TOKENS - queries.sum() % TOKENS
     unread = padding + -(len(rows) + padding) % KEYS
     queries, keys = np.append(queries, padding), np.append(keys, unread)
-    arrays = [cumulative_lengths(queries), cumulative_lengths(keys), np.pad(rows, (0, unread))]
-    return arrays, cumulative.builder(queries, keys, window)
+    return cumulative.plan_segments(queries, keys, np.pad(rows, (0, unread)), window)
 
 
-def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None) -> TableReads:
+def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None) -> CacheReads:
     """The reads of a decode step on the device: blocks [B, P] int32 and keys [B] int32 of each row."""
-    table = DecodeTable(None, blocks, lengths)
-    return TableReads(decodes=table, prefills=None, prefill_tokens=None, window=window, total=len(lengths))
+    return CacheReads([DecodeTable(slice(0, len(lengths)), blocks, lengths, window)], [], len(lengths))
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
@@ -142,39 +137,28 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows))) if count > len(rows) else rows
 
 
-class VarlenPagedAttention:
+class VarlenPagedAttention(CacheAttention):
     """Attention over the paged cache."""
 
     in_parts = True  # whether decodes divide long requests' keys into parts
 
-    def __call__(self, query: Tensor, cache: Tensor, reads: TableReads, scale: float | None = None, **options):
-        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D]."""
-        scale, decodes = softmax_scale(query.shape[-1], scale), reads.decodes
-        if decodes is not None and decodes.tokens is None:
-            own = _filled(query, len(decodes.lengths))
-            return self._decode(own, cache, decodes, scale, reads.window)[: reads.total].flatten(1)
-        result = query.new_zeros(query.shape)
-        if decodes is not None:
-            own = _filled(query[decodes.tokens], len(decodes.lengths))
-            out = self._decode(own, cache, decodes, scale, reads.window)
-            result[decodes.tokens] = out[: len(decodes.tokens)]
-        if reads.prefills is not None:
-            places = reads.prefill_tokens
-            own = _filled(query[places], len(places) // TOKENS * TOKENS + TOKENS)
-            out = self._prefill(own.flatten(1, 2), cache, reads.prefills, scale)
+    def _prefill(self, query: Tensor, cache: Tensor, reads: list[PromptReads], scale: float | None, result: Tensor):
+        for places, plan in reads:
+            own = _filled(query[places], len(places) // TOKENS * TOKENS + TOKENS).flatten(1, 2)
+            out = self._attend(own, cache, plan, softmax_scale(query.shape[-1], scale))
             result[places] = out[: len(places)].view(-1, *query.shape[1:])
-        return result.flatten(1)
 
-    def _prefill(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
+    def _attend(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
         """query [T, H, D] of prompts -> [T, H, D]."""
         key, value = cache.flatten(0, 1)[plan.rows].unbind(2)
         return flash_kernel()(query, key, value, plan, scale)
 
-    def _decode(self, query: Tensor, cache: Tensor, reads: DecodeTable, scale: float, window: int | None) -> Tensor:
-        """query [n, G, R, D] of decoded tokens -> [n, G, R, D]."""
+    def _decode(self, query: Tensor, cache: Tensor, reads: DecodeTable, scale: float | None) -> Tensor:
         from megarl.mcore.kernels.cuda.segment_attention import paged_decode  # needs Triton
 
-        return paged_decode(query, cache, reads.pages, reads.lengths, scale, window=window, in_parts=self.in_parts)
+        own, scale = _filled(query, len(reads.lengths)), softmax_scale(query.shape[-1], scale)
+        out = paged_decode(own, cache, reads.pages, reads.lengths, scale, window=reads.window, in_parts=self.in_parts)
+        return out[: len(query)]
 
 
 PagedAttention = VarlenPagedAttention  # the name of a backend's

@@ -14,7 +14,7 @@ SUMS = 5  # of a row: see `head_sums`
 
 
 @triton.jit
-def _scaled(row, start, temperature, count, TILE: tl.constexpr):
+def scaled(row, start, temperature, count, TILE: tl.constexpr):
     """(scaled logits of a tile of a row, −∞ after the last token; which tokens there are)."""
     column = start + tl.arange(0, TILE)
     is_token = column < count
@@ -35,7 +35,7 @@ def _sum_row(
     total = tl.full([], 0.0, tl.float64)
     weighted, square = total, total
     for start in range(0, count, TILE):
-        value, is_token = _scaled(row, start, temperature, count, TILE)
+        value, is_token = scaled(row, start, temperature, count, TILE)
         higher = tl.maximum(top, tl.max(value, 0))
         drop = tl.where(top == -float("inf"), 0.0, top - higher).to(tl.float64)
         factor = tl.exp(drop)
@@ -72,7 +72,7 @@ def _grad_row(
     target, log_total = tl.load(targets + number), tl.log(total)
     for start in range(0, columns, TILE):
         column = start + tl.arange(0, TILE)
-        value, is_token = _scaled(row, start, temperature, count, TILE)
+        value, is_token = scaled(row, start, temperature, count, TILE)
         distance = tl.where(is_token, value - top, 0.0)
         p = tl.where(is_token, tl.exp(distance) / total, 0.0)
         slope = 2 * grad_square * (p - square_sum) - grad_logprob - grad_entropy * (distance - log_total + entropy)
@@ -125,6 +125,4 @@ def head_gradient(
         )  # fmt: skip
 
 
-@head_gradient.register_fake
-def _(out, logits, temperatures, temperature, targets, count, statistics, grads):
-    return None
+head_gradient.register_fake(lambda *_: None)

@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megarl.mcore.kernels.cuda.rotate_and_store import OPTIONS, rotate
 
@@ -70,20 +69,3 @@ def rotate_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_
 @rotate_heads.register_fake
 def _(query, key, cosines, sines, is_backward):
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
-
-
-class _RotatedHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, cosines, sines):
-        ctx.save_for_backward(cosines, sines)
-        return tuple(rotate_heads(query, key, cosines, sines, False))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, query_grad, key_grad):
-        return *rotate_heads(query_grad, key_grad, *ctx.saved_tensors, True), None, None
-
-
-def rotated_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rotate_heads`; differentiable once."""
-    return _RotatedHeads.apply(query, key, cosines, sines)

@@ -11,15 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megarl.mcore.kernels.cuda.head_rows import scaled
+
 TILE = 2048  # columns that a program reads at a time
-
-
-@triton.jit
-def _scaled(logits, start, temperature, columns, TILE: tl.constexpr):
-    """A tile of a row's scaled logits; −∞ after the last column."""
-    column = start + tl.arange(0, TILE)
-    value = tl.load(logits + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-    return value / temperature
 
 
 @triton.jit
@@ -27,7 +21,7 @@ def _row_total(logits, top, temperature, columns, TILE: tl.constexpr):
     """Σ e^(scaled logit − top) of a row: fp32 within a tile, fp64 over tiles."""
     total = tl.full([], 0.0, tl.float64)
     for start in range(0, columns, TILE):
-        total += tl.sum(tl.exp(_scaled(logits, start, temperature, columns, TILE) - top), 0).to(tl.float64)
+        total += tl.sum(tl.exp(scaled(logits, start, temperature, columns, TILE)[0] - top), 0).to(tl.float64)
     return total
 
 
@@ -44,7 +38,7 @@ def _logprob_row(logits, tokens, logprobs, row_stride, temperature, columns, TIL
     place = logits + row.to(tl.int64) * row_stride
     top = tl.full([], -float("inf"), tl.float32)
     for start in range(0, columns, TILE):
-        top = tl.maximum(top, tl.max(_scaled(place, start, temperature, columns, TILE), 0))
+        top = tl.maximum(top, tl.max(scaled(place, start, temperature, columns, TILE)[0], 0))
     total = _row_total(place, top, temperature, columns, TILE)
     tl.store(logprobs + row, _logprob(place, tl.load(tokens + row), top, total, temperature))
 
@@ -57,7 +51,7 @@ def _sample_row(logits, numbers, temperatures, greedy, tokens, logprobs, row_str
     top = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
     for start in range(0, columns, TILE):
-        value = _scaled(place, start, temperature, columns, TILE)
+        value, _ = scaled(place, start, temperature, columns, TILE)
         highest = tl.max(value, 0)
         if is_greedy:
             token = tl.where(highest > top, start + tl.argmax(value, 0), token)
@@ -68,12 +62,12 @@ def _sample_row(logits, numbers, temperatures, greedy, tokens, logprobs, row_str
         before = tl.full([], 0.0, tl.float64)
         tile, mass_before_tile = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float64)
         for start in range(0, columns, TILE):
-            mass = tl.sum(tl.exp(_scaled(place, start, temperature, columns, TILE) - top), 0).to(tl.float64)
+            mass = tl.sum(tl.exp(scaled(place, start, temperature, columns, TILE)[0] - top), 0).to(tl.float64)
             # The last tile that has mass and whose mass begins at or below the target.
             is_later = (before <= target) & (mass > 0)
             tile, mass_before_tile = tl.where(is_later, start, tile), tl.where(is_later, before, mass_before_tile)
             before += mass
-        weight = tl.exp(_scaled(place, tile, temperature, columns, TILE) - top)
+        weight = tl.exp(scaled(place, tile, temperature, columns, TILE)[0] - top)
         cumulative = tl.cumsum(weight.to(tl.float64), 0)
         column = tl.arange(0, TILE)
         last = tl.max(tl.where(weight > 0, column, 0), 0)  # rounding may put the target behind all mass

@@ -30,7 +30,6 @@ def states(rank, max_requests, buffer_gb, step_tokens, share):
 
     from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.mcore.inference import admission
-    from megarl.mcore.inference.end_tokens import EndTokens
     from megarl.mcore.inference.engine import RequestList, RolloutEngine
     from megarl.mcore.inference.session import GenerationSession
 
@@ -41,7 +40,7 @@ def states(rank, max_requests, buffer_gb, step_tokens, share):
         context.max_tokens = step_tokens
         inner.resume()
         engine.max_requests = COUNT  # more than the context holds, so that some wait
-        session = GenerationSession(engine, EndTokens(), SamplingSettings(), False)
+        session = GenerationSession(engine, (), SamplingSettings(), False)
         for in_engine in (COUNT // 2, COUNT):
             engine._admit(session, source, in_engine)
             schedule(inner)

@@ -174,7 +174,7 @@ def one_slot(rank):
             for batch in ([first], [other, again, shorter]):
                 for request in batch:
                     session.add(len(done) + len(session), request)
-                while session.has_requests:
+                while len(session):
                     done |= dict(session.step())
         found.append((done, engine.take_prefill_counts()))
     return found
@@ -212,7 +212,7 @@ def contents(rank, flags, shape, routes, **settings):
         done = {}
         for number, request in enumerate(requests):
             session.add(number, request)
-        while session.has_requests:
+        while len(session):
             with session.inference():
                 done |= dict(session.step())
         cache = engine.context.memory_buffer
@@ -287,9 +287,9 @@ def aborted(rank):
             session.step()
             (written,) = [chunk.tokens for chunk in session.new_tokens({0: 0})]
         session.abort([0])
-        assert session.step() == [] and not session.has_requests
+        assert session.step() == [] and not len(session)
         session.add(1, replace(request, prompt=[*request.prompt, *written], max_new_tokens=20))
-        while session.has_requests:
+        while len(session):
             done |= dict(session.step())
     counts = engine.take_prefill_counts()
     (whole,) = engine.generate([request], NEVER, settings_of())

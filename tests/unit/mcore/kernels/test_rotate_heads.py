@@ -5,7 +5,7 @@ import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
 from megarl.mcore.kernels import native, rotation
-from megarl.mcore.kernels.cuda.rotate_heads import HEAD_TILE, rotated_heads
+from megarl.mcore.kernels.cuda.rotate_heads import HEAD_TILE, rotate_heads
 from megarl.mcore.model.decoder_layer import Rotation
 
 CASES = {  # H, G, D, rotated channels
@@ -22,14 +22,15 @@ CASES = {  # H, G, D, rotated channels
 def test_it_has_the_bits_of_megatrons_operators(case, dtype, kernels, monkeypatch):
     """Of queries in memory of their own and keys between others, as attention has them; and with YaRN's factor."""
     monkeypatch.setattr(native, "_is_enabled", kernels == "cpu")
-    rotate = rotated_heads if kernels == "cuda" else rotation.rotated_heads
+    if kernels == "cuda":
+        monkeypatch.setattr(rotation, "_rotated_heads", rotate_heads)
     heads, groups, channels, rotated = case
     frequencies = 40 * torch.rand(7, 1, rotated // 2)
     frequencies, factor = torch.cat([frequencies, frequencies], -1)[torch.tensor([3, 4, 0, 1, 2, 6, 0])], 1.2
     given = torch.randn(7, heads, channels).to(dtype), torch.randn(7, groups, 2, channels).to(dtype)[:, :, 1]
     grads = torch.randn(7, heads, channels).to(dtype), torch.randn(channels, 7, groups).to(dtype).permute(1, 2, 0)
     own, other = ([x.detach().requires_grad_() for x in given] for _ in range(2))
-    found = rotate(*own, *Rotation.of(frequencies, dtype, factor))
+    found = rotation.rotated_heads(*own, *Rotation.of(frequencies, dtype, factor))
     expected = [_apply_rotary_pos_emb_bshd(x, frequencies, mscale=factor) for x in other]
     torch.autograd.backward(found, grads)
     torch.autograd.backward(expected, grads)
@@ -39,5 +40,5 @@ def test_it_has_the_bits_of_megatrons_operators(case, dtype, kernels, monkeypatc
 
 
 def test_no_tokens():
-    query, key = rotated_heads(torch.empty(0, 4, 8), torch.empty(0, 2, 8), *torch.empty(2, 0, 1, 8))
+    query, key = rotate_heads(torch.empty(0, 4, 8), torch.empty(0, 2, 8), *torch.empty(2, 0, 1, 8), False)
     assert query.shape == (0, 4, 8) and key.shape == (0, 2, 8)

@@ -9,7 +9,8 @@ from torch.nn import functional
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.segments import TokenStream
 from megarl.mcore.kernels import native
-from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs, by_chunks, gated_delta_rule, one_token
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
+from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import NONE, Runs, runs_of_stream
 from megarl.mcore.recurrence.states import States
 
@@ -90,15 +91,15 @@ def test_results_and_gradients_are_those_of_transformers(holders, prefixes):
     exact_gradients = torch.autograd.grad(expected, exact, grad.double())
 
     wide = Inputs(*(x.double().requires_grad_() for x in inputs))
-    precise = by_chunks(wide, SIZES, runs)
+    precise = wide.by_chunks(SIZES, runs)
     gradients = torch.autograd.grad(precise, wide, grad.double())
     assert relative(precise.detach(), expected.detach()) <= 2e-6  # transformers computes in fp32
     for name, one, other in zip(Inputs._fields, gradients, exact_gradients, strict=True):
         assert relative(one, other) <= 2e-5, name
-    for rule in (gated_delta_rule, by_chunks):
+    for rule in (apply_rule, Inputs.by_chunks):
         own = Inputs(*(x.clone().requires_grad_() for x in inputs))
         found = rule(own, SIZES, runs)
-        assert relative(found.detach(), precise.detach()) <= (1e-6 if rule is gated_delta_rule else 1e-5)
+        assert relative(found.detach(), precise.detach()) <= (1e-6 if rule is apply_rule else 1e-5)
         for name, one, other in zip(Inputs._fields, torch.autograd.grad(found, own, grad), gradients, strict=True):
             assert relative(one, other) <= 5e-5, (rule.__name__, name)
 
@@ -109,7 +110,7 @@ def empty_states(count: int, sizes: HeadSizes = SIZES) -> States:
 
 
 def of_table(inputs: Inputs, table, states: States, sizes: HeadSizes = SIZES) -> Tensor:
-    return gated_delta_rule(inputs, sizes, Runs(torch.tensor(table), 0, TAPS), states)
+    return apply_rule(inputs, sizes, Runs(torch.tensor(table), 0, TAPS), states)
 
 
 def test_a_token_has_the_same_bits_under_any_cut():
@@ -129,7 +130,7 @@ def test_a_token_has_the_same_bits_under_any_cut():
     joined = Inputs(*(torch.cat(pair) for pair in zip(other[:3], rows_of(inputs, rows)[:3], strict=True)), *inputs[3:])
     beside = of_table(joined, [[12, 40, NONE, 0], [0, 12, NONE, NONE]], empty_states(1))
     assert torch.equal(beside[12:], whole[:40])
-    trained = gated_delta_rule(Inputs(*(x.requires_grad_() for x in inputs)), SIZES, runs_of([41], padding=0))
+    trained = apply_rule(Inputs(*(x.requires_grad_() for x in inputs)), SIZES, runs_of([41], padding=0))
     assert torch.equal(trained.detach(), whole)
 
 
@@ -193,9 +194,9 @@ def test_what_a_device_computes_keeps_the_same_states():
         runs = Runs(torch.tensor(table), 0, TAPS)
         inputs = drawn(runs.rows, seed=number)
         assert (runs.decodes is not None) == (number in (1, 2))
-        rule, rows = (by_chunks, runs) if runs.decodes is None else (one_token, runs.decodes)
+        rule, rows = (Inputs.by_chunks, runs) if runs.decodes is None else (Inputs.one_token, runs.decodes)
         found = rule(inputs, SIZES, rows, own)
-        expected = gated_delta_rule(inputs, SIZES, runs, kept)
+        expected = apply_rule(inputs, SIZES, runs, kept)
         counted = [row for first, rows, _, after in table if after != NONE for row in range(first, first + rows)]
         assert relative(found[counted], expected[counted]) <= 1e-5
         written = [state for state in range(5) if not kept.memories[state].isnan().any()]

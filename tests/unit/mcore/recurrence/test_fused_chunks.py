@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.mcore.recurrence import fused_chunks
-from megarl.mcore.recurrence.delta_rule import EPSILON, HeadSizes, Inputs, by_chunks
+from megarl.mcore.recurrence.delta_rule import EPSILON, HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import CHUNK, NONE, Runs
 from megarl.mcore.recurrence.states import States
 from tests.helpers import interpreted_kernels
@@ -127,10 +127,10 @@ def test_results_and_gradients_are_those_of_float64(kernels, shape, kind, stream
     sizes, runs = HeadSizes(*shape), Runs(torch.tensor(STREAMS[stream]), 2, TAPS)
     inputs, grad = drawn(runs.rows, sizes), normal(runs.rows, sizes.heads, sizes.values)
     exact = Inputs(*(x.double().requires_grad_() for x in inputs))
-    expected = by_chunks(exact, sizes, runs)
+    expected = exact.by_chunks(sizes, runs)
     of_exact = torch.autograd.grad(expected, exact, grad.double())
     own = Inputs(*(x.clone().requires_grad_() for x in inputs))
-    found = by_chunks(own, sizes._replace(fused_type=kind), runs)
+    found = own.by_chunks(sizes._replace(fused_type=kind), runs)
     assert found.dtype == kind and relative(found.detach(), expected.detach()) <= LIMITS[kind][0]
     for name, one, other in zip(Inputs._fields, torch.autograd.grad(found, own, grad.to(kind)), of_exact, strict=True):
         assert relative(one, other) <= LIMITS[kind][2 if name in OF_DECAYS else 1], name
@@ -145,7 +145,7 @@ def test_states_are_those_of_pytorchs_operators(kernels):
         runs = Runs(torch.tensor(table), 0, TAPS)
         inputs = drawn(runs.rows, sizes, seed=10 * number)
         with torch.no_grad():
-            found, wanted = by_chunks(inputs, fused, runs, own), by_chunks(inputs, sizes, runs, expected)
+            found, wanted = inputs.by_chunks(fused, runs, own), inputs.by_chunks(sizes, runs, expected)
         assert relative(found, wanted) <= 2e-5
         written = [state for state in range(4) if not expected.memories[state].isnan().any()]
         assert [state for state in range(4) if not own.memories[state].isnan().any()] == written
@@ -158,7 +158,7 @@ def test_a_prompt_that_is_cut_at_a_chunk_has_the_bits_of_the_whole_one(kernels):
     sizes = HeadSizes(*SIZES[0], torch.float32)
     states = States(*(torch.zeros(shape) for shape in States.shapes(1, TAPS, sizes)))
     inputs = drawn(100, sizes)
-    compute = functools.partial(by_chunks, sizes=sizes, states=states)
+    compute = functools.partial(Inputs.by_chunks, sizes=sizes, states=states)
     with torch.no_grad():
         whole = compute(inputs, runs=Runs(torch.tensor([[0, 100, NONE, 0]]), 0, TAPS))
         memory = states.memories.clone()

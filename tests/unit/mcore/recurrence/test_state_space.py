@@ -8,8 +8,9 @@ from torch.nn import functional
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.segments import TokenStream
 from megarl.mcore.kernels import native
+from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import NONE, Runs, runs_of_stream
-from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes, by_chunks, one_token, state_space
+from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
 from megarl.mcore.recurrence.states import States
 
 SIZES, TAPS = SpaceSizes(groups=2, heads=6, keys=24, values=32, min_step=0.01), 4
@@ -75,7 +76,7 @@ def test_results_and_gradients_are_those_in_float64(holders, prefixes):
     for rows in sequences:  # a shared row has the same result in every sequence
         expected = expected.index_copy(0, rows, by_transformers(exact.at(rows), SIZES))
     gradients = torch.autograd.grad(expected, exact, grad.double())
-    for rule in (state_space, by_chunks):
+    for rule in (apply_rule, SpaceInputs.by_chunks):
         leaves = SpaceInputs(*(x.clone().requires_grad_() for x in inputs))
         found = rule(leaves, SIZES, runs)
         assert relative(found.detach(), expected.detach()) <= 2e-6
@@ -99,7 +100,7 @@ def test_the_recurrence_is_that_of_transformers():
         c.unflatten(-1, (groups, keys)), chunk_size=64, D=inputs.skips, dt_bias=inputs.biases, dt_softplus=True,
         dt_limit=(min_step, float("inf")),
     )  # fmt: skip
-    found = state_space(inputs, SIZES, Runs(torch.tensor([[0, rows, NONE, NONE]]), 0, TAPS), empty_states(1))
+    found = apply_rule(inputs, SIZES, Runs(torch.tensor([[0, rows, NONE, NONE]]), 0, TAPS), empty_states(1))
     assert relative(found, expected[0].double()) <= 2e-6
 
 
@@ -109,7 +110,7 @@ def empty_states(count: int, sizes: SpaceSizes = SIZES) -> States:
 
 
 def of_table(inputs: SpaceInputs, table, states: States, sizes: SpaceSizes = SIZES) -> Tensor:
-    return state_space(inputs, sizes, Runs(torch.tensor(table), 0, TAPS), states)
+    return apply_rule(inputs, sizes, Runs(torch.tensor(table), 0, TAPS), states)
 
 
 def test_a_token_has_the_same_bits_under_any_cut():
@@ -128,7 +129,7 @@ def test_a_token_has_the_same_bits_under_any_cut():
     beside = of_table(joined, [[12, 41, NONE, 0], [0, 12, NONE, NONE]], empty_states(1))
     assert torch.equal(beside[12:], whole)
     leaves = SpaceInputs(*(x.clone().requires_grad_() for x in inputs))
-    trained = state_space(leaves, SIZES, Runs(torch.tensor([[0, 41, NONE, NONE]]), 0, TAPS))
+    trained = apply_rule(leaves, SIZES, Runs(torch.tensor([[0, 41, NONE, NONE]]), 0, TAPS))
     assert torch.equal(trained.detach(), whole)
 
 
@@ -157,9 +158,9 @@ def test_what_a_device_computes_keeps_the_same_states():
         runs = Runs(torch.tensor(table), 0, TAPS)
         inputs = drawn(runs.rows, seed=number)
         assert (runs.decodes is not None) == (number == 1)
-        rule, rows = (by_chunks, runs) if runs.decodes is None else (one_token, runs.decodes)
+        rule, rows = (SpaceInputs.by_chunks, runs) if runs.decodes is None else (SpaceInputs.one_token, runs.decodes)
         found = rule(inputs, SIZES, rows, own)
-        expected = state_space(inputs, SIZES, runs, kept)
+        expected = apply_rule(inputs, SIZES, runs, kept)
         counted = [row for first, rows, _, after in table if after != NONE for row in range(first, first + rows)]
         assert relative(found[counted], expected[counted]) <= 1e-5
         assert torch.equal(own.inputs, kept.inputs)

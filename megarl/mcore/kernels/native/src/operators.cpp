@@ -75,18 +75,21 @@ void add_weight_gradient(const Tensor& sum, const Tensor& grad, const Tensor& x)
     write_weight_gradient(sum, grad, x, true);
 }
 
+// Memory […, width] of the shape of x but for its last dimension.
+Tensor empty_rows(const Tensor& x, int64_t width) {
+    auto sizes = x.sizes().vec();
+    sizes.back() = width;
+    return at::empty(sizes, x.options());
+}
+
 // x […, H] and weight [H] -> the same shape, and […, 1] reciprocal root mean squares.
 std::tuple<Tensor, Tensor> rms_norm_rows(const Tensor& x, const Tensor& weight, double eps) {
     int64_t width = x.size(-1), rows = x.numel() / std::max<int64_t>(width, 1);
-    auto sizes = x.sizes().vec();
-    Tensor out = at::empty(sizes, x.options());
-    sizes.back() = 1;
-    Tensor scales = at::empty(sizes, x.options());
+    Tensor out = empty_rows(x, width), scales = empty_rows(x, 1);
     const float *from = floats(x), *gain = floats(weight);
     float *to = mutable_floats(out), *scale = mutable_floats(scales);
-    parallel_parts(rows, threads_for(rows * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i)
-            scale[i] = rms_norm(from + i * width, gain, width, float(eps), to + i * width);
+    parallel_for(rows, rows * width * ELEMENT_WORK, [&](int64_t i) {
+        scale[i] = rms_norm(from + i * width, gain, width, float(eps), to + i * width);
     });
     return {out, scales};
 }
@@ -94,14 +97,11 @@ std::tuple<Tensor, Tensor> rms_norm_rows(const Tensor& x, const Tensor& weight, 
 // x […, 2F] -> […, F].
 Tensor swiglu_rows(const Tensor& x) {
     int64_t width = x.size(-1) / 2, rows = x.numel() / std::max<int64_t>(2 * width, 1);
-    auto sizes = x.sizes().vec();
-    sizes.back() = width;
-    Tensor out = at::empty(sizes, x.options());
+    Tensor out = empty_rows(x, width);
     const float* from = floats(x);
     float* to = mutable_floats(out);
-    parallel_parts(rows, threads_for(rows * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i)
-            swiglu(from + 2 * i * width, from + (2 * i + 1) * width, width, to + i * width);
+    parallel_for(rows, rows * width * ELEMENT_WORK, [&](int64_t i) {
+        swiglu(from + 2 * i * width, from + (2 * i + 1) * width, width, to + i * width);
     });
     return out;
 }
@@ -111,28 +111,40 @@ Tensor swiglu_rows_backward(const Tensor& grad, const Tensor& x) {
     Tensor out = at::empty(x.sizes(), x.options());
     const float *from = floats(x), *slope = floats(grad);
     float* to = mutable_floats(out);
-    parallel_parts(rows, threads_for(rows * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i)
-            swiglu_backward(slope + i * width, from + 2 * i * width, from + (2 * i + 1) * width, width,
-                            to + 2 * i * width, to + (2 * i + 1) * width);
+    parallel_for(rows, rows * width * ELEMENT_WORK, [&](int64_t i) {
+        const float *gate = from + 2 * i * width, *up = gate + width;
+        swiglu_backward(slope + i * width, gate, up, width, to + 2 * i * width, to + (2 * i + 1) * width);
     });
     return out;
 }
 
 // ---- attention of a segment batch ----
 
-// Sizes and pointers of a segment batch: n segments, padded to Q queries and K keys.
+// Sizes and pointers of a segment batch: n segments, padded to Q queries and K keys, with m real queries.
 struct SegmentRows {
-    const int64_t *queries, *keys, *last_keys, *real;
     int64_t n, q, k, m;
-    int64_t seen(int64_t i, int64_t j) const { return (last_keys ? last_keys[i * q + j] : j) + 1; }
-};
+    const int64_t *queries, *keys, *last_keys, *real;
+    std::vector<int64_t> bounds;  // [n + 1] first index of `real` of each segment
 
-SegmentRows segment_rows(const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& last_keys,
-                         const Tensor& real) {
-    return {integers(queries), integers(keys), last_keys ? integers(*last_keys) : nullptr, integers(real),
-            queries.size(0),   queries.size(1), keys.size(1), real.size(0)};
-}
+    SegmentRows(const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& last_keys, const Tensor& real)
+        : n(queries.size(0)), q(queries.size(1)), k(keys.size(1)), m(real.size(0)), queries(integers(queries)),
+          keys(integers(keys)), last_keys(last_keys ? integers(*last_keys) : nullptr), real(integers(real)),
+          bounds(n + 1) {
+        for (int64_t i = 0; i <= n; ++i) bounds[i] = std::lower_bound(this->real, this->real + m, i * q) - this->real;
+    }
+    int64_t seen(int64_t i, int64_t j) const { return (last_keys ? last_keys[i * q + j] : j) + 1; }
+    // Calls f(query among the rank's tokens, keys that it sees) for the real queries of segment i.
+    template <typename F>
+    void for_queries(int64_t i, const F& f) const {
+        for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r) f(queries[real[r]], seen(i, real[r] - i * q));
+    }
+    // Keys that these see.
+    int64_t longest(int64_t i) const {
+        int64_t found = 0;
+        for_queries(i, [&](int64_t, int64_t keys) { found = std::max(found, keys); });
+        return found;
+    }
+};
 
 struct HeadView {  // [T, heads, D] whose last dimension is contiguous
     float* data;
@@ -145,52 +157,30 @@ struct HeadView {  // [T, heads, D] whose last dimension is contiguous
     float* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
 };
 
-// First index of `real` of each segment [n + 1].
-std::vector<int64_t> bounds_of(const SegmentRows& s) {
-    std::vector<int64_t> bounds(s.n + 1, s.m);
-    int64_t at = 0;
-    for (int64_t i = 0; i <= s.n; ++i) {
-        while (at < s.m && s.real[at] < i * s.q) ++at;
-        bounds[i] = at;
-    }
-    return bounds;
-}
-
-// Keys that the real queries of a segment see.
-int64_t longest_of(const SegmentRows& s, const std::vector<int64_t>& bounds, int64_t i) {
-    int64_t longest = 0;
-    for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r)
-        longest = std::max(longest, s.seen(i, s.real[r] - i * s.q));
-    return longest;
-}
-
 // Writes the outputs of the real queries to their rows of `out` [T, H, D], and their log-sums to those of `sums` [T, H].
 void segment_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& queries,
                        const Tensor& keys, const std::optional<Tensor>& last_keys, const Tensor& real, double scale,
                        const Tensor& out, const std::optional<Tensor>& sums) {
-    SegmentRows s = segment_rows(queries, keys, last_keys, real);
+    SegmentRows s(queries, keys, last_keys, real);
     int64_t heads = query.size(1), groups = key.size(1), channels = query.size(2), shared = heads / groups;
     HeadView q(query), k(key), v(value), to(out);
     float* log_sums = sums ? mutable_floats(*sums) : nullptr;
-    std::vector<int64_t> bounds = bounds_of(s);
     int64_t work = s.m * s.k * heads * channels;
     parallel_parts(s.n * groups, threads_for(work), [&](int64_t first, int64_t last) {
         static thread_local GroupAttention attention;
         std::vector<const float*> at_key, at_value;
         std::vector<QueryRow> rows;
         for (int64_t task = first; task < last; ++task) {
-            int64_t i = task / groups, g = task % groups, longest = longest_of(s, bounds, i);
+            int64_t i = task / groups, g = task % groups, longest = s.longest(i);
             at_key.resize(longest), at_value.resize(longest), rows.clear();
             for (int64_t j = 0; j < longest; ++j) {
                 at_key[j] = k.at(s.keys[i * s.k + j], g);
                 at_value[j] = v.at(s.keys[i * s.k + j], g);
             }
-            for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r) {
-                int64_t j = s.real[r] - i * s.q, at = s.queries[i * s.q + j];
+            s.for_queries(i, [&](int64_t at, int64_t seen) {
                 for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
-                    rows.push_back({q.at(at, h), to.at(at, h), log_sums ? log_sums + at * heads + h : nullptr,
-                                    s.seen(i, j)});
-            }
+                    rows.push_back({q.at(at, h), to.at(at, h), log_sums ? log_sums + at * heads + h : nullptr, seen});
+            });
             attention.attend(at_key.data(), at_value.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
                              float(scale));
         }
@@ -203,11 +193,10 @@ void segment_attention_backward(const Tensor& grad, const Tensor& query, const T
                                 const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& last_keys,
                                 const Tensor& real, const Tensor& out, const Tensor& sums, double scale,
                                 const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value) {
-    SegmentRows s = segment_rows(queries, keys, last_keys, real);
+    SegmentRows s(queries, keys, last_keys, real);
     int64_t heads = query.size(1), groups = key.size(1), channels = query.size(2), shared = heads / groups;
     HeadView q(query), k(key), v(value), g_out(grad), o(out), g_query(grad_query), g_key(grad_key), g_value(grad_value);
     const float* log_sums = floats(sums);
-    std::vector<int64_t> bounds = bounds_of(s);
     int64_t work = 2 * s.m * s.k * heads * channels;
     parallel_parts(groups, threads_for(work), [&](int64_t first, int64_t last) {
         static thread_local GroupAttentionBackward backward;
@@ -216,7 +205,7 @@ void segment_attention_backward(const Tensor& grad, const Tensor& query, const T
         std::vector<QueryGradient> rows;
         for (int64_t g = first; g < last; ++g)
             for (int64_t i = 0; i < s.n; ++i) {
-                int64_t longest = longest_of(s, bounds, i);
+                int64_t longest = s.longest(i);
                 at_key.resize(longest), at_value.resize(longest), to_key.resize(longest), to_value.resize(longest);
                 rows.clear();
                 for (int64_t j = 0; j < longest; ++j) {
@@ -224,12 +213,11 @@ void segment_attention_backward(const Tensor& grad, const Tensor& query, const T
                     at_key[j] = k.at(at, g), at_value[j] = v.at(at, g);
                     to_key[j] = g_key.at(at, g), to_value[j] = g_value.at(at, g);
                 }
-                for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r) {
-                    int64_t j = s.real[r] - i * s.q, at = s.queries[i * s.q + j];
+                s.for_queries(i, [&](int64_t at, int64_t seen) {
                     for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
                         rows.push_back({q.at(at, h), g_out.at(at, h), o.at(at, h), g_query.at(at, h),
-                                        log_sums[at * heads + h], s.seen(i, j)});
-                }
+                                        log_sums[at * heads + h], seen});
+                });
                 backward.run(at_key.data(), at_value.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
                              float(scale), to_key.data(), to_value.data());
             }
@@ -293,12 +281,10 @@ Tensor softmax_sums_rows(const Tensor& logits, const Tensor& tops, const Tensor&
     Tensor sums = at::empty({count, n}, logits.options().memory_format(std::nullopt));
     const float *from = floats(logits), *top = floats(tops);
     float *to = mutable_floats(out), *result = mutable_floats(sums);
-    parallel_parts(n, threads_for(n * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) {
-            SoftmaxSums s = sums_of(from + i * width, width, top[i], to + i * width);
-            const float found[] = {s.weights, s.shifted, s.squares};
-            for (int64_t j = 0; j < count; ++j) result[j * n + i] = found[j];
-        }
+    parallel_for(n, n * width * ELEMENT_WORK, [&](int64_t i) {
+        SoftmaxSums s = sums_of(from + i * width, width, top[i], to + i * width);
+        const float found[] = {s.weights, s.shifted, s.squares};
+        for (int64_t j = 0; j < count; ++j) result[j * n + i] = found[j];
     });
     return sums;
 }
