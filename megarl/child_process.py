@@ -17,8 +17,6 @@ from multiprocessing.connection import Connection
 from megarl import stop_signals
 from megarl.cluster import numa
 
-_PR_SET_PDEATHSIG = 1
-
 
 class Child:
     """One child process, in a session of its own, so that it ends with all that it has started."""
@@ -65,15 +63,20 @@ class Child:
         self.connection.close()
 
 
+def die_with_parent():
+    """Has the kernel kill this process when the thread that started it ends, even in the middle of work."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def parent(dies_with_thread: bool = True) -> Connection:
     """In the child: its connection. From then on the signals that stop a run do nothing in it.
 
     Args:
-        dies_with_thread: the kernel kills it at once when the thread that started it ends, even in the middle of work.
+        dies_with_thread: as of `die_with_parent`.
     """
     stop_signals.outlive()
     if dies_with_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     return connection

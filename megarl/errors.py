@@ -1,4 +1,4 @@
-"""The exception for wrong input, an argument parser that raises it, and warnings."""
+"""The exception for wrong input, an argument parser that raises it, names of flags in messages, and warnings."""
 
 import argparse
 import sys
@@ -52,6 +52,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message)
+
+
+def flag_of(name: str) -> str:
+    """`--kl-target` of the setting `kl_target`."""
+    return "--" + name.replace("_", "-")
 
 
 def one_line(text: str) -> str:

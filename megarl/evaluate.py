@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.arguments import RunConfig
 from megarl.comm.role_mesh import RoleMesh
-from megarl.observe import samples
+from megarl.observe import samples, terminal
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
 from megarl.rollout.episodes.runner import EpisodeRunner
@@ -24,7 +24,7 @@ from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.response_ends import ResponseEnds, check_ends, thinking_budget_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments
-from megarl.trainers.evaluations import Evaluations, check_names
+from megarl.trainers.evaluator import Evaluations, check_names
 from megarl.trainers.launch import launch
 from megarl.trainers.policy import PolicyInputs
 from megarl.trainers.prompt_inputs import read_encoded_prompts
@@ -79,7 +79,7 @@ def evaluate(config: RunConfig, timers: Timers):
     evaluations = Evaluations(s, mesh, rollout, reward, inputs.prompt_sets, inputs.tokens, timers)
     if s.save:
         samples.keep_for_failure(Path(s.save), evaluations.samples_so_far)
-    metrics, rows = evaluations.evaluate_with_samples(keeps=bool(s.save))
+    metrics, rows = evaluations.evaluate(with_samples=bool(s.save))
     reward.verifiers.close()
     if rollout.episodes is not None:
         rollout.episodes.close()
@@ -98,9 +98,7 @@ def table(metrics: dict[str, float]) -> str:
     names = list(dict.fromkeys(itertools.chain(*rows.values())))  # a task without answers has no maj@k
     lines = [["task", *names]]
     lines += [[task, *(f"{row[n]:.4f}" if n in row else "-" for n in names)] for task, row in rows.items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    cells = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)][1:] for line in lines]
-    return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(lines, cells, strict=True))
+    return "\n".join(terminal.table(lines, right=len(names)))
 
 
 def write_results(folder: Path, inputs: EvaluationInputs, prompts: int, metrics: dict, rows: list[dict]):

@@ -13,7 +13,6 @@ core, as far as memory allows (`megarl/planning/ranks.py`).
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import os
 import runpy
@@ -25,6 +24,7 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
+from megarl import child_process
 from megarl.cluster.cores import cores
 from megarl.errors import CHECKS_FIRST, STOPPED, WARNED
 from megarl.stop_signals import STOP_SIGNALS
@@ -32,8 +32,7 @@ from megarl.stop_signals import STOP_SIGNALS
 GRACE = 10  # seconds that ranks have to exit after a second signal
 WRONG_FLAGS = 2  # exit status
 PROGRAMS = ("train_rl", "train_sft", "train_reward", "train_preference", "evaluate", "serve", "replay")
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name
-PR_SET_PDEATHSIG = 1
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name: how often the ranks were started again
 THREADS = Path("/proc/self/task")
 
 
@@ -230,8 +229,7 @@ def _wait(processes: list, signals: _Signals) -> int:
 
 def _rank(rank: int, ranks: int, listener: socket.socket, function: Callable[[], int]):
     """Turns this process into a rank with torchrun's environment and runs it."""
-    # SIGKILL replaces torch's SIGINT, which a rank inside a collective ignores.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    child_process.die_with_parent()  # SIGKILL replaces torch's SIGINT, which a rank inside a collective ignores
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), TORCHELASTIC_USE_AGENT_STORE="True",

@@ -1,6 +1,6 @@
 """Plans a run of any world size without a GPU: checks role map and models, prints layout, memory and traffic.
 
-It takes the flags of train_rl. One process creates the real process groups on a fake backend, as each relevant rank.
+It takes the flags of train_rl. One process creates the real process groups on a fake backend.
 
     python -m megarl.plan --world-size 4096 --vocab-size 129280 --config my_run.yaml
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megarl import arguments
 from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import ArgumentParser, UsageError, warn
+from megarl.errors import ArgumentParser, UsageError, flag_of, warn
 
 POSITIVE = ("world_size", "ranks_per_node", "vocab_size", "gpu_memory", "mfu", "network")
 NEED_GPU = ("mfu", "network", "best_layouts")
@@ -64,7 +64,7 @@ def vocabulary(chosen, role: arguments.RoleSettings) -> int:
 def check(chosen):
     """UsageError for wrong values of the program's own flags."""
     for name in POSITIVE:
-        value, flag = getattr(chosen, name), f"--{name.replace('_', '-')}"
+        value, flag = getattr(chosen, name), flag_of(name)
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{flag} {value}: allowed is a number above 0")
         if value is not None and name in NEED_GPU and chosen.gpu is None:

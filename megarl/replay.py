@@ -23,17 +23,18 @@ from megarl.checkpoint import folders, pretrained, resume
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompt import Prompt
 from megarl.environments.pool import EnvironmentPool
-from megarl.environments.protocol import Message, Task
-from megarl.errors import WARNED, ArgumentParser, UsageError
+from megarl.environments.protocol import Message, Observation, Task
+from megarl.errors import WARNED, ArgumentParser, UsageError, flag_of
 from megarl.flags import command_line, parser
+from megarl.observe.files import step_of
 from megarl.observe.report_settings import COMMAND_LINE, read_settings
 from megarl.observe.terminal import ranges_text
 from megarl.observe.timers import Timers
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.replay import transcript
-from megarl.rollout.replay.agent_fork import ForkedPool, run_again
-from megarl.rollout.replay.player import LiveEnvironment, Player, fork_problem, other_answer
+from megarl.rollout.replay.agent_fork import ForkedPool
+from megarl.rollout.replay.player import Player, fork_problem, go_on_after, other_answer
 from megarl.rollout.replay.saved import SavedResponse, read_response
 from megarl.rollout.requests import Branching, PromptRequest, RoundRequests
 from megarl.rollout.response_ends import check_ends, thinking_budget_of
@@ -110,7 +111,7 @@ def asked_of(options: argparse.Namespace, lag: int) -> ReplayRequest:
         folder = folders.step_folder(Path(options.run), step)
         load = str(folder)
         if not (folder / folders.MANIFEST).is_file():
-            there = ", ".join(str(folders.step_of(path)) for path in folders.complete(folder.parent)) or "none"
+            there = ", ".join(str(step_of(path)) for path in folders.complete(folder.parent)) or "none"
             load, problem = None, f"the policy after step {step} has written it; there are checkpoints of {there}"
     if options.from_turn is not None:
         if refused := fork_problem(saved, options.from_turn - 1):
@@ -139,8 +140,7 @@ class ReplayInputs:
         own, stored = resume.data_fingerprints(self.encoder, s, self.prompt_sets), saved.manifest["data"]
         for name in own.keys() & stored.keys():
             if own[name]["sha256"] != stored[name]["sha256"]:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} {own[name]['value']}: is not what the run had; give that one")
+                raise UsageError(f"{flag_of(name)} {own[name]['value']}: is not what the run had; give that one")
         self.weights: pretrained.PretrainedWeights | None = None
         if asked.problem:
             return
@@ -187,18 +187,17 @@ def _player(
     rollout.load_weights()
     (request,) = _requests(saved, inputs, config.settings).build([saved.place[1]])
     limits = episodes.limits if saved.record is not None else None
-    return Player(rollout, saved, request, limits, episodes.matcher)
+    return Player(rollout, saved, request, limits)
 
 
 def _requests(saved: SavedResponse, inputs: ReplayInputs, s: Settings) -> RoundRequests:
     """The request for the response's group, as the step that drew its prompt made it."""
     line = saved.place[0]
     step, draw = saved.draw
-    tokens, limit = inputs.prompt_tokens.view(line), inputs.prompts.response_limit(line)
-    size = inputs.prompts.group_size(line)
-    prompt = PromptRequest(line=line, tokens=tokens, draw_index=draw, step=step, limit=limit, samples=size)
-    common = s.seed, step, s.max_response_length, inputs.thinking, Branching.of(s)
-    return RoundRequests([prompt], s.samples_per_prompt, *common)
+    limit = inputs.prompts.response_limit(line) or s.max_response_length
+    size = inputs.prompts.group_size(line) or s.samples_per_prompt
+    prompt = PromptRequest(line, inputs.prompt_tokens.view(line), size, limit, step, draw)
+    return RoundRequests([prompt], s.seed, step, inputs.thinking, Branching.of(s))
 
 
 def _fork(
@@ -219,15 +218,19 @@ def _fork_environment(
     task: Task,
 ) -> tuple[list[Message], list[str]]:  # fmt: skip
     """(the other answer, the lines of what follows)."""
-    messages, environment = other_answer(saved.observations[turn], texts), None
+    messages, client = other_answer(saved.observations[turn], texts), episodes.client
     episode = player.forked(turn, episodes.turn_tokens.bridge(messages))
-    if episodes.client is not None:
-        environment = LiveEnvironment(episodes.client, saved, prompt, task, turn)
-    player.go_on(episode, environment)
-    seen, failure = ([], None) if environment is None else environment.end()
+    seen: list[Observation] = []
+    if client is not None:
+        go_on_after(turn, client, saved, prompt, task)
+    if episode.end is None:
+        episode = player.play(episode, client)
+    if client is not None:
+        seen = client.take_played(0).observations
     seen = [*seen[:turn], saved.observations[turn], *seen[turn + 1 :]]
     lines = [*transcript.forked_turns(episode, turn + 1, seen, episodes.turn_tokens)]
-    return messages, lines + ([f"  {failure}"] if failure else [])
+    failures = [] if client is None else client.statistics.failures
+    return messages, lines + [f"  {reason}" for reason in failures[-1:]]
 
 
 def _fork_agent(
@@ -243,8 +246,11 @@ def _fork_agent(
         limits, longest = episodes.limits, episodes.settings.max_prompt_length
         client = EnvironmentClient(options, episodes.turn_tokens, limits, longest, None, 0, 1, pool)
     try:
-        groups, matcher = episodes.role_groups, episodes.matcher
-        episode = run_again(client, player, player.begun(), prompt, task, groups, matcher)
+        episode = player.begun()
+        if client is not None:
+            client.begin(episode.number, prompt, episode.request, task, None)
+        episode = player.play(episode, client)
+        episode.settle(None)
     finally:
         if client is not None:
             client.close()

@@ -9,7 +9,7 @@ optionally the `margin` of the preference; with `--preference-loss kto` it may h
 
 from megarl.trainers.kto_trainer import KTOTrainer
 from megarl.trainers.launch import launch
-from megarl.trainers.pair_trainer import PairTrainer
+from megarl.trainers.preference_trainer import PairTrainer
 
 
 def train(config, timers):

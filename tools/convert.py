@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.arguments import RunConfig
+from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders
 from megarl.checkpoint.factors import stored_factors
 from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, factor_weights, folder_weights
@@ -141,7 +141,7 @@ class Conversion:
     def _write(self, what: str):
         stages = [chunk for chunk in self.model if not isinstance(chunk, PredictionLayer)]
         states = {self.name: {"model": dist_checkpoint.model_state(self.name, stages, self.groups)}}
-        CheckpointWriter(self.save, self.mesh).save(0, states, {"program": "convert", "role": self.name})
+        CheckpointWriter(self.save, self.mesh, Settings()).save(0, states, {"program": "convert", "role": self.name})
         self.say(f"{folders.step_folder(self.save, 0)}: {what} of {self.source}")
 
     def to_hf(self):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.checkpoint import commit, folders
 from megarl.errors import warn
-from megarl.observe.files import sync_directory, write_atomically
+from megarl.observe.files import step_of, sync_directory, write_atomically
 from megarl.observe.metrics_file import FILE_NAME, lines_after, start_fresh
 
 ABANDONED = "abandoned"  # checkpoints/abandoned-1, …: a branch that was left, with its metrics and samples
@@ -32,7 +32,7 @@ def begin(run: Path, step: int, source: Path | None, used: list[Path]):
     stale = [
         folder
         for folder in sorted(checkpoints.glob("step_*"))
-        if folder.resolve() not in stays and (not in_place or folders.step_of(folder) > step)
+        if folder.resolve() not in stays and (not in_place or step_of(folder) > step)
     ]
     if in_place and (stale or folders.named(checkpoints, folders.LATEST) != source):
         commit.restart_from(checkpoints, source, stale)
@@ -62,7 +62,7 @@ def _move_outputs(run: Path, step: int, aside: Path):
     if (run / FILE_NAME).exists():
         write_atomically(aside / FILE_NAME, lines_after(run / FILE_NAME, step))
     for name in _OUTPUTS:
-        later = [path for path in sorted((run / name).glob("step_*")) if folders.step_of(path) > step]
+        later = [path for path in sorted((run / name).glob("step_*")) if step_of(path) > step]
         if later:
             (aside / name).mkdir()
         for path in later:

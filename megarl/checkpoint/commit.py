@@ -9,22 +9,11 @@ import json
 import shutil
 from pathlib import Path
 
+from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
-from megarl.checkpoint.folders import (
-    BEST,
-    FROZEN,
-    LATEST,
-    MANIFEST,
-    check,
-    complete,
-    named,
-    point,
-    read_manifest,
-    step_folder,
-    step_of,
-)
+from megarl.checkpoint.folders import BEST, FROZEN, LATEST
 from megarl.errors import UsageError
-from megarl.observe.files import sync_directory
+from megarl.observe.files import step_of, sync_directory
 
 SKIPPED_IN_A_ROW = "skipped_in_a_row"  # the manifest's number of steps up to its own that skipped an update
 WRITING, REMOVED = ".writing-", ".removed-"  # prefixes of folders that are being written and removed
@@ -64,13 +53,13 @@ def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
         entries: of the manifest.
         files: `manifest.seal` of every file by name.
     """
-    folder = step_folder(run, step)
+    folder = folders.step_folder(run, step)
     writing = writing_folder(run, folder.name)
     manifests.write(writing, {"step": step, **entries, "files": files})
     _replace(writing, folder)
-    point(folder.parent, LATEST, folder)
+    folders.point(folder.parent, LATEST, folder)
     best = (entries.get("best") or {}).get("step")
-    if best is not None and (step_folder(run, best) / MANIFEST).is_file():
+    if best is not None and (folders.step_folder(run, best) / folders.MANIFEST).is_file():
         commit_best(run, best)
 
 
@@ -95,7 +84,7 @@ def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
 
 def _is_intact(folder: Path) -> bool:
     try:
-        check(folder, "--save")
+        folders.check(folder, "--save")
     except UsageError:
         return False
     return True
@@ -105,11 +94,11 @@ def _replace(writing: Path, folder: Path):
     """Gives a written checkpoint its name; an older one with this name is no longer named by a pointer, then goes."""
     checkpoints = folder.parent
     if folder.exists():
-        if named(checkpoints, LATEST) == folder:
-            others = [other for other in complete(checkpoints) if other != folder]
-            point(checkpoints, LATEST, others[-1] if others else None)
-        if named(checkpoints, BEST) == folder:
-            point(checkpoints, BEST, None)
+        if folders.named(checkpoints, LATEST) == folder:
+            others = [other for other in folders.complete(checkpoints) if other != folder]
+            folders.point(checkpoints, LATEST, others[-1] if others else None)
+        if folders.named(checkpoints, BEST) == folder:
+            folders.point(checkpoints, BEST, None)
         remove(folder)
     writing.rename(folder)
     sync_directory(checkpoints)
@@ -117,13 +106,14 @@ def _replace(writing: Path, folder: Path):
 
 def restart_from(checkpoints: Path, latest: Path | None, stale: list[Path]):
     """Makes `latest` name a checkpoint, or none, and `best` none of the stale ones: the best before, if it exists."""
-    best, before = named(checkpoints, BEST), None
+    best, before = folders.named(checkpoints, BEST), None
     if best in stale and latest is not None:
-        step = (read_manifest(latest, "--load").get("best") or {}).get("step")
-        before = None if step is None else step_folder(checkpoints.parent, step)
-    point(checkpoints, LATEST, latest)
+        step = (folders.read_manifest(latest, "--load").get("best") or {}).get("step")
+        before = None if step is None else folders.step_folder(checkpoints.parent, step)
+    folders.point(checkpoints, LATEST, latest)
     if best in stale:
-        point(checkpoints, BEST, before if before in complete(checkpoints) and before not in stale else None)
+        exists = before in folders.complete(checkpoints) and before not in stale
+        folders.point(checkpoints, BEST, before if exists else None)
 
 
 def commit_best(run: Path, step: int):
@@ -131,11 +121,11 @@ def commit_best(run: Path, step: int):
 
     These have `"kept_for": "best"` in their manifests. The latest checkpoint is kept until a later one exists.
     """
-    folder = step_folder(run, step)
-    if named(folder.parent, BEST) != folder:
-        point(folder.parent, BEST, folder)
-    for other in complete(folder.parent):
-        if other in (folder, named(folder.parent, LATEST)):
+    folder = folders.step_folder(run, step)
+    if folders.named(folder.parent, BEST) != folder:
+        folders.point(folder.parent, BEST, folder)
+    for other in folders.complete(folder.parent):
+        if other in (folder, folders.named(folder.parent, LATEST)):
             continue
         if (manifest := _manifest(other)) and manifest.get("kept_for") == "best":
             remove(other)
@@ -151,10 +141,10 @@ def prune(run: Path, last: int, every: int, used: list[Path]):
     if not last:
         return
     checkpoints = Path(run) / "checkpoints"
-    found = {folder: _manifest(folder) for folder in complete(checkpoints)}
+    found = {folder: _manifest(folder) for folder in folders.complete(checkpoints)}
     sound = [folder for folder, manifest in found.items() if manifest and not manifest.get(SKIPPED_IN_A_ROW)]
     kept = {path.resolve() for path in (*list(found)[-last:], *sound[-last:], *used)}
-    kept |= {path.resolve() for path in (named(checkpoints, LATEST), named(checkpoints, BEST)) if path}
+    kept |= {path.resolve() for path in (folders.named(checkpoints, pointer) for pointer in (LATEST, BEST)) if path}
     for folder, manifest in found.items():
         if folder.resolve() in kept or manifest is None or (every and step_of(folder) % every == 0):
             continue
@@ -164,7 +154,7 @@ def prune(run: Path, last: int, every: int, used: list[Path]):
 
 def _prune_frozen(checkpoints: Path):
     """Renames shared weights that no checkpoint names any more, also none of an abandoned branch, for `sweep`."""
-    found = [_manifest(path.parent) for path in checkpoints.rglob(f"step_*/{MANIFEST}")]
+    found = [_manifest(path.parent) for path in checkpoints.rglob(f"step_*/{folders.MANIFEST}")]
     if None in found:  # it may name any
         return
     kept = {digest for manifest in found for digest in manifest.get(FROZEN, {}).values()}
@@ -176,7 +166,7 @@ def _prune_frozen(checkpoints: Path):
 def _manifest(folder: Path) -> dict | None:
     """The manifest of a checkpoint; None if it cannot be read."""
     try:
-        return read_manifest(folder, "--save")
+        return folders.read_manifest(folder, "--save")
     except UsageError:
         return None
 

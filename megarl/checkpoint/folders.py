@@ -27,12 +27,6 @@ def step_folder(run: Path, step: int) -> Path:
     return Path(run) / "checkpoints" / step_name(step)
 
 
-def step_of(path: Path) -> int:
-    """The step in a name such as step_00000012 or step_00000012.jsonl; -1 without one."""
-    digits = path.name.removeprefix("step_").split(".")[0]
-    return int(digits) if digits.isdigit() else -1
-
-
 def complete(checkpoints: Path) -> list[Path]:
     """The checkpoints of a run that were written to the end, oldest first."""
     return sorted(manifest.parent for manifest in checkpoints.glob(f"step_*/{MANIFEST}"))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
+from megarl.comm.load_balance import assign_by_cost
 from megarl.errors import UsageError
 
 
@@ -19,7 +20,10 @@ def find_damage(checkpoints: list[Path], flag: str = "--load") -> dict[Path, str
     The files of frozen weights that a checkpoint names count as its own.
     """
     files = [file for folder in checkpoints for file in _files(folder, flag)]
-    mine = _share(files, dist.get_world_size())[dist.get_rank()]
+    files.sort(key=lambda file: -file[3]["size"])
+    sizes = torch.tensor([file[3]["size"] for file in files])
+    readers = assign_by_cost(sizes, [torch.arange(len(files))], dist.get_world_size())
+    mine = [file for file, rank in zip(files, readers.tolist(), strict=True) if rank == dist.get_rank()]
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
         problems = pool.map(lambda file: manifests.check_content(*file[1:]), mine)
         found = [(mine[i][0], problem) for i, problem in enumerate(problems) if problem]
@@ -37,13 +41,3 @@ def _files(checkpoint: Path, flag: str) -> list[tuple[Path, Path, str, dict]]:
             folder = folders.frozen_folder(checkpoint, manifest, role, flag)
             held[folder] = folders.read_manifest(folder, flag)
     return [(checkpoint, folder, *item) for folder, of in held.items() for item in sorted(of["files"].items())]
-
-
-def _share(files: list[tuple], ranks: int) -> list[list[tuple]]:
-    """Divides files over ranks: the largest first, each to the rank that has least to read."""
-    shares, loads = [[] for _ in range(ranks)], [0] * ranks
-    for file in sorted(files, key=lambda file: -file[3]["size"]):
-        rank = loads.index(min(loads))
-        shares[rank].append(file)
-        loads[rank] += file[3]["size"]
-    return shares

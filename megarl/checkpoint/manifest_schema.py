@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megarl.mcore.config.parameter_patterns import is_multiplier
+
 MAX_COUNT = 2**53  # of steps, ranks, bytes: exact in every reader of JSON
 _DIGEST, _FILE_NAME = re.compile("[0-9a-f]{8,128}"), re.compile(r"[\w.-]+")
 
@@ -14,12 +16,6 @@ class Each(NamedTuple):
 
     kind: Any
     name: Callable[[str], bool] = lambda name: True
-
-
-class Optional(NamedTuple):
-    """A value of a kind, or null."""
-
-    kind: Any
 
 
 def _is_count(value: Any) -> bool:
@@ -41,38 +37,29 @@ def _is_file_name(name: str) -> bool:
 
 def _is_best(value: Any) -> bool:
     """Whether it is the state of a `BestCheckpoint`: a step, and the value of a metric by its name."""
-    named_step = {"step": Optional(_is_count)}
-    return fits(value, named_step) and all(fits(each, Optional(_is_number)) for each in value.values())
+    return fits(value, {"step": (None, _is_count)}) and all(fits(each, (None, _is_number)) for each in value.values())
 
 
 def _is_of_schedule(value: Any) -> bool:
     """Whether it is the value of a flag of a schedule: plain, or texts PATTERN=FACTOR."""
     if isinstance(value, list):
-        return all(isinstance(text, str) and _is_multiplier(text) for text in value)
+        return all(isinstance(text, str) and is_multiplier(text) for text in value)
     return value is None or isinstance(value, str) or _is_number(value)
-
-
-def _is_multiplier(text: str) -> bool:
-    pattern, _, factor = text.rpartition("=")
-    try:
-        return bool(pattern) and 0 <= float(factor) < math.inf
-    except ValueError:
-        return False
 
 
 SEALED = Each({"size": _is_count, "sha256": _is_digest}, _is_file_name)
 # What entries of these names are: a type, a function that says whether a value fits, a list of one kind, an object that
-# has at least these names, Each or Optional. Others may be anything.
+# has at least these names, Each, or one of several of these or null. Others may be anything.
 ENTRIES: dict[str, Any] = {
     "files": SEALED, "step": _is_count, "world_size": _is_count, "program": str, "seed": int, "vocab_size": _is_count,
     "role": str, "frozen": Each(_is_digest), "layout": Each(dict), "prompt_order": {"position": _is_count, "size": int},
     "steps_skipped": _is_count, "skipped_in_a_row": _is_count, "data": Each({"value": str, "sha256": _is_digest}),
-    "versions": Each(Optional(str)),
+    "versions": Each((None, str)),
     "settings": dict, "schedules": Each(Each(_is_of_schedule)),
     "optimizers": Each({"optimizer": str, "freeze": [str]}),
     "lora": Each({"factors": dict, "base": dict}), "kept_for": str,
-    "best": Optional(_is_best),
-    "reward": Optional({"count": _is_number, "mean": _is_number, "squares": _is_number}),
+    "best": (None, _is_best),
+    "reward": (None, {"count": _is_number, "mean": _is_number, "squares": _is_number}),
     "waiting_groups": {"complete": _is_count, "unfinished": _is_count, "samples_per_prompt": _is_count,
                        "fields": [str]},
     "generated_ahead": {"lag": _is_count, "through": _is_count, "steps": [_is_count], "version": _is_count},
@@ -86,12 +73,14 @@ def wrong_entry(manifest: dict[str, Any]) -> str | None:
 
 def fits(value: Any, kind: Any) -> bool:
     """Whether a value of JSON is of a kind of `ENTRIES`."""
-    if isinstance(kind, Optional):
-        return value is None or fits(value, kind.kind)
+    if kind is None:
+        return value is None
     if isinstance(kind, Each):
         return isinstance(value, dict) and all(
             kind.name(name) and fits(each, kind.kind) for name, each in value.items()
         )
+    if isinstance(kind, tuple):
+        return any(fits(value, each) for each in kind)
     if isinstance(kind, list):
         return isinstance(value, list) and all(fits(each, kind[0]) for each in value)
     if isinstance(kind, dict):

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from megarl import bundled
 from megarl.arguments import RunConfig, Settings
-from megarl.checkpoint import folders, schedules, trained_states
+from megarl.checkpoint import folders, resumed_flags
 from megarl.checkpoint import manifest as manifests
 from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 from megarl.flags.distill_settings import SIBLING
 
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
@@ -93,11 +93,6 @@ def settings_entry(config: RunConfig) -> dict[str, object]:
     return found
 
 
-def flag_of(name: str) -> str:
-    """`--kl-target` of the setting `kl_target`."""
-    return "--" + name.replace("_", "-")
-
-
 def changed_settings(manifest: dict, settings: dict[str, object]) -> str | None:
     """A line about the settings that differ from a checkpoint's; None if none does."""
     stored = manifest.get(SETTINGS, settings)
@@ -158,8 +153,8 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
         )
 
 
-def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str, dict]) -> Path:
-    """The checkpoint of `--load` to resume from, checked before any work starts.
+def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str, dict]) -> tuple[Path, dict]:
+    """(the checkpoint of `--load` to resume from, its manifest), checked before any work starts.
 
     Args:
         program: module name of the program; checkpoints of other programs are rejected.
@@ -187,6 +182,5 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
         if held != folder:
             folders.check(held, "--load")
         folders.check_weights(held, "--load", role, shapes)
-    schedules.check(manifest, config)
-    trained_states.check(manifest, config)
-    return folder
+    resumed_flags.check(manifest, config)
+    return folder, manifest

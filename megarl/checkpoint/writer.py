@@ -7,13 +7,14 @@ takes part in no collective: `poll`, after each step, completes a checkpoint tha
 import dataclasses
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.arguments import Settings
 from megarl.checkpoint import commit, folders
 from megarl.checkpoint import manifest as manifests
-from megarl.checkpoint.write_agreement import WriteAgreement
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import warn
 from megarl.mcore.config import megatron_flags
@@ -21,70 +22,74 @@ from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.planned_save import PlannedSave, plan_save
 from megarl.observe.files import write_atomically
 
+KEY = "megarl/checkpoint"  # prefix of entries in the process group's store
+_COMPLETE, _WAIT = "complete", "wait"
+
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written; those before it are intact."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SavePolicy:
-    """How checkpoints are written (`--async-save`, `--on-save-failure`), and which are kept (`--keep-…`)."""
-
-    asynchronous: bool = False
-    stops: bool = True  # the run ends if one cannot be written
-    keep_last: int = 0  # 0: all
-    keep_every: int = 0  # 0: none for this reason
-
-
 class _Pending:
-    """A checkpoint that this rank writes."""
+    """A checkpoint that this rank writes, at once or in a thread.
+
+    Without a collective, in which ranks would meet that otherwise work at different steps, they agree on the step in
+    which all complete what threads write: the first rank that ends a step writes to the process group's store whether
+    all had written their files by then, and the others read it when they end the same step.
+    """
 
     def __init__(self, step: int, folder: Path, planned: PlannedSave, entries: dict, files: dict[str, bytes]):
         self.step, self.folder = step, folder
         self.planned, self.entries = planned, entries
         self.files = files
-        self._written: tuple | None = None
-        self._thread: threading.Thread | None = None
+        self._future: Future[tuple] | None = None
 
-    def start(self, state: dict, agreement: WriteAgreement):
+    def start(self, state: dict):
         """Copies the state that was planned, and begins to write the copy in a thread."""
-        self.agreement = agreement
+        self._store, self._is_counted = dist.distributed_c10d._get_default_store(), False
+        self._entries = [f"{KEY}/written/{self.step}"]  # in the store; the first counts the ranks that have written
         self.planned.snapshot(state)
-        self._thread = threading.Thread(target=self._write, name="checkpoint")
-        self._thread.start()
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._future = thread.submit(self._write)
+        thread.shutdown(wait=False)
 
-    @property
-    def is_written(self) -> bool:
-        """Whether the thread has ended."""
-        return not self._thread.is_alive()
+    def completes(self, step: int) -> bool:
+        """Whether the ranks complete it at the end of a step. Every rank asks after every step, in order."""
+        written = self._entries[0]
+        if self._future.done() and not self._is_counted:
+            self._store.add(written, 1)
+            self._is_counted = True
+        self._entries.append(f"{KEY}/{step}")
+        answer = _COMPLETE if self._store.add(written, 0) == dist.get_world_size() else _WAIT
+        return self._store.compare_set(self._entries[-1], "", answer).decode() == _COMPLETE
+
+    def close(self):
+        """Deletes the entries, on rank 0, when all ranks have completed the checkpoint and so have asked for the last
+        time."""
+        for entry in self._entries if dist.get_rank() == 0 else ():
+            self._store.delete_key(entry)
 
     def write(self) -> tuple:
         """(write results, {file: `manifest.seal`}, error) of this rank's files; the error is None or a line."""
-        if self._thread is None:
-            self._write()
-        else:
-            self._thread.join()
-        return self._written
+        return self._write() if self._future is None else self._future.result()
 
-    def _write(self):
+    def _write(self) -> tuple:
         try:
             results, sealed = self.planned.write()
             for name, data in self.files.items():
                 write_atomically(self.folder / name, data)
                 sealed[name] = manifests.seal(self.folder / name)
-            self._written = (results, sealed, None)
-        except BaseException as error:
-            self._written = ([], {}, _line(error))
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
+            return [], {}, _line(error)
+        return results, sealed, None
 
 
 class CheckpointWriter:
     """Saves checkpoints to a run's folder."""
 
-    def __init__(self, run: Path, mesh: RoleMesh, policy: SavePolicy = SavePolicy()):
+    def __init__(self, run: Path, mesh: RoleMesh, settings: Settings):
         self.run, self.mesh = run, mesh
-        self.policy = policy
+        self.settings = settings
         self.used: list[Path] = []  # checkpoints whose weights the run has loaded: never removed
         self._frozen: dict[str, str] = {}  # role -> its folder in `checkpoints/frozen`
         self._pending: _Pending | None = None
@@ -94,7 +99,7 @@ class CheckpointWriter:
         self, step: int, roles: dict, manifest: dict, files: dict[str, bytes] | None = None,
         frozen: dict[str, Callable[[], dict]] | None = None,
     ):  # fmt: skip
-        """Writes `DIR/checkpoints/step_%08d`, asynchronously by the policy; a collective of the world.
+        """Writes `DIR/checkpoints/step_%08d`, in the background with `--async-save`; a collective of the world.
 
         Args:
             roles: role -> its state on this rank (`TrainableModel.state`), for the roles of this rank.
@@ -105,7 +110,7 @@ class CheckpointWriter:
                 `forget_frozen`.
 
         Raises:
-            SaveError: on all ranks, if this one or the one before could not be written and the policy says stop.
+            SaveError: on all ranks, with `--on-save-failure stop`, if this one or the one before could not be written.
         """
         self._complete()
         self._handled(lambda: self._save(step, roles, manifest, files or {}, frozen or {}))
@@ -114,7 +119,7 @@ class CheckpointWriter:
         """Completes an asynchronous save in the first step at whose end all ranks have written it. Every rank calls
         this after every step."""
         pending = self._pending
-        if pending is not None and pending.agreement.completes(step, pending.is_written):
+        if pending is not None and pending.completes(step):
             self._complete()
 
     def wait(self):
@@ -130,14 +135,14 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._handled(lambda: self._commit(pending))
-            pending.agreement.close()
+            pending.close()
 
     def _handled(self, save: Callable[[], None]):
-        """Runs a save; if it fails, the run stops or continues by the policy, on all ranks alike."""
+        """Runs a save; if it fails, the run stops or continues by `--on-save-failure`, on all ranks alike."""
         try:
             save()
         except SaveError as error:
-            if self.policy.stops:
+            if self.settings.on_save_failure == "stop":
                 raise
             if self.mesh.rank == 0:
                 warn([f"{error}; the run goes on (--on-save-failure continue)"])
@@ -152,8 +157,8 @@ class CheckpointWriter:
         folder, state = commit.writing_folder(self.run, name), {**roles, **dist_checkpoint.rank_state()}
         entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
         pending = _Pending(step, folder, plan_save(state, folder), entries, files)
-        if self.policy.asynchronous:
-            pending.start(state, WriteAgreement(step, self.mesh.rank, self.mesh.size))
+        if self.settings.async_save:
+            pending.start(state)
             self._pending = pending
         else:
             self._commit(pending)
@@ -187,15 +192,16 @@ class CheckpointWriter:
     def _finish(self, pending: _Pending, gathered: list[tuple]):
         """Completes a checkpoint on rank 0, when all ranks have written their files."""
         commit.commit(self.run, pending.step, pending.entries, self._seal(pending, gathered))
+        keep_last = self.settings.keep_last
         try:
-            commit.prune(self.run, self.policy.keep_last, self.policy.keep_every, self.used)
+            commit.prune(self.run, keep_last, self.settings.keep_every, self.used)
         except OSError as error:
-            warn([f"--keep-last {self.policy.keep_last}: an older checkpoint cannot be removed ({error})"])
+            warn([f"--keep-last {keep_last}: an older checkpoint cannot be removed ({error})"])
         self._sweep()
 
     def _sweep(self):
         """Removes older checkpoints: for large files that takes as long as a copy of the state."""
-        if self.policy.asynchronous:
+        if self.settings.async_save:
             self._join_sweeper()
             self._sweeper = threading.Thread(target=commit.sweep, args=(self.run,), name="sweep")
             self._sweeper.start()

@@ -11,25 +11,51 @@ from typing import Any
 import torch.distributed as dist
 
 
-class Announcements:
-    """A queue with one sender, from which each receiver takes every message, in order."""
+class _Queue:
+    """Numbered messages in the store."""
 
-    def __init__(self, name: str, sender: int, receivers: Collection[int]):
-        """`name`: unique in the program; `sender`, `receivers`: world ranks."""
-        self._name, self._receivers = name, len(receivers)
-        self.sends = dist.get_rank() == sender and len(receivers) > 0  # whether `send` does anything on this rank
-        self._store = dist.distributed_c10d._get_default_store()
-        self._count = 0  # messages that this rank has sent or taken
-        self._progress_key = f"megarl/{name}/progress"
-
-    def send(self, message: dict[str, Any]):
-        """Sends a message; other ranks than the sender return at once, and so does a sender without receivers."""
-        if self.sends:
-            self._store.set(self._next_key(), json.dumps(message))
+    def __init__(self, name: str):
+        """`name`: unique in the program."""
+        self._prefix, self._store = f"megarl/{name}", dist.distributed_c10d._get_default_store()
+        self._count = 0  # messages that this rank has taken, or as their only sender sent
 
     def has_next(self) -> bool:
         """Whether `take` would return at once. For receivers."""
         return self._store.check([self._key(self._count + 1)])
+
+    def wait(self):
+        """Waits for the next message. DistStoreError if none comes within the store's time-out. For receivers."""
+        self._store.wait([self._key(self._count + 1)])
+
+    def _take(self) -> tuple[str, dict[str, Any]]:
+        """(key, content) of the next message; waits for it. RuntimeError: it is damaged."""
+        self.wait()
+        self._count += 1
+        key = self._key(self._count)
+        try:
+            return key, json.loads(self._store.get(key))
+        except (ValueError, RecursionError) as error:
+            raise RuntimeError(f"the message {key} is damaged: {error}") from None
+
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{number}"
+
+
+class Announcements(_Queue):
+    """A queue with one sender, from which each receiver takes every message, in order."""
+
+    def __init__(self, name: str, sender: int, receivers: Collection[int]):
+        """`name`: unique in the program; `sender`, `receivers`: world ranks."""
+        super().__init__(name)
+        self._receivers = len(receivers)
+        self.sends = dist.get_rank() == sender and len(receivers) > 0  # whether `send` does anything on this rank
+        self._progress_key = f"{self._prefix}/progress"
+
+    def send(self, message: dict[str, Any]):
+        """Sends a message; other ranks than the sender return at once, and so does a sender without receivers."""
+        if self.sends:
+            self._count += 1
+            self._store.set(self._key(self._count), json.dumps(message))
 
     def take(self) -> dict[str, Any]:
         """The next message; waits for it. For receivers.
@@ -38,9 +64,7 @@ class Announcements:
             DistStoreError: none comes within the store's time-out.
             RuntimeError: the message is damaged.
         """
-        key = self._next_key()
-        self._store.wait([key])
-        message = _read(self._store, key)
+        key, message = self._take()
         if self._store.add(f"{key}/taken", 1) == self._receivers:
             self._store.delete_key(key)
             self._store.delete_key(f"{key}/taken")
@@ -55,53 +79,21 @@ class Announcements:
         """How far the sender is by now; waits until it has said so."""
         return int(self._store.get(self._progress_key))
 
-    def _next_key(self) -> str:
-        self._count += 1
-        return self._key(self._count)
 
-    def _key(self, number: int) -> str:
-        return f"megarl/{self._name}/{number}"
-
-
-class MessageQueue:
+class MessageQueue(_Queue):
     """A queue with any number of senders and one receiver, which takes each message once, in the order of sending."""
-
-    def __init__(self, name: str):
-        """`name`: unique in the program."""
-        self._name, self._taken = name, 0
-        self._store = dist.distributed_c10d._get_default_store()
 
     def send(self, message: dict[str, Any]):
         """Sends a message. The store refuses one of more than 8 MiB."""
-        number = self._store.add(f"megarl/{self._name}/sent", 1)
+        number = self._store.add(f"{self._prefix}/sent", 1)
         self._store.set(self._key(number), json.dumps(message, separators=(",", ":")))
-
-    def has_next(self) -> bool:
-        """Whether `take` would return at once."""
-        return self._store.check([self._key(self._taken + 1)])
-
-    def wait(self):
-        """Waits for the next message. DistStoreError if none comes within the store's time-out."""
-        self._store.wait([self._key(self._taken + 1)])
 
     def take(self) -> dict[str, Any]:
         """The next message; waits for it. RuntimeError: it is damaged."""
-        self.wait()
-        self._taken += 1
-        message = _read(self._store, self._key(self._taken))
-        self._store.delete_key(self._key(self._taken))
+        key, message = self._take()
+        self._store.delete_key(key)
         return message
 
     def close(self):
         """Removes the queue from the store; the receiver calls it after the last message that anyone sends."""
-        self._store.delete_key(f"megarl/{self._name}/sent")
-
-    def _key(self, number: int) -> str:
-        return f"megarl/{self._name}/{number}"
-
-
-def _read(store, key: str) -> dict[str, Any]:
-    try:
-        return json.loads(store.get(key))
-    except (ValueError, RecursionError) as error:
-        raise RuntimeError(f"the message {key} is damaged: {error}") from None
+        self._store.delete_key(f"{self._prefix}/sent")

@@ -1,10 +1,13 @@
-"""Assigns sequences to data-parallel replicas: round-robin for generation, balanced by FLOPs for all other passes.
+"""Assigns sequences to data-parallel replicas: round-robin for generation, balanced by FLOPs for other passes, and by
+whole groups for roles that compare the responses to a prompt.
 
 An assignment is an int64 [N] tensor: the dp rank of each sequence id. It depends only on lengths, mini-batches and the
 number of replicas. So every rank can compute it, and roles with equally many replicas hold the same sequences.
 """
 
 import heapq
+from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -79,3 +82,32 @@ def balanced_assignment(
     replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
     balanced = {n: balance_by_flops(lengths, minibatches, n, hidden, groups) for n in set(replicas.values())}
     return {name: balanced[n] for name, n in replicas.items()} | {"rollout": generated_on}
+
+
+def with_whole_groups(
+    dp_assignment: Tensor, lengths: Tensor, groups: PromptGroups, replicas: int, hidden: int
+) -> Tensor:
+    """An assignment in which no group is on two replicas, for a role that compares the responses to a prompt.
+
+    It is `dp_assignment` if that has none, so that roles on the same ranks go on to share their batch. Otherwise groups
+    are assigned by their FLOPs, the most expensive first. It depends only on the arguments, the same on every rank.
+
+    Args:
+        dp_assignment: [N] int64, the dp rank of each sequence of the step.
+        lengths: [N] tokens in each sequence.
+        replicas: of the role.
+        hidden: hidden size, by which the work is estimated.
+    """
+    if torch.equal(groups.expand(dp_assignment[groups.starts]), dp_assignment):
+        return dp_assignment
+    flops = groups.reduce(sequence_flops(lengths, hidden), "sum")
+    return groups.expand(assign_by_cost(flops, [torch.arange(len(flops))], replicas))
+
+
+def positions_by_group(sequence_ids: Sequence[int], groups: PromptGroups) -> list[list[int]]:
+    """Positions of the sequences of each group, given the ascending ids of what a replica holds.
+
+    Some of a group may be missing: an episode whose environment failed has nothing to compare.
+    """
+    numbers = groups.of(torch.tensor(sequence_ids, dtype=torch.int64)).tolist()
+    return [list(members) for _, members in groupby(range(len(numbers)), key=numbers.__getitem__)]

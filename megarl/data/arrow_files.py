@@ -134,7 +134,7 @@ class ArrowTable:
         if types.is_float32(kind) or types.is_float16(kind):
             return _short_float(np.float32 if types.is_float32(kind) else np.float16)
         if any(test(kind) for test in (types.is_string, types.is_large_string, types.is_boolean, types.is_integer)):
-            return _same
+            return lambda value: value
         if types.is_struct(kind):
             inner = {kind.field(i).name: self._converter(kind.field(i).type) for i in range(kind.num_fields)}
             return lambda value: value and {name: inner[name](each) for name, each in value.items()}
@@ -199,10 +199,6 @@ def _skip_file_header(raw):
     if raw.read(len(_FILE_MAGIC)) != _FILE_MAGIC:
         raise ValueError("the end of the Arrow file is missing")
     raw.seek(_FILE_HEADER)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _short_float(kind: type[np.floating]) -> Converter:

@@ -12,6 +12,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 from megarl import probe
+from megarl.data.messages import tool_call
 from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -72,9 +73,8 @@ class TemplateOptions(NamedTuple):
 NO_OPTIONS = TemplateOptions()
 _PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]},
-]  # fmt: skip
+    {"role": "assistant", "content": "", "tool_calls": [tool_call("call00000", "f", {"x": 1})]},
+]
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -102,8 +102,6 @@ class Encoder:
         Tokens are cut from the start of the prompt (a leading BOS stays), then from the start of the response; never
         from the end, because the score is read at EOS. Never empty.
         """
-        if max_length < 1:
-            raise ValueError(f"max_length {max_length}: must be at least 1")
         responses = self.responses(samples)
         return [
             self._cut([*self._encoded(prompt.key, prompt.tools_key)[1], *response], max_length)

@@ -3,7 +3,7 @@
 import codecs
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 from megarl.data.special_tokens import REPLACEMENT
@@ -49,6 +49,11 @@ class Vocabulary:
         made = ByteLevelText(self) if self.tokenizer.byte_level else SegmentText(self)
         ids = self.special_ids(kept)
         return MarkedText(made, {number: self.special[number] for number in ids}) if ids else made
+
+    def text(self, tokens: Iterable[int], kept: Collection[str] = ()) -> str:
+        """Text of whole tokens, as of `detokenizer`."""
+        detokenizer = self.detokenizer(kept)
+        return "".join([*map(detokenizer.feed, map(int, tokens)), detokenizer.finish()])
 
     def special_ids(self, strings: Collection[str]) -> frozenset[int]:
         """Ids of those strings that are special tokens."""

@@ -93,6 +93,11 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call of the assistant's."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def content_of(message: Mapping[str, Any]) -> str:
     """The content as text; "" of an assistant's message that only calls tools."""
     content = message.get("content")

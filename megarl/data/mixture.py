@@ -52,6 +52,9 @@ class MixtureEntry:
         return found if self.samples_per_prompt else found.removesuffix(", samples_per_prompt=None)") + ")"
 
 
+NO_ENTRY = MixtureEntry(name="", prompts="", weight=Fraction(1))  # all is as the flags say
+
+
 def is_mixture(value: str) -> bool:
     """Whether a value of --prompts names a mixture."""
     return value.endswith(SUFFIXES)

@@ -25,8 +25,6 @@ class PromptOrder:
     def __init__(self, size: int, seed: int, stream: int = 0, chances: np.ndarray | None = None):
         """`stream`: of several orders with one seed, each has another. `chances`: [size] of `DifficultyPools`; a prompt
         that an epoch leaves out takes a position, too."""
-        if size < 1:
-            raise ValueError(f"size {size}: must be at least 1")
         if not 0 <= seed < _SEED_LIMIT:
             raise UsageError(f"--seed {seed}: must be from 0 to 2^64 - 1")
         self.size = size
@@ -39,8 +37,6 @@ class PromptOrder:
 
     def indices(self, start: int, count: int) -> list[int]:
         """The prompt indices at positions `start` to `start + count - 1`, across epochs."""
-        if start < 0 or count < 0:
-            raise ValueError(f"start {start} and count {count} must not be negative")
         taken: list[int] = []
         while len(taken) < count:
             epoch, offset = divmod(start + len(taken), self.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -18,7 +19,7 @@ from megarl.data.columns import Columns
 from megarl.data.fields import present_fields
 from megarl.data.line_files import read_files
 from megarl.data.messages import text_of
-from megarl.data.mixture import MixtureEntry, is_mixture, read_mixture, shares, whole_weights
+from megarl.data.mixture import NO_ENTRY, MixtureEntry, is_mixture, read_mixture, shares, whole_weights
 from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.pools import DifficultyPools
 from megarl.data.prompt import Prompt
@@ -74,28 +75,26 @@ class PromptSet:
     def __getitem__(self, index: int) -> Prompt:
         index = range(len(self))[index]
         fields = present_fields(json.loads(self._lines.view(self._line(index)).tobytes()))
-        if (entry := self.entry_of(index)) is not None and entry.environment is not None:
-            fields.setdefault("environment", entry.environment)
+        if (environment := self.entry_of(index).environment) is not None:
+            fields.setdefault("environment", environment)
         return Prompt(index=index, **fields)
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
 
-    def entry_of(self, index: int) -> MixtureEntry | None:
-        """The entry of the mixture that a prompt is of; None without a mixture."""
+    def entry_of(self, index: int) -> MixtureEntry:
+        """The entry of the mixture that a prompt is of; without a mixture, one that says nothing."""
         if not self.entries:
-            return None
+            return NO_ENTRY
         return self.entries[bisect.bisect_right(self._source.firsts, self._line(index)) - 1]
 
     def response_limit(self, index: int) -> int | None:
         """Tokens that a response to a prompt may have by its file in a mixture; None: the limit of the flags."""
-        entry = self.entry_of(index)
-        return None if entry is None else entry.max_response_length
+        return self.entry_of(index).max_response_length
 
     def group_size(self, index: int) -> int | None:
         """Responses to a prompt by its file in a mixture; None: the number of the flags."""
-        entry = self.entry_of(index)
-        return None if entry is None else entry.samples_per_prompt
+        return self.entry_of(index).samples_per_prompt
 
     def group_sizes(self, lines: Iterable[int], size: int) -> list[int]:
         """Responses to each prompt; `size`: to one whose file in a mixture does not say how many."""
@@ -127,9 +126,8 @@ class PromptSet:
         pattern = pattern_of(encoder.tokenizer.special)
         for index in range(min(len(self), _LOOKED_AT)):
             if found := pattern.search("\n".join(_texts_of(self[index]))):
-                note = f"{self.where(index)}: {found[0]!r} is read as text, not as the special token of this name"
-                source = dataclasses.replace(self._source, notes=(*self.notes, note))
-                return PromptSet(self._lines, source, self._kept)
+                text = f"{found[0]!r} is read as text, not as the special token of this name"
+                return self.noted(text, self.where(index))
         return self
 
     def _line(self, index: int) -> int:
@@ -140,6 +138,14 @@ class PromptSet:
         line, starts = self._line(index), self._source.starts
         file = bisect.bisect_right(starts, line) - 1
         return f"{self.flag} {self._source.files[file]}:{line - starts[file] + 1}"
+
+    @contextlib.contextmanager
+    def named_errors(self, index: int) -> Iterator[None]:
+        """A UsageError about prompt `index` begins with `where`."""
+        try:
+            yield
+        except UsageError as error:
+            raise UsageError(f"{self.where(index)}: {error}") from None
 
     def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> Ragged:
         """Tokens of every prompt as the policy reads it; UsageError if one has none or more than `max_prompt_length`.
@@ -223,9 +229,9 @@ class PromptSet:
                 )
         return found
 
-    def noted(self, text: str) -> PromptSet:
-        """The set with one more note for the user, about the whole set."""
-        notes = (*self.notes, f"{self.flag} {self.path}: {text}")
+    def noted(self, text: str, where: str | None = None) -> PromptSet:
+        """The set with one more note for the user. `where`: what it is about; None: the whole set."""
+        notes = (*self.notes, f"{where or f'{self.flag} {self.path}'}: {text}")
         return PromptSet(self._lines, dataclasses.replace(self._source, notes=notes), self._kept)
 
     def on_node(
@@ -277,8 +283,7 @@ class PromptSet:
 
     def _limit(self, index: int, max_prompt_length: int) -> int:
         """Tokens that a prompt may have."""
-        entry = self.entry_of(index)
-        return max_prompt_length if entry is None else entry.max_prompt_length or max_prompt_length
+        return self.entry_of(index).max_prompt_length or max_prompt_length
 
 
 def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | None = None) -> list[int]:

@@ -41,10 +41,10 @@ class Ragged:
         """A row without a copy; its items are Python numbers."""
         return self._view[self.offsets[row] : self.offsets[row + 1]]
 
-    def __getitem__(self, row: int) -> list[int]:
+    def __getitem__(self, row: int) -> list:
         return self.view(range(len(self))[row]).tolist()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list]:
         return (self[row] for row in range(len(self)))
 
 

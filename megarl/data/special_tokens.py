@@ -1,5 +1,6 @@
 """Special tokens as strings: finds them in a text, and marks those in user text so that they stay ordinary text."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 
@@ -27,6 +28,15 @@ def encode_around_special(
         elif segment:
             ids += encode(segment)
     return ids
+
+
+def decode_known(ids: Iterable[int], is_known: Callable[[int], bool], decode: Callable[[list[int]], str]) -> str:
+    """Text of `ids`, with U+FFFD for each without a token.
+
+    It stays visible, so that a verifier never sees a clean answer where the policy gave none.
+    """
+    runs = itertools.groupby(ids, key=is_known)
+    return "".join(decode(list(run)) if known else REPLACEMENT * len(list(run)) for known, run in runs)
 
 
 class Marks:

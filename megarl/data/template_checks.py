@@ -5,13 +5,12 @@ never sees when it is used. Probes render conversations with thoughts, tool call
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from megarl.data.conversations import Encoder
+from megarl.data.messages import Message, tool_call
 from megarl.data.turns import TurnTokens, end_after_empty_thoughts, end_of_last_turn
 from megarl.errors import UsageError
 
-Message = dict[str, Any]
 CallId = Callable[[int, int], str]
 _THOUGHT, _ANSWER = "thought", "reply"
 _TOOLS = [{"type": "function", "function": {
@@ -131,10 +130,7 @@ def _turn(role: str, thoughts: str | None, number: int, ids: Sequence[str]) -> M
     elif thoughts:
         turn[thoughts] = _THOUGHT
     if role == "tool":
-        turn["tool_calls"] = [
-            {"id": each, "type": "function", "function": {"name": "probe", "arguments": {"x": k}}}
-            for k, each in enumerate(ids)
-        ]
+        turn["tool_calls"] = [tool_call(each, "probe", {"x": k}) for k, each in enumerate(ids)]
     return turn
 
 

@@ -1,14 +1,13 @@
 """The tokenizer interface, SentencePiece, and the tokenizers by the name of `--tokenizer-type`."""
 
 import hashlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import sentencepiece
 
-from megarl.data.special_tokens import REPLACEMENT, encode_around_special, pattern_of
+from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
 from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 from megarl.errors import UsageError
 
@@ -104,15 +103,8 @@ class SentencePieceTokenizer:
         return [self.encode_template(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without BOS, EOS and padding; an id outside the vocabulary becomes U+FFFD.
-
-        An id without a token stays visible, so that a verifier never sees a clean answer where the policy gave none.
-        """
-        ids = list(map(int, ids))
-        if not ids or 0 <= min(ids) and max(ids) < self.vocab_size:
-            return self._pieces.decode(ids)
-        runs = itertools.groupby(ids, key=lambda i: 0 <= i < self.vocab_size)
-        return "".join(self._pieces.decode(list(run)) if known else REPLACEMENT * len(list(run)) for known, run in runs)
+        """Text of `ids` without BOS, EOS and padding; an id outside the vocabulary becomes U+FFFD."""
+        return decode_known(map(int, ids), range(self.vocab_size).__contains__, self._pieces.decode)
 
     def piece(self, number: int) -> str | None:
         """The vocabulary's string of an id, or None for an id outside the vocabulary."""

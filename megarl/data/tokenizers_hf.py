@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from megarl.data.special_tokens import REPLACEMENT, encode_around_special, pattern_of
+from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
 from megarl.errors import UsageError
 from megarl.plain_files import check_regular
 
@@ -133,11 +133,8 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; an id without a token becomes U+FFFD."""
         kept = (int(i) for i in ids if int(i) not in self._special_ids)
-        runs = itertools.groupby(kept, key=self._known_ids.__contains__)
-        return "".join(
-            self._plain.decode(list(run), skip_special_tokens=False) if known else REPLACEMENT * len(list(run))
-            for known, run in runs
-        )
+        decode = functools.partial(self._plain.decode, skip_special_tokens=False)
+        return decode_known(kept, self._known_ids.__contains__, decode)
 
     def piece(self, number: int) -> str | None:
         """The vocabulary's string of an id, or None for an id without a token."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import Vocabulary
-from megarl.data.messages import content_of, message_error, template_message
+from megarl.data.messages import content_of, message_error, template_message, tool_call
 from megarl.errors import UsageError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -38,16 +38,12 @@ class TurnTokens:
 
     def shown(self, tokens: Sequence[int]) -> str:
         """Text of any tokens for people to read, special tokens included."""
-        detokenizer = self._vocabulary.detokenizer(tuple(self._tokenizer.special))
-        return "".join([*map(detokenizer.feed, map(int, tokens)), detokenizer.finish()])
+        return self._vocabulary.text(tokens, tuple(self._tokenizer.special))
 
     def marked_text(self, tokens: Sequence[int], marks: Collection[str]) -> str | None:
         """`text` with the strings of those special tokens that are among `marks`; None: the turn has none of them."""
         ids = self._without_end(tokens)
-        if self._vocabulary.special_ids(marks).isdisjoint(ids):
-            return None
-        detokenizer = self._vocabulary.detokenizer(marks)
-        return "".join([*map(detokenizer.feed, map(int, ids)), detokenizer.finish()])
+        return None if self._vocabulary.special_ids(marks).isdisjoint(ids) else self._vocabulary.text(ids, marks)
 
     def _without_end(self, tokens: Sequence[int]) -> Sequence[int]:
         has_end = len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.end_ids
@@ -147,7 +143,8 @@ class TurnTokens:
         if self._template is None:
             tokens = self._tokenizer.encode("\n".join(message["content"] for message in shortened))
         else:
-            tokens = self._rendered_bridge(shortened)
+            rendered, end = self._rendered_after_turn(shortened)
+            tokens = self._template.encode_following([(rendered[:end], rendered[end:])])[0]
         if not tokens:
             raise ValueError("the environment's messages become no token")
         return tokens
@@ -159,10 +156,6 @@ class TurnTokens:
         """
         whole = {name: valid_unicode(value) for name, value in template_message(message).items()}
         return whole | {"content": self._cut(whole["content"])}
-
-    def _rendered_bridge(self, messages: list[dict[str, Any]]) -> list[int]:
-        rendered, end = self._rendered_after_turn(messages)
-        return self._template.encode_following([(rendered[:end], rendered[end:])])[0]
 
     def _end_before(self, messages: Messages) -> str:
         """The token that ends a turn which these messages follow."""
@@ -281,11 +274,7 @@ def _dummy_turns(messages: Messages) -> Iterator[dict[str, Any]]:
 
 def _dummy_calls(results: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
     calls = [
-        {
-            "id": message.get("tool_call_id", f"call{number:05}"),
-            "type": "function",
-            "function": {"name": message.get("name", ""), "arguments": {}},
-        }
+        tool_call(message.get("tool_call_id", f"call{number:05}"), message.get("name", ""), {})
         for number, message in results
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}

@@ -163,7 +163,8 @@ class EnvironmentPool:
         """
         end = time.monotonic() + seconds
         while True:
-            self._receive(0.0 if self._events else max(0.0, min(end, self._earliest()) - time.monotonic()))
+            earliest = min((episode.deadline for episode in self._pending.values()), default=end)
+            self._receive(0.0 if self._events else max(0.0, min(end, earliest) - time.monotonic()))
             self._drop_late()
             if self._events or time.monotonic() >= end:
                 break
@@ -220,9 +221,6 @@ class EnvironmentPool:
         """Gives suspects that wait the processes that are free."""
         for _ in range(len(self._waiting)):
             self._send(self._waiting.popleft())
-
-    def _earliest(self) -> float:
-        return min((episode.deadline for episode in self._pending.values()), default=float("inf"))
 
     def _receive(self, seconds: float):
         """Takes in what the workers send, and their deaths."""

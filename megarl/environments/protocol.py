@@ -1,6 +1,8 @@
 """What an environment is: the protocol that users implement, and the records that pass between it and the rollout."""
 
-from collections.abc import Awaitable
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,6 +112,13 @@ class BaseEnvironment:
 
     def close(self) -> Awaitable[None] | None:
         """Nothing."""
+
+
+async def called(function: Callable, *args, **kwargs) -> Any:
+    """The result of a user's function; a plain one runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    return await resolved(await asyncio.to_thread(function, *args, **kwargs))
 
 
 async def resolved(result):

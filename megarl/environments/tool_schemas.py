@@ -7,12 +7,10 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal, Union
 
+from megarl.tool_formats.typed_arguments import KINDS
+
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object",
            type(None): "null"}  # fmt: skip
-_KINDS: dict[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
-    "object": (dict,),
-}  # fmt: skip
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Example|Examples|Note|Notes):\s*$")
 
 
@@ -75,8 +73,8 @@ def mismatch(value: Any, schema: dict[str, Any]) -> str | None:
         return None if fits else "fits none of its types"
     wanted = schema.get("type")
     is_other_bool = isinstance(value, bool) and wanted != "boolean"
-    if wanted is not None and (not isinstance(value, _KINDS.get(wanted, ())) or is_other_bool):
-        return f"must be {wanted}, not {_name(value)}"
+    if wanted is not None and (not isinstance(value, KINDS.get(wanted, ())) or is_other_bool):
+        return f"must be {wanted}, not {_SIMPLE.get(type(value), type(value).__name__)}"
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {', '.join(map(repr, schema['enum']))}"
     if wanted == "array" and "items" in schema:
@@ -85,10 +83,6 @@ def mismatch(value: Any, schema: dict[str, Any]) -> str | None:
         each = schema["additionalProperties"]
         return next(filter(None, (mismatch(item, each) for item in value.values())), None)
     return None
-
-
-def _name(value: Any) -> str:
-    return _SIMPLE.get(type(value), type(value).__name__)
 
 
 def _docstring(function: Callable) -> tuple[str, dict[str, str]]:

@@ -1,12 +1,10 @@
 """An environment of Python functions: the policy calls them, their results are the observations."""
 
 import asyncio
-import inspect
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn, resolved
+from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn, called
 from megarl.environments.tool_schemas import mismatch, schema_of
 
 MAX_RESULT_LENGTH = 100_000  # characters of a result; the rest is cut
@@ -53,7 +51,10 @@ class ToolEnvironment(BaseEnvironment):
             reward = 0.0 if self._reward is None else self._reward(self._task, turn.content)
             return Observation(reward=reward, done=True)
         results = await asyncio.gather(*(self._result(index, call) for index, call in enumerate(turn.calls)))
-        messages = [_message(call, result) for call, result in zip(turn.calls, results, strict=True)]
+        messages: list[Message] = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result}
+            for call, result in zip(turn.calls, results, strict=True)
+        ]
         if turn.errors:
             wrong = "\n".join(f"Error: a tool call could not be read: {error}" for error in turn.errors)
             last = messages[-1] if messages else {"role": "user"}  # templates need the id of a call, and its name
@@ -69,17 +70,12 @@ class ToolEnvironment(BaseEnvironment):
         if problem := self._problem(call):
             return f"Error: {problem}"
         try:
-            result = await asyncio.wait_for(self._called(function, call.arguments), self._timeout)
+            result = await asyncio.wait_for(called(function, **call.arguments), self._timeout)
             return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))[:MAX_RESULT_LENGTH]
         except TimeoutError:
             return f"Error: no result within {self._timeout:g} seconds"
         except (Exception, SystemExit) as error:
             return " ".join(f"Error: {type(error).__name__}: {error}".split())[:2000]
-
-    async def _called(self, function: Callable, arguments: dict[str, Any]) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return await function(**arguments)
-        return await resolved(await asyncio.to_thread(function, **arguments))
 
     def _problem(self, call: ToolCall) -> str | None:
         """What is wrong with the arguments of a call, in words for the policy; None: nothing."""
@@ -93,7 +89,3 @@ class ToolEnvironment(BaseEnvironment):
             if problem := mismatch(value, schema["properties"][name]):
                 return f"the argument {name} of {call.name} {problem}"
         return None
-
-
-def _message(call: ToolCall, result: str) -> Message:
-    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result}

@@ -7,7 +7,6 @@ that torch's flight recorder holds (TORCH_FR_BUFFER_SIZE, by default 2000), each
 
 import contextlib
 import faulthandler
-import io
 import json
 import pickle
 import threading
@@ -60,20 +59,13 @@ def _write_collectives(folder: Path, rank: int, path: Path):
         write_atomically(folder / RECORDER / f"fr_trace_{rank}", pickle.dumps(recorded, protocol=2))
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Reads numbers, text, lists and dictionaries only; torch hands the recorder out in this form."""
-
-    def find_class(self, module: str, name: str):
-        raise pickle.UnpicklingError(f"names {module}.{name}")
-
-
 def _flight_recorder() -> dict | None:
     """What torch has recorded for the backend in use; None if this torch records nothing."""
     from torch._C import _distributed_c10d as c10d
 
     name = "_dump_nccl_trace" if dist.is_initialized() and dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(c10d, name, None)
-    return None if dump is None else _PlainUnpickler(io.BytesIO(dump())).load()
+    return None if dump is None else pickle.loads(dump())  # what torch has written in this process
 
 
 def _lines(entries: list[dict], ranks: Mapping[Any, list[int]]) -> list[str]:

@@ -50,13 +50,13 @@ def release():
 class RunLock:
     """The lock of a run's folder, held by rank 0 of the run."""
 
-    def __init__(self, folder: Path, flag: str = "--save"):
-        """Takes the lock. `flag` gave the folder, which is made if it does not exist.
+    def __init__(self, folder: Path):
+        """Takes the lock of the folder of `--save`, which is made if it does not exist.
 
         Raises:
             UsageError: another run holds the lock. Nothing in the folder was changed.
         """
-        self._path, self._where, self._token = Path(folder) / NAME, f"{flag} {folder}", uuid.uuid4().hex
+        self._path, self._where, self._token = Path(folder) / NAME, f"--save {folder}", uuid.uuid4().hex
         self._ended = threading.Event()
         self._made = [place for place in (self._path.parent, *self._path.parent.parents) if not place.exists()]
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,18 +27,14 @@ KEPT = 64  # entries of the last steps; no rank is that many steps after another
 _GO, _STOP = "go", "stop"
 
 
-class StepAgreement:
-    """Whether a step begins: one answer for all ranks."""
+def begins(store, rank: int, step: int) -> bool:
+    """Whether this step begins: one answer for all ranks. Every rank asks for every step, in order.
 
-    def __init__(self, store, rank: int):
-        """`store`: of this process's main thread."""
-        self._store, self._rank = store, rank
-
-    def begins(self, step: int) -> bool:
-        """Whether this step begins on all ranks. Every rank asks for every step, in order."""
-        if self._rank == 0 and step > KEPT:
-            self._store.delete_key(f"{KEY}/{step - KEPT}")
-        return self._store.compare_set(f"{KEY}/{step}", "", _GO).decode() == _GO
+    `store`: of this process's main thread.
+    """
+    if rank == 0 and step > KEPT:
+        store.delete_key(f"{KEY}/{step - KEPT}")
+    return store.compare_set(f"{KEY}/{step}", "", _GO).decode() == _GO
 
 
 def refuse_next_step(store, step: int) -> tuple[int, bool]:
@@ -142,21 +138,19 @@ class RunStop:
 
     def __init__(self, rank: int, grace: float):
         """`grace`: `--exit-grace`."""
-        self._agreement = StepAgreement(dist.distributed_c10d._get_default_store(), rank)
-        self._grace = grace
+        self._store, self._rank, self._grace = dist.distributed_c10d._get_default_store(), rank, grace
         self._signals: StopSignals | None = None
 
     def listen(self, step: int):
         """From now on signals stop the run instead of ending it; `step` is the last one before."""
-        store = dist.distributed_c10d._get_default_store().clone()
-        self._signals = StopSignals(store, self._grace, step)
+        self._signals = StopSignals(self._store.clone(), self._grace, step)
         with contextlib.suppress(ValueError):  # not the main thread: signals keep their effect
             self._signals.install()
 
     def may_begin(self, step: int) -> bool:
         """Whether all ranks begin this step; after `listen`."""
         assert self._signals is not None
-        if self._agreement.begins(step):
+        if begins(self._store, self._rank, step):
             self._signals.step = step
             return True
         self._signals.step_ended()

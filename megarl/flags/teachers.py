@@ -69,7 +69,7 @@ def read_folder(path: str) -> TeacherFolder:
 
 def _shape(stored: dict[str, Any]) -> dict[str, Any]:
     """The attributes that give the weights of a run's policy their shapes and their meaning."""
-    from megarl.mcore.config.architecture import ARCHITECTURE  # imports Megatron
+    from megarl.mcore.config.supported_flags import ARCHITECTURE  # imports Megatron
 
     found = {name: stored[name] for name in (*sorted(ARCHITECTURE), *_OTHER_SHAPES) if name in stored}
     if found.get("multi_latent_attention"):
@@ -89,7 +89,7 @@ def check_flags(text: str | None, options: Collection[str], megatron: dict[str, 
         options: flags that are given.
         megatron: Megatron's option strings -> the attribute that each one sets.
     """
-    from megarl.mcore.config.architecture import ARCHITECTURE  # imports Megatron
+    from megarl.mcore.config.supported_flags import ARCHITECTURE  # imports Megatron
 
     described = {*ARCHITECTURE, "pretrained_checkpoint"}
     for option in options if text is not None else ():

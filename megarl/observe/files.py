@@ -12,6 +12,12 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step in a name such as step_00000012 or step_00000012.jsonl; -1 without one."""
+    digits = path.name.removeprefix("step_").split(".")[0]
+    return int(digits) if digits.isdecimal() else -1
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace `path` by `data` in one step: a temporary file in the same directory, fsync, rename.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.errors import UsageError
+from megarl.observe.files import step_of
 
 STEPS = 12  # in a report
 RESPONSES = 16  # of a step
@@ -29,7 +30,7 @@ def samples(directory: Path, rows: list[dict]) -> dict:
     directory: of the run, with samples/ and perhaps tokens/. rows: lines of metrics.jsonl that the report covers.
     Raises UsageError for a file that is not JSON lines of objects.
     """
-    files = {_step_of(path): path for path in sorted(Path(directory, "samples").glob("step_*.jsonl"))}
+    files = {step_of(path): path for path in sorted(Path(directory, "samples").glob("step_*.jsonl"))}
     covered = {row["step"]: row.get("reward/mean") for row in rows}
     recorded = [step for step in files if step in covered]
     chosen = choose_steps(recorded, covered)
@@ -171,11 +172,6 @@ def _text(value: object, limit: int) -> str | None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
-
-
-def _step_of(path: Path) -> int:
-    digits = path.stem.removeprefix("step_")
-    return int(digits) if digits.isdecimal() else -1
 
 
 def _read(path: Path) -> list[dict]:

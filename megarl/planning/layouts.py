@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 from megarl.planning import hardware, step_time
 from megarl.planning.hardware import Cluster
 from megarl.planning.memory import GIB
@@ -124,8 +124,7 @@ def _layouts(question: Question, args, context: int, ranks_per_node: int) -> Ite
         if t * p * context > question.world_size or e * p > question.world_size:
             continue
         values = dict(zip(SIZES, (t, p, context, e), strict=True))
-        flags = [("--" + name.replace("_", "-"), str(size)) for name, size in values.items() if size > 1]
-        words = [word for pair in flags for word in pair]
+        words = [word for name, size in values.items() if size > 1 for word in (flag_of(name), str(size))]
         words += ["--sequence-parallel"] if t > 1 else []
         yield (*words, *_uneven_stages(args, p), "--use-distributed-optimizer")
 

@@ -241,17 +241,16 @@ def _persistent_of_stages(
 
 @functools.lru_cache(maxsize=CACHED)
 def _largest_buffers(model: ModelKey, vocab_size: int, kind: str, lora: LoRASettings | None) -> list[int]:
-    """`_largest_buffer` of each stage."""
-    stages = stage_weights(model.args, vocab_size, kind in SCALAR_HEAD)
-    return of_stages(stages, lambda chunks, stage: _largest_buffer(chunks, model.args, stage, lora))
-
-
-def _largest_buffer(chunks: list[list[Weight]], args, stage: int, lora: LoRASettings | None) -> int:
-    """Bytes of the largest gradient buffer of a stage; 0 under FSDP, which has none."""
+    """Bytes of the largest gradient buffer of each stage; 0 under FSDP, which has none."""
+    args, stages = model.args, stage_weights(model.args, vocab_size, kind in SCALAR_HEAD)
     if args.use_torch_fsdp2:
-        return 0
-    trained = [trained_and_frozen(weights, args, lora, value_head=False)[0] for weights in chunks]
-    return max(gradient_bytes(buffer, args) for weights in trained for buffer in buffers(weights, args, stage == 0))
+        return [0] * len(stages)
+
+    def largest(chunks: list[list[Weight]], stage: int) -> int:
+        trained = [trained_and_frozen(weights, args, lora, value_head=False)[0] for weights in chunks]
+        return max(gradient_bytes(buffer, args) for weights in trained for buffer in buffers(weights, args, stage == 0))
+
+    return of_stages(stages, largest)
 
 
 def _offloaded(role, kind: str) -> tuple[str, ...]:

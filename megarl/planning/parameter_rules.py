@@ -4,7 +4,7 @@ import difflib
 import re
 
 from megarl.arguments import RunConfig
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 from megarl.mcore.config import parameter_patterns as patterns
 from megarl.mcore.config.optimizer_rules import MUON
 from megarl.planning.factors import trained_and_frozen
@@ -23,7 +23,7 @@ def _check(role: str, args, has_lora: bool, value_head: bool):
     if has_lora and args.optimizer == MUON:
         raise UsageError(f"{role}: --optimizer {MUON}: not allowed with low-rank factors; allowed is adam or sgd")
     given = [name for name in sorted(patterns.ATTRIBUTES) if getattr(args, name)]
-    for flag in map(patterns.flag_of, given if has_lora else ()):
+    for flag in map(flag_of, given if has_lora else ()):
         raise UsageError(f"{role}: {flag}: not allowed with low-rank factors, beside which all weights are frozen")
     if not given:
         return
@@ -32,7 +32,7 @@ def _check(role: str, args, has_lora: bool, value_head: bool):
     for attribute in given:
         texts = getattr(args, attribute)
         for number, pattern in enumerate(found := patterns.patterns_of(args, attribute)):
-            flag = f"{role}: {patterns.flag_of(attribute)} {texts[number]}"
+            flag = f"{role}: {flag_of(attribute)} {texts[number]}"
             named = [name for name in names if patterns.matches(name, [pattern])]
             if not named:
                 raise UsageError(f"{flag}: names no parameter of the {role}; nearest: {_nearest(pattern, names)}")

@@ -5,7 +5,6 @@ from datetime import timedelta
 from math import ceil
 
 import numpy as np
-import torch.distributed as dist
 
 from megarl.comm import role_mesh
 from megarl.flags.distill_settings import LOSS
@@ -75,12 +74,9 @@ class Plan:
 
 
 def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int | None = None) -> Plan:
-    """The plan of a parsed program. Creates its process groups on a fake rank of every role; uses no GPU.
+    """The plan of a parsed program. Creates its process groups in a fake world; uses no GPU.
 
     `reward_vocab_size`: of a reward model with another tokenizer.
-
-    Raises:
-        RuntimeError: a group's members do not match the role's sizes, which would be a bug.
     """
     role_groups, s = create_role_groups(program.roles, world_size), program.settings
     has_judge = program.roles["reward"].is_judge
@@ -157,37 +153,10 @@ def _in_turns(plans: list[RolePlan]) -> RolePlan:
     return replace(plans[0], stages=stages, traffic=busiest.traffic, parameters=parameters)
 
 
-def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:
-    """The sets of ranks with the same roles, of planned roles."""
-    return rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size)
-
-
 def create_role_groups(roles: dict, world_size: int) -> dict:
-    """RoleGroups of all roles by name, created as the programs do; checked on the first rank of each role."""
-    role_groups = {}
-    for rank in sorted({role.ranks.start for role in roles.values()}):
-        with fake_world.fake_world(world_size, rank):
-            role_groups = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
-            for name, role in roles.items():
-                _check_groups(role, role_groups[name], rank)
-    return role_groups
-
-
-def _check_groups(role, role_groups, rank: int):
-    """Check the sizes of all replicas and of this rank's groups, and that every rank of the role is in a replica."""
-    sizes, ranks = parallel_sizes(role.megatron), len(role.ranks)
-    matches = sorted(r for replica in role_groups.replicas for r in replica) == list(role.ranks)
-    matches = matches and {len(replica) for replica in role_groups.replicas} == {sizes.replica_size()}
-    if rank in role.ranks:
-        wanted = {
-            "tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "dp": sizes.data(ranks),
-            "ep": sizes.expert, "expt_tp": sizes.expert_tensor, "expt_dp": sizes.expert_data(ranks),
-            "intra_dist_opt": ranks,
-        }  # fmt: skip
-        actual = {name: dist.get_world_size(getattr(role_groups.pg_collection, name)) for name in wanted}
-        matches = matches and actual == wanted
-    if not matches:
-        raise RuntimeError(f"{role.name}: groups seen from rank {rank} do not have the sizes of the role's flags")
+    """RoleGroups of all roles by name, created as the programs do, as seen from the first rank of a fake world."""
+    with fake_world.fake_world(world_size):
+        return role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
 
 
 def _cache(role, settings, step: traffic.StepSizes) -> CachePlan | None:
@@ -204,6 +173,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
         "expert_tensor": sizes.expert_tensor, "expert_data": sizes.expert_data(ranks),
         "sequence_parallel": args.sequence_parallel, "sharded": args.use_torch_fsdp2,
     }  # fmt: skip
+    stages = _memory(role, settings, kind, vocab_size, step)
     count, totals, sent = 0, None, {}
     if kind in ("train", "value"):
         count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch)
@@ -216,7 +186,7 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes, cache: Cache
         totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
     return RolePlan(
         name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
-        stages=memory_of(role, settings, vocab_size), vocab_size=vocab_size, microbatches=count, traffic=sent,
+        stages=stages, vocab_size=vocab_size, microbatches=count, traffic=sent,
         kind=kind, cache=cache,
     )  # fmt: skip
 
@@ -228,9 +198,8 @@ def kind_of(role) -> str | None:
     return "judge" if role.is_judge else KINDS[role.name]
 
 
-def memory_of(role, settings, vocab_size: int) -> list[Memory]:
+def _memory(role, settings, kind: str | None, vocab_size: int, step: traffic.StepSizes) -> list[Memory]:
     """Memory of a role on the ranks of each of its pipeline stages; 0 bytes if it has no model."""
-    kind, step = kind_of(role), traffic.step_sizes(settings)
     sizes, tokens, cache = parallel_sizes(role.megatron), role.max_tokens_per_microbatch, 0
     if kind is None:
         return [Memory()] * sizes.pipeline
@@ -252,18 +221,15 @@ def models_of(role, settings) -> int:
     return len((settings.reward_model or "").split(",")) if role.name == "reward" else 1
 
 
-def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> list[RankSet]:
-    """Sets of ranks with the same roles. Bytes: resident of all roles plus the largest transient, as roles take turns.
-
-    `held`: each role's ranks and the memory of its pipeline stages.
-    """
+def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:
+    """Sets of ranks with the same roles; bytes: resident of all roles, the largest transient, as roles take turns."""
     resident, transient = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
     members = [[] for _ in range(world_size)]
-    for name, (ranks, stages) in held.items():
-        own, stage_size = slice(ranks.start, ranks.stop), len(ranks) // len(stages)
-        resident[own] += np.repeat([m.resident for m in stages], stage_size)
-        transient[own] = np.maximum(transient[own], np.repeat([m.transient for m in stages], stage_size))
-        for rank in ranks:
+    for name, role in roles.items():
+        own, stage_size = slice(role.ranks.start, role.ranks.stop), len(role.ranks) // len(role.stages)
+        resident[own] += np.repeat([m.resident for m in role.stages], stage_size)
+        transient[own] = np.maximum(transient[own], np.repeat([m.transient for m in role.stages], stage_size))
+        for rank in role.ranks:
             members[rank].append(name)
     total = resident + transient
     sets: dict[tuple[str, ...], list[int]] = {}

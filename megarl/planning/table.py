@@ -132,5 +132,4 @@ def data(plan: Plan) -> dict:
             "parameters": parameters,
             "stages": [memory.dict() for memory in role.stages],
         }
-    result["rank_sets"] = [dataclasses.asdict(s) for s in plan.rank_sets]
     return result

@@ -121,39 +121,27 @@ class Verifier:
         self._takes_list = self.batched or self.grouped
         self._function = function
 
-    def __call__(self, sample: Sample) -> Score:
-        """Score one sample; RuntimeError with verifier and prompt if it raises or returns an invalid result."""
-        try:
-            result = self._function([sample])[0] if self._takes_list else self._function(sample)
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(failure(self.name, sample, error)) from error
-        return self._checked(sample, result)
-
     def outcomes(self, samples: list[Sample]) -> list[Score | str]:
         """For each sample a Score, or the reason for having none. A function of a list is called once; all samples
         fail if it raises."""
-        if not self._takes_list:
-            return [self._outcome(self, sample) for sample in samples]
+        calls = [samples] if self._takes_list else [[sample] for sample in samples]
+        return [outcome for call in calls for outcome in self._outcomes(call)]
+
+    def _outcomes(self, samples: list[Sample]) -> list[Score | str]:
+        """Those of one call."""
         try:
-            results = list(self._function(samples))
+            results = list(self._function(samples)) if self._takes_list else [self._function(*samples)]
             if len(results) != len(samples):
                 raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
         except (Exception, SystemExit) as error:
             return [failure(self.name, sample, error) for sample in samples]
-        return [self._outcome(self._checked, *item) for item in zip(samples, results, strict=True)]
+        return [self._checked(*item) for item in zip(samples, results, strict=True)]
 
-    def _outcome(self, score: Callable[..., Score], *inputs) -> Score | str:
-        try:
-            return score(*inputs)
-        except RuntimeError as error:
-            return str(error)
-
-    def _checked(self, sample: Sample, result: Any) -> Score:
+    def _checked(self, sample: Sample, result: Any) -> Score | str:
         if isinstance(result, Real):
             result = Score(float(result), float(result) >= 1.0, extracted=whole_response(sample))
-        problem = _problem(result)
-        if problem:
-            raise RuntimeError(failure(self.name, sample, problem))
+        if problem := _problem(result):
+            return failure(self.name, sample, problem)
         parts = {str(name): float(value) for name, value in result.parts.items()}
         return replace(
             result, reward=float(result.reward), correct=bool(result.correct), parts=parts,

@@ -10,6 +10,7 @@ from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import by_file, code, expression, mathematics, tasks, text
 from megarl.rewards.base import Sample, Score, Verifier
+from megarl.rewards.isolated import Isolated
 from megarl.rewards.judge.config import read_config
 from megarl.rewards.pool import Workers
 from megarl.rewards.verifiers import VerifierSet
@@ -54,16 +55,16 @@ def _remote(options: Options) -> Callable[[Sample], Score | float]:
 class _BuiltIn:
     """`make` builds the function; `check` checks the prompts; `load` checks them with what the verifier imports.
 
-    `limited`: it can hang, so it needs a time limit.
-    `threads`: it enforces the limit itself and may run on this many threads. `wrong`: its score of a response with
-    which it takes too long. `isolated`: a process of its own scores each response and says whether that took too long.
+    `limited`: it can hang, so it needs a time limit. `threads`: it enforces the limit itself and may run on as many
+    threads as this option says. `wrong`: its score of a response with which it takes too long. `isolated`: a process of
+    its own scores each response and says whether that took too long.
     """
 
     make: Callable[[Options], Callable[[Sample], Score | float]]
     check: Callable[[PromptSet], None] | None = None
     load: Callable[[PromptSet, Options], None] | None = None
     limited: bool = True
-    threads: Callable[[Options], int] | None = None
+    threads: str | None = None
     wrong: Score | None = None
     isolated: bool = False
 
@@ -74,24 +75,21 @@ _BUILT_IN = {
     ),
     "regex": _BuiltIn(lambda options: text.regex(options.pattern), wrong=Score(0.0, False, {"regex": 0.0})),
     "math-verify": _BuiltIn(
-        lambda options: mathematics.math_verify(options.timeout), mathematics.check_mathematics,
+        lambda options: Isolated("math-verify", options.timeout), mathematics.check_mathematics,
         lambda prompts, options: mathematics.load_mathematics(prompts, options.timeout), limited=False,
-        threads=lambda options: max(1, options.workers),
-        isolated=True,
+        threads="workers", isolated=True,
     ),
     "reasoning-gym": _BuiltIn(
         lambda options: tasks.reasoning_gym(options.timeout), tasks.check_tasks,
-        lambda prompts, _: tasks.load_tasks(prompts), limited=False, threads=lambda options: max(1, options.workers),
-        isolated=True,
+        lambda prompts, _: tasks.load_tasks(prompts), limited=False, threads="workers", isolated=True,
     ),
     "format": _BuiltIn(lambda options: text.format_match(options.format), wrong=Score(0.0, False, {"format": 0.0})),
     "length": _BuiltIn(lambda options: text.length(options.length), limited=False),
     # Each program runs in its own process; a thread waits for it.
     "code": _BuiltIn(
-        _code, code.check_code, lambda prompts, _: code.load_code(prompts), limited=False,
-        threads=lambda options: max(1, options.workers),
+        _code, code.check_code, lambda prompts, _: code.load_code(prompts), limited=False, threads="workers"
     ),
-    "remote": _BuiltIn(_remote, limited=False, threads=lambda options: options.concurrency),
+    "remote": _BuiltIn(_remote, limited=False, threads="concurrency"),
 }  # fmt: skip
 _PLUG_IN = _BuiltIn(make=None)
 # Parameters by which rewards of other frameworks are known.
@@ -109,7 +107,7 @@ def build_verifiers(settings) -> VerifierSet:
     options = Options.of(settings)
     traits = {name: _BUILT_IN.get(name, _PLUG_IN) for name in names}
     limited = [name for name in names if traits[name].limited]
-    threads = {name: traits[name].threads(options) for name in names if traits[name].threads}
+    threads = {name: max(1, getattr(options, traits[name].threads)) for name in names if traits[name].threads}
     workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
     with process_state.kept(f"--reward {settings.reward}"):
         verifiers = build_named_verifiers(options, names)

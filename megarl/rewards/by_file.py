@@ -49,15 +49,12 @@ def rewards_of(settings, entries: Sequence[MixtureEntry]) -> list[str]:
 def _entries(settings) -> Iterator[tuple[str, MixtureEntry]]:
     """The entries of all mixtures, each with the start of a message about it."""
     values = {"--prompts": settings.prompts, "--eval-prompts": settings.eval_prompts}
-    values |= {f"--evals {name}": path for name, path in _named(settings).items()}
+    named = {} if settings.evals is None else parse_named_paths(settings.evals)
+    values |= {f"--evals {name}": path for name, path in named.items()}
     for flag, value in values.items():
         if value and is_mixture(value):
             for entry in read_mixture(value, flag, RL):
                 yield f"{flag} {value}: {entry.name}: reward", entry
-
-
-def _named(settings) -> dict[str, str]:
-    return {} if settings.evals is None else parse_named_paths(settings.evals)
 
 
 def _parsed(text: str, where: str) -> tuple[Term, ...]:

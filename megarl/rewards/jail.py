@@ -86,23 +86,43 @@ def main() -> int:
         source, stdin = contents = [stream.read(size) for size in sizes]
     if [len(content) for content in contents] != sizes:
         return STOPPED  # the caller has exited meanwhile
-    result, report = os.pipe()
     try:
-        uid = new_process_namespace()
-        child = os.fork()
+        child = start(lambda uid, report: _become_program(source, stdin, uid, math.ceil(seconds), memory, report))
     except OSError as error:
         print(reason_of(error), file=sys.stderr)
         return NO_SANDBOX
+    return _watch(child, caller, seconds, memory)
+
+
+def start(become) -> int:
+    """Fork process 1 of a new PID namespace, which calls `become(uid, report)`; return its pid once the program runs.
+
+    `become` never returns: it confines the process for a program of this uid, writes `+` to the pipe `report`, and
+    closes that, as exec does. OSError with the reason if it raises, or there is no such namespace.
+    """
+    result, report = os.pipe()
+    uid = new_process_namespace()
+    child = os.fork()
     if child == 0:
-        _become_program(source, stdin, uid, math.ceil(seconds), memory, report, result)
+        try:
+            os.close(result)
+            # A new process group and session, so that kill(0, ...) reaches nothing outside.
+            os.setsid()
+            os.umask(0o022)
+            with open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")
+            become(uid, report)
+        except BaseException as error:
+            os.write(report, reason_of(error).encode())
+        finally:
+            os._exit(NO_SANDBOX)
     os.close(report)
-    # One byte means: confined. End of file after it means: the program runs, because exec closed the pipe.
+    # One byte means: confined. End of file after it means: the program runs.
     answer = os.read(result, 1) + os.read(result, 1000)
     if answer != b"+":
         os.waitpid(child, 0)
-        print(answer.lstrip(b"+").decode() or "process 1 died", file=sys.stderr)
-        return NO_SANDBOX
-    return _watch(child, caller, seconds, memory)
+        raise OSError(0, answer.lstrip(b"+").decode() or "process 1 died")
+    return child
 
 
 def _watch(child: int, caller: int, seconds: float, memory: int) -> int:
@@ -182,35 +202,24 @@ def _unused_uid() -> int | None:
     return None
 
 
-def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> None:
-    """Process 1: confine itself, then exec; never returns. Errors are written to the pipe `report`."""
-    try:
-        os.close(result)
-        # A new process group and session, so that kill(0, ...) reaches nothing outside.
-        os.setsid()
-        os.umask(0o022)
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-        new_namespaces()
-        build_root(SYSTEM, uid, min(FILES_BYTES, memory), _FILES)
-        stdin_file, program = _unnamed_file(stdin), _unnamed_file(source)
-        set_attributes(b"/", 1, recursive=False)
-        os.chdir("/tmp")
-        os.dup2(stdin_file, 0)
-        os.dup2(program, 3)
-        os.set_inheritable(3, True)
-        _limit(cpu_seconds, memory)
-        become(uid)
-        die_with_parent()
-        os.write(report, b"+")  # fails, as intended, if the script outside is gone
-        filter_calls()
-        _handle_signals()
-        python = sys.executable
-        os.execve(python, [python, "-S", "-B", "-X", "utf8", "-c", _PRELUDE], _ENVIRONMENT)
-    except BaseException as error:
-        os.write(report, reason_of(error).encode())
-    finally:
-        os._exit(NO_SANDBOX)
+def _become_program(source, stdin, uid, cpu_seconds, memory, report) -> None:
+    """Process 1: confine itself, then exec."""
+    new_namespaces()
+    build_root(SYSTEM, uid, min(FILES_BYTES, memory), _FILES)
+    stdin_file, program = _unnamed_file(stdin), _unnamed_file(source)
+    set_attributes(b"/", 1, recursive=False)
+    os.chdir("/tmp")
+    os.dup2(stdin_file, 0)
+    os.dup2(program, 3)
+    os.set_inheritable(3, True)
+    _limit(cpu_seconds, memory)
+    become(uid)
+    die_with_parent()
+    os.write(report, b"+")  # fails, as intended, if the script outside is gone
+    filter_calls()
+    _handle_signals()
+    python = sys.executable
+    os.execve(python, [python, "-S", "-B", "-X", "utf8", "-c", _PRELUDE], _ENVIRONMENT)
 
 
 def become(uid: int) -> None:

@@ -1,10 +1,13 @@
-"""The verifier `math-verify`: whether two mathematical expressions are equal, by the package math-verify."""
+"""The verifier `math-verify`: whether two mathematical expressions are equal, by the package math-verify.
+
+Each response has a process of its own (`isolated`): the package's parser calls sympy's, which evaluates text, and
+computes whatever numbers it says.
+"""
 
 import functools
 import importlib.util
 import logging
 import re
-from collections.abc import Callable
 from typing import Any
 
 from megarl.data.prompts import PromptSet
@@ -17,14 +20,6 @@ from megarl.rewards.text import answer_text, check_answers
 _MARKED = re.compile(r"\$|\\\(|\\\[|\\boxed")  # delimiters of mathematics in text
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!sqrt\b)[A-Za-z]{2,}")  # \alpha and x are not words
 WRONG = Score(0.0, False, {"math_verify": 0.0})
-
-
-def math_verify(seconds: float) -> Callable[[Sample], Score]:
-    """A verifier: `score_inside` in a process of its own for each response, with at most `seconds` (`isolated`).
-
-    The package's parser calls sympy's, which evaluates text, and computes whatever numbers it says.
-    """
-    return Isolated("math-verify", seconds)
 
 
 def score_inside(sample: Sample) -> Score:

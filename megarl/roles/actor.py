@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -139,21 +138,16 @@ class Actor:
         self.metrics |= staleness_report(maxima, sums)
 
     def _forward(self, chunk, microbatch: Batch) -> TokenScores:
-        return self._scores(chunk, microbatch, None)
+        return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size)
 
     def _forward_with_squares(self, chunk, microbatch: Batch) -> SquaredScores:
         return policy_scores(chunk, microbatch, self.settings.temperature, self.vocab_size, squares=True)
 
     def _forward_of_update(self, chunk, microbatch: Batch) -> TokenScores | TaughtScores:
-        return self._scores(chunk, microbatch, self.teacher_output, self.trainable_model.learner(microbatch))
-
-    def _scores(self, chunk, microbatch: Batch, output: TeacherOutput | None, learner: Callable | None = None):
-        teachers, only_distills = [], False
-        if output is not None:
-            teachers, only_distills = output.rows(microbatch), self.settings.only_distills
-        return policy_scores(
-            chunk, microbatch, self.settings.temperature, self.vocab_size, teachers, only_distills, learner
-        )
+        s, output = self.settings, self.teacher_output
+        teachers = [] if output is None else output.rows(microbatch)
+        learner = self.trainable_model.learner(microbatch)
+        return policy_scores(chunk, microbatch, s.temperature, self.vocab_size, teachers, s.only_distills, learner)
 
     def update(self, step_batch: StepBatch, kl_coefficient: float):
         """Trains on `advantages` for `--ppo-epochs` epochs of mini-batches; skipped during critic warm-up.

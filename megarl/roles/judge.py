@@ -22,7 +22,14 @@ from megarl.rewards.judge.config import JudgeConfig
 from megarl.rewards.judge.prompts import JudgePrompts
 from megarl.rewards.judge.questions import order_agreement
 from megarl.roles.frozen_model import FrozenModel
-from megarl.roles.judge_requests import Arrivals, JudgeAnswer, JudgedText, Judgement, JudgeRequests, QuestionKey
+from megarl.roles.judge_requests import (
+    ArrivingResponses,
+    JudgeAnswer,
+    JudgedText,
+    Judgement,
+    JudgeRequests,
+    QuestionKey,
+)
 
 WAIT_SECONDS = 0.05  # for a response, before replicas that share experts look again
 ALONE = 0.5  # share of wins of the only response to a prompt
@@ -86,7 +93,7 @@ class Judge:
         # orders agree, pairs with numbers in both orders.
         self._counts = torch.zeros(7, dtype=torch.float64)
 
-    def judge_early(self, arrivals: Arrivals | None, step: int):
+    def judge_early(self, arrivals: ArrivingResponses | None, step: int):
         """Judges the replica's responses to a round's prompts while they arrive, for `judge` for training, until
         `forget_early`.
 
@@ -124,7 +131,7 @@ class Judge:
             self._count(answers)
         return self._judged(answers, sequence_ids) if texts else []
 
-    def _requests(self, step: int, arrivals: Arrivals | None = None) -> JudgeRequests:
+    def _requests(self, step: int, arrivals: ArrivingResponses | None = None) -> JudgeRequests:
         """Requests without questions. `arrivals`: as of `judge_early`."""
         # Replicas that share experts run their engines together, so none of them may wait for long.
         seconds = WAIT_SECONDS if self.engine.is_coupled else None

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -57,18 +57,49 @@ class JudgeAnswer:
         return list(map(_identity, self.read)) == list(map(_identity, read))
 
 
-class Arrivals(Protocol):
-    """Responses that arrive while the judge works, on the leader of a replica."""
+class ArrivingResponses:
+    """The responses to this replica's prompts of a round, as the rollout ends them, on the replica's leader."""
+
+    def __init__(
+        self, receiver: ResponseReceiver, prompts: Sequence[Prompt | None], groups: PromptGroups,
+        decode: Callable[[list[int]], str], together: bool,
+    ):  # fmt: skip
+        """
+        Args:
+            prompts: of the round, by group; None: its responses are not judged.
+            groups: of the round.
+            decode: the text of a response's tokens.
+            together: the judge reads several responses to a prompt together: groups arrive when they are complete.
+        """
+        self._receiver, self._prompts = receiver, prompts
+        self._group_of, self._sizes = groups.of(torch.arange(groups.count)).tolist(), groups.sizes.tolist()
+        self._decode, self._together = decode, together
+        self._groups: dict[int, list[JudgedText | None]] = {}  # None: not judged, or an environment has failed
 
     @property
     def is_done(self) -> bool:
-        """Whether all have been received."""
+        return self._receiver.is_done
 
     def receive(self) -> list[list[JudgedText]]:
-        """What has arrived: lists of responses that are judged together, or one by one."""
+        """The responses, or with `together` the groups, that are complete since the last call."""
+        complete: list[Collection[JudgedText | None]] = []
+        for sequence, tokens in self._receiver.receive():
+            group = self._group_of[sequence]
+            prompt, text = self._prompts[group], None
+            if tokens is not None and prompt is not None:
+                text = JudgedText(sequence, prompt, self._decode(tokens))
+            members = self._groups.setdefault(group, [])
+            members.append(text)
+            if not self._together:
+                complete.append([text])
+            elif len(members) == self._sizes[group]:
+                complete.append(self._groups.pop(group))
+        found = [sorted(filter(None, texts), key=lambda text: text.sequence) for texts in complete]
+        return [texts for texts in found if texts]
 
     def wait(self, seconds: float | None):
         """Waits for the next response, at most so long; None: without a limit."""
+        self._receiver.wait(seconds)
 
 
 class JudgeRequests:
@@ -81,7 +112,7 @@ class JudgeRequests:
     def __init__(
         self, config: JudgeConfig, prompts: JudgePrompts, role_groups: RoleGroups,
         read_numbers: Callable[[str, int], Judgement], seed: int, step: int, timers: Timers,
-        arrivals: Arrivals | None = None, wait_seconds: float | None = None,
+        arrivals: ArrivingResponses | None = None, wait_seconds: float | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -117,15 +148,12 @@ class JudgeRequests:
             if before is not None and before.is_about(answer.read):
                 answer.judgements, answer.problem = before.judgements, before.problem
             else:
-                self._begin(key, answer)
+                try:
+                    answer.tokens = self.prompts.tokens(answer.read[0].prompt, [each.text for each in answer.read])
+                    self._ready.append((key, 0))
+                except UsageError as error:
+                    answer.problem = str(error)
             self.answers[key] = answer
-
-    def _begin(self, key: QuestionKey, answer: JudgeAnswer):
-        try:
-            answer.tokens = self.prompts.tokens(answer.read[0].prompt, [each.text for each in answer.read])
-            self._ready.append((key, 0))
-        except UsageError as error:
-            answer.problem = str(error)
 
     @property
     def has_ready(self) -> bool:
@@ -186,48 +214,3 @@ class JudgeRequests:
         answer.judgements.append(judgement)
         if judgement.numbers is None and attempt < self.config.retries:
             self._ready.append((key, attempt + 1))
-
-
-class ArrivingResponses:
-    """`Arrivals` of the responses to this replica's prompts of a round, as the rollout ends them."""
-
-    def __init__(
-        self, receiver: ResponseReceiver, prompts: Sequence[Prompt | None], groups: PromptGroups,
-        decode: Callable[[list[int]], str], together: bool,
-    ):  # fmt: skip
-        """
-        Args:
-            prompts: of the round, by group; None: its responses are not judged.
-            groups: of the round.
-            decode: the text of a response's tokens.
-            together: the judge reads several responses to a prompt together: groups arrive when they are complete.
-        """
-        self._receiver, self._prompts = receiver, prompts
-        self._group_of, self._sizes = groups.of(torch.arange(groups.count)).tolist(), groups.sizes.tolist()
-        self._decode, self._together = decode, together
-        self._groups: dict[int, list[JudgedText | None]] = {}  # None: not judged, or an environment has failed
-
-    @property
-    def is_done(self) -> bool:
-        return self._receiver.is_done
-
-    def receive(self) -> list[list[JudgedText]]:
-        """The responses, or with `together` the groups, that are complete since the last call."""
-        complete: list[Collection[JudgedText | None]] = []
-        for sequence, tokens in self._receiver.receive():
-            group = self._group_of[sequence]
-            prompt, text = self._prompts[group], None
-            if tokens is not None and prompt is not None:
-                text = JudgedText(sequence, prompt, self._decode(tokens))
-            members = self._groups.setdefault(group, [])
-            members.append(text)
-            if not self._together:
-                complete.append([text])
-            elif len(members) == self._sizes[group]:
-                complete.append(self._groups.pop(group))
-        found = [sorted(filter(None, texts), key=lambda text: text.sequence) for texts in complete]
-        return [texts for texts in found if texts]
-
-    def wait(self, seconds: float | None):
-        """Waits for the next response, at most so long; None: without a limit."""
-        self._receiver.wait(seconds)

@@ -12,9 +12,9 @@ from megarl.algorithms.shaping import overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.early_responses import ResponseReceiver
+from megarl.comm.load_balance import positions_by_group
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.comm.whole_groups import positions_by_group
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
@@ -156,16 +156,11 @@ class Reward:
             numbers = batch.sequence_ids.tolist()
             groups = positions_by_group(numbers, step_batch.groups)
             judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
-        width = 3 + len(self.settings.part_weights)
-        columns = torch.zeros(len(batch), width, dtype=torch.float64, device=batch.tokens.device)
+        columns = torch.zeros(len(batch), 3 + len(self.settings.part_weights), dtype=torch.float64)
         if self.role_groups.is_leader:
-            before = len(self.rows)
             scores = self._scores(part, texts, model_scores, judged, batch, step_batch, for_training)
-            dropped = [self.drops and "failure" in row for row in self.rows[before:]]
-            each_row = zip(scores, dropped, self._parts, strict=True)
-            rows = [(each.reward, each.correct, not drop, *of_parts) for each, drop, of_parts in each_row]
-            columns = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, width)
-        return columns
+            columns = torch.tensor(scores, dtype=columns.dtype).reshape(columns.shape)
+        return columns.to(batch.tokens.device)
 
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
         sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
@@ -195,8 +190,8 @@ class Reward:
     def _scores(
         self, part: Part, texts, model_scores: Tensor | None, judged: list[JudgedResponse] | None, batch: Batch,
         step_batch: StepBatch, for_training: bool,
-    ) -> list[Score]:  # fmt: skip
-        """Scores of a part's responses; adds to `rows`. A collective of the replica leaders."""
+    ) -> list[tuple[float, ...]]:  # fmt: skip
+        """The columns of `_score_part` for each response; adds to `rows`. A collective of the replica leaders."""
         samples, (terms, names, shaping) = self._samples(texts, batch), part.expression
         groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.groups)
         before, rows = self.rows, self._unscored_rows(texts, samples, batch)
@@ -230,14 +225,15 @@ class Reward:
         positions = range(len(batch))
         scores = [compose(terms, {name: column[i] for name, column in columns.items()}) for i in positions]
         penalties = self._overlong_penalties(batch, step_batch.prompts)
-        self._parts = self._parts_of(terms, columns, penalties, len(batch))
+        parts = self._parts_of(terms, columns, penalties, len(batch))
         if penalties is not None:
             weighted = (self.settings.overlong_penalty * penalties).tolist()
             scores = [_with_component(*item) for item in zip(scores, weighted, strict=True)]
         values = [{name: column[i] for name, column in values.items()} for i in positions]
         scored = map(_scored, scores, values)
         self.rows = before + [row | more for row, more in zip(rows, scored, strict=True)]
-        return scores
+        each = zip(scores, counted, parts, strict=True)
+        return [(score.reward, score.correct, counts, *of_parts) for score, counts, of_parts in each]
 
     def _judged(
         self, samples: list[Sample], judged: list[JudgedResponse], rows: list[dict]

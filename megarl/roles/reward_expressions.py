@@ -53,8 +53,7 @@ class RewardExpressions:
         return self._by_text[self._text(prompts, line)]
 
     def _text(self, prompts: PromptSet, line: int) -> str:
-        entry = prompts.entry_of(line)
-        return self.settings.reward if entry is None or entry.reward is None else entry.reward
+        return prompts.entry_of(line).reward or self.settings.reward
 
     def parts(self, batch: Batch, prompts: PromptSet, count: int) -> list[Part]:
         """A replica's batch by reward; without rewards that score no response. A collective of the role.

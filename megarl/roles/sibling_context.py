@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.comm.load_balance import positions_by_group
 from megarl.comm.role_mesh import RoleGroups
-from megarl.comm.whole_groups import positions_by_group
 from megarl.data.context_template import ContextTemplate, for_teacher
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet

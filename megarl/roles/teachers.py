@@ -1,4 +1,12 @@
-"""The role teacher: one frozen model, or several that take turns on its ranks, each with the sequences of its lines."""
+"""The role teacher: a frozen model whose distributions the policy learns. Several take turns on the role's ranks, each
+with the sequences of its lines.
+
+With `--distill reward` a teacher sends its log-prob of each response token. With `--distill loss` it sends hidden
+states, and the policy's last stage forms both models' logits itself (`teacher_output`): T · H_T numbers instead of
+T · V, and no token of the vocabulary is left out.
+"""
+
+import functools
 
 import torch
 from torch import Tensor
@@ -6,16 +14,20 @@ from torch import Tensor
 from megarl.arguments import RunConfig
 from megarl.batch import FIELDS, Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
+from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import StepBatch
 from megarl.data.ragged import Ragged
+from megarl.flags.distill_settings import AVERAGE, REWARD
 from megarl.mcore import device
+from megarl.mcore.model import forward_pass
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import FrozenModel
+from megarl.roles.policy_scores import policy_scores
 from megarl.roles.sibling_context import SiblingContext
-from megarl.roles.teacher import Teacher
 from megarl.roles.teacher_prompts import TeacherPrompts, prompts_of_lines, with_prompts
 from megarl.roles.trainable_model import TrainableModel
+from megarl.roles.weight_refresh import WeightRefresh
 from megarl.router_replay.router_state import RouterState
 
 
@@ -42,15 +54,13 @@ class Teachers:
         self._prompts, self._numbers, self._context = prompts, numbers, context
         self._state_bytes = config.teachers.state_bytes
         self._model_of = torch.tensor(config.teachers.model_of, dtype=torch.int64)
-        self.teachers = [
-            Teacher(config.settings, role, role_groups, role.model_vocab_size(vocab_size), timers)
-            for role in config.teachers.models
-        ]
-
-    @property
-    def frozen_models(self) -> list[FrozenModel]:
-        """The models on this rank."""
-        return [teacher.frozen_model for teacher in self.teachers if teacher.frozen_model is not None]
+        models = config.teachers.models
+        self._vocab_sizes = [role.model_vocab_size(vocab_size) for role in models]
+        self.frozen_models: list[FrozenModel] = []  # on this rank
+        if role_groups.is_member:
+            sizes = zip(models, self._vocab_sizes, strict=True)
+            self.frozen_models = [FrozenModel(role, role_groups, size, timers) for role, size in sizes]
+        self._refresh: WeightRefresh | None = None
 
     @property
     def router_states(self) -> list[RouterState]:
@@ -68,13 +78,14 @@ class Teachers:
 
         `actor`: its model on this rank; None outside the role.
         """
-        for teacher in self.teachers:
-            teacher.plan_refreshes(mesh, actor)
+        if self.settings.teacher == AVERAGE and (actor is not None or self.frozen_models):
+            (frozen,) = self.frozen_models or [None]
+            self._refresh = WeightRefresh(mesh, self.name, actor, frozen, 1.0, self.timers)
 
     def refresh(self):
         """Gives a teacher that follows the actor the weights that its model has now, the average. Collective."""
-        for teacher in self.teachers:
-            self.metrics |= teacher.refresh()
+        if self._refresh is not None:
+            self.metrics["weights/teacher_bytes"] = self._refresh.run()
 
     def score(self, step_batch: StepBatch):
         """Fills `teacher_logprobs` or `teacher_states`, and with several teachers `teacher_ids`.
@@ -118,20 +129,22 @@ class Teachers:
 
     def score_batch(self, batch: Batch):
         """`score` of a replica's batch, which has its `teacher_ids`. A collective of the role."""
-        if len(self.teachers) == 1:
-            self.teachers[0].score_batch(batch)
+        if len(self.frozen_models) == 1:
+            self._score_by(0, batch)
             return
         name, model_of = self.outputs[0], self._model_of[batch.teacher_ids.cpu()]
-        field = self._empty_field(name, batch)
-        own = torch.bincount(model_of, minlength=len(self.teachers)).to(batch.lengths.device)
+        # B bytes hold a hidden state of any of the teachers.
+        widths = (self._state_bytes,) if name == "teacher_states" else ()
+        field = torch.zeros(len(batch.tokens), *widths, dtype=FIELDS[name].dtype, device=device.device())
+        own = torch.bincount(model_of, minlength=len(self.frozen_models)).to(batch.lengths.device)
         of_role = self.role_groups.dp_all_reduce(own).tolist()
-        for number, teacher in enumerate(self.teachers):
-            if not of_role[number]:
+        for number, count in enumerate(of_role):
+            if not count:
                 continue  # on no replica: it stays in host memory
             index = (model_of == number).nonzero().flatten().to(batch.lengths.device)
             rows = batch.token_positions(index)
             read = batch.take(index, rows)
-            teacher.score_batch(read)
+            self._score_by(number, read)
             values = getattr(read, name)
             if values.dim() == 1:
                 field[rows] = values
@@ -139,9 +152,20 @@ class Teachers:
                 field[rows, : values.shape[1]] = values
         setattr(batch, name, field)
 
-    def _empty_field(self, name: str, batch: Batch) -> Tensor:
-        """Zeros [T], or [T, B] where B bytes hold a hidden state of any of the teachers."""
-        shape = [len(batch.tokens)]
-        if name == "teacher_states":
-            shape.append(self._state_bytes)
-        return torch.zeros(shape, dtype=FIELDS[name].dtype, device=device.device())
+    def _score_by(self, number: int, batch: Batch):
+        """Fills the teachers' field of a batch, by one of the models. A collective of the role."""
+        model = self.frozen_models[number]
+        if self.settings.distill == REWARD:
+            results = model.forward_only(batch, functools.partial(self._logprobs, self._vocab_sizes[number]))
+            mb.write_back(batch, "teacher_logprobs", [(scores.logprobs, at) for scores, at in results])
+        else:
+            mb.write_back_rows(batch, "teacher_states", model.forward_only(batch, self._states))
+
+    def _logprobs(self, vocab_size: int, chunk, microbatch: Batch) -> forward_pass.TokenScores:
+        return policy_scores(chunk, microbatch, self.settings.teacher_temperature, vocab_size)
+
+    def _states(self, chunk, microbatch: Batch) -> Tensor:
+        host = microbatch.host_metadata
+        return forward_pass.token_states(
+            chunk, microbatch.tokens, host.lengths, microbatch.routing, host.response_mask, host.shared
+        )

@@ -21,7 +21,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import warn
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.observe.files import step_name
+from megarl.observe.files import step_name, step_of
 from megarl.rollout import bank_file
 from megarl.rollout.bank_file import DamagedRecord, Entry
 from megarl.rollout.requests import RoundRequests
@@ -81,12 +81,15 @@ class RolloutBank:
             requests.bind({group: rank for group, rank in enumerate(owner_of_group.tolist()) if rank != NOBODY})
         requests.banked = (owners != NOBODY).tolist()
         count = sum(requests.banked)
-        if count and self.role_groups.rank == self.role_groups.ranks.start:
+        if count:
             total = sum(limit > 0 for limit in requests.limits)
-            print(
-                f"megarl: step {step}: {count} of {total} responses are in {self.folder}", file=sys.stderr, flush=True
-            )
+            self._say(f"{count} of {total} responses")
         return {i: c for i, c in sorted(completions.items()) if owners[i] == self.role_groups.dp_rank}
+
+    def _say(self, what: str):
+        """On the role's first rank, says what the bank has of the step."""
+        if self.role_groups.rank == self.role_groups.ranks.start:
+            print(f"megarl: step {self._step}: {what} are in {self.folder}", file=sys.stderr, flush=True)
 
     def add(self, number: int, completion: Completion):
         """Appends a response of the round of the last `take`, unless it was stopped early. Not a collective."""
@@ -115,10 +118,9 @@ class RolloutBank:
         latest = folders.named(run / "checkpoints", folders.LATEST)
         if not self.role_groups.is_leader or latest is None:
             return
-        step = folders.step_of(latest)
+        step = step_of(latest)
         for folder in self.folder.glob("step_*"):
-            number = folder.name.removeprefix("step_")
-            if number.isdecimal() and int(number) <= step and folder.is_dir():
+            if 0 <= step_of(folder) <= step and folder.is_dir():
                 for path in self._own_files(folder):
                     path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # other replicas still have files in it
@@ -185,12 +187,8 @@ class RolloutBank:
             if request is None or self._identity(request) != entry.identity:
                 left.append(entry)
                 continue
-            try:
-                body = bank_file.read(entry)
-                if self._answers(request, bank_file.unpack(body)[2]):
-                    bodies.append(body)
-            except (DamagedRecord, OSError) as error:
-                warn([f"--rollout-bank {entry.path}: {error}"])
+            if (body := self._read(entry, request)) is not None:
+                bodies.append(body)
         self._found = left
         return bodies
 
@@ -202,6 +200,15 @@ class RolloutBank:
         if requests.prompt_of(number).dp_rank not in (None, self.role_groups.dp_rank):
             return None
         return requests.build([number])[0]
+
+    def _read(self, entry: Entry, request: GenerationRequest) -> bytes | None:
+        """The body of a record; None if it is damaged, or cannot be what the engine answers to a request."""
+        try:
+            body = bank_file.read(entry)
+            return body if self._answers(request, bank_file.unpack(body)[2]) else None
+        except (DamagedRecord, OSError) as error:
+            warn([f"--rollout-bank {entry.path}: {error}"])
+            return None
 
     def _answers(self, request: GenerationRequest, completion: Completion) -> bool:
         """Whether a completion could be the engine's: whoever can write to the folder may write anything."""

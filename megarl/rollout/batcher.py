@@ -18,7 +18,6 @@ from megarl.comm import microbatches as mb
 from megarl.comm.announcements import Announcements
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
-from megarl.comm.whole_groups import with_whole_groups
 from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
@@ -32,8 +31,9 @@ from megarl.rollout.group_collector import GroupCollector
 from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, POOLS_FILE, QUEUED_FILE
 from megarl.rollout.requests import dp_assignment_of
 from megarl.rollout.rollout import Rollout
-from megarl.rollout.rollout_files import RolloutWriter
+from megarl.rollout.rollout_files import RolloutWriter, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
+from megarl.rollout.saved_rollout import SavedGroupCollector
 
 
 class BatchHeader(NamedTuple):
@@ -65,12 +65,13 @@ class RolloutBatcher:
     def __init__(
         self, settings: Settings, mesh: RoleMesh, rollout: Rollout, reward: Reward, prompts: PromptSet,
         prompt_tokens: Ragged, hidden_size: int, timers: Timers, writer: RolloutWriter | None = None,
+        saved: SavedRollouts | None = None,
     ):  # fmt: skip
         """
         Args:
-            prompt_tokens: tokens of each prompt in the set.
+            prompt_tokens, writer: as of `GroupCollector`.
             hidden_size: the actor's, to estimate the FLOPs of sequences for load balancing.
-            writer: keeps the responses of each step; None without `--save-rollouts`.
+            saved: has the batches, with a `SavedRollout`; None: they are generated.
         """
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.reward, self.prompts, self.hidden_size = reward, prompts, hidden_size
@@ -81,11 +82,7 @@ class RolloutBatcher:
         self.collector: GroupCollector | None = None  # on ranks of the rollout
         if mesh[ROLLOUT].is_member:
             arguments = settings, mesh, rollout, prompts, prompt_tokens, self._scorer, self._announcements, timers
-            self.collector = self._build_collector(*arguments, writer)
-
-    def _build_collector(self, *arguments) -> GroupCollector:
-        """`arguments`: of `GroupCollector`."""
-        return GroupCollector(*arguments)
+            self.collector = SavedGroupCollector(saved, *arguments) if saved else GroupCollector(*arguments, writer)
 
     @property
     def order(self) -> PromptOrder | MixtureOrder | None:
@@ -206,7 +203,7 @@ class RolloutBatcher:
             compares[name] = False
         for name in (name for name in dp_assignment if compares.get(name)):
             replicas = len(self.mesh[name].replicas)
-            dp_assignment[name] = with_whole_groups(
+            dp_assignment[name] = load_balance.with_whole_groups(
                 dp_assignment[name], header.lengths, groups, replicas, self.hidden_size
             )
         fields, of_actor = self.settings.sampled_fields, self.settings.staleness_fields

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megarl.arguments import Settings
 from megarl.batch import FIELDS, Batch, concatenate, with_row_starts
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
@@ -25,19 +26,10 @@ from megarl.rollout.waiting_groups import VERSIONS
 class GroupBuffer:
     """Groups accepted so far, numbered from 0 in the order in which they were added."""
 
-    def __init__(
-        self, mesh: RoleMesh, samples_per_prompt: int, extra_fields: tuple[str, ...],
-        layers: tuple[int, ...] | None = None, has_versions: bool = False,
-    ):  # fmt: skip
-        """
-        Args:
-            samples_per_prompt: responses to a prompt whose file in a mixture says no number.
-            extra_fields: fields of the sequences besides `GENERATED_FIELDS`.
-            layers: numbers of the MoE layers whose routes this rank records; None if the run records none.
-            has_versions: sequences also have the `versions` of their tokens.
-        """
-        self.mesh, self.samples = mesh, samples_per_prompt
-        self.extra_fields, self.layers, self.has_versions = extra_fields, layers, has_versions
+    def __init__(self, mesh: RoleMesh, settings: Settings, layers: tuple[int, ...] | None = None):
+        """`layers`: numbers of the MoE layers whose routes this rank records; None if the run records none."""
+        self.mesh, self.settings, self.layers = mesh, settings, layers
+        self.samples = settings.samples_per_prompt  # of a prompt whose file in a mixture says no number
         self.clear()
 
     def clear(self):
@@ -46,7 +38,7 @@ class GroupBuffer:
 
     def empty(self) -> "GroupBuffer":
         """A buffer for the same kind of groups."""
-        return GroupBuffer(self.mesh, self.samples, self.extra_fields, self.layers, self.has_versions)
+        return GroupBuffer(self.mesh, self.settings, self.layers)
 
     def take(self) -> "GroupBuffer":
         """Another buffer with all groups, which this one loses."""
@@ -101,12 +93,13 @@ class GroupBuffer:
         """(sequences in a file, sizes of all groups if there are several, this replica's share of the sequences)."""
         fields = with_row_starts(load_plain(data, where))
         samples, layers, sizes = fields.pop("samples"), fields.pop("layers", None), fields.pop("sizes", None)
-        versions = fields.get(VERSIONS) if VERSIONS in self.extra_fields else fields.pop(VERSIONS, None)
-        wanted = waiting_groups.batch_fields(self.extra_fields, self.layers is not None)
+        wanted = waiting_groups.batch_fields(self.settings)
+        versions = fields.get(VERSIONS) if VERSIONS in wanted else fields.pop(VERSIONS, None)
         waiting_groups.check_complete((samples, set(fields)), (self.samples, wanted))
-        if self.has_versions and versions is None:
-            versions = torch.full_like(fields["tokens"], version, dtype=FIELDS[VERSIONS].dtype)
-        fields |= {VERSIONS: versions} if self.has_versions else {}
+        if self.settings.has_stale_tokens:
+            if versions is None:
+                versions = torch.full_like(fields["tokens"], version, dtype=FIELDS[VERSIONS].dtype)
+            fields[VERSIONS] = versions
         role_groups, batch = self.mesh[ROLLOUT], Batch(**fields)
         if not role_groups.is_member:
             return len(batch), sizes, None

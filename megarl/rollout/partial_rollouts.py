@@ -7,6 +7,7 @@ episodes.
 """
 
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,10 +29,11 @@ from megarl.errors import UsageError
 from megarl.groups import PromptGroups
 from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
+from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.carried import CarriedEpisodes
-from megarl.rollout.episodes.episode import key_of
-from megarl.rollout.requests import PartialResponse, PromptRequest, groups_of
-from megarl.rollout.response_rows import joined, rows_by_id, selected, split_at, truncated_to
+from megarl.rollout.episodes.episode import FAILED, Episode
+from megarl.rollout.requests import PartialResponse, PromptRequest, episode_keys, groups_of
+from megarl.rollout.response_rows import joined, rows_by_id, split_at, truncated_to
 from megarl.rollout.waiting_groups import VERSIONS
 
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
@@ -41,18 +43,8 @@ _RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS, "forced")
 class CarriedGroup(NamedTuple):
     """What every rank of the rollout knows of an unfinished group."""
 
-    line: int
-    draw_index: int
-    step: int  # that drew the line
-    dp_rank: int  # replica that holds the responses
-    lengths: tuple[int, ...]  # tokens of each response
-    finished: tuple[bool, ...]  # also of an episode that ended in another way
+    request: PromptRequest  # without tokens; an episode that has ended in any way is finished
     oldest: int  # policy version of its oldest token; `NO_TOKEN` without any
-
-    @property
-    def samples(self) -> int:
-        """Responses in the group."""
-        return len(self.lengths)
 
 
 class PartialRolloutBuffer:
@@ -67,16 +59,20 @@ class PartialRolloutBuffer:
         self.trained_version = 0  # of the policy that trains on what the step generates, before its update
         self.dropped = 0  # groups dropped since the last `metrics`: for `--max-staleness`, or `_replayable`
         self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank of the rollout
-        self._responses: Batch | None = None  # this replica's, on the host; ids number the responses of `_groups`
-        self._continued: Batch | None = None  # of the groups that the present round continues
+        # This replica's, on the host; ids number the responses of `_groups`, and of those that the round continues.
+        self._responses = self._continued = empty_batch(self._fields, "cpu")
         self._continued_count = 0  # of all replicas
 
     def __len__(self) -> int:
         return len(self._groups)
 
+    @property
+    def _requests(self) -> list[PromptRequest]:
+        return [group.request for group in self._groups]
+
     def clear(self):
         """Removes all groups; the policy version stays."""
-        self._groups, self._responses = [], None
+        self._groups, self._responses = [], empty_batch(self._fields, "cpu")
         self._retain_episodes()
 
     def begin_step(self, version: int, trained_version: int):
@@ -87,7 +83,7 @@ class PartialRolloutBuffer:
         """Removes and returns at most `count` groups, oldest first. `keep_unfinished` puts back those not taken."""
         self._drop_stale()
         popped, self._groups = self._groups[:count], self._groups[count:]
-        groups = PromptGroups([group.samples for group in popped])
+        groups = groups_of([group.request for group in popped])
         self._continued_count = groups.count
         self._continued, self._responses = split_at(self._responses, self._continued_count)
         held = rows_by_id(self._continued)
@@ -96,16 +92,13 @@ class PartialRolloutBuffer:
     def _request(self, group: CarriedGroup, held: dict[int, tuple[list[int], int]], first: int) -> PromptRequest:
         """The request of a group whose responses are numbered from `first`; `held`: of `rows_by_id`."""
         prompt, partial = [], []
-        for i, (length, is_finished) in enumerate(zip(group.lengths, group.finished, strict=True)):
-            tokens, start = held.get(first + i, ([], 0))
+        for i, response in enumerate(group.request.partial, first):
+            tokens, start = held.get(i, ([], 0))
             prompt = tokens[:start]
             # How much room an episode has, it knows itself.
-            counted = length if self.episodes is None or is_finished else 0
-            partial.append(PartialResponse(counted, is_finished, tokens[start:]))
-        return PromptRequest(
-            line=group.line, tokens=prompt, draw_index=group.draw_index, step=group.step, partial=tuple(partial),
-            dp_rank=group.dp_rank, samples=group.samples,
-        )  # fmt: skip
+            length = response.length if self.episodes is None or response.is_finished else 0
+            partial.append(response._replace(length=length, tokens=tokens[start:]))
+        return group.request._replace(tokens=prompt, partial=tuple(partial))
 
     def _drop_stale(self):
         limit = self.settings.max_staleness
@@ -113,27 +106,18 @@ class PartialRolloutBuffer:
             return
         is_fresh = torch.tensor([self.trained_version - group.oldest <= limit for group in self._groups])
         self.dropped += int((~is_fresh).sum())
-        groups = PromptGroups([group.samples for group in self._groups])
+        groups = groups_of(self._requests)
         self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
-        self._responses = selected(self._responses, groups.expand(is_fresh))
+        self._responses = self._responses.renumbered(groups.expand(is_fresh))
         self._retain_episodes()
 
     def _retain_episodes(self):
         """Ends the environments of all episodes but those of the groups."""
         if self.episodes is not None:
-            self.episodes.retain(self._keys(self._groups))
-
-    def _keys(self, groups: Iterable[CarriedGroup | PromptRequest], step: int = 0) -> list[str]:
-        """Keys of the episodes of groups by sequence id; `step`: that drew those that name none."""
-        return [
-            key_of(step if group.step is None else group.step, group.line, group.draw_index * size + sample)
-            for group in groups
-            for size in (group.samples or self.samples,)
-            for sample in range(size)
-        ]
+            self.episodes.retain(episode_keys(self._requests))
 
     def keep_unfinished(
-        self, batch: Batch, requests: list[PromptRequest], step: int, taken: Tensor, longest: int | None
+        self, batch: Batch, requests: list[PromptRequest], taken: Tensor, longest: int | None
     ) -> tuple[Batch, int]:
         """Keeps the groups of a round that are not taken. Returns (this rank's restored batch, its new tokens).
 
@@ -148,47 +132,50 @@ class PartialRolloutBuffer:
             taken, longest: of `Rollout.earliest_groups`; all groups and None if all are taken. None also if a schedule
                 says how many tokens each response has.
         """
-        keys, held = self._keys(requests, step), batch.sequence_ids.tolist()
+        episodes: list[Episode] = []  # of this replica's rows
         if self.episodes is None:
             batch = batch if longest is None else truncated_to(batch, longest)
             new_tokens = int(batch.response_mask.sum())
         else:
-            new_tokens = self.episodes.new_tokens(keys[i] for i in held)
-        self._restore_continued(batch, [keys[i] for i in held])
+            keys = episode_keys(requests)
+            episodes = self.episodes.of(keys[i] for i in batch.sequence_ids.tolist())
+            new_tokens = sum(episode.new_tokens for episode in episodes if episode.end != FAILED)
+        self._restore_continued(batch, episodes)
         is_kept = torch.ones(len(requests), dtype=torch.bool)
         is_kept[taken] = False
         if self.episodes is not None and is_kept.any():
-            groups = groups_of(requests, self.samples)
-            is_kept = self._replayable(batch.sequence_ids, [keys[i] for i in held], groups, is_kept)
+            is_kept = self._replayable(batch.sequence_ids, episodes, groups_of(requests), is_kept)
         if is_kept.any():
-            self._keep(batch, requests, is_kept, step)
+            self._keep(batch, episodes, requests, is_kept)
         self._retain_episodes()
-        self._continued, self._continued_count = None, 0
+        self._continued, self._continued_count = empty_batch(self._fields, "cpu"), 0
         return batch, new_tokens
 
-    def _replayable(self, sequence_ids: Tensor, keys: list[str], groups: PromptGroups, is_kept: Tensor) -> Tensor:
+    def _replayable(
+        self, sequence_ids: Tensor, episodes: list[Episode], groups: PromptGroups, is_kept: Tensor
+    ) -> Tensor:
         """[G] bool: the groups of `is_kept` without an unfinished episode whose environment cannot be replayed. Counts
         the others as dropped."""
-        is_stuck = torch.tensor(self.episodes.are_stuck(keys), dtype=torch.int64)
-        stuck = self.mesh[ROLLOUT].gather_rows(sequence_ids, is_stuck, groups.count)
+        own = torch.tensor([episode.end is None and not episode.replayable for episode in episodes], dtype=torch.int64)
+        stuck = self.mesh[ROLLOUT].gather_rows(sequence_ids, own, groups.count)
         is_stuck = groups.reduce(stuck, "amax") > 0
         self.dropped += int((is_stuck & is_kept).sum())
         return is_kept & ~is_stuck
 
-    def _restore_continued(self, batch: Batch, keys: list[str]):
+    def _restore_continued(self, batch: Batch, episodes: list[Episode]):
         """Restores continued tokens, which the engine had as prompt: mask, log-probs, versions, prompt lengths.
 
-        `keys`: of the batch's rows.
+        Of agents' tokens, which may have other places, the episodes know all but the versions.
         """
         if batch.versions is None:  # the round had one policy
             batch.versions = torch.full_like(batch.tokens, self.version, dtype=torch.int32)
-        if self._continued is None:
+        if not len(self._continued):
             return
         is_continued = batch.sequence_ids < self._continued_count
         if self.episodes is not None:
-            is_relaid = self.episodes.are_relaid(keys)
-            self._restore_relaid(batch, [(row, keys[row]) for row, is_one in enumerate(is_relaid) if is_one])
-            is_continued &= ~torch.tensor(is_relaid, dtype=torch.bool, device=is_continued.device)
+            _restore_versions(batch, episodes)
+            is_relaid = torch.tensor([episode.is_relaid for episode in episodes], dtype=torch.bool)
+            is_continued &= ~is_relaid.to(is_continued.device)
         is_continued = is_continued.nonzero().flatten()
         found = torch.searchsorted(self._continued.sequence_ids, batch.sequence_ids[is_continued].cpu())
         before = self._continued.select(found).to(batch.tokens.device)
@@ -200,32 +187,23 @@ class PartialRolloutBuffer:
                 getattr(batch, name)[positions] = getattr(before, name)
         batch.prompt_lengths[is_continued] = before.prompt_lengths
 
-    def _restore_relaid(self, batch: Batch, rows: list[tuple[int, str]]):
-        """Restores the versions of agents' tokens, of which the episodes know all else; `rows`: with their keys."""
-        bounds = batch.cu_seqlens.tolist()
-        for row, key in rows:
-            for start, versions in self.episodes.known_versions(key):
-                first = bounds[row] + start
-                batch.versions[first : first + len(versions)] = batch.versions.new_tensor(versions)
-
-    def _keep(self, batch: Batch, requests: list[PromptRequest], is_kept: Tensor, step: int):
+    def _keep(self, batch: Batch, episodes: list[Episode], requests: list[PromptRequest], is_kept: Tensor):
         """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
-        role_groups, groups = self.mesh[ROLLOUT], groups_of(requests, self.samples)
-        kept = Batch(**{name: getattr(batch, name).cpu() for name in self._fields})
-        kept = selected(kept, groups.expand(is_kept))
+        role_groups, groups = self.mesh[ROLLOUT], groups_of(requests)
+        kept, is_kept_id = Batch(**{name: getattr(batch, name).cpu() for name in self._fields}), groups.expand(is_kept)
+        episodes = list(itertools.compress(episodes, is_kept_id[kept.sequence_ids].tolist()))
+        kept = kept.renumbered(is_kept_id)
         requests, groups = [requests[i] for i in is_kept.nonzero().flatten().tolist()], groups.kept(is_kept)
-        ids, own = torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4)
-        if kept is not None:
-            ids, ended = kept.sequence_ids, None
-            if self.episodes is not None:
-                keys = self._keys(requests, step)
-                keys = [keys[i] for i in ids.tolist()]
-                ended = self.episodes.have_ended(keys)
-                self.episodes.learn_versions(keys, kept.versions.split(kept.lengths.tolist()))
-            own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
+        ids, ended = kept.sequence_ids, None
+        if self.episodes is not None:
+            ended = [episode.end is not None for episode in episodes]
+            for episode, versions in zip(episodes, kept.versions.split(kept.lengths.tolist()), strict=True):
+                if isinstance(episode, AgentEpisode):
+                    episode.learn_versions(versions.tolist())
+        own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
         known = role_groups.gather_rows(ids, own, groups.count)
         self._responses = joined(kept, self._responses, len(known))
-        self._groups = _carried_groups(requests, known.split(groups.sizes.tolist()), step) + self._groups
+        self._groups = _carried_groups(requests, known.split(groups.sizes.tolist())) + self._groups
 
     def metrics(self) -> dict[str, int]:
         """Groups carried to the next step, and groups dropped in this one."""
@@ -236,16 +214,16 @@ class PartialRolloutBuffer:
         """This replica's state for `from_bytes`, on its leader; None on other ranks or without responses, but for the
         first replica."""
         role_groups, responses = self.mesh[ROLLOUT], self._responses
-        if not role_groups.is_leader or (role_groups.dp_rank and responses is None):
+        if not role_groups.is_leader or (role_groups.dp_rank and not len(responses)):
             return None
         fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
-        groups, file = [(group.line, group.draw_index, group.step) for group in self._groups], io.BytesIO()
-        sizes = [group.samples for group in self._groups]
+        groups, file = [(each.line, each.draw_index, each.step) for each in self._requests], io.BytesIO()
+        sizes = [each.samples for each in self._requests]
         if {*sizes} - {self.samples}:  # of files with sizes of their own
             fields["sizes"] = sizes
         if self.episodes is not None:
-            keys, ids = self._keys(self._groups), responses.sequence_ids.tolist() if responses else []
-            fields["episodes"] = self.episodes.to_json(keys[i] for i in ids)
+            keys = episode_keys(self._requests)
+            fields["episodes"] = self.episodes.to_json(keys[i] for i in responses.sequence_ids.tolist())
         torch.save({"version": self.version, "samples": self.samples, "groups": groups, **fields}, file)
         return file.getvalue()
 
@@ -270,14 +248,14 @@ class PartialRolloutBuffer:
             if not own:
                 known = torch.zeros(by_prompt.count, 4, dtype=torch.int64)
             requests = [
-                PromptRequest(line=n, tokens=(), draw_index=index, step=step, samples=size)
+                PromptRequest(n, (), size, s.max_response_length, step, index)
                 for (n, index, step), size in zip(groups, sizes, strict=True)
             ]
             batch = Batch(**fields) if fields else empty_batch(self._fields, "cpu")
             dp_ranks = by_prompt.round_robin(len(role_groups.replicas))[batch.sequence_ids]
             ended = None
             if self.episodes is not None:
-                keys, is_own = self._keys(requests), dp_ranks == role_groups.dp_rank
+                keys, is_own = episode_keys(requests), dp_ranks == role_groups.dp_rank
                 keys = [keys[i] for i in batch.sequence_ids.tolist()]
                 ended = self.episodes.load(facts or "[]", batch, keys, is_own, where)
             known[batch.sequence_ids] = torch.cat([_known(batch, ended), dp_ranks.unsqueeze(1)], 1)
@@ -293,21 +271,26 @@ class PartialRolloutBuffer:
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
-        self._groups = _carried_groups(requests, known.split(sizes), 0)
-        self.version, batch = version, concatenate(own)
-        self._responses = batch if len(batch) else None
+        self._groups = _carried_groups(requests, known.split(sizes))
+        self.version, self._responses = version, concatenate(own)
 
 
-def _carried_groups(requests: list[PromptRequest], known: Sequence[Tensor], step: int) -> list[CarriedGroup]:
+def _restore_versions(batch: Batch, episodes: list[Episode]):
+    """Restores the versions of agents' tokens of earlier rounds; `episodes`: of the batch's rows."""
+    for first, episode in zip(batch.cu_seqlens.tolist(), episodes, strict=False):
+        for start, versions in episode.known_versions:
+            at = first + start
+            batch.versions[at : at + len(versions)] = batch.versions.new_tensor(versions)
+
+
+def _carried_groups(requests: list[PromptRequest], known: Sequence[Tensor]) -> list[CarriedGroup]:
     """The groups of requests; `known`: of each [samples, 4] length, finished, oldest version, dp rank."""
     groups = []
     for request, of_group in zip(requests, known, strict=True):
         lengths, finished, oldest, dp_ranks = of_group.T.tolist()
-        drawn_in = step if request.step is None else request.step
-        groups.append(CarriedGroup(
-            line=request.line, draw_index=request.draw_index, step=drawn_in, dp_rank=dp_ranks[0],
-            lengths=tuple(lengths), finished=tuple(map(bool, finished)), oldest=min(oldest),
-        ))  # fmt: skip
+        partial = tuple(PartialResponse(n, bool(is_one)) for n, is_one in zip(lengths, finished, strict=True))
+        carried = request._replace(tokens=(), partial=partial, dp_rank=dp_ranks[0])
+        groups.append(CarriedGroup(carried, min(oldest)))
     return groups
 
 

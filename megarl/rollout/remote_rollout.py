@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
@@ -12,7 +11,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.remote_engine import RemoteEngine
 from megarl.rollout.remote_generator import RemoteGenerator
-from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch
+from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, sampling_of
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -34,21 +33,18 @@ class RemoteRollout:
         """Does nothing: the server has the weights."""
 
     def generate(
-        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float,
-        prompt_set: PromptSet | None = None,
-    ) -> Batch | None:  # fmt: skip
-        """Generates `samples` responses to each prompt; returns this replica's share.
+        self, prompts: list[PromptRequest], step: int, temperature: float, prompt_set: PromptSet | None = None
+    ) -> Batch | None:
+        """Generates the responses to each prompt; returns this replica's share.
 
         `temperature` 0 is greedy. `prompt_set`: the set whose lines the prompts are, for environments.
         """
         role_groups, s = self.role_groups, self.settings
         if not role_groups.is_member:
             return None
-        sampling = SamplingSettings(
-            temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
-        )
+        sampling = sampling_of(s, temperature)
         with self.timers.phase(role_groups.model_role, "rollout"):
-            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length, self.thinking)
+            requests = RoundRequests(prompts, s.seed, step, self.thinking)
             ids = requests.assigned_to(role_groups.dp_rank, len(role_groups.replicas))
             if self.episodes is not None:
                 source = RequestList(zip(ids, requests.build(ids), strict=True))

@@ -21,7 +21,8 @@ _calls = itertools.count()  # numbers the calls; all ranks of the rollout make t
 
 
 class StoreEntry:
-    """An entry in the rendezvous store for one call of the rollout; only the replica leaders access it."""
+    """An entry in the rendezvous store for one call of the rollout, on each of its ranks; only the replica leaders
+    access it. Every replica calls `close` when its engine has stopped."""
 
     def __init__(self, role_groups: RoleGroups):
         self.role_groups = role_groups
@@ -34,7 +35,7 @@ class StoreEntry:
             self.store.delete_key(f"{self.key}/done")
 
 
-class SharedRequestQueue:
+class SharedRequestQueue(StoreEntry):
     """The requests of all replicas, longest prompt first. A `RequestSource` of the engine, one object on each rank.
 
     A replica draws its next requests by one atomic addition to a counter, without waiting. Its leader draws for all of
@@ -49,8 +50,8 @@ class SharedRequestQueue:
             whole_groups: all responses to a prompt go to one replica, where they can share its KV cache.
             role_groups: of the rollout.
         """
+        super().__init__(role_groups)
         self.requests = requests
-        self.entry = StoreEntry(role_groups)
         groups = [[i for i in requests.ids_of(n) if requests.is_open(i)] for n in range(len(requests.prompts))]
         units = [ids for ids in groups if ids] if whole_groups else [[i] for ids in groups for i in ids]
         self._order = sorted((ids for ids in units if self._owner(ids) is None), key=self._longest_first)
@@ -82,19 +83,14 @@ class SharedRequestQueue:
     def wait(self):
         """There is nothing to wait for: the queue is known from the start."""
 
-    def close(self):
-        """Every replica calls this after its last request."""
-        self.entry.close()
-
     def _draw(self, units: int):
-        entry = self.entry
-        first = entry.store.add(entry.key, units) - units if entry.role_groups.is_leader else 0
-        first = entry.role_groups.broadcast_number(first)
+        first = self.store.add(self.key, units) - units if self.role_groups.is_leader else 0
+        first = self.role_groups.broadcast_number(first)
         self._is_exhausted = first + units >= len(self._order)
         self._drawn.extend(itertools.chain.from_iterable(self._order[first : first + units]))
 
 
-class GroupEarlyStop:
+class GroupEarlyStop(StoreEntry):
     """Stops generation when the earliest `wanted` groups are finished.
 
     Groups rank by the new tokens of their longest response, then by number. This does not depend on when or where a
@@ -105,8 +101,8 @@ class GroupEarlyStop:
 
     def __init__(self, wanted: int, requests: RoundRequests, role_groups: RoleGroups):
         """`wanted`: groups to select, including those finished before, which are fewer."""
-        self._requests, self.entry = requests, StoreEntry(role_groups)
-        self._limits = requests.limits
+        super().__init__(role_groups)
+        self._requests, self._limits = requests, requests.limits
         self._ended: dict[int, list[int]] = {}  # lengths of the responses that ended here, by group
         groups = range(len(requests.prompts))
         self.wanted = wanted - sum(not any(self._limits_of(group)) for group in groups)
@@ -122,43 +118,34 @@ class GroupEarlyStop:
 
     def add(self, number: int, length: int):
         """Records that a response, or an episode, has ended with that many new tokens."""
-        group = self._requests.group_of(number)
+        group = self._requests.group_of[number]
         lengths = self._ended.setdefault(group, [])
         lengths.append(length)
         is_complete = len(lengths) == sum(limit > 0 for limit in self._limits_of(group))
-        if is_complete and self.entry.role_groups.is_leader:
+        if is_complete and self.role_groups.is_leader:
             self._publish(self._result(group, lengths))
 
     def longest(self) -> int | None:
         """Limit on the new tokens of a response, None until enough groups are finished. A collective of the replica."""
-        known = self._best_groups() if self.entry.role_groups.is_leader else b""
-        best = array.array("q", known)
-        number = best[-1] >> 32 if len(best) == self.wanted else _NO_LIMIT
-        found = self.entry.role_groups.broadcast_number(number)
+        best = self._best_groups() if self.role_groups.is_leader else []
+        found = self.role_groups.broadcast_number(best[-1] >> 32 if len(best) == self.wanted else _NO_LIMIT)
         return None if found == _NO_LIMIT else found
 
-    def close(self):
-        """Every replica calls this when its engine has stopped."""
-        self.entry.close()
-
-    def _best_groups(self) -> bytes:
-        store, key = self.entry.store, self.entry.key
-        return bytes.fromhex(store.get(key).decode()) if store.check([key]) else b""
+    def _best_groups(self) -> list[int]:
+        """What the entry holds. For leaders."""
+        return _decoded(self.store.get(self.key)) if self.store.check([self.key]) else []
 
     def _result(self, group: int, lengths: list[int]) -> int:
         return max(lengths) << 32 | group
 
-    def _with(self, known: array.array, result: int) -> list[int]:
+    def _with(self, known: list[int], result: int) -> list[int]:
         """The best groups when one more has ended."""
         return sorted([*known, result])[: self.wanted]
 
     def _publish(self, result: int):
         known = self._best_groups()
-        while True:
-            best = array.array("q", self._with(array.array("q", known), result)).tobytes()
-            if result not in array.array("q", best):
-                return
-            stored = bytes.fromhex(self.entry.store.compare_set(self.entry.key, known.hex(), best.hex()).decode())
+        while result in (best := self._with(known, result)):
+            stored = _decoded(self.store.compare_set(self.key, _encoded(known), _encoded(best)))
             if stored == best:
                 return
             known = stored  # another replica was faster
@@ -169,19 +156,19 @@ class FirstGroups(GroupEarlyStop):
 
     def is_enough(self) -> bool:
         """Whether enough groups are finished. For leaders."""
-        return len(array.array("q", self._best_groups())) == self.wanted
+        return len(self._best_groups()) == self.wanted
 
     def groups(self) -> list[int]:
         """The groups, ascending, with those finished before; once all replicas have stopped. A collective of the
         replica."""
-        first = array.array("q", self._best_groups()) if self.entry.role_groups.is_leader else ()
+        first = self._best_groups() if self.role_groups.is_leader else []
         before = [group for group in range(len(self._requests.prompts)) if not any(self._limits_of(group))]
-        return sorted([*before, *self.entry.role_groups.broadcast_object([*first])])
+        return sorted([*before, *self.role_groups.broadcast_object(first)])
 
     def _result(self, group: int, lengths: list[int]) -> int:
         return group
 
-    def _with(self, known: array.array, result: int) -> list[int]:
+    def _with(self, known: list[int], result: int) -> list[int]:
         return [*known, result][: self.wanted]
 
 
@@ -197,3 +184,11 @@ def shortest_groups(lengths: torch.Tensor, wanted: int) -> torch.Tensor:
     if len(order) < wanted:
         raise RuntimeError(f"rollout: {len(order)} groups are finished, {wanted} are wanted")
     return torch.tensor(sorted(group for _, group in order[:wanted]), dtype=torch.int64)
+
+
+def _encoded(groups: list[int]) -> str:
+    return array.array("q", groups).tobytes().hex()
+
+
+def _decoded(stored: bytes) -> list[int]:
+    return array.array("q", bytes.fromhex(stored.decode())).tolist()

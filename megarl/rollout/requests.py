@@ -1,7 +1,7 @@
 """Converts prompts to requests of the engine, and its completions to a packed batch."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
+from megarl.mcore.moe.routing import NO_ROUTE
+from megarl.rollout.episodes.episode import key_of
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
 
@@ -36,12 +38,12 @@ class PromptRequest(NamedTuple):
 
     line: int  # in the prompt set
     tokens: Sequence[int]  # () on replicas that do not hold the group's partial responses
+    samples: int  # responses
+    limit: int  # tokens of a response
+    step: int  # that has drawn the line
     draw_index: int = 0  # how often the same step has drawn this line before
-    step: int | None = None  # step that drew the line; None: the step that generates
     partial: tuple[PartialResponse, ...] = ()  # one for each sample, to be continued; empty: a new group
     dp_rank: int | None = None  # replica that holds the partial responses and continues them; None: any replica
-    limit: int | None = None  # tokens of a response; None: as the round's
-    samples: int | None = None  # responses; None: as the round's
 
 
 class Branching(NamedTuple):
@@ -56,18 +58,26 @@ class Branching(NamedTuple):
         return cls(settings.branch_turns, settings.branch_samples) if settings.branch_turns else None
 
 
-def groups_of(prompts: list[PromptRequest], samples: int) -> PromptGroups:
-    """The groups of responses to the prompts; `samples`: to a prompt that says no number."""
-    return PromptGroups([prompt.samples or samples for prompt in prompts])
+def groups_of(prompts: Iterable[PromptRequest]) -> PromptGroups:
+    """The groups of responses to the prompts."""
+    return PromptGroups([prompt.samples for prompt in prompts])
 
 
-def remaining_tokens(prompts: list[PromptRequest], samples: int, limit: int) -> list[int]:
-    """Tokens that each response to the prompts may still get, by sequence id; `limit`: of a whole response, if the
-    prompt has none, as `samples` of `groups_of`."""
+def episode_keys(prompts: Iterable[PromptRequest]) -> list[str]:
+    """Keys of the episodes of the prompts, by sequence id."""
     return [
-        response.remaining(prompt.limit or limit)
+        key_of(prompt.step, prompt.line, prompt.draw_index * prompt.samples + sample)
         for prompt in prompts
-        for response in prompt.partial or (PartialResponse(),) * (prompt.samples or samples)
+        for sample in range(prompt.samples)
+    ]
+
+
+def remaining_tokens(prompts: Iterable[PromptRequest]) -> list[int]:
+    """Tokens that each response to the prompts may still get, by sequence id."""
+    return [
+        response.remaining(prompt.limit)
+        for prompt in prompts
+        for response in prompt.partial or (PartialResponse(),) * prompt.samples
     ]
 
 
@@ -78,25 +88,23 @@ class RoundRequests:
     """
 
     def __init__(
-        self, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int,
-        thinking: ThinkingBudget | None = None, branching: Branching | None = None,
+        self, prompts: list[PromptRequest], seed: int, step: int, thinking: ThinkingBudget | None = None,
+        branching: Branching | None = None,
     ):  # fmt: skip
         """
         Args:
             prompts: of all replicas.
-            samples: as of `groups_of`.
             step: the one that generates.
-            max_new_tokens: of a whole response.
             thinking: the budget of each response, or turn; None: none.
             branching: of episodes; None: each has all of its turns for itself.
         """
-        self.prompts, self.samples, self.groups = prompts, samples, groups_of(prompts, samples)
+        self.prompts, self.groups = prompts, groups_of(prompts)
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
-        self._group_of = self.groups.of(torch.arange(self.groups.count)).tolist()
+        self.group_of: list[int] = self.groups.of(torch.arange(self.groups.count)).tolist()  # each response
         self.thinking, self._branching = thinking, branching
         self._seed, self.step = seed, step
-        self.limits = remaining_tokens(prompts, samples, max_new_tokens)  # 0: the response is finished
+        self.limits = remaining_tokens(prompts)  # 0: the response is finished
         self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
 
     def __len__(self) -> int:
@@ -107,21 +115,17 @@ class RoundRequests:
         if sum(not any(self.limits[i] for i in ids) for ids in self._ids) >= wanted:
             self.limits = [0] * len(self)
 
-    def group_of(self, i: int) -> int:
-        """The number of the prompt of a response in the round."""
-        return self._group_of[i]
-
     def ids_of(self, group: int) -> range:
         """The responses to a prompt of the round."""
         return self._ids[group]
 
     def prompt_of(self, i: int) -> PromptRequest:
         """The prompt of a response."""
-        return self.prompts[self._group_of[i]]
+        return self.prompts[self.group_of[i]]
 
     def sample_of(self, i: int) -> int:
         """The number of a response in its group."""
-        return i - self._ids[self._group_of[i]].start
+        return i - self._ids[self.group_of[i]].start
 
     def is_open(self, i: int) -> bool:
         """Whether the engine has to generate a response."""
@@ -152,15 +156,10 @@ class RoundRequests:
             return range(0)
         return self.thinking.forced(self.prompt_of(i).tokens, [*self.partial(i).tokens, *new_tokens])
 
-    def step_of(self, i: int) -> int:
-        """The step that drew the prompt of a response."""
-        drawn_in = self.prompt_of(i).step
-        return self.step if drawn_in is None else drawn_in
-
     def stream_of(self, i: int) -> int:
         """The number of a response among all that its step draws of the prompt's line."""
-        size = len(self._ids[self._group_of[i]])  # of all groups of the line
-        return self.prompt_of(i).draw_index * size + self.sample_of(i)
+        prompt = self.prompt_of(i)  # all groups of the line have its size
+        return prompt.draw_index * prompt.samples + self.sample_of(i)
 
     def trunk_of(self, i: int) -> int:
         """The stream that names the random numbers of a response's first turns, if episodes share these; else its
@@ -171,7 +170,7 @@ class RoundRequests:
     def _keys(self, ids: Sequence[int], streams: Sequence[int]) -> list[int]:
         """The keys of random streams, each of a response's line in the step that drew it."""
         lines = torch.tensor([self.prompt_of(i).line for i in ids], dtype=torch.int64)
-        numbers, steps = torch.tensor(streams, dtype=torch.int64), torch.tensor([self.step_of(i) for i in ids])
+        numbers, steps = torch.tensor(streams, dtype=torch.int64), torch.tensor([self.prompt_of(i).step for i in ids])
         keys = torch.empty_like(lines)
         for drawn_in in steps.unique().tolist():
             is_of_step = steps == drawn_in
@@ -207,6 +206,19 @@ class RoundRequests:
             )
             for i, key, trunk in zip(ids, keys, self._trunks(ids), strict=True)
         ]
+
+
+def sampling_of(settings: Settings, temperature: float) -> SamplingSettings:
+    """How tokens are drawn at a temperature; 0 is greedy."""
+    s = settings
+    return SamplingSettings(
+        temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
+    )
+
+
+def unknown_routes(empty_routes: Tensor, tokens: int) -> Tensor:
+    """[tokens, L, k] routes that nobody has recorded. `empty_routes`: [0, L, k]."""
+    return empty_routes.new_full((tokens, *empty_routes.shape[1:]), NO_ROUTE)
 
 
 def _joined(lists: Sequence[Sequence], dtype) -> np.ndarray:

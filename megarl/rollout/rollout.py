@@ -24,7 +24,6 @@ from megarl.mcore.lora.transfer import policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction import layer_of
-from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank
@@ -39,6 +38,8 @@ from megarl.rollout.requests import (
     completions_to_batch,
     groups_of,
     remaining_tokens,
+    sampling_of,
+    unknown_routes,
 )
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
@@ -148,7 +149,7 @@ class Rollout:
     def restart(self, step: int):
         """Begins after a step, whose weights have been loaded."""
         if self.scheduled is not None:
-            self.scheduled.weights.restart(step)
+            self.scheduled.weights.step = step
 
     def weights_at(self, step: int) -> int:
         """The step whose weights the rollout has at the end of a step."""
@@ -175,10 +176,10 @@ class Rollout:
             self._weight_sync.wait_sends()
 
     def generate(
-        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,
+        self, prompts: list[PromptRequest], step: int, temperature: float | None = None,
         wanted: int | None = None, prompt_set: PromptSet | None = None, sender: ResponseSender | None = None,
     ) -> Batch | None:  # fmt: skip
-        """Generates responses to each prompt, `samples` where it says no number; returns this replica's share, packed.
+        """Generates responses to each prompt; returns this replica's share, packed.
 
         Partial responses are continued; the batch has their earlier tokens as part of the prompt.
 
@@ -196,32 +197,27 @@ class Rollout:
         with self.timers.phase(self.role_groups.model_role, "rollout"):
             is_training = temperature is None
             branching = Branching.of(s) if is_training else None
-            common = s.seed, step, s.max_response_length, self.thinking, branching
-            requests = RoundRequests(prompts, samples, *common)
+            requests = RoundRequests(prompts, s.seed, step, self.thinking, branching)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
-            is_banked = is_training and self.bank is not None
             records_routes = is_training and self.recorded_layers is not None
-            temperature = s.temperature if temperature is None else temperature
-            sampling = SamplingSettings(
-                temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
-            )
+            routes = self.engine.empty_routes if records_routes else None
+            sampling = sampling_of(s, s.temperature if temperature is None else temperature)
             weights = self.scheduled if is_training else None
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
+            earliest = wanted if stops_early else None
             if self.episodes is not None:
-                earliest = wanted if stops_early else None
-                args = step, requests, prompt_set, sampling, records_routes, is_training, earliest
-                return self._run_episodes(*args, sender)
-            banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
+                return self._run_episodes(step, requests, prompt_set, sampling, routes, is_training, earliest, sender)
             if weights is not None:
-                args = step, requests, wanted if stops_early else None, sampling, records_routes
-                done = self._run_scheduled(*args, sender)
+                done = self._run_scheduled(step, requests, earliest, sampling, routes, sender)
             else:
+                banked = None
+                if is_training and self.bank is not None:
+                    banked = self.bank.take(step, requests, self._bank_key(sampling), routes, stops_early)
                 early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
                 done = self._run_engine(requests, sampling, records_routes, early_stop, banked, sender)
             self._counts.add(self.engine, is_training)
-            done |= self._without_new_tokens(requests, records_routes)
-            routes = self.engine.empty_routes if records_routes else None
+            done |= self._without_new_tokens(requests, routes)
             return completions_to_batch(done, requests, routes, None if weights is None else weights.first)
 
     def generation_metrics(self) -> dict[str, float]:
@@ -230,13 +226,6 @@ class Rollout:
         if not self.role_groups.is_member:
             return {}
         return ({} if self.episodes is None else self.episodes.take_metrics()) | self._counts.take_metrics()
-
-    def _from_bank(
-        self, step: int, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool, whole_groups: bool
-    ) -> dict[int, Completion]:
-        """This replica's banked responses by sequence id. A collective of the role."""
-        routes = self.engine.empty_routes if records_routes else None
-        return self.bank.take(step, requests, self._bank_key(sampling), routes, whole_groups)
 
     def _bank_key(self, sampling: SamplingSettings) -> tuple:
         """What all requests depend on that a bank answers. A collective of the role."""
@@ -278,17 +267,16 @@ class Rollout:
         return done
 
     def _run_scheduled(
-        self, step: int, requests: RoundRequests, wanted: int | None, sampling: SamplingSettings, records_routes: bool,
-        sender: ResponseSender | None,
+        self, step: int, requests: RoundRequests, wanted: int | None, sampling: SamplingSettings,
+        empty_routes: Tensor | None, sender: ResponseSender | None,
     ) -> dict[int, Completion]:  # fmt: skip
         """As `_run_engine`, with weights that may change meanwhile. `wanted`: as of `ScheduledRounds.generate`."""
 
         def stream(max_requests, source, interrupt):
-            args = source, self.ends.ids, sampling, records_routes, max_requests
+            args = source, self.ends.ids, sampling, empty_routes is not None, max_requests
             return self.engine.stream(*args, interrupt=interrupt)
 
         mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
-        empty_routes = self.engine.empty_routes if records_routes else None
         source_of = functools.partial(self._source, requests)
         return self.scheduled.generate(step, requests, mine, wanted, source_of, stream, empty_routes, sender)
 
@@ -304,7 +292,7 @@ class Rollout:
 
     def _run_episodes(
         self, step: int, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings,
-        records_routes: bool, is_training: bool, wanted: int | None, sender: ResponseSender | None,
+        empty_routes: Tensor | None, is_training: bool, wanted: int | None, sender: ResponseSender | None,
     ) -> Batch:  # fmt: skip
         """This replica's episodes: all of their turns, or as far as the `wanted` earliest groups decide."""
         weights = self.scheduled if is_training else None
@@ -314,10 +302,10 @@ class Rollout:
         early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
         bank = self.bank if is_training and isinstance(self.bank, TurnBank) else None
         if bank is not None:
-            bank.begin_round(step, self._bank_key(sampling), self.engine.empty_routes if records_routes else None)
+            bank.begin_round(step, self._bank_key(sampling), empty_routes)
         self.episodes.run(
-            self.engine, source, requests, prompt_set, sampling, records_routes, queue.share if queue else None,
-            is_training, early_stop, sender, bank,
+            self.engine, source, requests, prompt_set, sampling, empty_routes is not None,
+            queue.share if queue else None, is_training, early_stop, sender, bank,
         )  # fmt: skip
         self._counts.add(self.engine, is_training)
         if queue:
@@ -325,33 +313,34 @@ class Rollout:
         longest = None
         if early_stop is not None:
             early_stop.close()
-            _, longest = self.earliest_groups(None, requests.prompts, requests.samples, wanted)
-        batch = self.episodes.settle(longest, self.engine.empty_routes if records_routes else None)
+            _, longest = self.earliest_groups(None, requests.prompts, wanted)
+        batch = self.episodes.settle(longest, empty_routes)
         if weights is not None:
             weights.end()
             batch.versions = torch.full_like(batch.tokens, weights.first, dtype=torch.int32)
         return batch
 
-    def _without_new_tokens(self, requests: RoundRequests, records_routes: bool) -> dict[int, Completion]:
+    def _without_new_tokens(self, requests: RoundRequests, empty_routes: Tensor | None) -> dict[int, Completion]:
         """Completions of this replica's requests without new tokens; routes are unknown."""
-        empty_routes, done = self.engine.empty_routes, {}
+        done = {}
         for i in self._assigned_here(requests):
             if not requests.limits[i]:
-                shape = (len(requests.prompt(i)), *empty_routes.shape[1:])
-                routes = empty_routes.new_full(shape, NO_ROUTE) if records_routes else None
-                done[i] = Completion(tokens=[], logprobs=[], finished=requests.partial(i).is_finished, routes=routes)
+                tokens, finished = len(requests.prompt(i)), requests.partial(i).is_finished
+                routes = None if empty_routes is None else unknown_routes(empty_routes, tokens)
+                done[i] = Completion(tokens=[], logprobs=[], finished=finished, routes=routes)
         return done
 
     def _assigned_here(self, requests: RoundRequests) -> list[int]:
         return requests.assigned_to(self.role_groups.dp_rank, len(self.role_groups.replicas))
 
-    def recompute_routes(self, batch: Batch | None, prompts: list[PromptRequest], samples: int):
+    def recompute_routes(self, batch: Batch | None, prompts: list[PromptRequest]):
         """Prefills responses that were finished before `generate`, to record their routes under the present policy.
 
         `batch`: this rank's share of the responses to `prompts`, as given to `generate`.
         """
-        remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
-        is_finished = torch.tensor([not tokens for tokens in remaining])  # an episode that failed has no routes
+        is_finished = torch.tensor(
+            [not tokens for tokens in remaining_tokens(prompts)]
+        )  # an episode that failed has no routes
         if batch is None or self.recorded_layers is None or not is_finished.any():
             return
         with self.timers.phase(self.role_groups.model_role, "rollout"):
@@ -367,7 +356,7 @@ class Rollout:
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
 
     def earliest_groups(
-        self, batch: Batch | None, prompts: list[PromptRequest], samples: int, wanted: int
+        self, batch: Batch | None, prompts: list[PromptRequest], wanted: int
     ) -> tuple[Tensor, int | None]:
         """([wanted] ascending numbers of the earliest groups of `generate`, new tokens of their longest response).
 
@@ -380,11 +369,11 @@ class Rollout:
         if self.episodes is not None:
             numbers, own = self.episodes.new_lengths()
         else:
-            remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
+            remaining = remaining_tokens(prompts)
             numbers, lengths = batch.sequence_ids, batch.lengths - batch.prompt_lengths
             is_finished = batch.finished | (lengths == lengths.new_tensor(remaining)[numbers])
             own = lengths.masked_fill(~is_finished, UNFINISHED)
-        groups = groups_of(prompts, samples)
+        groups = groups_of(prompts)
         longest = groups.reduce(self.role_groups.gather_rows(numbers, own, groups.count), "amax")
         earliest = shortest_groups(longest, wanted)
         return earliest, int(longest[earliest].max())

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate, with_row_starts
-from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.resume import is_held_out
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
 from megarl.mcore import device
-from megarl.observe.files import step_name, sync_directory
+from megarl.observe.files import step_name, step_of, sync_directory
 from megarl.observe.terminal import ranges_text
 from megarl.rollout.replica_batch import gather_layers, own_share
 from megarl.rollout.round_scores import GenerationRound
@@ -161,7 +160,7 @@ class SavedRollouts:
         self.path, self._facts = path, facts
         self._longest, folder = longest, Path(path)
         self._folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
-        there = {folders.step_of(found.parent) for found in self._folder.glob(f"step_*/{manifests.NAME}")}
+        there = {step_of(found.parent) for found in self._folder.glob(f"step_*/{manifests.NAME}")}
         if not there:
             raise self._error("holds no rollouts; allowed is the folder of a run with --save-rollouts")
         missing = [step for step in steps if step not in there]

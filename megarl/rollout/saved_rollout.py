@@ -3,13 +3,11 @@
 import torch.distributed as dist
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
-from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.group_collector import GroupCollector, SamplingStatistics
 from megarl.rollout.rollout_files import GREEDY, RESPONSES, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound
@@ -67,7 +65,7 @@ class SavedGroupCollector(GroupCollector):
     def __init__(self, saved: SavedRollouts, *args):
         """`args`: of `GroupCollector`, with a `SavedRollout`."""
         super().__init__(*args)
-        self._saved, self._step = saved, 0
+        self._saved, self._step = saved, 0  # the step that is read
 
     def check_start(self, step: int):
         """UsageError unless the groups that waited when the first step was generated also wait now."""
@@ -80,13 +78,8 @@ class SavedGroupCollector(GroupCollector):
             )
         self.partial_rollouts.clear()  # what continues them is in the files
 
-    def collect(self, step: int) -> tuple[Batch, PromptGroups] | None:
-        """The saved batch of a step, if it was full. Collective."""
-        self._step = step
-        return super().collect(step)
-
     def _run_rounds(self, step: int, statistics: SamplingStatistics):
-        record = self._saved.records[step]
+        record, self._step = self._saved.records[step], step
         for number in range(len(record.rounds)):
             self._accept(self._read(step, number), step, statistics)
         statistics.tokens = record.tokens if self.role_groups.dp_rank == 0 else 0
@@ -109,20 +102,3 @@ class SavedGroupCollector(GroupCollector):
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
         super()._set_metrics(statistics, waiting_groups)
         self.metrics |= self._saved.records[self._step].metrics
-
-
-class SavedRolloutBatcher(RolloutBatcher):
-    """Gives each step its saved batch."""
-
-    def __init__(self, saved: SavedRollouts, *args):
-        """`args`: of `RolloutBatcher`, with a `SavedRollout`."""
-        self._saved = saved
-        super().__init__(*args)
-
-    def _build_collector(self, *arguments) -> SavedGroupCollector:
-        return SavedGroupCollector(self._saved, *arguments)
-
-    def check_start(self, step: int):
-        """UsageError unless the groups that waited when the first step was generated also wait now."""
-        if isinstance(self.collector, SavedGroupCollector):
-            self.collector.check_start(step)

@@ -20,9 +20,8 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.rollout.request_queue import FirstGroups, SharedRequestQueue
-from megarl.rollout.requests import RoundRequests
+from megarl.rollout.requests import RoundRequests, unknown_routes
 from megarl.rollout.schedule import RoundRecord, Schedule, Segments, bounds
 from megarl.rollout.weight_sync import WeightSync
 
@@ -40,20 +39,12 @@ class HeldWeights:
     """The step whose weights this rank of the rollout holds, and what is known of later steps."""
 
     def __init__(self, sync: WeightSync):
-        self._sync, self.step = sync, 0
+        self.sync, self.step = sync, 0
         self._has_trained: dict[int, bool] = {}  # of later steps; one without a batch sends no weights
-
-    def restart(self, step: int):
-        """Holds the weights of a step."""
-        self.step = step
 
     def end_step(self, step: int, has_trained: bool):
         """Notes whether a step changes the weights."""
         self._has_trained[step] = has_trained
-
-    def is_next_there(self) -> bool:
-        """Whether the actor has sent the next weights."""
-        return self._sync.is_next_there()
 
     def skip_unchanged(self, newest: int):
         """Goes on to the last of the next steps, up to `newest`, whose weights are the same."""
@@ -65,12 +56,7 @@ class HeldWeights:
         while self.step < step:
             self.step += 1
             if self._has_trained.pop(self.step, False):
-                self._sync.run(is_checked=False)
-
-    def check(self):
-        """With `--verify-weights`, compares the last weights. A collective of the rollout, whose ranks hold the same.
-        RuntimeError if they differ."""
-        self._sync.check()
+                self.sync.run(is_checked=False)
 
 
 @dataclasses.dataclass
@@ -131,7 +117,7 @@ class ScheduledRounds:
         round need. A collective of the rollout."""
         self.weights.end_step(step, has_trained)
         self.weights.take_through(step - self.settings.generation_lag)
-        self.weights.check()
+        self.weights.sync.check()
 
     def begin(self, step: int):
         """Begins a round with the weights of the schedule, or with the newest that all replicas may have now. A
@@ -162,7 +148,7 @@ class ScheduledRounds:
             self._first_groups.close()
         self.groups = None if groups is None else torch.tensor(groups, dtype=torch.int64)
         self.weights.take_through(last)
-        self.weights.check()
+        self.weights.sync.check()
         if record is None and role_groups.is_leader:
             written = RoundRecord(self._round, self.first, last, groups, self._segments)
             self._schedule.append(written, role_groups.dp_rank, len(role_groups.replicas))
@@ -199,7 +185,7 @@ class ScheduledRounds:
 
     def _may_take(self) -> bool:
         """Whether the next weights are there and allowed in this round. For leaders."""
-        return self.role_groups.is_leader and self.weights.step < self._newest and self.weights.is_next_there()
+        return self.role_groups.is_leader and self.weights.step < self._newest and self.weights.sync.is_next_there()
 
     def _take_next(self):
         self.weights.take_through(self.weights.step + 1)
@@ -271,7 +257,7 @@ class ScheduledRounds:
                 if len(completion.tokens) != counts[i] or (completion.finished and not is_last):
                     raise self._error(f"response {i} ended after {len(done[i].tokens)} tokens")
         taken = range(len(requests.prompts)) if record.groups is None else record.groups
-        for i in (i for i in mine if requests.group_of(i) in {*taken}):
+        for i in (i for i in mine if requests.group_of[i] in {*taken}):
             if not done[i].finished and len(done[i].tokens) != requests.limits[i]:
                 raise self._error(f"response {i} has not ended after {len(done[i].tokens)} tokens")
         return done
@@ -292,5 +278,5 @@ def _with_routes(completion: Completion, prompt: list[int], empty_routes: Tensor
     """A completion with unknown routes if it lacks those that the round records: a later round reads it again."""
     if empty_routes is None or completion.routes is not None:
         return completion
-    shape = (len(prompt) + len(completion.tokens), *empty_routes.shape[1:])
-    return dataclasses.replace(completion, routes=empty_routes.new_full(shape, NO_ROUTE))
+    routes = unknown_routes(empty_routes, len(prompt) + len(completion.tokens))
+    return dataclasses.replace(completion, routes=routes)

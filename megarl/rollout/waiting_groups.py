@@ -10,18 +10,12 @@ QUEUE = "generated_ahead"
 VERSIONS = "versions"  # the field of a batch that partial rollouts add
 
 
-def extra_fields(settings: Settings) -> tuple[str, ...]:
-    """Names of the fields that complete groups have besides `GENERATED_FIELDS` and routes."""
-    return (*settings.sampled_fields, *([VERSIONS] if settings.partial_rollouts or settings.is_scheduled else []))
-
-
-def batch_fields(extra: tuple[str, ...], has_routes: bool) -> set[str]:
+def batch_fields(settings: Settings) -> set[str]:
     """Names of all fields that complete groups have while they wait."""
-    return {*GENERATED_FIELDS, *extra, *(["routes"] if has_routes else [])}
-
-
-def _fields_of(settings: Settings) -> set[str]:
-    return batch_fields(extra_fields(settings), settings.router_replay == "rollout")
+    s = settings
+    versions = [VERSIONS] if s.partial_rollouts or s.is_scheduled else []
+    routes = ["routes"] if s.router_replay == "rollout" else []
+    return {*GENERATED_FIELDS, *s.sampled_fields, *versions, *routes}
 
 
 def manifest_entry(settings: Settings, complete: int, unfinished: int) -> dict:
@@ -32,7 +26,7 @@ def manifest_entry(settings: Settings, complete: int, unfinished: int) -> dict:
         unfinished: groups among the partial rollouts.
     """
     facts = {"complete": complete, "unfinished": unfinished, "samples_per_prompt": settings.samples_per_prompt}
-    return {ENTRY: facts | {"fields": sorted(_fields_of(settings))}}
+    return {ENTRY: facts | {"fields": sorted(batch_fields(settings))}}
 
 
 def queue_entry(lag: int, through: int, steps: list[int], version: int) -> dict:
@@ -79,7 +73,7 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
         )
     if complete or queue["files"]:
         fields = {*found["fields"], *(["row_starts"] if "turn_rewards" in found["fields"] else [])}  # of older versions
-        check_complete((samples, fields), (s.samples_per_prompt, _fields_of(s)))
+        check_complete((samples, fields), (s.samples_per_prompt, batch_fields(s)))
     if complete >= s.prompts_per_step and not is_batch:
         raise UsageError(
             f"--prompts-per-step {s.prompts_per_step}: the checkpoint of --load {s.load} holds {complete} groups that "

@@ -8,7 +8,6 @@ configuration. Signals that stop a run do nothing here, because rank 0 decides w
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -16,15 +15,11 @@ import socket
 import sys
 from multiprocessing.connection import Connection, Listener
 from threading import Thread
-from typing import Any
-
-import uvicorn
 
 from megarl.child_process import parent
 from megarl.errors import UsageError
 from megarl.serving import links
 from megarl.serving.app import build_app
-from megarl.serving.connections import LimitedProtocol, max_connections
 from megarl.serving.context import ServingContext
 from megarl.serving.listening import HttpServer, listen_to_clients
 from megarl.serving.replica_pool import ReplicaState
@@ -46,15 +41,7 @@ class Frontend:
         self._replicas: dict[links.Link, ReplicaState] = {}
         self._ends = False
         self._drains: asyncio.Task | None = None
-        settings = context.config.settings
-        limits = max_connections(settings.max_connections), settings.connection_timeout
-        protocol: Any = functools.partial(LimitedProtocol, *limits)
-        self._http = HttpServer(
-            uvicorn.Config(
-                build_app(context), http=protocol, ws="none", loop="asyncio", lifespan="off", access_log=False,
-                log_config=None, server_header=False, proxy_headers=False,
-            )
-        )  # fmt: skip
+        self._http = HttpServer(build_app(context), context.config.settings)
 
     async def serve(self, rank_0: Connection) -> int:
         """Serves until told to end; returns the exit status."""

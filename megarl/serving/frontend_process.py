@@ -125,36 +125,50 @@ def start_frontend(
         UsageError: the address cannot be used.
         RuntimeError: the process has failed although it may not.
     """
-    child: Child | None = None
-    found: list[Any] = [None]
+    config = dataclasses.replace(
+        config, model_name=model_name, vocab_size=vocab_size, replicas=len(role_groups.replicas)
+    )
     with contextlib.ExitStack() as stack:
-        if dist.get_rank() == 0:
-            replicas = len(role_groups.replicas)
-            config = dataclasses.replace(
-                config, model_name=model_name, vocab_size=vocab_size, replicas=replicas,
-                ranks_address=ranks_address(stack),
-            )  # fmt: skip
-            child = Child("megarl.serving.frontend")
-            stack.callback(end_process, child)
-            child.send(config)
-            found = [answer_of(child)]
-        dist.broadcast_object_list(found, src=0)
-        url, address, key = found[0]
-        link = links.Link(links.connect(address, key)) if role_groups.is_leader else None
+        child, url, link = start_process("megarl.serving.frontend", config, role_groups, stack)
         yield FrontendProcess(url, link, child, role_groups, may_end, config.settings.drain_seconds)
-        status = end_process(child) if child else 0
+        status = _end(child) if child else 0
         if status and not may_end:
             raise RuntimeError(f"the HTTP process ended with status {status}")
 
 
-def ranks_address(stack: contextlib.ExitStack) -> links.Address:
+def start_process(
+    module: str, config: Any, role_groups: RoleGroups, stack: contextlib.ExitStack
+) -> tuple[Child | None, str, links.Link | None]:
+    """(the process, on rank 0; its URL; a link with it, on leaders). A collective of the world.
+
+    Args:
+        module: its main function receives `config` with its `ranks_address`.
+        stack: ends it.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    child: Child | None = None
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        config = dataclasses.replace(config, ranks_address=_ranks_address(stack))
+        child = Child(module)
+        stack.callback(_end, child)
+        child.send(config)
+        found = [_answer_of(child)]
+    dist.broadcast_object_list(found, src=0)
+    url, address, key = found[0]
+    return child, url, links.Link(links.connect(address, key)) if role_groups.is_leader else None
+
+
+def _ranks_address(stack: contextlib.ExitStack) -> links.Address:
     """Where leaders connect: a Unix socket in a private folder if all ranks are on this node."""
     if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE")) == os.environ.get("WORLD_SIZE"):
         return str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-"))) / "leaders")
     return socket.gethostbyname(os.environ["MASTER_ADDR"]), 0
 
 
-def answer_of(child: Child) -> tuple[str, links.Address, bytes]:
+def _answer_of(child: Child) -> tuple[str, links.Address, bytes]:
     """(URL, address and key for leaders) of the process. UsageError if its configuration is wrong."""
     try:
         found = child.connection.recv()
@@ -165,7 +179,7 @@ def answer_of(child: Child) -> tuple[str, links.Address, bytes]:
     return found
 
 
-def end_process(child: Child) -> int | None:
+def _end(child: Child) -> int | None:
     """Ends the process; it first answers its requests that there are no ranks any more. Returns its exit status."""
     child.connection.close()
     if child.status(END_SECONDS) is None:

@@ -1,18 +1,33 @@
 """The socket of an HTTP process, and its server."""
 
 import contextlib
+import functools
 import socket
+from typing import Any
 
 import uvicorn
 
 from megarl.errors import UsageError
 from megarl.flags.server_settings import ServerSettings
+from megarl.serving.connections import LimitedProtocol, max_connections
 
 _BACKLOG = 1024  # connections that wait to be accepted
 
 
+# An application without websockets, start and end, and what would say more to clients or logs than it does itself.
+PLAIN: dict[str, Any] = {
+    "ws": "none", "loop": "asyncio", "lifespan": "off", "access_log": False, "log_config": None,
+    "server_header": False, "proxy_headers": False,
+}  # fmt: skip
+
+
 class HttpServer(uvicorn.Server):
-    """Uvicorn's server without its signal handlers."""
+    """Uvicorn's server of an application, with limits of connections and without its signal handlers."""
+
+    def __init__(self, app: Any, settings: ServerSettings):
+        limits = max_connections(settings.max_connections), settings.connection_timeout
+        protocol: Any = functools.partial(LimitedProtocol, *limits)
+        super().__init__(uvicorn.Config(app, http=protocol, **PLAIN))
 
     @contextlib.contextmanager
     def capture_signals(self):

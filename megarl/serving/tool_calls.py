@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megarl.data.detokenizer import Vocabulary
+from megarl.data.messages import tool_call
 from megarl.tool_formats.calls import WrittenCall
 from megarl.tool_formats.reader import CONTENT, Calls, Part
 from megarl.tool_formats.table import ToolFormat
@@ -75,8 +76,7 @@ class ToolCallParser:
         length = self._form.id_length
         made = f"call_{secrets.token_hex(12)}" if length is None else secrets.token_hex(length)[:length]
         self._ids.add(own or made)
-        function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-        return {"id": own or made, "type": "function", "function": function}
+        return tool_call(own or made, call.name, json.dumps(call.arguments, ensure_ascii=False))
 
 
 class _TrimmedText:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megarl.data.messages import tool_call
 from megarl.errors import UsageError
 from megarl.tool_formats.calls import WrittenCall
 from megarl.tool_formats.table import AUTO, FORMATS
@@ -40,9 +41,8 @@ def format_of(template: "ChatTemplate | None") -> str:
 
 def _written_call(template: "ChatTemplate", call_id: str) -> str | None:
     """A turn with a call as the template writes it, up to the token that ends it; None if the template fails."""
-    call = {"id": call_id, "type": "function", "function": {"name": _CALL.name, "arguments": _CALL.arguments}}
     before: Sequence[dict] = [{"role": "user", "content": "q"}]
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    turn = {"role": "assistant", "content": "", "tool_calls": [tool_call(call_id, _CALL.name, _CALL.arguments)]}
     try:
         opened = template.render(before, add_generation_prompt=True, tools=[_TOOL])
         whole = template.render([*before, turn], tools=[_TOOL])

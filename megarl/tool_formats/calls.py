@@ -67,11 +67,6 @@ def call_of(value: Any, arguments: tuple[str, ...] = ("arguments",)) -> WrittenC
     return checked(WrittenCall(value.get("name"), value.get(field, {}), written if isinstance(written, str) else None))
 
 
-def read_call(text: str) -> WrittenCall:
-    """`call_of` the JSON object of a text."""
-    return call_of(read_json(text))
-
-
 def read_arguments(name: str, text: str, written_id: str | None = None) -> WrittenCall:
     """A call whose arguments are the JSON object of a text; an empty text: none. ValueError as of `call_of`."""
     return checked(WrittenCall(name, read_json(text) if text.strip() else {}, written_id))

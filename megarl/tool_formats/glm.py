@@ -1,7 +1,8 @@
 """GLM 4.5: `<tool_call>name` with `<arg_key>…</arg_key><arg_value>…</arg_value>` for each argument, `</tool_call>`."""
 
-from megarl.tool_formats.calls import WrittenCall, attempt, checked
-from megarl.tool_formats.reader import CONTENT, Calls, Grammar, Until
+from megarl.tool_formats.calls import WrittenCall, checked
+from megarl.tool_formats.reader import Grammar
+from megarl.tool_formats.sections import enclosed
 from megarl.tool_formats.typed_arguments import TextCursor, Tools, argument, parameters_of
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -11,14 +12,7 @@ MARKS = (BEGIN, END, _KEY, _KEY_END, _VALUE, _VALUE_END)
 
 def glm(tools: Tools) -> Grammar:
     """The grammar of `--tool-call-parser glm`. `tools`: whose schemas say what is a string."""
-    while True:
-        _, mark = yield Until((BEGIN,), CONTENT)
-        if mark is None:
-            return
-        written, end = yield Until((END,))
-        yield Calls(f"{BEGIN}{written}{end or ''}", [attempt(_call, written, tools)])
-        if end is None:
-            return
+    yield from enclosed({BEGIN: END}, lambda text: _call(text.removeprefix(BEGIN), tools))
 
 
 def _call(written: str, tools: Tools) -> WrittenCall:

@@ -4,8 +4,9 @@ A new line after `<parameter=key>`, and one before `</parameter>`, are no part o
 `<tool_call>`, which these models tend to forget.
 """
 
-from megarl.tool_formats.calls import WrittenCall, attempt, checked
-from megarl.tool_formats.reader import CONTENT, Calls, Grammar, Until
+from megarl.tool_formats.calls import WrittenCall, checked
+from megarl.tool_formats.reader import Grammar
+from megarl.tool_formats.sections import enclosed
 from megarl.tool_formats.typed_arguments import TextCursor, Tools, argument, parameters_of
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -15,15 +16,8 @@ MARKS = (BEGIN, END)  # the others are never one token
 
 def qwen_coder(tools: Tools) -> Grammar:
     """The grammar of `--tool-call-parser qwen3-coder`. `tools`: whose schemas say what is a string."""
-    while True:
-        _, mark = yield Until((BEGIN, _FUNCTION), CONTENT)
-        if mark is None:
-            return
-        written, end = yield Until((END if mark == BEGIN else _FUNCTION_END,))
-        whole = written if mark == BEGIN else mark + written
-        yield Calls(f"{mark}{written}{end or ''}", [attempt(_call, whole, tools)])
-        if end is None:
-            return
+    ends = {BEGIN: END, _FUNCTION: _FUNCTION_END}
+    yield from enclosed(ends, lambda text: _call(text.removeprefix(BEGIN), tools))
 
 
 def _call(written: str, tools: Tools) -> WrittenCall:

@@ -4,7 +4,7 @@ A grammar is a generator. It yields what it wants to read, gets that back, and y
 
     _, mark = yield Until(("<call>",), CONTENT)      # text up to a mark is content, given out as it comes
     written, mark = yield Until(("</call>",))        # this text is kept, and comes back whole
-    yield Calls(written, [attempt(read_call, written)])
+    yield Calls(written, [attempt(read, written)])
 
 At the end of the text, `mark` is None; a grammar then returns. All of it is linear in the length of the text.
 """

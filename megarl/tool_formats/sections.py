@@ -1,10 +1,27 @@
-"""Calls between marks of their own, within a section that has marks, too (DeepSeek, Kimi)."""
+"""Calls between marks of their own, perhaps within a section that has marks, too (DeepSeek, Kimi)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from megarl.tool_formats.calls import WrittenCall, attempt
 from megarl.tool_formats.reader import CONTENT, Calls, Grammar, Until
+
+
+def enclosed(ends: Mapping[str, str], read: Callable[[str], WrittenCall]) -> Grammar:
+    """Reads calls without a section; the last one needs no end.
+
+    Args:
+        ends: the mark that ends a call, by the one that begins it.
+        read: the call of the text from its first mark on.
+    """
+    while True:
+        _, mark = yield Until(tuple(ends), CONTENT)
+        if mark is None:
+            return
+        written, end = yield Until((ends[mark],))
+        yield Calls(f"{mark}{written}{end or ''}", [attempt(read, mark + written)])
+        if end is None:
+            return
 
 
 class SectionMarks(NamedTuple):

@@ -35,8 +35,7 @@ class ThoughtReader:
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of some tokens, with marks that are special tokens."""
-        detokenizer = self._vocabulary.detokenizer(self._form.all_marks)
-        return "".join([*map(detokenizer.feed, map(int, tokens)), detokenizer.finish()])
+        return self._vocabulary.text(tokens, self._form.all_marks)
 
     @property
     def default_text(self) -> str:

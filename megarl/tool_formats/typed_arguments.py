@@ -10,9 +10,9 @@ from megarl.tool_formats.calls import read_json
 
 Tools = Sequence[Mapping[str, Any]]
 _PYTHON = {"True": True, "False": False, "None": None}  # which templates write that do not make JSON of values
-_KINDS: dict[str, tuple[type, ...]] = {
-    "boolean": (bool,), "integer": (int,), "number": (int, float), "array": (list,), "object": (dict,),
-    "null": (type(None),),
+KINDS: dict[str, tuple[type, ...]] = {  # of JSON schemas
+    "string": (str,), "boolean": (bool,), "integer": (int,), "number": (int, float), "array": (list,),
+    "object": (dict,), "null": (type(None),),
 }  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def argument(text: str, schema: Any) -> Any:
         return text
     if types and "string" not in types:
         return value
-    fits = not types or type(value) in {kind for each in types for kind in _KINDS.get(each, ())}
+    fits = not types or type(value) in {kind for each in types for kind in KINDS.get(each, ())}
     return value if fits and not isinstance(value, str) else text
 
 

@@ -4,16 +4,13 @@ import math
 
 import torch.distributed as dist
 
-from megarl.comm.role_mesh import RoleMesh
-
 
 class BestCheckpoint:
     """The best evaluation of a run so far, the same on every rank."""
 
-    def __init__(self, mesh: RoleMesh, metric: str):
+    def __init__(self, metric: str):
         """`metric`: of which the best value is wanted, without `eval/`; of `loss` the lowest, of others the highest."""
-        self.mesh, self.metric = mesh, metric
-        self.sign = -1 if metric == "loss" else 1
+        self.metric, self.sign = metric, -1 if metric == "loss" else 1
         self.value: float | None = None
         self.step: int | None = None
 

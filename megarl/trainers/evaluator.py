@@ -1,29 +1,34 @@
-"""Evaluation on held-out prompts, shared by the RL trainer and the program `evaluate`.
+"""Evaluations on held-out prompts: of `--eval-prompts`, and of each file of `--evals` by its name.
 
 Responses are greedy at `--eval-temperature` 0, otherwise sampled from random streams that no training step uses. Every
 metric is computed per prompt and then averaged over prompts, so it does not depend on the parallel layout.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
 
 from megarl.algorithms.pass_at_k import maj_at_k, mean_at_k, pass_at_k
 from megarl.arguments import Settings
+from megarl.checkpoint.resume import EVAL_PROMPTS, is_held_out
 from megarl.comm import load_balance
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
+from megarl.errors import UsageError
 from megarl.flags.settings import parse_positive_ints
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
+from megarl.rewards import by_file
 from megarl.roles.reward import Reward
 from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.requests import PromptRequest, dp_assignment_of
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.failed_samples import rows_so_far
+from megarl.trainers.prompt_inputs import name_of_eval
 
+ACCURACY = "accuracy"
 EVAL_STEP = 2**31  # step number of the random streams; no training step has it
 
 
@@ -89,8 +94,10 @@ class Evaluator:
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
         self._running: StepBatch | None = None  # what is being scored
+        limits = [prompts.response_limit(line) or settings.max_response_length for line in lines]
         self.requests = [
-            PromptRequest(line=line, tokens=tokens.view(line), limit=prompts.response_limit(line)) for line in lines
+            PromptRequest(line, tokens.view(line), settings.eval_responses, limit, EVAL_STEP)
+            for line, limit in zip(lines, limits, strict=True)
         ]
 
     def evaluate(self) -> dict[str, float] | None:
@@ -112,7 +119,7 @@ class Evaluator:
         n, s = self.settings.eval_responses, self.settings
         self.reward.prepare(self.prompts, [request.line for request in self.requests])
         responses = self.rollout.generate(
-            self.requests, n, EVAL_STEP, temperature=s.eval_temperature, prompt_set=self.prompts
+            self.requests, EVAL_STEP, temperature=s.eval_temperature, prompt_set=self.prompts
         )
         groups = PromptGroups.equal(len(self.requests), n)
         dp_assignment = load_balance.round_robin_assignment(self.mesh, groups)
@@ -152,3 +159,103 @@ class Evaluator:
             means = mean_metrics([metrics for metrics, other in zip(prompts, tasks, strict=True) if other == task])
             result |= {f"eval/{task}/{name}": value for name, value in means.items()}
         return result
+
+
+class Evaluations:
+    """Evaluates on one set after the other. Each draws its responses as it would alone."""
+
+    def __init__(
+        self, settings: Settings, mesh: RoleMesh, rollout: Rollout | RemoteRollout, reward: Reward,
+        prompts: dict[str, PromptSet], tokens: dict[str, Ragged], timers: Timers,
+    ):  # fmt: skip
+        """`prompts`, `tokens`: of the held-out sets of `held_out`."""
+        common = settings, mesh, rollout, reward
+        self._by_name = {
+            name_of_eval(name): Evaluator(*common, found, tokens[name], timers) for name, found in prompts.items()
+        }
+        self._running = next(iter(self._by_name.values()))
+
+    @property
+    def prompts(self) -> int:
+        return sum(len(evaluator.requests) for evaluator in self._by_name.values())
+
+    def evaluate(self, with_samples: bool = False) -> tuple[dict[str, float] | None, list[dict] | None]:
+        """(metrics by name, rows of all responses `with_samples`) on rank 0, None elsewhere. A collective of the world.
+
+        Metrics are `eval/accuracy`, and `eval/<name>/accuracy` of a named evaluation, whose rows have its name. Where
+        all are named, `eval/accuracy` is the mean of theirs.
+        """
+        metrics: dict[str, float] = {}
+        samples: list[dict] = []
+        for name, evaluator in self._by_name.items():
+            self._running = evaluator
+            found, rows = evaluator.evaluate(), evaluator.samples() if with_samples else None
+            if found is not None:
+                metrics |= {named(metric, name): value for metric, value in found.items()}
+            if rows is not None:
+                samples += rows if name is None else [row | {"eval": name} for row in rows]
+        if not metrics:
+            return None, None
+        if None not in self._by_name:
+            mean = fmean(metrics[named(f"eval/{ACCURACY}", name)] for name in self._by_name)
+            metrics = {f"eval/{ACCURACY}": mean} | metrics
+        return metrics, samples
+
+    def samples_so_far(self) -> list[dict]:
+        """As of `Evaluator`, of the one that runs."""
+        return self._running.samples_so_far()
+
+
+def named(metric: str, name: str | None) -> str:
+    """`eval/accuracy` -> `eval/<name>/accuracy`; of no name as it is."""
+    return metric if name is None else f"eval/{name}/{metric.removeprefix('eval/')}"
+
+
+def held_out(sets: dict) -> dict:
+    """The entries of held-out sets, by their names in the manifest."""
+    return {name: found for name, found in sets.items() if is_held_out(name)}
+
+
+def check_best_metric(settings: Settings, prompts: dict[str, PromptSet]):
+    """UsageError if no evaluation has the metric of `--best-metric`. `prompts`: the held-out sets."""
+    wanted, n = settings.best_metric, settings.eval_samples
+    if wanted is None:
+        return
+    common = [ACCURACY, "reward", *(f"{kind}@{k}" for kind in ("pass", "mean") for k in eval_ks(settings))]
+    allowed = [ACCURACY] if prompts and EVAL_PROMPTS not in prompts else []
+    for key, found in prompts.items():
+        tasks = {found[line].task for line in range(min(len(found), n))} - {None}
+        kinds = [*common, *_term_metrics(settings, found)]
+        for task in ("", *(f"{task}/" for task in sorted(tasks) if len(tasks) > 1)):
+            allowed += [named(f"eval/{task}{kind}", name_of_eval(key)).removeprefix("eval/") for kind in kinds]
+    if wanted not in allowed:
+        raise UsageError(f"--best-metric {wanted}: no evaluation has it; allowed: {', '.join(allowed)}")
+
+
+def _term_metrics(settings: Settings, prompts: PromptSet) -> dict[str, None]:
+    """Names of the metrics of terms: a reward of one term has none besides its own mean."""
+    expressions = by_file.expressions_of(settings)
+    texts = by_file.rewards_of(settings, prompts.entries) or [settings.reward]
+    of_several = [expressions[text] for text in texts if len(expressions[text]) > 1]
+    return {f"reward/{term.name}": None for terms in of_several for term in terms}
+
+
+def check_names(prompts: dict[str, PromptSet], lines: int):
+    """UsageError if metrics of a named evaluation would have the names of others, of a term or a task.
+
+    `prompts`: the held-out sets; `lines`: how many of a set are evaluated.
+    """
+    found = prompts.get(EVAL_PROMPTS)
+    tasks = set() if found is None else _tasks(found[line].task for line in range(min(len(found), lines)))
+    for name in filter(None, map(name_of_eval, prompts)):
+        if name == "reward":
+            raise UsageError("--evals reward: metrics eval/reward/… are those of the terms; give another name")
+        if name in tasks:
+            raise UsageError(
+                f"--evals {name}: a task of --eval-prompts has metrics eval/{name}/…, too; give another name"
+            )
+
+
+def _tasks(tasks: Iterable[str | None]) -> set[str]:
+    """First parts of the tasks' names."""
+    return {task.partition("/")[0] for task in tasks if task is not None}

@@ -8,20 +8,12 @@ from torch import Tensor
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts
 from megarl.algorithms.preference_losses.kto import kto, mismatched_divergence
-from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.data.columns import LABELLED
-from megarl.data.conversations import Encoder
-from megarl.data.labelled_responses import LabelledResponse, LabelledResponses
-from megarl.data.prompts import PromptSet
+from megarl.data.labelled_responses import LabelledResponses
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
-from megarl.trainers.preference_trainer import (
-    PreferenceTrainer,
-    note_unread_margins,
-    preference_task,
-    response_sums,
-)
+from megarl.trainers.preference_trainer import PreferenceTrainer, response_sums
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch
 
@@ -35,30 +27,17 @@ class KTOTrainer(PreferenceTrainer):
     policy from its reference is estimated before each update.
     """
 
-    task = preference_task(LABELLED, ("response", "mismatched"))
+    purpose, examples_of = LABELLED, LabelledResponses
+    sequence_names = ("response", "mismatched")
     # In the order of `_measure`: means over all responses, desirable ones and undesirable ones.
     metric_names = ("loss", "accuracy", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
 
-    @staticmethod
-    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> LabelledResponses:
-        s = config.settings
-        responses = LabelledResponses(
-            prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts
-        )  # fmt: skip
-        note_unread_margins(responses, s)
-        return responses
-
-    @staticmethod
-    def sequences(example: LabelledResponse) -> list[tuple[list[int], list[bool]]]:
-        """The response's own sequence and the mismatched one."""
-        return [example.own, example.mismatched]
-
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean loss of the responses; sets `metrics`."""
-        with self.timers.phase(self.task.role, "divergence"):
+        with self.timers.phase(self.trained_role, "divergence"):
             self._divergence = self._estimate_divergence(examples, PROMPTS)
         super().update(examples._replace(batch=_part(examples.batch, _OWN)))
-        self.metrics = self._named(self.metrics, "preference", _counts(self._labels(examples, PROMPTS)))
+        self.metrics = self._named(self.metrics, "preference", _counts(self._labels(examples)))
 
     def _estimate_divergence(self, examples: ExampleBatch, set_name: str) -> Tensor:
         """[] float64, on every rank of the role. Collective."""
@@ -91,14 +70,13 @@ class KTOTrainer(PreferenceTrainer):
         ]  # fmt: skip
         return masked_sum(losses, is_response) / len(labels), torch.stack(found) / _counts(labels).clamp(min=1)
 
-    def _labels(self, examples: ExampleBatch, set_name: str) -> Tensor:
+    def _labels(self, examples: ExampleBatch) -> Tensor:
         """[N] bool of all responses of the batch, by number: whether they are desirable."""
-        held = self.inputs.examples if set_name == PROMPTS else self.inputs.held_out
-        return torch.from_numpy(held.labels[list(examples.lines)]).to(device.device())
+        return torch.from_numpy(examples.source.labels[list(examples.lines)]).to(device.device())
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
         """The mean loss of the responses."""
-        known, labels = self._reference_of(examples, PROMPTS), self._labels(examples, PROMPTS)
+        known, labels = self._reference_of(examples, PROMPTS), self._labels(examples)
 
         def loss(scores: forward_pass.TokenScores, microbatch: Batch):
             value, means = self._terms(response_sums(scores, microbatch), microbatch, known, labels)
@@ -109,7 +87,7 @@ class KTOTrainer(PreferenceTrainer):
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """The metrics of `metric_names` of held-out responses. Collective."""
         self._divergence = self._estimate_divergence(examples, EVAL_PROMPTS)
-        known, labels = self._reference_of(examples, EVAL_PROMPTS), self._labels(examples, EVAL_PROMPTS)
+        known, labels = self._reference_of(examples, EVAL_PROMPTS), self._labels(examples)
         means = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
         for part, sums in self._sums_without_gradient(_part(examples.batch, _OWN)):
             means += self._terms(sums, part, known, labels)[1]

@@ -37,10 +37,10 @@ def launch(train, program: str):
         _adopt_slurm_task()
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        config = restart.parse(sys.argv[1:], size, program, per_node)
-        if config is None:
+        config, is_finished = restart.parse(sys.argv[1:], size, program, per_node)
+        if is_finished:
             if rank == 0:
-                restart.finish_report(sys.argv[1:], size, program, per_node)
+                restart.finish_report(config)
             return
         if rank == 0 and not os.environ.get(WARNED):
             warn(config.warnings)

@@ -1,20 +1,26 @@
 """Training of a policy on preference pairs: its reference's log-probs, the loss, accuracy on held-out pairs."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import sums_by_sequence
+from megarl.algorithms.aggregation import masked_sum
+from megarl.algorithms.packed import response_counts, sums_by_sequence
+from megarl.algorithms.preference_loss import PAIR_METRICS, PairLogprobs, pair_metrics
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.arguments import RunConfig, Settings
+from megarl.arguments import RunConfig
 from megarl.batch import Batch
-from megarl.checkpoint import folders, resume
+from megarl.checkpoint import resume
+from megarl.data.columns import REWARD
+from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
-from megarl.data.labelled_responses import LabelledResponses
-from megarl.data.response_pairs import ResponsePairs
-from megarl.errors import UsageError
+from megarl.data.preferences import response_pairs
+from megarl.data.prompts import PromptSet
+from megarl.errors import UsageError, flag_of
 from megarl.flags.preference_settings import preference_options
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
@@ -22,7 +28,7 @@ from megarl.mcore.weights.safe_reading import load_plain
 from megarl.observe.progress import PREFERENCE_FIELDS
 from megarl.roles.policy_scores import policy_scores
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
-from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedInputs, SupervisedTrainer, TaskSpec
+from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer, SupervisedInputs, SupervisedTrainer
 
 REFERENCE_FILE = "reference_logprobs.pt"  # in a checkpoint
 
@@ -34,7 +40,19 @@ class PreferenceTrainer(SupervisedTrainer):
     first step, and are part of each checkpoint, so that no second model is kept.
     """
 
+    program = "train_preference"
     fields = PREFERENCE_FIELDS
+    examples_of: ClassVar[Callable[..., Examples]]
+
+    @classmethod
+    def read(cls, prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
+        """The examples of a file, with a note if they have margins that the run's loss does not read."""
+        s, loss = config.settings, PREFERENCE_LOSSES[config.settings.preference_loss]
+        limits = s.max_prompt_length, s.max_response_length, s.filter_long_prompts
+        examples = cls.examples_of(prompts, encoder, *limits)
+        if examples.margins.any() and not loss.reads_margin:
+            examples.prompts = examples.prompts.noted(f"--preference-loss {loss.name} does not read the column margin")
+        return examples
 
     @staticmethod
     def check_resumed(config: RunConfig, inputs: SupervisedInputs):
@@ -49,9 +67,9 @@ class PreferenceTrainer(SupervisedTrainer):
                 f"--preference-loss {loss.name}: {inputs.resume} has no log-probs of a reference, which only a "
                 f"run with such a loss computes at its start; {advice}"
             )
-        if changed := resume.changed_data(folders.read_manifest(inputs.resume, "--load"), inputs.data):
+        if changed := resume.changed_data(inputs.manifest, inputs.data):
             raise UsageError(
-                f"--load {inputs.resume}: {resume.flag_of(changed[0])} has changed, and the reference's log-probs of "
+                f"--load {inputs.resume}: {flag_of(changed[0])} has changed, and the reference's log-probs of "
                 f"new pairs need the weights that the run began with; {advice}"
             )
         known, wanted = len(read_reference(path)[EVAL_PROMPTS]), len(inputs.held_out[: config.settings.eval_samples])
@@ -71,7 +89,7 @@ class PreferenceTrainer(SupervisedTrainer):
         if self.inputs.resume:
             self._reference = read_reference(self.inputs.resume / REFERENCE_FILE)
             return
-        with self.timers.phase(self.task.role, "reference"):
+        with self.timers.phase(self.trained_role, "reference"):
             held_out = self.inputs.held_out
             self._reference = {
                 PROMPTS: self._logprobs(self.inputs.examples, len(self.inputs.examples)),
@@ -109,19 +127,33 @@ class PreferenceTrainer(SupervisedTrainer):
         return self._reference[set_name][torch.tensor(list(examples.lines))].to(device.device())
 
 
-def note_unread_margins(examples: ResponsePairs | LabelledResponses, settings: Settings):
-    """Notes in the set of the examples that the run's loss does not read their margins, if they have some."""
-    loss = PREFERENCE_LOSSES[settings.preference_loss]
-    if examples.has_margins and not loss.reads_margin:
-        examples.prompts = examples.prompts.noted(f"--preference-loss {loss.name} does not read the column margin")
+class PairTrainer(PairwiseTrainer, PreferenceTrainer):
+    """Trains a policy to prefer the chosen response of each pair."""
 
+    purpose, examples_of = REWARD, response_pairs
+    sequence_names = ("chosen", "rejected")
+    metric_names = PAIR_METRICS  # means over pairs
 
-def preference_task(purpose: str, sequence_names: tuple[str, ...]) -> TaskSpec:
-    """What a trainer of preferences trains. `purpose`: of `data.columns`."""
-    return TaskSpec(
-        program="train_preference", role="actor", prefix="preference", value_head=False, sequence_names=sequence_names,
-        best="accuracy", sources=("actor",), purpose=purpose,
-    )  # fmt: skip
+    def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
+        return torch.cat([self._reference_of(pairs, set_name), self._margins(pairs, torch.float64).unsqueeze(1)], 1)
+
+    def _measure(self, scores: forward_pass.TokenScores, microbatch: Batch, known: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the pairs' losses, float64 sums of `metric_names`) of a micro-batch, in which pairs are adjacent.
+
+        `known`: [P, 3] Σ log π_ref of chosen and rejected, and margin, of the batch's pairs.
+        """
+        counts = response_counts(microbatch.response_mask, microbatch.cu_seqlens).view(-1, 2)
+        is_pair = counts[:, 0] > 0  # False in a padding micro-batch
+        chosen, rejected = response_sums(scores, microbatch).view(-1, 2).unbind(1)
+        reference_chosen, reference_rejected, margin = known[microbatch.sequence_ids[::2] // 2].unbind(1)
+        chosen_tokens, rejected_tokens = counts.clamp(min=1).double().unbind(1)
+        pairs = PairLogprobs(
+            chosen=chosen, rejected=rejected, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens,
+            reference_chosen=reference_chosen, reference_rejected=reference_rejected, margin=margin,
+        )  # fmt: skip
+        terms = self._loss.function(pairs, self._options)
+        sums = [masked_sum(values, is_pair) for values in pair_metrics(pairs, terms)]
+        return masked_sum(terms.loss, is_pair), torch.stack(sums)
 
 
 def response_sums(scores: forward_pass.TokenScores, batch: Batch) -> Tensor:

@@ -11,9 +11,9 @@ from megarl import arguments
 from megarl.checkpoint import folders
 from megarl.errors import UsageError
 from megarl.flags.fields import TRAINING
+from megarl.launcher import ATTEMPT
 from megarl.observe.report import write_report
 
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by megarl.launcher: how often the ranks were started again
 END_FILE = "MEGARL_END_FILE"
 
 
@@ -24,28 +24,27 @@ def note_end(rank: int, reason: str):
         Path(file).write_text(reason)
 
 
-def parse(argv: list[str], size: int, program: str, ranks_per_node: int | None = None) -> arguments.RunConfig | None:
-    """The configuration of a program. After a restart it continues the latest checkpoint of `--save`, if there is one.
+def parse(argv: list[str], size: int, program: str, ranks_per_node: int) -> tuple[arguments.RunConfig, bool]:
+    """(the configuration of a program, whether nothing is left to do).
 
-    Returns:
-        None if that checkpoint is of the last step, so that nothing is left to do.
+    After a restart it continues the latest checkpoint of `--save`, if there is one, which may be of the last step.
     """
     config = arguments.parse(argv, size, program, ranks_per_node)
     replaces_a_failed_process = os.environ.get(ATTEMPT, "0") not in ("", "0")
     if program not in TRAINING.split() or not replaces_a_failed_process or not config.settings.save:
-        return config
+        return config, False
     save = config.settings.save
     try:
         manifest = folders.read_manifest(folders.find(save, "--save"), "--save")
     except UsageError:  # none has been saved yet: start as the first time
-        return config
+        return config, False
     if manifest["step"] >= config.settings.train_iters:
-        return None
-    return arguments.parse([*argv, "--load", save], size, program, ranks_per_node)
+        return config, True
+    return arguments.parse([*argv, "--load", save], size, program, ranks_per_node), False
 
 
-def finish_report(argv: list[str], size: int, program: str, ranks_per_node: int | None = None):
+def finish_report(config: arguments.RunConfig):
     """Draws the report of a run that failed after its last step was saved."""
-    folder = Path(arguments.parse(argv, size, program, ranks_per_node).settings.save)
+    folder = Path(config.settings.save)
     write_report(folder)
     print(f"megarl: the last step of {folder} is saved: nothing is left to do", flush=True)

@@ -10,21 +10,19 @@ from megarl.batch import Batch
 from megarl.data.columns import REWARD
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
-from megarl.data.preferences import Pair, preference_pairs
+from megarl.data.preferences import preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.mcore.model import forward_pass
 from megarl.mcore.model.value_head import value_head_of
 from megarl.observe.progress import REWARD_FIELDS
-from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer, TaskSpec
+from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer
 
 
 class RewardModelTrainer(PairwiseTrainer):
     """Trains a language model with a scalar head to score the chosen response above the rejected one."""
 
-    task = TaskSpec(
-        program="train_reward", role="reward", prefix="reward", value_head=True,
-        sequence_names=("chosen", "rejected"), best="accuracy", sources=("actor", "reward"), purpose=REWARD,
-    )  # fmt: skip
+    program, trained_role, sources = "train_reward", "reward", ("actor", "reward")
+    purpose, sequence_names = REWARD, ("chosen", "rejected")
     metric_names = ("loss", "accuracy", "margin", "mean")  # means over pairs, in the order of `_measure`
     fields = REWARD_FIELDS
 
@@ -37,12 +35,6 @@ class RewardModelTrainer(PairwiseTrainer):
         for chunk in self.trainable_model.model:
             if (head := value_head_of(chunk)) is not None:
                 head.trains_bias = self.settings.centring_coefficient > 0
-
-    @staticmethod
-    def sequences(example: Pair) -> list[tuple[list[int], list[bool]]]:
-        """The chosen and the rejected sequence. Only the last token counts, where the score is read."""
-        pair = (example.chosen, example.rejected)
-        return [(tokens, [False] * (len(tokens) - 1) + [True]) for tokens in pair]
 
     def _forward(self, chunk, microbatch) -> Tensor:
         metadata = microbatch.host_metadata

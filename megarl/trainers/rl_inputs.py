@@ -21,13 +21,12 @@ from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import check_server_flags, frontend_config
 from megarl.trainers import lead
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of
-from megarl.trainers.evaluations import check_best_metric, check_names, held_out
+from megarl.trainers.evaluator import check_best_metric, check_names, held_out
 from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.schedule_inputs import read_schedule
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
-from megarl.trainers.teacher_inputs import check_same_model, find_teachers
-from megarl.trainers.teacher_lines import teachers_of_lines
+from megarl.trainers.teacher_inputs import check_same_model, find_teachers, teachers_of_lines
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
 
@@ -66,17 +65,16 @@ class RLInputs:
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(s, config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
         self.teachers = find_teachers(config, encoder)
-        self.resume = None
+        self.resume, self.manifest = None, {}  # the checkpoint to resume from
         is_compared = s.load or s.save or s.load_rollouts or s.replay_schedule
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
         if s.load:
             factors.check_factors(s.load, saved)
             shapes = {role.name: factors.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
-            self.resume = resume.check_resume("train_rl", config, self.data, shapes)
-            manifest = folders.read_manifest(self.resume, "--load")
-            _check_stored_reference(s, config.roles, manifest)
-            waiting_groups.check(manifest, s, "prompts" in resume.changed_data(manifest, self.data))
-        self.schedule = read_schedule(config, self.data, self.resume)
+            self.resume, self.manifest = resume.check_resume("train_rl", config, self.data, shapes)
+            _check_stored_reference(s, config.roles, self.manifest)
+            waiting_groups.check(self.manifest, s, "prompts" in resume.changed_data(self.manifest, self.data))
+        self.schedule = read_schedule(config, self.data, self.resume, self.manifest)
         if s.debug_train_only or s.debug_rollout_only:
             _check_debug_folder(s, self.resume)
         self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}
@@ -111,7 +109,7 @@ class RLInputs:
         return settings | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
 
     def _saved_rollouts(self, s: Settings) -> SavedRollouts:
-        first = 1 + (folders.read_manifest(self.resume, "--load")["step"] if self.resume else 0)
+        first = 1 + self.manifest.get("step", 0)
         longest, steps = s.max_prompt_length + s.max_response_length, range(first, s.train_iters + 1)
         return SavedRollouts(s.load_rollouts, steps, self.rollout_facts, longest)
 

@@ -1,5 +1,6 @@
 """RLTrainer: inputs and checks of an RL run, its roles, and dispatch, evaluation, logging and saving of a step."""
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 
@@ -25,16 +26,15 @@ from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
-from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
+from megarl.rollout.saved_rollout import SavedGroupCollector, SavedRollout
 from megarl.router_replay.replay import RoutingReplay
-from megarl.trainers.best_checkpoint import BestCheckpoint
-from megarl.trainers.evaluations import ACCURACY, Evaluations
+from megarl.trainers.evaluator import ACCURACY, Evaluations
 from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
 from megarl.trainers.policy_service import PolicyService
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
-from megarl.trainers.session_front import SessionFront
+from megarl.trainers.session_front import open_sessions
 from megarl.trainers.setup import read_inputs
 from megarl.trainers.step_records import StepRecord, StepRecords
 from megarl.trainers.token_samples import TokenSamples
@@ -48,7 +48,7 @@ class RLTrainer(Trainer):
 
     def __init__(self, config: RunConfig, timers: Timers):
         inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config), folder=config.settings.save)
-        super().__init__(config, mesh, inputs, timers)
+        super().__init__(config, mesh, inputs, timers, config.settings.best_metric or ACCURACY)
         if self.settings.debug_rollout_only:
             self.checkpoints = None  # nothing of the weights changes
         if inputs.saved_rollouts:
@@ -56,7 +56,7 @@ class RLTrainer(Trainer):
             for folder, problem in damaged.items():
                 raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
-        self.session_front: SessionFront | None = None
+        self._processes = contextlib.ExitStack()  # the HTTP process of `--agent-sessions`
         self._build_roles(config, timers)
         # With `--debug-train-only`, too, what these ranks report of batches in the checkpoint is in the checkpoint.
         self._is_ahead = mesh.rank in leading_ranks(self.settings, config.roles) and not self.trained_models()
@@ -71,7 +71,6 @@ class RLTrainer(Trainer):
         self._batch: StepBatch | None = None
         if self.folder:
             samples.keep_for_failure(self.folder, lambda: rows_so_far(self.reward, self._batch, self.rollout.episodes))
-        self._is_best = False  # whether the step's evaluation is the best so far
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
         self._load_pretrained()
@@ -79,8 +78,8 @@ class RLTrainer(Trainer):
         if inputs.resume:
             self._resume()
         self._saved = self.step  # of the last checkpoint
-        if inputs.saved_rollouts:
-            self.batcher.check_start(self.step + 1)
+        if isinstance(self.batcher.collector, SavedGroupCollector):
+            self.batcher.collector.check_start(self.step + 1)
         self.rollout.load_weights()
         self.rollout.restart(self.step)
         self.open(inputs.resume, used)
@@ -120,7 +119,7 @@ class RLTrainer(Trainer):
         )
         generation = (s, mesh, self.rollout, self.reward)
         self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
-        self.evaluator, self.best = None, BestCheckpoint(mesh, s.best_metric or ACCURACY)
+        self.evaluator = None
         if s.evaluates:
             self.evaluator = Evaluations(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
@@ -139,10 +138,9 @@ class RLTrainer(Trainer):
             trained = load_policy(actor, mesh["actor"], vocab_size, self.inputs.frozen_policy)
         episodes = None
         if s.environment:
-            inputs = self.inputs
+            inputs, sessions = self.inputs, None
             if inputs.sessions is not None:
-                self.session_front = SessionFront(inputs.sessions, s, mesh["rollout"], inputs.encoder)
-            sessions = self.session_front and self.session_front.pool
+                sessions = open_sessions(inputs.sessions, s, mesh["rollout"], inputs.encoder, self._processes)
             episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
         of_inputs = self.inputs.schedule, self.inputs.thinking
         return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, *of_inputs)
@@ -150,14 +148,11 @@ class RLTrainer(Trainer):
     def _build_batcher(self, *generation) -> RolloutBatcher:
         """`generation`: arguments of the batcher from the settings to the prompts."""
         s, role_groups = self.settings, self.mesh["rollout"]
-        args = self.config.roles["actor"].megatron
-        args = *generation, args.hidden_size, self.timers
-        if s.debug_train_only:
-            return SavedRolloutBatcher(self.inputs.saved_rollouts, *args)
-        writer = None
+        hidden_size, writer = self.config.roles["actor"].megatron.hidden_size, None
         if s.save_rollouts:
             writer = RolloutWriter(self.folder, role_groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
-        return (ScoringBatcher if s.debug_rollout_only else RolloutBatcher)(*args, writer)
+        kind = ScoringBatcher if s.debug_rollout_only else RolloutBatcher
+        return kind(*generation, hidden_size, self.timers, writer, self.inputs.saved_rollouts)
 
     def _models(self) -> dict:
         """This rank's models by role, without teachers."""
@@ -257,10 +252,10 @@ class RLTrainer(Trainer):
     def _evaluated(self) -> dict[str, float] | None:
         """Metrics of an evaluation, on rank 0: of the policy, or with `--evaluate-ema` of its moving average."""
         if not self.settings.evaluate_ema:
-            return self.evaluator.evaluate()
+            return self.evaluator.evaluate()[0]
         assert isinstance(self.rollout, Rollout)  # saved rollouts evaluate nothing
         with self.actor.averaged(), self.rollout.other_weights():
-            return self.evaluator.evaluate()
+            return self.evaluator.evaluate()[0]
 
     def _wait_sends(self, most: int):
         """Waits until the batches of at most that many iterations are on their way."""
@@ -292,8 +287,8 @@ class RLTrainer(Trainer):
         self.batcher.forget(self.step)
         if not self.checkpoints or not (is_due or self._is_best):
             return
-        manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size) | self._entries_of_other_ranks()
-        manifest |= {"best": self.best.state_dict(), "kept_for": "interval" if is_due else "best"}
+        manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, is_due)
+        manifest |= self._entries_of_other_ranks()
         with self.timers.phase("actor", "save"):
             dp_rank = self.mesh["rollout"].dp_rank
             files = {replica_files.of_replica(name, dp_rank): data for name, data in self.batcher.files() if data}
@@ -325,8 +320,7 @@ class RLTrainer(Trainer):
         self.reward.verifiers.close()
         if self.rollout.episodes:
             self.rollout.episodes.close()
-        if self.session_front:
-            self.session_front.close()
+        self._processes.close()
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "
             print(f"held-out accuracy: {before}{self._accuracy_after:.4f} after {self.step} steps", flush=True)
@@ -336,7 +330,7 @@ class RLTrainer(Trainer):
         states = {}
         if self.actor.trainable_model:
             extra = {"kl_controller": self.advantages.controller.state_dict()}
-            has_average = not loading or self.resumes_average()
+            has_average = not loading or resume.holds_average(self.inputs.manifest)
             states["actor"] = self.actor.trainable_model.state(extra, loading, has_average)
         if self.critic.trainable_model:
             states["critic"] = self.critic.trainable_model.state({}, loading)
@@ -359,11 +353,9 @@ class RLTrainer(Trainer):
         return {name: entry for of_rank in reversed(gathered) for name, entry in of_rank.items()}
 
     def _resume(self):
-        folder = self.inputs.resume
+        folder, manifest = self.inputs.resume, self.inputs.manifest
         loaded = run_state.load(folder, self.mesh, self._states(loading=True))
-        manifest = self.resume_from(folder, self.batcher.order)
-        if manifest.get("best"):
-            self.best.load_state_dict(manifest["best"])
+        self.restore_progress(self.batcher.order)
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
         has_new_prompts = PROMPTS in resume.changed_data(manifest, self.inputs.data)

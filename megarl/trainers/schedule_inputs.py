@@ -4,21 +4,23 @@ import json
 from pathlib import Path
 
 from megarl.arguments import RunConfig, Settings
-from megarl.checkpoint import folders, resume
-from megarl.errors import UsageError
+from megarl.checkpoint import resume
+from megarl.errors import UsageError, flag_of
 from megarl.rollout import schedule, waiting_groups
 from megarl.rollout.schedule import Recording, Schedule
 
 _NOT_COMPARED = "--generation-schedule"  # of the settings: a schedule is replayed with another one
 
 
-def read_schedule(config: RunConfig, data: dict[str, dict[str, str]], resumed: Path | None) -> Schedule | None:
+def read_schedule(
+    config: RunConfig, data: dict[str, dict[str, str]], resumed: Path | None, manifest: dict
+) -> Schedule | None:
     """What the rounds of the run follow: another run's schedule, or with `recorded` what this run wrote after the
     checkpoint from which it resumes. None: the weights are fixed.
 
     Args:
         data: `resume.data_fingerprints` of the run.
-        resumed: its checkpoint; None for a new run.
+        resumed, manifest: its checkpoint; None for a new run.
 
     Raises:
         UsageError: a damaged or incomplete schedule, or one of another run.
@@ -28,7 +30,6 @@ def read_schedule(config: RunConfig, data: dict[str, dict[str, str]], resumed: P
         return None
     start, first, run = 0, 1, _run_entry(config, data)
     if resumed is not None:
-        manifest = folders.read_manifest(resumed, "--load")
         start, first = manifest["step"], waiting_groups.queued(manifest)["through"] + 1
     if s.generation_schedule == "recorded":
         assert s.save is not None  # a rule of the flags
@@ -90,6 +91,6 @@ def _difference(recorded: dict, run: dict) -> str | None:
         return f"was recorded with --seed {recorded.get('seed')}; this run has {run['seed']}"
     for name, digest in run["data"].items():
         if recorded["data"].get(name, digest) != digest:
-            return f"was recorded with another {resume.flag_of(name)}"
+            return f"was recorded with another {flag_of(name)}"
     changed = resume.changed_settings({resume.SETTINGS: recorded["settings"]}, run["settings"])
     return f"was recorded with other settings: {changed}" if changed else None

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megarl import arguments
 from megarl.checkpoint import folders, integrity
-from megarl.checkpoint.writer import SavePolicy
 from megarl.comm import role_mesh
 from megarl.data import node_files
 from megarl.data.chat import TemplateOptions
@@ -243,14 +242,6 @@ def tracker_options(settings: arguments.Settings, config: dict) -> TrackerOption
         folder=Path(s.tracker_folder) if s.tracker_folder else None,
         offline=s.tracker_offline,
         config=config,
-    )
-
-
-def save_policy(settings: arguments.Settings) -> SavePolicy:
-    """How checkpoints are written, and which are kept."""
-    s = settings
-    return SavePolicy(
-        asynchronous=s.async_save, stops=s.on_save_failure == "stop", keep_last=s.keep_last, keep_every=s.keep_every
     )
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch
+from megarl.comm import exchange
+from megarl.comm.step_batch import ACTOR
 from megarl.data.columns import SFT
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
@@ -27,18 +29,17 @@ from megarl.roles.teacher_metrics import (
     names_by_teacher,
     token_counts,
 )
-from megarl.trainers.distiller import Distiller
+from megarl.roles.teacher_output import TeacherOutput
+from megarl.roles.teachers import Teachers
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
-from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec
+from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer
 
 
 class SFTTrainer(SupervisedTrainer):
     """Trains a language model on responses. Its role is the actor, so that train_rl can start from it."""
 
-    task = TaskSpec(
-        program="train_sft", role="actor", prefix="sft", value_head=False, sequence_names=("first",), best="loss",
-        sources=("actor",), purpose=SFT,
-    )  # fmt: skip
+    program, purpose, best_metric = "train_sft", SFT, "loss"
+    sequence_names = ("first",)
     metric_names: tuple[str, ...] = ("loss",)
     fields = SFT_FIELDS
 
@@ -65,28 +66,25 @@ class SFTTrainer(SupervisedTrainer):
             if name is not None and settings.messages_column is not None:
                 raise UsageError(f"{flag} {name}: not allowed with --messages-column, which holds whole conversations")
 
-    @staticmethod
-    def sequences(example) -> list[tuple[list[int], list[bool]]]:
-        return [example]
-
     def prepare(self):
-        """Builds the teacher, if there is one. Collective."""
-        s, self._distiller = self.settings, None
-        self._teachers: tuple[str, ...] = ()  # that are measured apart
+        """Builds the teachers, if there are any, and copies their output layers. Collective."""
+        s, self._teacher_output = self.settings, None
+        self._measured: tuple[str, ...] = ()  # names of teachers that are measured apart
         self._taught = torch.zeros(0)  # tokens of the present batch by such a teacher
         if s.distill == LOSS:
-            self._distiller = Distiller(
-                self.config, self.mesh, self.trainable_model, self.vocab_size, self.inputs.teachers, self.timers
-            )
-            self._teachers = measured_apart(s)
-            compared = DISTILL_NAMES + names_by_teacher(DISTILL_NAMES, self._teachers)
+            self._teachers = Teachers(self.config, self.mesh["teacher"], self.vocab_size, self.timers)
+            self._teachers.load(self.inputs.teachers)
+            policy, models = self.trainable_model.model, self.config.teachers
+            self._teacher_output = TeacherOutput(s, self._teachers, self.mesh, policy, models)
+            self._measured = measured_apart(s)
+            compared = DISTILL_NAMES + names_by_teacher(DISTILL_NAMES, self._measured)
             self.metric_names = ("loss", "negative_logprob", *compared)
 
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean loss of a batch; sets `metrics`."""
         self._ask_teacher(examples, PROMPTS)
-        own = token_counts(examples.batch, examples.batch.response_mask, self._teachers)
-        self._taught = self.role_groups.dp_all_reduce(own) if self._teachers else own
+        own = token_counts(examples.batch, examples.batch.response_mask, self._measured)
+        self._taught = self.role_groups.dp_all_reduce(own) if self._measured else own
         super().update(examples)
 
     def metric_counts(self, tokens: Tensor) -> Tensor:
@@ -95,17 +93,22 @@ class SFTTrainer(SupervisedTrainer):
         return torch.cat([tokens.expand(len(self.metric_names) - len(of_teachers)), of_teachers])
 
     def _ask_teacher(self, examples: ExampleBatch, prompts: str):
-        """`prompts`: the set of the examples."""
-        if self._distiller is not None:
-            numbers = self.inputs.teacher_numbers[prompts]
-            if numbers is not None:
-                numbers = numbers[torch.tensor(examples.lines, dtype=torch.int64)[examples.batch.sequence_ids.cpu()]]
-            self._distiller.ask(examples.batch, examples.dp_assignment, numbers)
+        """Fills `teacher_states` of the batch on the ranks of the teachers. `prompts`: the set of the examples."""
+        if self._teacher_output is None:
+            return
+        batch, numbers, read = examples.batch, self.inputs.teacher_numbers[prompts], ["tokens", "response_mask"]
+        if numbers is not None:
+            lines = torch.tensor(examples.lines, dtype=torch.int64)[batch.sequence_ids.cpu()]
+            batch.teacher_ids, read = numbers[lines].to(batch.lengths.device), [*read, "teacher_ids"]
+        teacher, states = self._teachers.name, list(self._teachers.outputs)
+        sent = exchange.send(self.mesh, batch, ACTOR, teacher, read, examples.dp_assignment)
+        self._teachers.score_batch(sent)
+        batch.update(exchange.send(self.mesh, sent, teacher, ACTOR, states, examples.dp_assignment), states)
 
     def _forward(self, chunk, microbatch) -> forward_pass.TokenScores | forward_pass.TaughtScores:
         teachers, only_distills = [], False
-        if self._distiller is not None:
-            teachers = self._distiller.output.rows(microbatch)
+        if self._teacher_output is not None:
+            teachers = self._teacher_output.rows(microbatch)
             only_distills = not self.settings.distill_sft_coefficient
         learner = self.trainable_model.learner(microbatch)
         return policy_scores(chunk, microbatch, 1.0, self.vocab_size, teachers, only_distills, learner)
@@ -131,7 +134,7 @@ class SFTTrainer(SupervisedTrainer):
 
     def _by_teacher(self, scores: forward_pass.TaughtScores, microbatch: Batch) -> list[Tensor]:
         """A micro-batch's share of the metrics of each teacher that is measured apart."""
-        masks = masks_by_teacher(microbatch, microbatch.response_mask, self._teachers)
+        masks = masks_by_teacher(microbatch, microbatch.response_mask, self._measured)
         pairs = zip(masks, self._taught, strict=True)
         return [token_mean(values, mask, count) for mask, count in pairs for values in scores.distillation]
 
@@ -139,7 +142,7 @@ class SFTTrainer(SupervisedTrainer):
         """Mean negative log-probability of the held-out responses' tokens, and their divergence from the teacher.
         Collective."""
         self._ask_teacher(examples, EVAL_PROMPTS)
-        names = "eval/loss", "eval/divergence", *names_by_teacher(("eval/divergence",), self._teachers)
+        names = "eval/loss", "eval/divergence", *names_by_teacher(("eval/divergence",), self._measured)
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device.device())
         for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
             microbatch = examples.batch.only("response_mask", "teacher_ids").select(positions)
@@ -148,10 +151,10 @@ class SFTTrainer(SupervisedTrainer):
                 divergence = torch.zeros_like(scores.logprobs)
                 if isinstance(scores, forward_pass.TaughtScores):
                     divergence = scores.distillation.divergence
-                masks = mask, *masks_by_teacher(microbatch, mask, self._teachers)
+                masks = mask, *masks_by_teacher(microbatch, mask, self._measured)
                 measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)
                 sums += torch.stack([torch.stack([masked_sum(x, m).double(), m.sum().double()]) for x, m in measured])
         totals = self.role_groups.dp_all_reduce(sums).tolist()
-        found = list(zip(names, totals, strict=True))[: None if self._distiller is not None else 1]
+        found = list(zip(names, totals, strict=True))[: None if self._teacher_output is not None else 1]
         # Some of several teachers may have none of the held-out tokens.
         return {name: total / max(count, 1.0) for name, (total, count) in found if count or name in names[:2]}

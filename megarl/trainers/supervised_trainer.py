@@ -4,7 +4,7 @@ import abc
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +22,9 @@ from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
-from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
-from megarl.trainers.teacher_inputs import find_teachers
-from megarl.trainers.teacher_lines import teachers_of_lines
+from megarl.trainers.teacher_inputs import find_teachers, teachers_of_lines
 from megarl.trainers.trainer import Trainer
-
-
-class TaskSpec(NamedTuple):
-    """What a supervised program trains, and which weights it starts from."""
-
-    program: str  # name of its module, in manifests
-    role: str  # the trained role: prefix of its flags and checkpoint keys
-    prefix: str  # of its metrics
-    value_head: bool  # a scalar head instead of the vocabulary's
-    sequence_names: tuple[str, ...]  # of an example: one, or two for a preference pair
-    best: str  # metric of an evaluation that tells which checkpoint is the best
-    sources: tuple[str, ...]  # roles whose weights it may start from
-    purpose: str  # what its prompts are read for (`data.columns`)
 
 
 class ExampleBatch(NamedTuple):
@@ -47,7 +32,7 @@ class ExampleBatch(NamedTuple):
 
     count: int  # type: ignore[assignment]  # of all replicas; hides tuple.count
     lines: Sequence[int]  # [count] of the set
-    examples: dict[int, Any]  # this replica's, by their number in the batch
+    source: Any  # the set, `Examples`
     batch: Batch  # this replica's sequences; example i of k sequences has the ids i·k … i·k + k − 1
     dp_assignment: dict[str, Tensor]  # role -> [count] int64: the dp rank of each example
 
@@ -55,26 +40,29 @@ class ExampleBatch(NamedTuple):
 class SupervisedTrainer(Trainer, abc.ABC):
     """A supervised run on this rank. Subclasses define the examples, the loss and the evaluation."""
 
-    task: TaskSpec
+    program: ClassVar[str]  # name of its module, in manifests
+    trained_role = "actor"  # prefix of its flags and checkpoint keys
+    sources: tuple[str, ...] = ("actor",)  # roles whose weights it may start from
+    purpose: ClassVar[str]  # what its prompts are read for (`data.columns`)
+    sequence_names: tuple[str, ...]  # of an example: one, or two for a preference pair
     sequences_together = 1  # of an example, in one micro-batch
-    metric_names: tuple[str, ...]  # of an update, the loss first; without a slash they get the task's prefix
-    fields: tuple  # metrics in the progress line of a step
+    best_metric = "accuracy"  # of an evaluation: it tells which checkpoint is the best
+    metric_names: tuple[str, ...]  # of an update, the loss first; without a slash they get the program's prefix
 
     def __init__(self, config: RunConfig, timers: Timers):
         inputs, mesh, used = setup.read_inputs(
             config, timers, lambda: SupervisedInputs(config, type(self)), folder=config.settings.save
         )
-        super().__init__(config, mesh, inputs, timers, self.fields)
-        self.role_groups = mesh[self.task.role]
-        self.role, self.vocab_size = config.roles[self.task.role], inputs.vocab_size
+        super().__init__(config, mesh, inputs, timers, self.best_metric)
+        self.role_groups = mesh[self.trained_role]
+        self.role, self.vocab_size = config.roles[self.trained_role], inputs.vocab_size
         self.trainable_model = TrainableModel(
-            self.role, self.role_groups, self.vocab_size, updates=1, value_head=self.task.value_head
+            self.role, self.role_groups, self.vocab_size, updates=1, value_head=self.role.has_scalar_head
         )
         if self.settings.ema_decay is not None:
             self.trainable_model.keep_average(self.settings.ema_decay)
         self.order = inputs.prompt_sets[PROMPTS].order(self.settings.seed)
         self.metrics: dict[str, float] = {}
-        self.best, self._is_best = BestCheckpoint(mesh, self.task.best), False
         if inputs.pretrained:
             self.trainable_model.load_pretrained(inputs.pretrained)
         if inputs.resume:
@@ -98,11 +86,6 @@ class SupervisedTrainer(Trainer, abc.ABC):
     @staticmethod
     def check_resumed(config: RunConfig, inputs: "SupervisedInputs"):
         """UsageError for a checkpoint, `inputs.resume`, that this run cannot go on from."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def sequences(example) -> list[tuple[list[int], list[bool]]]:
-        """(tokens, mask of the tokens that count) of each sequence of an example."""
 
     @abc.abstractmethod
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
@@ -142,7 +125,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean loss of a batch; sets `metrics`."""
-        with self.timers.phase(self.task.role, "update"):
+        with self.timers.phase(self.trained_role, "update"):
             self.trainable_model.router_state.begin_step()
             counts = torch.stack([examples.batch.response_mask.sum(), examples.batch.lengths.sum()]).double()
             tokens, total = self.role_groups.dp_all_reduce(counts)
@@ -150,7 +133,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
                 self.microbatches(examples.batch), self._forward, self.loss_of(examples, tokens), self.metric_names,
                 counts=self.metric_counts(tokens), check=lambda loss, _: math.isfinite(loss),
             )  # fmt: skip
-            prefix = self.task.prefix
+            prefix = self.program.removeprefix("train_")
             names = tuple(name if "/" in name else f"{prefix}/{name}" for name in self.metric_names)
             self.metrics = {
                 **self.trainable_model.update_metrics([update], names, prefix),
@@ -158,7 +141,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
                 **self.trainable_model.router_state.metrics("router"),
             }
         if self.settings.ema_decay is not None:
-            with self.timers.phase(self.task.role, "average"):
+            with self.timers.phase(self.trained_role, "average"):
                 self.metrics |= self.trainable_model.update_average()
 
     def next_batch(self) -> ExampleBatch:
@@ -167,7 +150,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     def _batch_of(self, examples: Examples, lines: Sequence[int]) -> ExampleBatch:
         """This replica's part of the examples of these lines; of the others only the lengths are read."""
-        per_example = len(self.task.sequence_names)
+        per_example = len(self.sequence_names)
         lengths = torch.from_numpy(examples.lengths(lines))
         # The cost of an example is estimated as if its sequences were one.
         every, hidden = [torch.arange(len(lines))], self.role.megatron.hidden_size
@@ -175,9 +158,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
             role: load_balance.balance_by_flops(lengths.sum(1), every, len(role_groups.replicas), hidden)
             for role, role_groups in self.mesh.roles.items()
         }
-        numbers = (dp_assignment[self.task.role] == self.role_groups.dp_rank).nonzero().flatten()
-        mine = {number: examples[lines[number]] for number in numbers.tolist()}
-        sequences = [sequence for example in mine.values() for sequence in self.sequences(example)]
+        numbers = (dp_assignment[self.trained_role] == self.role_groups.dp_rank).nonzero().flatten()
+        sequences = [sequence for number in numbers.tolist() for sequence in examples[lines[number]]]
         prompts = {}
         if per_example > 1:
             ids = numbers.repeat_interleave(per_example)
@@ -190,7 +172,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             response_mask=torch.tensor([m for _, mask in sequences for m in mask], dtype=torch.bool),
             **prompts,
         )
-        return ExampleBatch(len(lines), lines, mine, batch.to(device.device()), dp_assignment)
+        return ExampleBatch(len(lines), lines, examples, batch.to(device.device()), dp_assignment)
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This replica's micro-batches, equally many on every replica."""
@@ -216,21 +198,18 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """Saves a checkpoint every `--save-interval` steps, and after the best evaluation so far. Collective."""
         is_due = self.is_due(self.settings.save_interval)
         if self.folder and (is_due or self._is_best):
-            manifest = self.manifest_entries(self.task.program, self.vocab_size)
+            manifest = self.manifest_entries(self.program, self.vocab_size, is_due)
             manifest["prompt_order"] = self.order.state_dict()
-            manifest |= {"best": self.best.state_dict(), "kept_for": "interval" if is_due else "best"}
-            states = {self.task.role: self.trainable_model.state({})}
+            states = {self.trained_role: self.trainable_model.state({})}
             self.checkpoints.save(step, states, manifest, self.files())
             self.export(self.trainable_model, step)
 
     def _resume(self):
-        state = self.trainable_model.state({}, loading=True, has_average=self.resumes_average())
-        states = {self.task.role: state}
-        loaded = run_state.load(self.inputs.resume, self.mesh, states)
-        manifest = self.resume_from(self.inputs.resume, self.order)
-        if manifest.get("best"):
-            self.best.load_state_dict(manifest["best"])
-        self.trainable_model.restore(loaded[self.task.role])
+        has_average = resume.holds_average(self.inputs.manifest)
+        state = self.trainable_model.state({}, loading=True, has_average=has_average)
+        loaded = run_state.load(self.inputs.resume, self.mesh, {self.trained_role: state})
+        self.restore_progress(self.order)
+        self.trainable_model.restore(loaded[self.trained_role])
 
 
 class PairwiseTrainer(SupervisedTrainer):
@@ -247,11 +226,9 @@ class PairwiseTrainer(SupervisedTrainer):
         """(sum of the pairs' losses, float64 sums of `metric_names`) of a micro-batch. `known`: of `_known`."""
 
     def _margins(self, pairs: ExampleBatch, dtype: torch.dtype) -> Tensor:
-        """[P] by number in the batch; only those of this replica's pairs are set."""
-        margins = torch.zeros(pairs.count, dtype=dtype)
-        for number, pair in pairs.examples.items():
-            margins[number] = pair.margin + self.settings.preference_margin
-        return margins.to(device.device())
+        """[P] by number in the batch."""
+        margins = pairs.source.margins[list(pairs.lines)] + self.settings.preference_margin
+        return torch.from_numpy(margins).to(device.device(), dtype)
 
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
         """The mean loss of the pairs."""
@@ -278,8 +255,7 @@ class SupervisedInputs:
     """Examples and checkpoints of a supervised run, read and checked before the process group exists."""
 
     def __init__(self, config: RunConfig, trainer: type[SupervisedTrainer]):
-        s, task = config.settings, trainer.task
-        role = config.roles[task.role]
+        s, role = config.settings, config.roles[trainer.trained_role]
         setup.check_training_flags(config, trainer.sequences_together)
         trainer.check(s)
         self.encoder = encoder = setup.build_role_encoder(role, s)
@@ -287,20 +263,20 @@ class SupervisedInputs:
         setup.check_vocabulary(role, encoder.tokenizer.vocab_size)
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
         self.teachers = find_teachers(config, encoder)
-        prompt_sets = read_prompts(s, task.purpose, encoder)
+        prompt_sets = read_prompts(s, trainer.purpose, encoder)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in prompt_sets.items()}
         lines = {name: teachers_of_lines(found.prompts, config, encoder) for name, found in examples.items()}
         self.prompt_sets = {name: prompts for name, (prompts, _) in lines.items()}
         self.teacher_numbers = {name: numbers for name, (_, numbers) in lines.items()}
-        first = trainer.sequences(examples[PROMPTS][0])
-        self.first_example = dict(zip(task.sequence_names, first, strict=True))
+        self.first_example = dict(zip(trainer.sequence_names, examples[PROMPTS][0], strict=True))
         self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])
         self.pretrained = self.resume = None
+        self.manifest: dict = {}  # of the checkpoint to resume from
         if not s.load or role.lora:  # a checkpoint of low-rank factors does not hold the weights under them
-            self.pretrained = find_pretrained(role, self.vocab_size, task.sources, task.value_head)
+            self.pretrained = find_pretrained(role, self.vocab_size, trainer.sources, role.has_scalar_head)
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if s.load or s.save else {}
         if s.load:
             factors.check_factors(s.load, [role])
-            shapes = {task.role: factors.resume_shapes(role, self.vocab_size, task.value_head)}
-            self.resume = resume.check_resume(task.program, config, self.data, shapes)
+            shapes = {role.name: factors.resume_shapes(role, self.vocab_size, role.has_scalar_head)}
+            self.resume, self.manifest = resume.check_resume(trainer.program, config, self.data, shapes)
             trainer.check_resumed(config, self)

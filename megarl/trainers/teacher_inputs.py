@@ -1,13 +1,18 @@
-"""The teacher's weights and tokenizer, checked before any work starts."""
+"""The teachers' weights, tokenizers and lines, checked before any work starts."""
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, find_pretrained, folder_weights
 from megarl.data.conversations import Encoder
+from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer, build_tokenizer
-from megarl.errors import UsageError
+from megarl.errors import UsageError, flag_of
 from megarl.flags.distill_settings import GIVEN
-from megarl.flags.teachers import FLAG
-from megarl.mcore.config.architecture import ARCHITECTURE
+from megarl.flags.teachers import DEFAULT, FLAG
+from megarl.mcore.config.supported_flags import ARCHITECTURE
 from megarl.trainers.setup import check_vocabulary
 
 
@@ -74,7 +79,7 @@ def check_same_model(flag: str, actor: RoleSettings, other: RoleSettings):
         wanted, found = (getattr(role.megatron, name) for role in (actor, other))
         if wanted != found:
             raise UsageError(
-                f"{flag}: the {other.name} gets the actor's weights, but --{name.replace('_', '-')} is {found} there "
+                f"{flag}: the {other.name} gets the actor's weights, but {flag_of(name)} is {found} there "
                 f"and {wanted} in the actor; give both the same model"
             )
 
@@ -98,3 +103,38 @@ def _check_tokens(policy: Tokenizer, role: RoleSettings):
                 f"{flag} {role.tokenizer_model}: token {number} is {other!r}, of the policy {own!r}; a teacher must "
                 "have the policy's vocabulary"
             )
+
+
+def teachers_of_lines(prompts: PromptSet, config: RunConfig, encoder: Encoder) -> tuple[PromptSet, Tensor | None]:
+    """(the set, [lines] int64: the position of each line's teacher in `--teachers`; None without that flag).
+
+    The set has a note if the field is not read, or some teacher has no line. One rank of a node reads the lines for
+    all. `encoder`: the policy's.
+
+    Raises:
+        UsageError: a line that names another teacher, or none although none is called `default`.
+    """
+    names = config.teachers.names
+    if not names:
+        return prompts.note_unread("teacher", FLAG), None
+
+    def numbers() -> dict[str, np.ndarray]:
+        return {"numbers": np.array([_number(prompts, line, names) for line in range(len(prompts))], np.int64)}
+
+    found = prompts.on_node(numbers, "teachers", encoder, names)["numbers"]
+    counts = np.bincount(found, minlength=len(names))
+    idle = [name for name, count in zip(names, counts, strict=True) if not count]
+    noted = prompts.noted(f"no line has the teacher {', '.join(idle)} of {FLAG}") if idle else prompts
+    return noted, torch.from_numpy(np.array(found))  # a copy: the array may be a file's
+
+
+def _number(prompts: PromptSet, line: int, names: tuple[str, ...]) -> int:
+    name = prompts[line].teacher
+    if name is None and DEFAULT not in names:
+        raise UsageError(
+            f"{prompts.where(line)}: teacher is missing, and {FLAG} has none called {DEFAULT}; allowed: "
+            f"{', '.join(names)}"
+        )
+    if name is not None and name not in names:
+        raise UsageError(f"{prompts.where(line)}: teacher {name!r} is not in {FLAG}; allowed: {', '.join(names)}")
+    return names.index(DEFAULT if name is None else name)

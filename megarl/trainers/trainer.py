@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import branch, commit, factors, folders, resume, schedules, trained_states
+from megarl.checkpoint import branch, commit, factors, resume, resumed_flags
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import MixtureOrder, PromptOrder
@@ -33,28 +33,35 @@ from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import restart
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
+from megarl.trainers.best_checkpoint import BestCheckpoint
 from megarl.trainers.export_files import text_files
 from megarl.trainers.prompt_inputs import notes_of
-from megarl.trainers.setup import save_policy, step_profiler, tracker_options
+from megarl.trainers.setup import step_profiler, tracker_options
 
 
 class Trainer(abc.ABC):
     """Counts the steps of a run and writes its files; only rank 0 writes."""
 
-    def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, fields=RL_FIELDS):
-        """`inputs`: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None,
-        `prompt_sets` the sets of prompts by setting."""
+    fields: tuple = RL_FIELDS  # metrics in the progress line of a step
+
+    def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, best_metric: str):
+        """
+        Args:
+            inputs: of the program; `data` are the `resume.data_fingerprints`, `resume` and `manifest` the checkpoint
+                or None, `prompt_sets` the sets of prompts by setting.
+            best_metric: as of `BestCheckpoint`.
+        """
         self.config, self.settings = config, config.settings
         self.mesh, self.timers = mesh, timers
         self.inputs = inputs
-        self.checkpoints = CheckpointWriter(self.folder, mesh, save_policy(self.settings)) if self.folder else None
+        self.checkpoints = CheckpointWriter(self.folder, mesh, self.settings) if self.folder else None
         self.step = 0  # the last one that this rank has begun to end
         self.lead = 0  # iterations by which this rank is ahead of the step that it ends
         self.ends_step = True  # whether the running iteration ends a step
         self.skipped = 0
         self._skipped_in_a_row, self._alarms = 0, Alarms(config.settings.alarms)
         self.last_step = config.settings.train_iters
-        self._fields = fields
+        self.best, self._is_best = BestCheckpoint(best_metric), False  # whether the step's evaluation is it
         self._writer: MetricsWriter | None = None
         self._progress: Progress | None = None
         self._started = time.perf_counter()
@@ -63,7 +70,7 @@ class Trainer(abc.ABC):
         self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
         self._profiler = step_profiler(config, mesh, timers)
         if inputs.resume:
-            ignored = schedules.adopt(folders.read_manifest(inputs.resume, "--load"), config)
+            ignored = resumed_flags.adopt(inputs.manifest, config)
             warn(ignored if mesh.rank == 0 else [])
 
     @property
@@ -88,7 +95,7 @@ class Trainer(abc.ABC):
             dist.barrier()
 
     def _open_files(self, resumed: Path | None, used: list[Path]):
-        self._progress = Progress(self.settings.train_iters, fields=self._fields)
+        self._progress = Progress(self.settings.train_iters, fields=self.fields)
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
             branch.begin(self.folder, self.step, resumed, used)
@@ -176,8 +183,11 @@ class Trainer(abc.ABC):
         """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""
         return self.step == self.last_step or bool(interval and self.step % interval == 0)
 
-    def manifest_entries(self, program: str, vocab_size: int) -> dict:
-        """The run's entries in a checkpoint's manifest, besides the step and the data position."""
+    def manifest_entries(self, program: str, vocab_size: int, is_due: bool) -> dict:
+        """The run's entries in a checkpoint's manifest, besides the step and the data position.
+
+        `is_due`: it is saved by `--save-interval`, not only as the best so far.
+        """
         self.flush()  # skipped steps are counted when a step is written
         return {
             "program": program,
@@ -187,9 +197,10 @@ class Trainer(abc.ABC):
             commit.SKIPPED_IN_A_ROW: self._skipped_in_a_row,
             resume.DATA: self.inputs.data,
             resume.SETTINGS: resume.settings_entry(self.config),
-            **schedules.manifest_entry(self.config),
-            **trained_states.manifest_entry(self.config),
+            **resumed_flags.manifest_entries(self.config),
             "layout": layout_of(self.config.roles),
+            "best": self.best.state_dict(),
+            "kept_for": "interval" if is_due else "best",
             **factors.manifest_entry(self.config.roles),
         }
 
@@ -200,30 +211,27 @@ class Trainer(abc.ABC):
         if self.settings.export_peft:
             model.export_peft(self.folder / "peft" / step_name(step))
 
-    def resumes_average(self) -> bool:
-        """Whether the checkpoint that the run resumes from has a moving average of the weights."""
-        return resume.holds_average(folders.read_manifest(self.inputs.resume, "--load"))
-
-    def resume_from(self, folder: Path, order: PromptOrder | MixtureOrder | None) -> dict:
-        """Restores step, counters and the data position, where a rank has one; returns the checkpoint's manifest."""
-        manifest = folders.read_manifest(folder, "--load")
+    def restore_progress(self, order: PromptOrder | MixtureOrder | None):
+        """Restores step, counters, the best evaluation and the data position, where a rank has one."""
+        manifest, notes = self.inputs.manifest, []
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
         self._skipped_in_a_row = manifest.get(commit.SKIPPED_IN_A_ROW, 0)
+        if manifest.get("best"):
+            self.best.load_state_dict(manifest["best"])
         if order is not None and "prompts" not in resume.changed_data(manifest, self.inputs.data):
             order.load_state_dict(manifest["prompt_order"])
-        changed = resume.changed_settings(manifest, resume.settings_entry(self.config))
-        if changed and self.mesh.rank == 0:
-            warn([f"--load {folder}: resumes with other settings: {changed}"])
-        if self.settings.ema_decay is not None and not resume.holds_average(manifest) and self.mesh.rank == 0:
-            warn([f"--load {folder}: has no moving average (--ema-decay), which begins with the weights of this step"])
-        if self.settings.predicts and not resume.holds_prediction(manifest) and self.mesh.rank == 0:
-            warn([f"--load {folder}: has no trained layer of multi-token prediction (--mtp-train), which begins anew"])
-        libraries = resume.changed_versions(manifest)
-        if libraries and self.mesh.rank == 0:
-            warn([f"--load {folder}: resumes with other libraries: {libraries}"])
+        if changed := resume.changed_settings(manifest, resume.settings_entry(self.config)):
+            notes.append(f"resumes with other settings: {changed}")
+        if self.settings.ema_decay is not None and not resume.holds_average(manifest):
+            notes.append("has no moving average (--ema-decay), which begins with the weights of this step")
+        if self.settings.predicts and not resume.holds_prediction(manifest):
+            notes.append("has no trained layer of multi-token prediction (--mtp-train), which begins anew")
+        if libraries := resume.changed_versions(manifest):
+            notes.append(f"resumes with other libraries: {libraries}")
+        if self.mesh.rank == 0:
+            warn(f"--load {self.inputs.resume}: {note}" for note in notes)
         if self.checkpoints:
             self.checkpoints.adopt_frozen(manifest)
-        return manifest
 
     def publish(self, metrics: dict[str, float], samples: Sequence[dict] = ()):
         """Ends a step on this rank and sends its metrics to rank 0; no rank waits for another.

@@ -137,8 +137,11 @@ def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(
 
     for wanted in range(2, PROMPTS // 2 + 1, 2):
         partial = [PartialResponse(0, is_ended) for is_ended in ended]
-        prompts = [PromptRequest(group, (), partial=tuple(partial[2 * group :][:2])) for group in range(PROMPTS // 2)]
-        requests = RoundRequests(prompts, 2, 1, wanted, limits[2])
+        prompts = [
+            PromptRequest(group, (), 2, limits[2], 1, partial=tuple(partial[2 * group :][:2]))
+            for group in range(PROMPTS // 2)
+        ]
+        requests = RoundRequests(prompts, 1, wanted)
         early_stop = GroupEarlyStop(wanted, requests, groups)
         mine = [
             (number, request) for number, request in make_requests()

@@ -161,7 +161,7 @@ def baselines(rank: int, parsed) -> tuple[list, list]:
     for line, tokens in enumerate(
         run.inputs.prompt_tokens
     ):  # by the engine itself, past everything that deals prompts out
-        requests = RoundRequests([PromptRequest(line, tokens)], 1, 0, 0, 4).build([0])
+        requests = RoundRequests([PromptRequest(line, tokens, 1, 4, 0)], 0, 0).build([0])
         (done,) = run.rollout.engine.generate(requests, run.tokenizer.end_ids, SamplingSettings(greedy=True))
         expected[line] = coarse_reward(Sample(run.inputs.prompts[line].prompt, run.tokenizer.decode(done.tokens)))
     return batch.baseline_scores.tolist(), [expected[line] for line in batch.prompt_ids.tolist()]

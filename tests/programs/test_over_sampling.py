@@ -109,9 +109,9 @@ def raced(rank: int, parsed, wanted: int | None):
     stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].pg_collection)
     rollout = Rollout(parsed.settings, parsed.roles["rollout"], here, stages, tokenizer, Timers())
     steps = at_one_pace(rank, rollout)
-    prompts = [PromptRequest(i, [1 + i, 2, 3]) for i in range(10)]
-    batch = rollout.generate(prompts, 2, 0, wanted=wanted)
-    first, _ = rollout.earliest_groups(batch, prompts, 2, wanted or 3)
+    prompts = [PromptRequest(i, [1 + i, 2, 3], 2, parsed.settings.max_response_length, 0) for i in range(10)]
+    batch = rollout.generate(prompts, 0, wanted=wanted)
+    first, _ = rollout.earliest_groups(batch, prompts, wanted or 3)
     return len(steps), dict(zip(batch.sequence_ids.tolist(), batch.response_lengths.tolist())), first.tolist()
 
 

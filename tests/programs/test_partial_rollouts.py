@@ -42,8 +42,8 @@ def filled(rank: int, parsed, moves: bool):
     batcher, model = run.batcher, run.actor.trainable_model.model[0]
     drawn, draw, found, measured, weights = {}, run.batcher.collector._draw_prompts, [], [], []
 
-    def noted(count, counter):
-        prompts = draw(count, counter)
+    def noted(step, *args):
+        prompts = draw(step, *args)
         drawn.update({prompt.line: step for prompt in prompts})
         return prompts
 
@@ -82,10 +82,11 @@ def uninterrupted(rank: int, parsed, drawn: dict[int, int]) -> dict:
     from megarl.rollout.requests import PromptRequest
     from megarl.trainers.rl_trainer import RLTrainer
 
-    run, found = RLTrainer(parsed, Timers()), {}
+    run, found, limit = RLTrainer(parsed, Timers()), {}, parsed.settings.max_response_length
     for step in sorted({*drawn.values()}):
-        lines = [line for line, of in drawn.items() if of == step]
-        batch = run.rollout.generate([PromptRequest(line, run.inputs.prompt_tokens[line]) for line in lines], 2, step)
+        tokens = {line: run.inputs.prompt_tokens[line] for line, of in drawn.items() if of == step}
+        requests = [PromptRequest(line, of_line, 2, limit, step) for line, of_line in tokens.items()]
+        batch = run.rollout.generate(requests, step)
         batch.versions = torch.zeros_like(batch.tokens)
         for row in rows_of(batch):
             found.setdefault(row["line"], []).append((row["response"], row["logprobs"], row["finished"]))
@@ -172,11 +173,11 @@ def test_nothing_is_generated_once_enough_groups_are_complete():
 
     ended, cut = PartialResponse(2, True, [7, 1]), PartialResponse(3, False, [7, 8, 9])
     prompts = [
-        PromptRequest(3, [5], 0, 4, (ended, ended)),
-        PromptRequest(2, [6], 1, 4, (ended, cut)),
-        PromptRequest(1, [5, 6]),
+        PromptRequest(3, [5], 2, 3, 4, 0, (ended, ended)),
+        PromptRequest(2, [6], 2, 3, 4, 1, (ended, cut)),
+        PromptRequest(1, [5, 6], 2, 3, 5),
     ]
-    round_requests = RoundRequests(prompts, 2, seed=1, step=5, max_new_tokens=3)
+    round_requests = RoundRequests(prompts, seed=1, step=5)
     requests = round_requests.build(range(6))
     assert [r.prompt for r in requests] == [[5, 7, 1]] * 2 + [[6, 7, 1], [6, 7, 8, 9]] + [[5, 6]] * 2
     assert [r.max_new_tokens for r in requests] == [0, 0, 0, 0, 3, 3]  # the limit ends a response, too
@@ -184,7 +185,7 @@ def test_nothing_is_generated_once_enough_groups_are_complete():
     assert round_requests.limits == [0, 0, 0, 0, 3, 3]
     round_requests.skip_if_enough_are_finished(2)
     assert round_requests.limits == [0] * 6
-    before = RoundRequests([PromptRequest(2, [6], 1)], 2, seed=1, step=4, max_new_tokens=3).build(range(2))
+    before = RoundRequests([PromptRequest(2, [6], 2, 3, 4, 1)], seed=1, step=4).build(range(2))
     assert [r.key for r in before] == [r.key for r in requests[2:4]]
 
 

@@ -128,20 +128,6 @@ def test_groups_are_those_of_the_rank_order(rank):
             )
 
 
-def test_a_wrong_group_is_found(monkeypatch):
-    roles = arguments.parse([*SMALL[2:], "--tensor-model-parallel-size", "2"], 4).roles
-    summary.create_role_groups(roles, 4)
-    role = roles["critic"].megatron
-    original = summary.parallel_sizes
-
-    def other(args):
-        return original(args) if args is not role else original(args).__class__(tensor=1)
-
-    monkeypatch.setattr(summary, "parallel_sizes", other)
-    with pytest.raises(RuntimeError, match="critic: groups seen from rank 0"):
-        summary.create_role_groups(roles, 4)
-
-
 def test_colocated_roles_add_up_and_disjoint_ones_do_not(tmp_path):
     def largest(*flags):
         run(["--world-size", "4", "--json", str(tmp_path / "plan.json"), *SMALL, *flags])

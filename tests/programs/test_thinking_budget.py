@@ -132,8 +132,8 @@ def carried(rank: int, parsed):
     collector = run.batcher.collector
     draw = collector._draw_prompts
 
-    def noted(count, counter):
-        prompts = draw(count, counter)
+    def noted(step, *args):
+        prompts = draw(step, *args)
         drawn.update({prompt.line: step for prompt in prompts})
         return prompts
 
@@ -142,8 +142,9 @@ def carried(rank: int, parsed):
     for step in range(1, STEPS + 1):
         found += rows_of(run.batcher.generate(step)["rollout"])
     lines = list(dict.fromkeys(row["line"] for row in found))
-    requests = [PromptRequest(line, run.inputs.prompt_tokens[line], step=drawn[line]) for line in lines]
-    whole = run.rollout.generate(requests, 2, 1)
+    limit = run.settings.max_response_length
+    requests = [PromptRequest(line, run.inputs.prompt_tokens[line], 2, limit, drawn[line]) for line in lines]
+    whole = run.rollout.generate(requests, 1)
     whole.versions = torch.zeros_like(whole.tokens)
     return [
         sorted((r["line"], r["tokens"], r["mask"], r["logprobs"]) for r in rows) for rows in (found, rows_of(whole))

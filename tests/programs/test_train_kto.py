@@ -100,18 +100,18 @@ def watched(rank: int, parsed) -> list[list[float]]:
             network, examples = self.trainable_model.model[0], self.inputs.examples
             if not reference:
                 for number in self.order.indices(0, size * parsed.settings.train_iters):
-                    example = examples[number]
-                    prompt = example.own[1].index(True)
-                    assert example.own[0][:prompt] == example.mismatched[0][:prompt] and example.mismatched[1][prompt]
-                    reference[number] = [alone(network, s) for s in (example.own, example.mismatched)]
+                    own, mismatched = examples[number]
+                    prompt = own[1].index(True)
+                    assert own[0][:prompt] == mismatched[0][:prompt] and mismatched[1][prompt]
+                    reference[number] = [alone(network, s) for s in (own, mismatched)]
             drifts = {}
             for number in lines:
-                now = [alone(network, s) for s in (examples[number].own, examples[number].mismatched)]
+                now = [alone(network, s) for s in examples[number]]
                 drifts[number] = [a - b for a, b in zip(now, reference[number], strict=True)]
             divergence = max(0.0, sum(mismatched for _, mismatched in drifts.values()) / len(drifts))
             terms = []
             for number, (drift, _) in drifts.items():
-                sign, weight = (1, DESIRABLE) if examples[number].is_desirable else (-1, UNDESIRABLE)
+                sign, weight = (1, DESIRABLE) if examples.labels[number] else (-1, UNDESIRABLE)
                 terms.append(weight * (1 - 1 / (1 + math.exp(-sign * BETA * (drift - divergence)))))
             seen.append([sum(terms) / len(terms), divergence])
             return super().next_batch()

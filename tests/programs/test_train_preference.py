@@ -111,36 +111,37 @@ def alone(network, sequence) -> float:
 def watched(rank: int, parsed) -> list[tuple[float, float]]:
     """(own, recorded) loss of each step and of the evaluation after the last one."""
     from megarl import train_preference
-    from megarl.trainers import pair_trainer
+    from megarl.trainers import preference_trainer
 
     seen, reference = [], {}
 
-    class Watched(pair_trainer.PairTrainer):
-        def own_loss(self, name: str, pairs) -> float:
-            """RPO's, written out; `name`: of the set, with the numbers of the pairs."""
-            terms = []
-            for line, pair in pairs:
-                w, l = (alone(self.trainable_model.model[0], s) for s in (pair.chosen, pair.rejected))  # noqa: E741
+    class Watched(preference_trainer.PairTrainer):
+        def own_loss(self, name: str, lines) -> float:
+            """RPO's, written out; `name`: of the set."""
+            terms, pairs = [], self.inputs.examples if name == "train" else self.inputs.held_out
+            for line in lines:
+                pair = pairs[line]
+                w, l = (alone(self.trainable_model.model[0], s) for s in pair)  # noqa: E741
                 rw, rl = reference.setdefault((name, line), (w, l))  # of the first step: the run's start
-                d = BETA * ((w - rw) - (l - rl)) - pair.margin
-                terms.append(math.log1p(math.exp(-d)) - ALPHA * w / sum(pair.chosen[1]))
+                d = BETA * ((w - rw) - (l - rl)) - pairs.margins[line]
+                terms.append(math.log1p(math.exp(-d)) - ALPHA * w / sum(pair[0][1]))
             return sum(terms) / len(terms)
 
         def next_batch(self):
             lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
             if not reference:
-                self.own_loss("train", enumerate(self.inputs.examples[:]))
-                self.own_loss("held out", enumerate(self.inputs.held_out[:5]))
+                self.own_loss("train", range(len(self.inputs.examples)))
+                self.own_loss("held out", range(5))
             drawn = super().next_batch()
             assert all(part.host_metadata.shared for part, places in self.microbatches(drawn.batch) if len(places))
-            seen.append([self.own_loss("train", [(n, self.inputs.examples[n]) for n in lines])])
+            seen.append([self.own_loss("train", lines)])
             return drawn
 
         def log(self, step):
             super().log(step)
             seen[-1].append(self.metrics["preference/loss"])
             if "eval/loss" in self.metrics:
-                own = self.own_loss("held out", enumerate(self.inputs.held_out[:5]))
+                own = self.own_loss("held out", range(5))
                 seen.append([own, self.metrics["eval/loss"]])
 
     train_preference.PairTrainer = Watched
@@ -214,8 +215,7 @@ def test_wrong_input(case, folder, tmp_path):
 
 def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
     """Another loss, more held-out pairs, a damaged file."""
-    from megarl.trainers.pair_trainer import PairTrainer
-    from megarl.trainers.preference_trainer import read_reference
+    from megarl.trainers.preference_trainer import PairTrainer, read_reference
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     def refused(flags: str) -> str:
@@ -244,7 +244,7 @@ def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
 
 def test_margins_that_a_loss_does_not_read_are_named(tmp_path):
     from megarl.trainers.kto_trainer import KTOTrainer
-    from megarl.trainers.pair_trainer import PairTrainer
+    from megarl.trainers.preference_trainer import PairTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     rows = [GOOD | {"rejected": ""}, GOOD | {"prompt": "2+2="}]  # EOS alone may be rejected

@@ -84,7 +84,7 @@ def test_updates_are_the_same_in_every_layout(size, shape, layout, folder):
     assert_close(found[3], expected[3], EVALUATED, 1e-5)
 
 
-def own_means(network, pairs, margin: float, centring: float) -> list[float]:
+def own_means(network, pairs, lines, margin: float, centring: float) -> list[float]:
     """Loss, accuracy, margin and mean score of pairs, each text alone through a model of one chunk, in float64."""
     from megarl.mcore.model.forward_pass import inference_mode, sequence_scores
 
@@ -93,9 +93,9 @@ def own_means(network, pairs, margin: float, centring: float) -> list[float]:
 
     rows = []
     with inference_mode(network):
-        for pair in pairs:
-            c, r = score(pair.chosen), score(pair.rejected)
-            loss = math.log1p(math.exp(-(c - r - pair.margin - margin))) + centring * (c + r) ** 2
+        for line in lines:
+            c, r = (score(tokens) for tokens, _ in pairs[line])
+            loss = math.log1p(math.exp(-(c - r - pairs.margins[line] - margin))) + centring * (c + r) ** 2
             rows.append([loss, float(c > r), c - r, (c + r) / 2])
     return torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
 
@@ -110,8 +110,8 @@ def watched(rank: int, parsed) -> list[tuple[list, list]]:
     class Watched(reward_model_trainer.RewardModelTrainer):
         def next_batch(self):
             lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
-            drawn, pairs = super().next_batch(), [self.inputs.examples[line] for line in lines]
-            seen.append((own_means(self.trainable_model.model[0], pairs, *options), []))
+            drawn = super().next_batch()
+            seen.append((own_means(self.trainable_model.model[0], self.inputs.examples, lines, *options), []))
             assert all(part.host_metadata.shared for part, places in self.microbatches(drawn.batch) if len(places))
             return drawn
 
@@ -119,7 +119,7 @@ def watched(rank: int, parsed) -> list[tuple[list, list]]:
             super().log(step)
             seen[-1][1].extend(self.metrics[name] for name in NAMES[:4])
             if "eval/loss" in self.metrics:
-                own = own_means(self.trainable_model.model[0], self.inputs.held_out[:5], *options)
+                own = own_means(self.trainable_model.model[0], self.inputs.held_out, range(5), *options)
                 seen.append((own, [self.metrics[name] for name in EVALUATED]))
 
     train_reward.RewardModelTrainer = Watched
@@ -185,7 +185,7 @@ def started(rank: int, parsed, pairs):
     run_state.load_weights(folder, model, place.pg_collection)
     critic = TrainableModel(role, place, 16, updates=1, value_head=True)
     run_state.load_weights(folder, critic.model, place.pg_collection, optimizer=critic.optimizer)
-    texts = [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)]
+    texts = [tokens for pair in pairs for tokens, _ in pair]
     scores, values = [], []
     with torch.no_grad():
         for tokens in texts:

@@ -67,7 +67,7 @@ def own_loss(stages, examples, vocab_size) -> float:
 
     total, count = 0.0, 0
     with inference_mode(stages):
-        for tokens, mask in examples:
+        for ((tokens, mask),) in examples:
             scores = token_scores(stages[0], torch.tensor(tokens), torch.tensor([len(tokens)]), 1.0, vocab_size)
             total -= float(scores.logprobs.double()[torch.tensor(mask)].sum())
             count += sum(mask)
@@ -140,7 +140,7 @@ def test_examples_hold_prompt_answer_and_end_and_the_mask_skips_the_prompt():
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model"))
     path = inputs() / "heldout.jsonl"
     examples = sft_examples(load_prompts(str(path)), Encoder(tokenizer), 6, 4)
-    for line, (tokens, mask) in zip(path.read_text().splitlines(), examples, strict=True):
+    for line, ((tokens, mask),) in zip(path.read_text().splitlines(), examples, strict=True):
         row = json.loads(line)
         assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == row["answer"]
         assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if not m]) == row["prompt"]
@@ -190,7 +190,7 @@ def test_the_mask_of_a_conversation(tmp_path):
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     parsed = program("sft", sft_argv(tmp_path / "run", dialogues(tmp_path, "7+1")), 1)
-    tokens, mask = SupervisedInputs(parsed, SFTTrainer).examples[1]
+    ((tokens, mask),) = SupervisedInputs(parsed, SFTTrainer).examples[1]
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model"))
     assert tokenizer.decode(tokens) == "3+1=43+3=67+1="
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "46"

@@ -163,8 +163,8 @@ def test_flags_that_say_the_same_are_allowed(folders, tmp_path):
 
 
 def test_what_contradicts_is_a_flag_of_megatron():
-    from megarl.mcore.config.architecture import ARCHITECTURE
     from megarl.mcore.config.megatron_flags import destinations
+    from megarl.mcore.config.supported_flags import ARCHITECTURE
 
     assert set(destinations().values()) >= ARCHITECTURE
 

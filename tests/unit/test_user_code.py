@@ -7,6 +7,7 @@ import pytest
 from megarl import plugins, user_code
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
+from megarl.rewards import guard
 from megarl.rewards.base import Sample, Verifier
 from megarl.rewards.build import build_verifiers
 
@@ -51,20 +52,21 @@ def error_of(function, *args) -> BaseException:
 
 
 def test_the_place_is_the_users_last_line(module):
-    verifier = Verifier("r", plugins.load("--reward", "their_rewards:reward", {}))
-    (reason,) = verifier.outcomes([Sample("q", "{")])
+    reward = plugins.load("--reward", "their_rewards:reward", {})
+    (reason,) = Verifier("r", reward).outcomes([Sample("q", "{")])
     assert f" ({module}:5); the response was '{{'" in reason
-    error = error_of(verifier, Sample("q", "{"))  # megarl's own error, which the user's caused
-    assert user_code.place_of(error) == f" ({module}:5)"
+    own = RuntimeError()  # megarl's error, which the user's caused
+    own.__cause__ = error_of(guard.call, reward, Sample("q", "{"), 60.0)
+    assert user_code.place_of(own) == f" ({module}:5)"
 
 
 def test_a_traceback_begins_with_the_users_code(module, monkeypatch):
-    error = error_of(Verifier("r", plugins.load("--reward", "their_rewards:reward", {})), Sample("q", "{"))
+    error = error_of(guard.call, plugins.load("--reward", "their_rewards:reward", {}), Sample("q", "{"), 60.0)
     shown = user_code.traceback_of(error)
     assert shown.startswith(f'Traceback of your code:\n  File "{module}", line 8, in reward\n')
     assert "megarl/rewards" not in shown and "JSONDecodeError" in shown and "MEGARL_TRACEBACK=full" in shown
     monkeypatch.setenv("MEGARL_TRACEBACK", "full")
-    assert "megarl/rewards/base.py" in user_code.traceback_of(error)
+    assert "megarl/rewards/guard.py" in user_code.traceback_of(error)
 
 
 def test_an_error_of_megarl_has_no_place_and_its_whole_traceback():

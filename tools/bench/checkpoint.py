@@ -20,7 +20,7 @@ import torch
 
 from megarl import arguments
 from megarl.batch import Batch
-from megarl.checkpoint.writer import CheckpointWriter, SavePolicy
+from megarl.checkpoint.writer import CheckpointWriter
 from megarl.comm import microbatches as mb
 from megarl.comm import role_mesh
 from megarl.mcore.model import forward_pass
@@ -72,13 +72,12 @@ def measure(shape: common.Shape, steps: int, rounds: int, sequences: int, folder
     update(model, batch, shape.vocab)  # allocates
     for _ in range(rounds):
         for kind in KINDS:
-            policy = SavePolicy(asynchronous=kind == "async", keep_last=1)
-            writer = CheckpointWriter(folder / kind, mesh, policy)
+            writer = CheckpointWriter(folder / kind, mesh, arguments.Settings(async_save=kind == "async", keep_last=1))
             for number in range(steps + 1):
                 step, begin = step + 1, time.perf_counter()
                 update(model, batch, shape.vocab)
                 trained = time.perf_counter()
-                writer.poll()
+                writer.poll(step)
                 if kind != "none":
                     writer.save(step, {"actor": model.state({})}, {"program": "bench"})
                 end = time.perf_counter()

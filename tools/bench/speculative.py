@@ -45,10 +45,10 @@ class BothEngines:
     def __init__(self, run_engine: Callable, generate: Callable):
         self._run_engine, self._generate, self._plain, self.rows = run_engine, generate, None, []
 
-    def generate(self, rollout: Rollout, prompts, samples, step, temperature=None, **options):
+    def generate(self, rollout: Rollout, prompts, step, temperature=None, **options):
         """In the place of `Rollout.generate`: keeps the figures of training responses only."""
         before = len(self.rows)
-        batch = self._generate(rollout, prompts, samples, step, temperature, **options)
+        batch = self._generate(rollout, prompts, step, temperature, **options)
         if temperature is not None:
             del self.rows[before:]
         return batch

@@ -8,15 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
-from megarl.data.messages import with_tool_names
-from megarl.environments.agents.dialect import (
-    function_tool,
-    name_forced_call,
-    name_ignored,
-    respond,
-    tool_call,
-    written,
-)  # fmt: skip
+from megarl.data.messages import tool_call, with_tool_names
+from megarl.environments.agents.dialect import function_tool, name_forced_call, name_ignored, respond, written
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid

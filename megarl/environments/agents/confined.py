@@ -43,22 +43,10 @@ _LINKS = {  # in /dev
 def main() -> int:
     """Runs the command of the specification; returns the exit status."""
     given = json.loads(sys.argv[1])
-    result, report = os.pipe()
     try:
-        uid = jail.new_process_namespace()
-        _give(given["workspace"], uid)
-        child = os.fork()
+        child = jail.start(lambda uid, report: _first_process(given, uid, report))
     except OSError as error:
         print(f"sandbox: {jail.reason_of(error)}", flush=True)
-        return NO_SANDBOX
-    if child == 0:
-        os.close(result)
-        _first_process(given, uid, report)
-    os.close(report)
-    answer = os.read(result, 1000)
-    if answer != b"+":
-        os.waitpid(child, 0)
-        print(f"sandbox: {answer.decode() or 'process 1 died'}", flush=True)
         return NO_SANDBOX
     return _watch(child, given)
 
@@ -106,34 +94,27 @@ def _bytes_in(folder: str) -> int:
 
 
 def _first_process(given: dict, uid: int, report: int):
-    """Process 1 inside: starts relay and program, and ends with the program. Never returns."""
-    try:
-        os.setsid()
-        os.umask(0o022)
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
-        jail.new_namespaces()
-        shown = (*jail.SYSTEM, *_OF_THE_SYSTEM, *given["readable"], os.path.dirname(given["socket"]))
-        jail.build_root(shown, uid, given["disk_mb"] << 20, 1 << 16, (given["workspace"],), proc=True)
-        for name, target in _LINKS.items():
-            os.symlink(target, f"/dev/{name}")
-        jail.set_attributes(b"/", 1, recursive=False)
-        listener = _listener(given["port"])
-        os.chdir(given["workspace"])
-        if (relay := os.fork()) == 0:
-            _become_safe(uid)
-            _relay(listener, given["socket"])
-        listener.close()
-        if (program := os.fork()) == 0:
-            _become_program(given, uid)
+    """Process 1 inside: starts relay and program, and ends with the program."""
+    _give(given["workspace"], uid)
+    jail.new_namespaces()
+    shown = (*jail.SYSTEM, *_OF_THE_SYSTEM, *given["readable"], os.path.dirname(given["socket"]))
+    jail.build_root(shown, uid, given["disk_mb"] << 20, 1 << 16, (given["workspace"],), proc=True)
+    for name, target in _LINKS.items():
+        os.symlink(target, f"/dev/{name}")
+    jail.set_attributes(b"/", 1, recursive=False)
+    listener = _listener(given["port"])
+    os.chdir(given["workspace"])
+    if os.fork() == 0:
         _become_safe(uid)
-        os.write(report, b"+")
         os.close(report)
-        os._exit(_status_of(program, relay))
-    except BaseException as error:
-        os.write(report, jail.reason_of(error).encode() or b"?")
-    finally:
-        os._exit(NO_SANDBOX)
+        _relay(listener, given["socket"])
+    listener.close()
+    if (program := os.fork()) == 0:
+        _become_program(given, uid)
+    _become_safe(uid)
+    os.write(report, b"+")
+    os.close(report)
+    os._exit(_status_of(program))
 
 
 def _listener(port: int) -> socket.socket:
@@ -154,7 +135,7 @@ def _become_safe(uid: int):
     jail.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def _status_of(program: int, relay: int) -> int:
+def _status_of(program: int) -> int:
     """The program's exit status; reaps whatever else ends before."""
     while True:
         pid, status = os.waitpid(-1, 0)

@@ -56,11 +56,6 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     return {"type": "function", "function": function}
 
 
-def tool_call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A call of the assistant as chat templates read it."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def respond(events: Sequence[Any], streams: bool = False, ends: bytes = b"data: [DONE]\n\n") -> Response:
     """The only object as JSON; or all events as a stream: objects, or (name, object)."""
     if not streams:

@@ -23,6 +23,7 @@ from megarl.environments.agents.openai_responses import ResponsesRequest, comple
 from megarl.environments.agents.session import Address, Session
 from megarl.serving.connections import LimitedProtocol
 from megarl.serving.errors import RequestError, internal, invalid, validation_error
+from megarl.serving.listening import PLAIN
 from megarl.serving.middleware import BodyAndDisconnect, OneLength, check_body
 
 MAX_CONNECTIONS = 64
@@ -54,10 +55,7 @@ class Endpoint:
     async def open(cls, session: Session) -> "Endpoint":
         """Opens the endpoint of a session."""
         app = _KeyCheck(application(), session)
-        config = uvicorn.Config(
-            app, ws="none", loop="asyncio", lifespan="off", access_log=False, log_config=None, server_header=False,
-            proxy_headers=False,
-        )  # fmt: skip
+        config = uvicorn.Config(app, **PLAIN)
         config.load()
         state = ServerState()
         protocol: Any = partial(

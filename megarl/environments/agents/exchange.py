@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megarl.data.messages import arguments_of
+from megarl.data.messages import arguments_of, tool_call
 from megarl.environments.protocol import Message, Turn
 
 CONTEXT_LENGTH = "context_length_exceeded"  # the code of an error that clients know: a budget is used up
@@ -50,10 +50,8 @@ class Reply(NamedTuple):
             message["reasoning_content"] = turn.reasoning
         if turn.calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {
-                    "name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
-                for call in turn.calls
-            ]  # fmt: skip
+                tool_call(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in turn.calls
+            ]
         return message
 
 

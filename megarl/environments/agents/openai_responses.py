@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.responses import Response
 
-from megarl.data.messages import with_tool_names
+from megarl.data.messages import tool_call, with_tool_names
 from megarl.environments.agents.dialect import (
     function_tool,
     name_forced_call,
     name_ignored,
     respond,
     token_fields,
-    tool_call,
     written,
 )  # fmt: skip
 from megarl.environments.agents.exchange import Ask, Reply

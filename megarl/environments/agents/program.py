@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megarl.environments.agents import keeper
 from megarl.environments.agents.agent import Agent, AgentRun, AgentTask, observation_of
 from megarl.environments.agents.sandbox import Door, ProgramSandbox, check_sandbox
 from megarl.environments.agents.session import Address, Session
-from megarl.environments.protocol import Observation, resolved
+from megarl.environments.protocol import Observation, called
 
 MAX_OUTPUT = 1 << 16  # bytes that are kept of what a program prints, the last ones
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV")
@@ -62,12 +62,12 @@ class ProgramEnvironment(Agent):
         workspace = self._folder / "workspace"
         workspace.mkdir()
         if self._prepare is not None:
-            await _called(self._prepare, task, workspace)
+            await called(self._prepare, task, workspace)
         status, output = await self._run(task, session, address, workspace)
         last = session.exchanges[-1].reply if session.exchanges else None
         truncated = session.refused > 0 or bool(last and last.is_budget)
         run = AgentRun(task, session.conversations(), truncated, status, output, workspace)
-        return observation_of(await _called(self._reward, run))
+        return observation_of(await called(self._reward, run))
 
     async def _run(self, task: AgentTask, session: Session, address: Address, workspace: Path) -> tuple[int, str]:
         """(exit status, what it printed last)."""
@@ -79,7 +79,7 @@ class ProgramEnvironment(Agent):
         door = None
         if self._sandbox is not None:
             door = await Door.open(workspace.parent / "door", address)
-            keeps = self._sandbox.arguments(command, workspace, path, door)
+            keeps = self._sandbox.arguments(command, workspace, [path], door.path, door.port)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", *keeps,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -111,12 +111,6 @@ class ProgramEnvironment(Agent):
     async def close(self):
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-
-
-async def _called(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function of the user's; a plain one runs in a thread."""
-    result: Any | Awaitable = await asyncio.to_thread(function, *args)
-    return await resolved(result)
 
 
 async def _last_bytes(stream: asyncio.StreamReader | None) -> bytes:

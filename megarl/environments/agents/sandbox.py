@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -93,18 +94,15 @@ class ProgramSandbox:
     disk_mb: int = 1024
     processes: int = 256
 
-    def arguments(self, command: Sequence[str], workspace: Path, task: Path, door: Door) -> list[str]:
-        """Arguments of Python for the script that confines a command."""
-        return self._arguments(command, str(workspace), [str(task)], str(door.path), door.port)
-
-    def _arguments(
-        self, command: Sequence[str], workspace: str, files: list[str], path: str, port: int
+    def arguments(
+        self, command: Sequence[str], workspace: Path, files: Sequence[Path], door: Path, port: int
     ) -> list[str]:  # fmt: skip
+        """Arguments of Python for the script that confines a command, which also sees `files`; `door`: a socket."""
         named = [part for part in command if os.path.isabs(part) and os.path.isfile(part)]
         python = [sys.prefix, os.path.dirname(os.path.realpath(sys.executable))]
         given = {
-            "command": list(command), "workspace": workspace, "socket": path, "port": port,
-            "readable": _outermost([*python, *named, *files, *map(str, self.readable)]),
+            "command": list(command), "workspace": str(workspace), "socket": str(door), "port": port,
+            "readable": _outermost([*python, *named, *map(str, (*files, *self.readable))]),
             "memory_mb": self.memory_mb, "disk_mb": self.disk_mb, "processes": self.processes,
         }  # fmt: skip
         return [confined.__file__, json.dumps(given)]
@@ -116,17 +114,6 @@ def _outermost(paths: Sequence[str]) -> list[str]:
     return sorted(path for path in whole if not any(str(parent) in whole for parent in Path(path).parents))
 
 
-@contextlib.contextmanager
-def _open_pipe() -> Iterator[int]:
-    """A pipe to read from, into which nothing is written."""
-    ends = os.pipe()
-    try:
-        yield ends[0]
-    finally:
-        for end in ends:
-            os.close(end)
-
-
 @functools.cache
 def check_sandbox():
     """UsageError unless a probe program finds every restriction in force; only success is cached."""
@@ -135,10 +122,11 @@ def check_sandbox():
             Path(name, folder).mkdir()
         command = [sys.executable, "-IS", "-c", _PROBE]
         limits = ProgramSandbox(processes=_PROBE_PROCESSES)
-        arguments = limits._arguments(command, f"{name}/workspace", [], f"{name}/door/socket", 80)
-        with _open_pipe() as stdin:  # its end would stop the program
+        arguments = limits.arguments(command, Path(name, "workspace"), [], Path(name, "door", "socket"), 80)
+        stdin, other = socket.socketpair()  # its end would stop the program
+        with stdin, other:
             done = subprocess.run(
-                [sys.executable, "-I", "-S", *arguments], check=False, stdin=stdin, stdout=subprocess.PIPE,
+                [sys.executable, "-I", "-S", *arguments], check=False, stdin=stdin.fileno(), stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, text=True, timeout=_PROBE_SECONDS, env={"PATH": os.defpath},
             )  # fmt: skip
     if done.returncode:

@@ -6,7 +6,6 @@ the text of what is wrong. It ends with rank 0, or when that closes the connecti
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import os
 import secrets
@@ -16,15 +15,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import uvicorn
-
 from megarl.child_process import parent
 from megarl.environments.sessions.app import build_app
 from megarl.environments.sessions.registry import Registry
 from megarl.errors import UsageError
 from megarl.flags.server_settings import ServerSettings
 from megarl.serving import links
-from megarl.serving.connections import LimitedProtocol, max_connections
 from megarl.serving.listening import HttpServer, listen_to_clients
 
 BACKLOG = 1024  # connections that wait to be accepted
@@ -78,16 +74,9 @@ async def _serve(config: SessionsConfig, http: Any, listener: Listener, key: byt
 
     Thread(target=links.accept_all, args=[listener, key, follow], daemon=True).start()
     app = build_app(registry, config.api_keys, s.host, int(s.max_body_mb * 2**20), s.connection_timeout)
-    protocol: Any = functools.partial(LimitedProtocol, max_connections(s.max_connections), s.connection_timeout)
-    server = HttpServer(
-        uvicorn.Config(
-            app, http=protocol, ws="none", loop="asyncio", lifespan="off", access_log=False, log_config=None,
-            server_header=False, proxy_headers=False,
-        )
-    )  # fmt: skip
     loop.add_reader(rank_0.fileno(), os._exit, 0)
     watcher = asyncio.create_task(registry.watch(_TICK))
-    await server.serve(sockets=[http])
+    await HttpServer(app, s).serve(sockets=[http])
     watcher.cancel()
 
 

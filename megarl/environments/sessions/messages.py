@@ -16,7 +16,7 @@ import dataclasses
 from typing import Any
 
 from megarl.environments.agents.exchange import Ask, Reply
-from megarl.environments.protocol import Observation, Task, ToolCall, Turn
+from megarl.environments.protocol import Task, ToolCall, Turn
 
 
 def offer(number: int, ticket: int, task: Task, key: str | None) -> dict[str, Any]:
@@ -46,8 +46,3 @@ def reply_of(data: dict[str, Any]) -> Reply:
         calls = tuple(ToolCall(**call) for call in turn["calls"])
         turn = Turn(**{**turn, "calls": calls, "errors": tuple(turn["errors"])})
     return Reply(**{**data, "turn": turn})
-
-
-def observation_of(data: dict[str, Any]) -> Observation:
-    """The end of an episode: `dataclasses.asdict` of it."""
-    return Observation(**data)

@@ -78,15 +78,10 @@ class SessionPool:
         if message["failure"] is not None and message["retry"] and offered.failures < self._retries:
             self._offer(number, offered._replace(ticket=next(self._tickets), failures=offered.failures + 1))
             return None
-        end = None if message["observation"] is None else messages.observation_of(message["observation"])
-        return self._event(number, end, message["failure"], message["seconds"], offered.failures)
-
-    def _event(
-        self, number: int, end: Observation | None, failure: str | None, seconds: float, restarts: int
-    ) -> Event:  # fmt: skip
+        end = None if message["observation"] is None else Observation(**message["observation"])
         return Event(
-            number=number, observation=end, failure=failure, tools=[], turn=None, seconds=seconds, replayed=restarts,
-            late=0, from_journal=False, replayable=True, is_agent=True,
+            number=number, observation=end, failure=message["failure"], tools=[], turn=None, seconds=message["seconds"],
+            replayed=offered.failures, late=0, from_journal=False, replayable=True, is_agent=True,
         )  # fmt: skip
 
     def close(self):

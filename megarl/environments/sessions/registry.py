@@ -97,11 +97,7 @@ class Registry:
 
     def finish(self, found: OpenSession, end: Observation | None, failure: str | None = None, retry: bool = True):
         """Ends a session with its score, or with a failure."""
-        link, number = found.place
-        link.send({
-            "type": "ended", "number": number, "ticket": found.offer["ticket"], "failure": failure, "retry": retry,
-            "observation": None if end is None else dataclasses.asdict(end), "seconds": found.session.worked_seconds,
-        })  # fmt: skip
+        _send_end(found.place, found.offer, end, failure, retry, found.session.worked_seconds)
         self._write("failed" if end is None else "finished", found, reward=None if end is None else end.reward)
         self._forget(found)
 
@@ -124,11 +120,8 @@ class Registry:
                 self._last_driver = now
         if self._waiting and now - self._last_driver > self._seconds:
             failure = f"no driver has asked for a session, or in one, for {self._seconds:g} s"
-            for (link, number), offer in self._waiting.items():
-                link.send({
-                    "type": "ended", "number": number, "ticket": offer["ticket"], "observation": None,
-                    "failure": failure, "retry": False, "seconds": 0.0,
-                })  # fmt: skip
+            for place, offer in self._waiting.items():
+                _send_end(place, offer, None, failure, retry=False, seconds=0.0)
             self._waiting.clear()
 
     async def watch(self, tick: float):
@@ -144,3 +137,13 @@ class Registry:
         facts = {name: found.offer[name] for name in ("group", "sample", "evaluation")}
         with open(self._record, "a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, "session": found.name, **facts, **more}) + "\n")
+
+
+def _send_end(
+    place: Place, offer: dict[str, Any], end: Observation | None, failure: str | None, retry: bool, seconds: float
+):
+    link, number = place
+    link.send({
+        "type": "ended", "number": number, "ticket": offer["ticket"], "failure": failure, "retry": retry,
+        "observation": None if end is None else dataclasses.asdict(end), "seconds": seconds,
+    })  # fmt: skip

@@ -6,7 +6,7 @@ refused. On a CPU the flag changes nothing, and every model is allowed.
 
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.config.layout_rules import LayoutRule, require
+from megarl.mcore.config.layout_rules import LayoutRule, only, require, rule
 
 FLAG = "--exact-rollout"
 BACKEND = "invariant"  # the attention backend
@@ -26,22 +26,19 @@ def check(role: str, args):
 
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    tensor, context, latent = args.tensor_model_parallel_size, args.context_parallel_size, args.multi_latent_attention
-    softcap, backend = args.attn_logit_softcapping, args.attention_kernel
-    variant, pattern = args.experimental_attention_variant, args.hybrid_layer_pattern
-    hidden, channels = args.hidden_size, args.kv_channels or args.hidden_size // args.num_attention_heads
+    backend, channels = args.attention_kernel, args.kv_channels or args.hidden_size // args.num_attention_heads
     return [
-        LayoutRule("--bf16", args.bf16, args.bf16 or args.fp16, "--bf16 or --fp16"),
-        LayoutRule("--transformer-impl", args.transformer_impl, args.transformer_impl == "local", "local"),
-        LayoutRule("--tensor-model-parallel-size", tensor, tensor == 1, "1"),
-        LayoutRule("--context-parallel-size", context, context == 1, "1"),
-        LayoutRule("--multi-latent-attention", latent, not latent, "none"),
-        LayoutRule("--experimental-attention-variant", variant, variant is None, "none"),
-        LayoutRule("--hybrid-layer-pattern", pattern, pattern is None, "none"),
-        LayoutRule("--attn-logit-softcapping", softcap, softcap is None, "none"),
-        LayoutRule("--softmax-type", args.softmax_type, args.softmax_type == "vanilla", "vanilla"),
+        rule(args, "--bf16", args.bf16 or args.fp16, "--bf16 or --fp16"),
+        only(args, "--transformer-impl", "local"),
+        only(args, "--tensor-model-parallel-size", 1),
+        only(args, "--context-parallel-size", 1),
+        only(args, "--multi-latent-attention", False),
+        only(args, "--experimental-attention-variant"),
+        only(args, "--hybrid-layer-pattern"),
+        only(args, "--attn-logit-softcapping"),
+        only(args, "--softmax-type", "vanilla"),
         LayoutRule("--attention-backend", backend, backend == BACKEND, f"auto or {BACKEND}"),
-        LayoutRule("--hidden-size", hidden, hidden % ALIGNED == 0, f"a multiple of {ALIGNED}"),
+        rule(args, "--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
         LayoutRule("--kv-channels", channels, channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
              f"a multiple of {ALIGNED} up to {MAX_CHANNELS}"),
         *_experts(args),
@@ -50,18 +47,17 @@ def rules(args) -> list[LayoutRule]:
 
 def _experts(args) -> list[LayoutRule]:
     """The experts' products run one by one, and the results of a token are added in a fixed order (`moe.layer`)."""
-    experts, dtype, ranks = args.num_experts, args.moe_router_dtype, args.expert_tensor_parallel_size or 1
+    ranks = args.expert_tensor_parallel_size or 1
     is_plain = args.swiglu and not args.add_bias_linear and not args.glu_linear_offset
     is_plain = is_plain and args.activation_func_clamp_value is None and not args.moe_apply_probs_on_input
     return [
-        LayoutRule("--moe-grouped-gemm", args.moe_grouped_gemm, not args.moe_grouped_gemm,
+        rule(args, "--moe-grouped-gemm", not args.moe_grouped_gemm,
              "none: grouped products choose tiles by the number of rows"),
-        LayoutRule("--moe-router-dtype", dtype, dtype != "fp64", "fp32, or none"),
-        LayoutRule("--num-experts", experts, not experts or is_plain,
+        rule(args, "--moe-router-dtype", args.moe_router_dtype != "fp64", "fp32, or none"),
+        rule(args, "--num-experts", not args.num_experts or is_plain,
              "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options"),
         LayoutRule("--expert-tensor-parallel-size", ranks, ranks == 1, "1"),
-        LayoutRule("--moe-shared-expert-overlap", args.moe_shared_expert_overlap, not args.moe_shared_expert_overlap,
-             "none"),
+        only(args, "--moe-shared-expert-overlap", False),
     ]  # fmt: skip
 
 

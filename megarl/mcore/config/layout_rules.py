@@ -4,6 +4,7 @@ A rule is data: `rules` always returns all rules in the same order; `check` rais
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -45,66 +46,93 @@ def rules(role: str, args) -> list[LayoutRule]:
     """
     groups = (_sizes(args), _ranges(args), _ranks(args), _attention(args), _pipeline(args), _virtual(args))
     groups += (_experts(args), _balancing(args), _training(role, args), _sharding(args))
-    return [rule for group in groups for rule in group]
+    return [each for group in groups for each in group]
 
 
 def _divides(size: int, whole: int) -> bool:
     return size > 0 and whole % size == 0
 
 
-def value_of(args, name: str):
-    """The value of a flag, given without its dashes."""
-    return getattr(args, name.replace("-", "_"))
+def value_of(args, flag: str):
+    """The value of a flag, with or without its dashes."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"))
 
 
-def min_value(flag: str, value, limit: int = 1) -> LayoutRule:
+def rule(args, flag: str, holds: bool, allowed: str) -> LayoutRule:
+    """A rule on a flag, with the value that it has."""
+    return LayoutRule(flag, value_of(args, flag), holds, allowed)
+
+
+def only(args, flag: str, value=None) -> LayoutRule:
+    """A flag with one allowed value; None and False: it must not be given."""
+    return rule(args, flag, value_of(args, flag) == value, "none" if value in (None, False) else str(value))
+
+
+def min_value(args, flag: str, limit: int = 1) -> LayoutRule:
     """A flag whose value, if it is given, is a number not below a limit."""
-    return LayoutRule(flag, value, value is None or value >= limit, f"{limit} or more")
+    value = value_of(args, flag)
+    return rule(args, flag, value is None or value >= limit, f"{limit} or more")
+
+
+def positive(args, flag: str) -> LayoutRule:
+    """A flag whose value, if it is given, is a number above 0."""
+    value = value_of(args, flag)
+    return rule(args, flag, value is None or 0 < value < math.inf, "above 0")
+
+
+def defaults(args, flags: Mapping[str, object], holds: bool, allowed: str) -> list[LayoutRule]:
+    """Flags, without dashes, that must have their defaults unless `holds`."""
+    unchanged = {name: value_of(args, name) == default for name, default in flags.items()}
+    return [rule(args, f"--{name}", holds or is_default, allowed) for name, is_default in unchanged.items()]
 
 
 def _sizes(args) -> list[LayoutRule]:
+    groups, channels = _groups(args), args.kv_channels
     return [
-        LayoutRule("--num-layers", args.num_layers, 1 <= args.num_layers <= MAX_LAYERS, f"from 1 to {MAX_LAYERS}"),
-        *(min_value(f"--{name}", value_of(args, name)) for name in ("hidden-size", "num-attention-heads")),
-        min_value("--num-query-groups", _groups(args)),
-        min_value("--v-head-dim" if args.multi_latent_attention else "--kv-channels", args.kv_channels),
-        min_value("--num-experts", args.num_experts, 0),
-        *(min_value(f"--{name}", value_of(args, name)) for name in SIZES),
+        rule(args, "--num-layers", 1 <= args.num_layers <= MAX_LAYERS, f"from 1 to {MAX_LAYERS}"),
+        *(min_value(args, f"--{name}") for name in ("hidden-size", "num-attention-heads")),
+        LayoutRule("--num-query-groups", groups, groups is None or groups >= 1, "1 or more"),
+        LayoutRule(
+            "--v-head-dim" if args.multi_latent_attention else "--kv-channels",
+            channels,
+            channels is None or channels >= 1,
+            "1 or more",
+        ),
+        min_value(args, "--num-experts", 0),
+        *(min_value(args, f"--{name}") for name in SIZES),
     ]
 
 
 def _ranges(args) -> list[LayoutRule]:
     lr, floor, decay = args.lr, args.min_lr, args.lr_decay_iters or args.train_iters
-    positions, std, epsilon = args.max_position_embeddings, args.init_method_std, args.layernorm_epsilon
-    start, fraction, scale = args.lr_warmup_init, args.lr_warmup_fraction, args.loss_scale
+    start, fraction, epsilon = args.lr_warmup_init, args.lr_warmup_fraction, args.layernorm_epsilon
     return [
-        min_value("--lr-decay-iters", args.lr_decay_iters),
-        LayoutRule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
-        LayoutRule("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
-        LayoutRule("--decoupled-min-lr", args.decoupled_min_lr, not args.decoupled_min_lr or bool(args.decoupled_lr),
+        min_value(args, "--lr-decay-iters"),
+        rule(args, "--lr", 0 <= lr < math.inf, "0 or more"),
+        rule(args, "--min-lr", 0 <= floor <= lr, f"from 0 to --lr {lr}"),
+        rule(args, "--decoupled-min-lr", not args.decoupled_min_lr or bool(args.decoupled_lr),
              "none without --decoupled-lr"),
-        LayoutRule("--clip-grad", args.clip_grad, args.clip_grad >= 0, "0 (off) or more"),
-        LayoutRule("--weight-decay", args.weight_decay, args.weight_decay >= 0, "0 or more"),
-        LayoutRule("--adam-beta1", args.adam_beta1, 0 <= args.adam_beta1 < 1, "from 0 to below 1"),
-        LayoutRule("--adam-beta2", args.adam_beta2, 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
-        LayoutRule("--adam-eps", args.adam_eps, args.adam_eps > 0, "above 0"),
-        LayoutRule("--max-position-embeddings", positions, positions >= args.seq_length,
+        rule(args, "--clip-grad", args.clip_grad >= 0, "0 (off) or more"),
+        rule(args, "--weight-decay", args.weight_decay >= 0, "0 or more"),
+        rule(args, "--adam-beta1", 0 <= args.adam_beta1 < 1, "from 0 to below 1"),
+        rule(args, "--adam-beta2", 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
+        rule(args, "--adam-eps", args.adam_eps > 0, "above 0"),
+        rule(args, "--max-position-embeddings", args.max_position_embeddings >= args.seq_length,
              f"{args.length_flags} = {args.seq_length} or more"),
-        LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
+        rule(args, "--lr-warmup-iters", args.lr_warmup_iters < decay,
              f"below --lr-decay-iters (default --train-iters) {decay}"),
-        min_value("--lr-warmup-iters", args.lr_warmup_iters, 0),
-        LayoutRule("--lr-warmup-init", start, start is None or 0 <= start <= lr, f"from 0 to --lr {lr}"),
-        LayoutRule("--lr-wsd-decay-iters", args.lr_wsd_decay_iters,
-             args.lr_decay_style != "WSD" or args.lr_wsd_decay_iters is not None, "a number with --lr-decay-style WSD"),
-        LayoutRule("--lr-warmup-fraction", fraction, fraction is None or 0 <= fraction < 1, "from 0 to below 1"),
-        LayoutRule("--lr-warmup-fraction", fraction, fraction is None or not args.lr_warmup_iters,
-             "none with --lr-warmup-iters"),
-        LayoutRule("--init-method-std", std, 0 <= std < math.inf, "0 or more"),
+        min_value(args, "--lr-warmup-iters", 0),
+        rule(args, "--lr-warmup-init", start is None or 0 <= start <= lr, f"from 0 to --lr {lr}"),
+        rule(args, "--lr-wsd-decay-iters", args.lr_decay_style != "WSD" or args.lr_wsd_decay_iters is not None,
+             "a number with --lr-decay-style WSD"),
+        rule(args, "--lr-warmup-fraction", fraction is None or 0 <= fraction < 1, "from 0 to below 1"),
+        rule(args, "--lr-warmup-fraction", fraction is None or not args.lr_warmup_iters, "none with --lr-warmup-iters"),
+        rule(args, "--init-method-std", 0 <= args.init_method_std < math.inf, "0 or more"),
         LayoutRule("--norm-epsilon", epsilon, 0 < epsilon < math.inf, "above 0"),
-        LayoutRule("--loss-scale", scale, scale is None or 0 < scale < math.inf, "above 0"),
-        LayoutRule("--fp16", args.fp16, not args.fp16 or not args.bf16, "none with --bf16"),
-        min_value("--distributed-timeout-minutes", args.distributed_timeout_minutes),
-        min_value("--ddp-bucket-size", args.ddp_bucket_size),
+        positive(args, "--loss-scale"),
+        rule(args, "--fp16", not args.fp16 or not args.bf16, "none with --bf16"),
+        min_value(args, "--distributed-timeout-minutes"),
+        min_value(args, "--ddp-bucket-size"),
         LayoutRule("--use-nccl-ub", args.nccl_ub, not args.nccl_ub or device.has_cuda(), "none without CUDA"),
     ]  # fmt: skip
 
@@ -129,25 +157,23 @@ def _ranks(args) -> list[LayoutRule]:
 def _attention(args) -> list[LayoutRule]:
     tensor, heads, groups = args.tensor_model_parallel_size, args.num_attention_heads, _groups(args)
     multiple, ffn = f"a multiple of --tensor-model-parallel-size {tensor}", args.ffn_hidden_size
-    divisor, hidden = args.make_vocab_size_divisible_by, args.hidden_size
-    channels = args.kv_channels or hidden // max(heads, 1)
+    channels = args.kv_channels or args.hidden_size // max(heads, 1)
     is_shared = bool(groups) and tensor > groups and _divides(groups, tensor)  # ranks share a group
     ranks = tensor // groups if is_shared else 1
     return [
-        LayoutRule("--num-attention-heads", heads, _divides(tensor, heads), multiple),
+        rule(args, "--num-attention-heads", _divides(tensor, heads), multiple),
         LayoutRule("--num-query-groups", groups, groups is None or is_shared or _divides(tensor, groups),
              f"{multiple}, or a divisor of it"),
         LayoutRule("--kv-channels", channels, 2 * channels % ranks == 0,
              f"a size whose double is a multiple of the {ranks} tensor-parallel ranks of a query group"),
         LayoutRule("--num-query-groups", groups, groups is None or _divides(groups, heads),
              f"a divisor of --num-attention-heads {heads}"),
-        LayoutRule("--hidden-size", hidden, bool(args.kv_channels) or _divides(heads, hidden),
+        rule(args, "--hidden-size", bool(args.kv_channels) or _divides(heads, args.hidden_size),
              f"a multiple of --num-attention-heads {heads}, or any with --kv-channels"),
         LayoutRule("--kv-channels", channels, args.position_embedding_type not in ROTARY or channels % 2 == 0
              or args.multi_latent_attention, "an even number with rotary embeddings"),
-        LayoutRule("--make-vocab-size-divisible-by", divisor, _divides(tensor, divisor), multiple),
-        LayoutRule("--ffn-hidden-size", ffn, ffn is None or not _has_dense_layers(args) or _divides(tensor, ffn),
-             multiple),
+        rule(args, "--make-vocab-size-divisible-by", _divides(tensor, args.make_vocab_size_divisible_by), multiple),
+        rule(args, "--ffn-hidden-size", ffn is None or not _has_dense_layers(args) or _divides(tensor, ffn), multiple),
     ]  # fmt: skip
 
 
@@ -161,16 +187,14 @@ def _pipeline(args) -> list[LayoutRule]:
     end_size = "from 1 to below --num-layers, with --pipeline-model-parallel-size above 1"
     ends = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
     return [
-        LayoutRule("--decoder-first-pipeline-num-layers", first, first is None or stages > 1 and 0 < first < layers,
-             end_size),
-        LayoutRule("--decoder-last-pipeline-num-layers", last, last is None or stages > 1 and 0 < last < layers,
-             end_size),
+        rule(args, "--decoder-first-pipeline-num-layers", first is None or stages > 1 and 0 < first < layers, end_size),
+        rule(args, "--decoder-last-pipeline-num-layers", last is None or stages > 1 and 0 < last < layers, end_size),
         LayoutRule("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split", True,
              counted == layers or not given, f"none of them with {ends}"),
-        LayoutRule("--num-layers", layers, bool(given) or _divides(stages, counted),
+        rule(args, "--num-layers", bool(given) or _divides(stages, counted),
              f"a multiple of --pipeline-model-parallel-size {stages} "
              f"(layers counted: {counted}), or others with {ends}"),
-        LayoutRule("--num-layers", layers, not given or fits,
+        rule(args, "--num-layers", not given or fits,
              f"one that splits equally: {inner} layer(s) are left for {inner_stages} stage(s) between {ends}"),
     ]  # fmt: skip
 
@@ -203,8 +227,8 @@ def _virtual(args) -> list[LayoutRule]:
     return [
         LayoutRule("--microbatch-group-size-per-virtual-pipeline-stage", group, group in (None, stages),
              f"--pipeline-model-parallel-size {stages}"),
-        min_value(first, per_stage),
-        min_value(second, number),
+        LayoutRule(first, per_stage, per_stage is None or per_stage >= 1, "1 or more"),
+        LayoutRule(second, number, number is None or number >= 1, "1 or more"),
         LayoutRule(second, number, None in (per_stage, number), f"one of it and {first}"),
         LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= min_stages,
              f"none with --pipeline-model-parallel-size {stages}: virtual stages need {min_stages} or more"
@@ -229,12 +253,12 @@ def _experts(args) -> list[LayoutRule]:
     each = topk // chosen if chosen else 0  # experts chosen from each chosen group
     is_grouped = bool(experts) and args.moe_grouped_gemm and args.transformer_impl == "local" and not _runs_on_cpu()
     return [
-        LayoutRule("--expert-model-parallel-size", size, size == 1 or experts > 0 and _divides(size, experts),
+        rule(args, "--expert-model-parallel-size", size == 1 or experts > 0 and _divides(size, experts),
              f"a divisor of --num-experts {experts}" if experts else "1 without --num-experts"),
-        LayoutRule("--expert-tensor-parallel-size", tensor, tensor == 1 or experts > 0, "1 without --num-experts"),
-        LayoutRule("--expert-tensor-parallel-size", tensor, tensor == 1 or not _runs_on_cpu(),
+        rule(args, "--expert-tensor-parallel-size", tensor == 1 or experts > 0, "1 without --num-experts"),
+        rule(args, "--expert-tensor-parallel-size", tensor == 1 or not _runs_on_cpu(),
              "1 on a CPU: gloo has no gather of unequal shares"),
-        LayoutRule("--moe-token-dispatcher-type", dispatcher,
+        rule(args, "--moe-token-dispatcher-type",
              dispatcher != "allgather" or _divides(size * tensor, dense * args.context_parallel_size),
              "alltoall, where --expert-tensor-parallel-size × --expert-model-parallel-size does not divide "
              "--tensor-model-parallel-size × --context-parallel-size: replicas have unequal numbers of tokens"),
@@ -242,27 +266,27 @@ def _experts(args) -> list[LayoutRule]:
              f"a multiple of --expert-tensor-parallel-size {tensor}"),
         LayoutRule("--moe-ffn-hidden-size", ffn, not is_grouped or ffn is None or ffn % GROUPED_ALIGNED == 0,
              f"a multiple of {GROUPED_ALIGNED} with --moe-grouped-gemm"),
-        LayoutRule("--hidden-size", args.hidden_size, not is_grouped or args.hidden_size % GROUPED_ALIGNED == 0,
+        rule(args, "--hidden-size", not is_grouped or args.hidden_size % GROUPED_ALIGNED == 0,
              f"a multiple of {GROUPED_ALIGNED} with --moe-grouped-gemm"),
-        LayoutRule("--moe-grouped-gemm", args.moe_grouped_gemm, not is_grouped or args.bf16, "none without --bf16"),
-        LayoutRule("--moe-latent-size", latent, latent is None or experts > 0 and latent > 0,
+        rule(args, "--moe-grouped-gemm", not is_grouped or args.bf16, "none without --bf16"),
+        rule(args, "--moe-latent-size", latent is None or experts > 0 and latent > 0,
              "a number above 0, with --num-experts"),
-        LayoutRule("--moe-latent-size", latent, latent is None or not args.add_bias_linear,
+        rule(args, "--moe-latent-size", latent is None or not args.add_bias_linear,
              "none without --disable-bias-linear"),
-        LayoutRule("--moe-shared-expert-intermediate-size", shared,
+        rule(args, "--moe-shared-expert-intermediate-size",
              shared is None or shared > 0 and _divides(dense, shared),
              f"a multiple, above 0, of --tensor-model-parallel-size {dense}"),
-        LayoutRule("--moe-router-topk", topk, not experts or 0 < topk <= experts, f"from 1 to --num-experts {experts}"),
-        LayoutRule("--moe-layer-freq", pattern, not experts or pattern_fits,
+        rule(args, "--moe-router-topk", not experts or 0 < topk <= experts, f"from 1 to --num-experts {experts}"),
+        rule(args, "--moe-layer-freq", not experts or pattern_fits,
              f"a number above 0, or a pattern of {layers} zeros and ones, one for each of --num-layers"),
-        LayoutRule("--moe-router-num-groups", groups, groups is None or experts > 0 and _divides(groups, experts),
+        rule(args, "--moe-router-num-groups", groups is None or experts > 0 and _divides(groups, experts),
              f"a divisor of --num-experts {experts}"),
-        LayoutRule("--moe-router-group-topk", chosen, (groups is None) == (chosen is None) and (
+        rule(args, "--moe-router-group-topk", (groups is None) == (chosen is None) and (
              chosen is None or 0 < chosen <= groups), f"from 1 to --moe-router-num-groups {groups}, both or neither"),
-        LayoutRule("--moe-router-topk", topk, not groups or not chosen or args.moe_router_group_score == "max"
+        rule(args, "--moe-router-topk", not groups or not chosen or args.moe_router_group_score == "max"
              or _divides(chosen, topk) and each <= in_group,
              f"a multiple of --moe-router-group-topk {chosen}, at most {in_group} in each of the chosen groups"),
-        LayoutRule("--moe-router-topk", topk, not groups or not chosen or topk <= chosen * in_group,
+        rule(args, "--moe-router-topk", not groups or not chosen or topk <= chosen * in_group,
              f"at most the {(chosen or 0) * in_group} experts of --moe-router-group-topk {chosen} groups"),
     ]  # fmt: skip
 
@@ -273,9 +297,7 @@ def _balancing(args) -> list[LayoutRule]:
     flag, factor, per_layer = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", args.moe_z_loss_coeff
     names, numbers = " ".join(kinds), " ".join(map(str, weights))
     idle = [weight for kind, weight in zip(kinds, weights, strict=False) if kind not in BALANCING_LOSSES]
-    bias, rate, scores = (
-        args.moe_router_enable_expert_bias, args.moe_router_bias_update_rate, args.moe_router_score_function
-    )  # fmt: skip
+    bias, scores = args.moe_router_enable_expert_bias, args.moe_router_score_function
     return [
         LayoutRule(flag, names, set(kinds) <= {*BALANCING_LOSSES, "aux_loss", "none"},
              f"{', '.join(BALANCING_LOSSES)} or none: others route a token by the rest of its batch"),
@@ -284,10 +306,10 @@ def _balancing(args) -> list[LayoutRule]:
         LayoutRule(factor, numbers, all(0 <= weight < math.inf for weight in weights), "0 or more"),
         LayoutRule(factor, numbers, not any(idle), f"0 with {flag} {names}: allowed losses are "
              f"{' and '.join(BALANCING_LOSSES)}; aux_loss depends on the split into micro-batches"),
-        LayoutRule("--moe-z-loss-coeff", per_layer, per_layer is None or 0 <= per_layer < math.inf, "0 or more"),
-        LayoutRule("--moe-router-enable-expert-bias", bias, not bias or scores in ("sigmoid", "sqrtsoftplus"),
+        rule(args, "--moe-z-loss-coeff", per_layer is None or 0 <= per_layer < math.inf, "0 or more"),
+        rule(args, "--moe-router-enable-expert-bias", not bias or scores in ("sigmoid", "sqrtsoftplus"),
              f"none with --moe-router-score-function {scores}; use sigmoid or sqrtsoftplus"),
-        LayoutRule("--moe-router-bias-update-rate", rate, 0 <= rate < math.inf, "0 or more"),
+        rule(args, "--moe-router-bias-update-rate", 0 <= args.moe_router_bias_update_rate < math.inf, "0 or more"),
     ]  # fmt: skip
 
 
@@ -305,9 +327,9 @@ def _training(role: str, args) -> list[LayoutRule]:
     tensor = args.tensor_model_parallel_size
     needs = args.num_experts and tensor > 1 and role in TRAINED
     return [
-        LayoutRule("--sequence-parallel", args.sequence_parallel, not args.sequence_parallel or tensor > 1,
+        rule(args, "--sequence-parallel", not args.sequence_parallel or tensor > 1,
              f"none with --tensor-model-parallel-size {tensor}: it splits over tensor-parallel ranks"),
-        LayoutRule("--tensor-model-parallel-size", tensor, not needs or args.sequence_parallel,
+        rule(args, "--tensor-model-parallel-size", not needs or args.sequence_parallel,
              "1 for a role that trains experts, or others with --sequence-parallel"),
     ]  # fmt: skip
 

@@ -3,18 +3,20 @@
 A rule is data, as in `layout_rules`.
 """
 
-import math
-
-from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, value_of
+from megarl.mcore.config.layout_rules import LayoutRule, defaults, is_pattern, min_value, positive, rule, value_of
 from megarl.mcore.config.model_flags import ROTARY, divisors_of, is_gated
 
-# Megatron's; others are None.
-DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0, "kv-lora-rank": 32, "qk-head-dim": 128,
-            "qk-pos-emb-head-dim": 64, "v-head-dim": 128, "rope-scaling-factor": 8.0,
-            "num-query-groups": 1, "rotary-base": 10000, "rotary-percent": 1.0}  # fmt: skip
+# Flags that are for one kind of model, and their defaults.
+ROTARY_FLAGS = {"rotary-base": 10000, "rotary-percent": 1.0, "rotary-seq-len-interpolation-factor": None,
+                "no-rope-freq": None}  # fmt: skip
+LLAMA3_FLAGS = {"rope-low-freq-factor": None, "rope-high-freq-factor": None,
+                "rope-original-max-position-embeddings": None, "rope-scaling-factor": 8.0}  # fmt: skip
+YARN_FLAGS = {"yarn-original-max-position-embeddings": None, "yarn-beta-fast": None, "yarn-beta-slow": None,
+              "yarn-correction-range-round-to-int": None, "rotary-scaling-factor": 1.0, "mscale": 1.0,
+              "mscale-all-dim": 0.0}  # fmt: skip
 LATENT = "--multi-latent-attention"
-LATENT_SIZES = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
-# Flags of other kinds of attention, and their defaults.
+LATENT_SIZES = {"q-lora-rank": None, "kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64,
+                "v-head-dim": 128}  # fmt: skip
 NOT_LATENT = {
     "group-query-attention": False, "add-qkv-bias": False, "qk-layernorm-all-heads": False, "window-size": None,
     "no-rope-freq": None, "query-pre-attn-scalar": None, "rotary-percent": 1.0, "attn-logit-softcapping": None,
@@ -31,63 +33,57 @@ def _windows(args) -> list[LayoutRule]:
     size, freq, layers = args.window_size, args.window_attn_skip_freq, args.num_layers
     fits = freq is None or (freq > 1 if isinstance(freq, int) else is_pattern(freq, layers) and 1 in freq)
     return [
-        LayoutRule("--window-size", size, size is None or len(size) == 2 and size[0] >= 0 and size[1] == 0,
+        rule(args, "--window-size", size is None or len(size) == 2 and size[0] >= 0 and size[1] == 0,
              "N,0 with N of 0 or more: a token sees itself and the N tokens before it"),
-        LayoutRule("--window-attn-skip-freq", freq, freq is None or size is not None, "none without --window-size"),
-        LayoutRule("--window-attn-skip-freq", freq, fits,
+        rule(args, "--window-attn-skip-freq", freq is None or size is not None, "none without --window-size"),
+        rule(args, "--window-attn-skip-freq", fits,
              f"a number above 1, or a pattern of {layers} zeros (full attention) and ones, with a one"),
     ]  # fmt: skip
 
 
 def _layers(args) -> list[LayoutRule]:
     all_heads, kind, modules = args.qk_layernorm_all_heads, args.normalization, args.recompute_modules or []
-    others = [name for name in ("swiglu", "squared-relu", "quick-geglu") if getattr(args, name.replace("-", "_"))]
+    others = [name for name in ("swiglu", "squared-relu", "quick-geglu") if value_of(args, name)]
     return [
-        _only_with(args, "num-query-groups", args.group_query_attention, "--group-query-attention"),
-        *(_positive(args, name) for name in ("embedding-multiplier", "attn-logit-softcapping",
-                                             "final-logit-softcapping", "query-pre-attn-scalar")),
-        LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.qk_layernorm,
+        *defaults(args, {"num-query-groups": 1}, args.group_query_attention, "none without --group-query-attention"),
+        *(positive(args, f"--{name}") for name in ("embedding-multiplier", "attn-logit-softcapping",
+                                            "final-logit-softcapping", "query-pre-attn-scalar")),
+        rule(args, "--qk-layernorm-all-heads", not all_heads or not args.qk_layernorm,
              "none with --qk-layernorm, which norms each head"),
-        LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or kind == "RMSNorm",
+        rule(args, "--qk-layernorm-all-heads", not all_heads or kind == "RMSNorm",
              f"none with --normalization {kind}: it is an RMSNorm"),
-        LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.layernorm_zero_centered_gamma,
+        rule(args, "--qk-layernorm-all-heads", not all_heads or not args.layernorm_zero_centered_gamma,
              "none with --apply-layernorm-1p"),
         LayoutRule("--recompute-modules", " ".join(modules), "layernorm" not in modules,
              "none with layernorm: norms are recomputed with the rest of their layer"),
         LayoutRule("--recompute-modules", " ".join(modules),
              not modules or args.recompute_activations or args.recompute_granularity is not None,
              "none without --recompute-granularity"),
-        LayoutRule("--geglu", args.geglu, not args.geglu or not others, f"none with --{' --'.join(others)}"),
+        rule(args, "--geglu", not args.geglu or not others, f"none with --{' --'.join(others)}"),
     ]  # fmt: skip
 
 
 def _experts(args) -> list[LayoutRule]:
     has_biases, ranks = args.num_experts and args.add_bias_linear, args.expert_tensor_parallel_size
-    shared, offset, clamp = (
-        args.moe_shared_expert_intermediate_size, args.glu_linear_offset, args.activation_func_clamp_value
-    )  # fmt: skip
+    shared, clamp = args.moe_shared_expert_intermediate_size, args.activation_func_clamp_value
     return [
-        LayoutRule("--expert-tensor-parallel-size", ranks, not has_biases or ranks == 1,
+        rule(args, "--expert-tensor-parallel-size", not has_biases or ranks == 1,
              "1 without --disable-bias-linear: each rank would add an expert's bias"),
-        LayoutRule("--moe-shared-expert-intermediate-size", shared, not has_biases or shared is None,
+        rule(args, "--moe-shared-expert-intermediate-size", not has_biases or shared is None,
              "none without --disable-bias-linear: shared experts have no biases"),
-        LayoutRule("--glu-linear-offset", offset, offset == 0 or is_gated(args),
+        rule(args, "--glu-linear-offset", args.glu_linear_offset == 0 or is_gated(args),
              "0 without a gated MLP, as of --quick-geglu"),
-        LayoutRule("--activation-func-clamp-value", clamp, clamp is None or is_gated(args) and clamp > 0,
+        rule(args, "--activation-func-clamp-value", clamp is None or is_gated(args) and clamp > 0,
              "above 0, with a gated MLP, as of --quick-geglu"),
-        LayoutRule("--moe-router-group-score", args.moe_router_group_score,
-             args.moe_router_group_score == "sum" or bool(args.moe_router_num_groups),
-             "sum without --moe-router-num-groups"),
+        *defaults(args, {"moe-router-group-score": "sum"}, bool(args.moe_router_num_groups),
+                  "sum without --moe-router-num-groups"),
     ]  # fmt: skip
 
 
 def _rotary(args) -> list[LayoutRule]:
-    kind, base, window_base = args.position_embedding_type, args.rotary_base, args.window_rotary_base
-    linear, factor = args.rotary_seq_len_interpolation_factor, args.rotary_scaling_factor
-    llama3 = ("rope-low-freq-factor", "rope-high-freq-factor", "rope-original-max-position-embeddings")
-    rotary = ("rotary-base", "rotary-percent", "rotary-seq-len-interpolation-factor", "no-rope-freq")
-    yarn = ("yarn-original-max-position-embeddings", "yarn-beta-fast", "yarn-beta-slow",
-            "yarn-correction-range-round-to-int", "rotary-scaling-factor", "mscale", "mscale-all-dim")  # fmt: skip
+    kind, window_base, linear = (
+        args.position_embedding_type, args.window_rotary_base, args.rotary_seq_len_interpolation_factor
+    )  # fmt: skip
     divisors, scale = args.rotary_divisors, args.rotary_attention_factor
     channels = args.kv_channels or args.hidden_size // max(args.num_attention_heads, 1)
     pairs = int(channels * args.rotary_percent) // 2
@@ -95,36 +91,34 @@ def _rotary(args) -> list[LayoutRule]:
     low, high = _or(args.rope_low_freq_factor, 1.0), _or(args.rope_high_freq_factor, 4.0)
     fast, slow = _or(args.yarn_beta_fast, 32.0), _or(args.yarn_beta_slow, 1.0)
     return [
-        LayoutRule("--rotary-base", base, base > 1, "above 1"),
-        LayoutRule("--rotary-percent", args.rotary_percent, 0 < args.rotary_percent <= 1, "above 0, at most 1"),
-        LayoutRule("--window-rotary-base", window_base, window_base is None or window_base > 1, "above 1"),
-        LayoutRule("--window-rotary-base", window_base,
-             window_base is None or args.window_size is not None and kind in ROTARY,
+        rule(args, "--rotary-base", args.rotary_base > 1, "above 1"),
+        rule(args, "--rotary-percent", 0 < args.rotary_percent <= 1, "above 0, at most 1"),
+        rule(args, "--window-rotary-base", window_base is None or window_base > 1, "above 1"),
+        rule(args, "--window-rotary-base", window_base is None or args.window_size is not None and kind in ROTARY,
              "none without --window-size and rotary embeddings"),
-        LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or linear >= 1, "1 or more"),
-        LayoutRule("--rope-scaling-factor", args.rope_scaling_factor, args.rope_scaling_factor >= 1, "1 or more"),
-        *(_only_with(args, name, args.use_rope_scaling, "--use-rope-scaling") for name in llama3),
-        _only_with(args, "rope-scaling-factor", args.use_rope_scaling, "--use-rope-scaling"),
+        min_value(args, "--rotary-seq-len-interpolation-factor"),
+        min_value(args, "--rope-scaling-factor"),
+        *defaults(args, LLAMA3_FLAGS, args.use_rope_scaling, "none without --use-rope-scaling"),
         LayoutRule("--rope-high-freq-factor", high, 0 < low < high,
              f"above --rope-low-freq-factor {low}, which is above 0"),
-        min_value("--rope-original-max-position-embeddings", args.rope_original_max_position_embeddings),
-        *(_only_with(args, name, kind == "yarn", "--position-embedding-type yarn") for name in yarn),
-        *(LayoutRule(f"--{name}", value_of(args, name), kind in ROTARY or value_of(args, name) == DEFAULTS.get(name),
-               f"none with --position-embedding-type {kind}: it is for rotary embeddings") for name in rotary),
-        LayoutRule("--rotary-divisors", divisors, divisors is None or len(divisors_of(divisors)) == pairs,
+        min_value(args, "--rope-original-max-position-embeddings"),
+        *defaults(args, YARN_FLAGS, kind == "yarn", "none without --position-embedding-type yarn"),
+        *defaults(args, ROTARY_FLAGS, kind in ROTARY,
+                  f"none with --position-embedding-type {kind}: it is for rotary embeddings"),
+        rule(args, "--rotary-divisors", divisors is None or len(divisors_of(divisors)) == pairs,
              f"{pairs} numbers above 0, one for each pair of rotated channels"),
-        *(LayoutRule(flag, value, value is None or is_plain and not args.multi_latent_attention,
-             "none with another scaling, --window-rotary-base or --multi-latent-attention")
-          for flag, value in (("--rotary-divisors", divisors), ("--rotary-attention-factor", scale))),
-        LayoutRule("--rotary-attention-factor", scale, scale is None or scale > 0, "above 0"),
-        LayoutRule("--rotary-scaling-factor", factor, factor >= 1, "1 or more"),
+        *defaults(args, {"rotary-divisors": None, "rotary-attention-factor": None},
+                  is_plain and not args.multi_latent_attention,
+                  "none with another scaling, --window-rotary-base or --multi-latent-attention"),
+        rule(args, "--rotary-attention-factor", scale is None or scale > 0, "above 0"),
+        min_value(args, "--rotary-scaling-factor"),
         LayoutRule("--yarn-beta-fast", fast, fast > slow > 0, f"above --yarn-beta-slow {slow}, which is above 0"),
-        min_value("--yarn-original-max-position-embeddings", args.yarn_original_max_position_embeddings),
+        min_value(args, "--yarn-original-max-position-embeddings"),
         LayoutRule("--use-rope-scaling", True, not args.use_rope_scaling or kind == "rope",
              f"none with --position-embedding-type {kind}"),
         LayoutRule("--use-rope-scaling", True, not args.use_rope_scaling or linear is None,
              "none with --rotary-seq-len-interpolation-factor"),
-        LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or kind != "yarn",
+        rule(args, "--rotary-seq-len-interpolation-factor", linear is None or kind != "yarn",
              "none with --position-embedding-type yarn"),
     ]  # fmt: skip
 
@@ -133,29 +127,17 @@ def _latent_attention(args) -> list[LayoutRule]:
     """Rules on multi-latent attention: its sizes, and what its layers do not compute."""
     on, modules, kind = args.multi_latent_attention, args.recompute_modules or [], args.position_embedding_type
     return [
-        *(_only_with(args, name, on, LATENT) for name in (*LATENT_SIZES, "latent-norm-epsilon")),
-        *(min_value(f"--{name}", value_of(args, name)) for name in LATENT_SIZES[:4]),  # the last one is a layout rule's
-        _positive(args, "latent-norm-epsilon"),
-        *(LayoutRule(f"--{name}", value_of(args, name), not on or value_of(args, name) % 2 == 0, "an even number")
+        *defaults(args, LATENT_SIZES | {"latent-norm-epsilon": None}, on, f"none without {LATENT}"),
+        *(min_value(args, f"--{name}") for name in [*LATENT_SIZES][:4]),  # the last one is a layout rule's
+        positive(args, "--latent-norm-epsilon"),
+        *(rule(args, f"--{name}", not on or value_of(args, name) % 2 == 0, "an even number")
           for name in ("kv-lora-rank", "qk-pos-emb-head-dim")),
-        *(LayoutRule(f"--{name}", value, not on or value == default, f"none with {LATENT}")
-          for name, default in NOT_LATENT.items() for value in [value_of(args, name)]),
+        *defaults(args, NOT_LATENT, not on, f"none with {LATENT}"),
         LayoutRule("--recompute-modules", " ".join(modules), not on or "mla_up_proj" not in modules,
              f"core_attn without mla_up_proj with {LATENT}: it expands latents again, too"),
-        LayoutRule("--position-embedding-type", kind, not on or kind in ROTARY, f"{' or '.join(ROTARY)} with {LATENT}"),
+        rule(args, "--position-embedding-type", not on or kind in ROTARY, f"{' or '.join(ROTARY)} with {LATENT}"),
     ]  # fmt: skip
-
-
-def _positive(args, name: str) -> LayoutRule:
-    value = value_of(args, name)
-    return LayoutRule(f"--{name}", value, value is None or 0 < value < math.inf, "above 0")
 
 
 def _or(value, default):
     return default if value is None else value
-
-
-def _only_with(args, name: str, holds: bool, flag: str) -> LayoutRule:
-    """A flag that has no effect without another one."""
-    value = value_of(args, name)
-    return LayoutRule(f"--{name}", value, holds or value == DEFAULTS.get(name), f"none without {flag}")

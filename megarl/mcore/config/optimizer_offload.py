@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megarl.mcore.config.layout_rules import LayoutRule, require
+from megarl.mcore.config.layout_rules import LayoutRule, defaults, require, rule
 
 FLAG = "--optimizer-cpu-offload"
 UNTRAINED = ("reference", "rollout", "teacher")  # roles that have the flag if it has no prefix
@@ -16,15 +16,14 @@ def check(role: str, args):
 
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    is_on, fraction, is_sharded = args.optimizer_cpu_offload, args.optimizer_offload_fraction, args.use_torch_fsdp2
-    only = f"none without {FLAG}"
+    is_on, only = args.optimizer_cpu_offload, f"none without {FLAG}"
     return [
         LayoutRule(FLAG, True, not is_on or args.optimizer == "adam", "none without --optimizer adam"),
-        LayoutRule(FLAG, True, not is_on or not is_sharded, "none with --use-torch-fsdp2"),
+        LayoutRule(FLAG, True, not is_on or not args.use_torch_fsdp2, "none with --use-torch-fsdp2"),
         LayoutRule(FLAG, True, not is_on or args.use_distributed_optimizer,
                    "none without --use-distributed-optimizer, which may have a single rank"),
-        LayoutRule("--optimizer-offload-fraction", fraction, is_on or fraction == 1, only),
-        LayoutRule("--optimizer-offload-fraction", fraction, 0 < fraction <= 1, "above 0, at most 1"),
+        *defaults(args, {"optimizer-offload-fraction": 1}, is_on, only),
+        rule(args, "--optimizer-offload-fraction", 0 < args.optimizer_offload_fraction <= 1, "above 0, at most 1"),
         LayoutRule("--overlap-cpu-optimizer-d2h-h2d", True, is_on or not args.overlap_cpu_optimizer_d2h_h2d, only),
         LayoutRule("--no-pin-cpu-grads", True, is_on or args.pin_cpu_grads, only),
     ]  # fmt: skip

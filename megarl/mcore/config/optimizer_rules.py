@@ -3,7 +3,7 @@
 import functools
 import importlib.metadata
 
-from megarl.mcore.config.layout_rules import LayoutRule, min_value, value_of
+from megarl.mcore.config.layout_rules import LayoutRule, defaults, min_value, positive, rule, value_of
 
 SGD, MUON = "sgd", "muon"
 MUON_NAMES = (MUON, "dist_muon")  # the second is Megatron's older name of the first with --use-distributed-optimizer
@@ -33,18 +33,15 @@ def has_muon() -> bool:
 
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    is_sgd, decays = args.optimizer == SGD, any(
-        (args.weight_decay, args.start_weight_decay, args.end_weight_decay)
-    )  # fmt: skip
+    is_sgd = args.optimizer == SGD
+    decays = any((args.weight_decay, args.start_weight_decay, args.end_weight_decay))
     multipliers = args.weight_decay_multipliers
     return [
         *_muon(args),
         *_moments(args),
-        LayoutRule("--sgd-momentum", args.sgd_momentum, is_sgd or args.sgd_momentum == 0.9,
-                   "none without --optimizer sgd"),
-        LayoutRule("--sgd-momentum", args.sgd_momentum, 0 <= args.sgd_momentum < 1, "from 0 to below 1"),
-        *(LayoutRule(f"--{name}", value_of(args, name), not is_sgd or value_of(args, name) == default,
-                     f"none with --optimizer {args.optimizer}") for name, default in ADAM_FLAGS.items()),
+        rule(args, "--sgd-momentum", is_sgd or args.sgd_momentum == 0.9, "none without --optimizer sgd"),
+        rule(args, "--sgd-momentum", 0 <= args.sgd_momentum < 1, "from 0 to below 1"),
+        *defaults(args, ADAM_FLAGS, not is_sgd, f"none with --optimizer {args.optimizer}"),
         LayoutRule("--weight-decay-multipliers", " ".join(multipliers or []), decays or not multipliers,
                    "none without a --weight-decay above 0"),
     ]  # fmt: skip
@@ -52,39 +49,36 @@ def rules(args) -> list[LayoutRule]:
 
 def _moments(args) -> list[LayoutRule]:
     first, second, is_on = args.exp_avg_dtype, args.exp_avg_sq_dtype, args.use_precision_aware_optimizer
-    types = (("--exp-avg-dtype", first), ("--exp-avg-sq-dtype", second))
-    betas = (("--adam-beta1", args.adam_beta1, first), ("--adam-beta2", args.adam_beta2, second))
+    betas = (("adam-beta1", first), ("adam-beta2", second))
     switch = "--use-precision-aware-optimizer"
     return [
-        *(LayoutRule(flag, name, is_on or name == "fp32", f"fp32 without {switch}") for flag, name in types),
+        *defaults(args, {"exp-avg-dtype": "fp32", "exp-avg-sq-dtype": "fp32"}, is_on, f"fp32 without {switch}"),
         LayoutRule(switch, True, not is_on or args.optimizer == "adam", "none without --optimizer adam"),
         LayoutRule(switch, True, not is_on or (first, second) != ("fp32", "fp32"),
                    "none without --exp-avg-dtype bf16 or --exp-avg-sq-dtype bf16"),
-        *(LayoutRule(flag, beta, name != "bf16" or beta <= MAX_BETA_BF16,
-                     f"at most {MAX_BETA_BF16} with a moment of bf16, which would not follow the gradients")
-          for flag, beta, name in betas),
+        *(rule(args, f"--{flag}", dtype != "bf16" or value_of(args, flag) <= MAX_BETA_BF16,
+               f"at most {MAX_BETA_BF16} with a moment of bf16, which would not follow the gradients")
+          for flag, dtype in betas),
     ]  # fmt: skip
 
 
 def _muon(args) -> list[LayoutRule]:
-    is_on, name, where = args.optimizer in MUON_NAMES, args.optimizer, f"with --optimizer {args.optimizer}"
-    steps, momentum, factor = args.muon_num_ns_steps, args.muon_momentum, args.muon_extra_scale_factor
+    is_on, where = args.optimizer in MUON_NAMES, f"with --optimizer {args.optimizer}"
     tensor, groups, kinds = args.tensor_model_parallel_size, args.num_query_groups, _coefficient_types()
     has_groups = args.group_query_attention and not args.multi_latent_attention
     return [
-        LayoutRule("--optimizer", name, not is_on or has_muon(),
+        rule(args, "--optimizer", not is_on or has_muon(),
                    f"adam or sgd without the package {PACKAGE}; pip install 'megarl[optimizers]' has it"),
         LayoutRule("--muon-no-split-qkv", True, is_on or args.muon_split_qkv, "none without --optimizer muon"),
-        *(LayoutRule(f"--{flag}", value_of(args, flag), is_on or value_of(args, flag) == default,
-                     "none without --optimizer muon") for flag, default in MUON_FLAGS.items()),
-        LayoutRule("--muon-momentum", momentum, 0 <= momentum < 1, "from 0 to below 1"),
-        LayoutRule("--muon-extra-scale-factor", factor, 0 < factor < float("inf"), "above 0"),
-        min_value("--muon-num-ns-steps", steps),
-        LayoutRule("--muon-coefficient-type", args.muon_coefficient_type,
+        *defaults(args, MUON_FLAGS, is_on, "none without --optimizer muon"),
+        rule(args, "--muon-momentum", 0 <= args.muon_momentum < 1, "from 0 to below 1"),
+        positive(args, "--muon-extra-scale-factor"),
+        min_value(args, "--muon-num-ns-steps"),
+        rule(args, "--muon-coefficient-type",
                    not is_on or not kinds or args.muon_coefficient_type in kinds, f"one of {', '.join(kinds)}"),
-        LayoutRule("--fp16", args.fp16, not is_on or not args.fp16, f"none {where}"),
-        LayoutRule("--use-torch-fsdp2", args.use_torch_fsdp2, not is_on or not args.use_torch_fsdp2, f"none {where}"),
-        LayoutRule("--tensor-model-parallel-size", tensor, not is_on or not has_groups or tensor <= groups,
+        rule(args, "--fp16", not is_on or not args.fp16, f"none {where}"),
+        rule(args, "--use-torch-fsdp2", not is_on or not args.use_torch_fsdp2, f"none {where}"),
+        rule(args, "--tensor-model-parallel-size", not is_on or not has_groups or tensor <= groups,
                    f"at most --num-query-groups {groups} {where}"),
     ]  # fmt: skip
 

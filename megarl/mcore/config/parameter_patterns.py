@@ -27,14 +27,18 @@ def add_to(parser: argparse.ArgumentParser):
                            " that name a parameter the last one counts")  # fmt: skip
 
 
+def is_multiplier(text: str) -> bool:
+    """Whether a text is `PATTERN=FACTOR` with a factor of 0 or more."""
+    try:
+        pattern, factor = factor_of(text)
+    except ValueError:
+        return False
+    return bool(pattern) and 0 <= factor < math.inf
+
+
 def _checked(text: str) -> str:
     """`PATTERN=FACTOR` as it is; argparse.ArgumentTypeError for another text."""
-    pattern, _, number = text.rpartition("=")
-    try:
-        factor = float(number)
-    except ValueError:
-        factor = math.nan
-    if not pattern or not 0 <= factor < math.inf:
+    if not is_multiplier(text):
         raise argparse.ArgumentTypeError(f"{text!r}: allowed is PATTERN=FACTOR with a factor of 0 or more")
     return text
 
@@ -43,11 +47,6 @@ def factor_of(text: str) -> tuple[str, float]:
     """(pattern, factor) of a checked `PATTERN=FACTOR`."""
     pattern, _, number = text.rpartition("=")
     return pattern, float(number)
-
-
-def flag_of(attribute: str) -> str:
-    """`--lr-multipliers` of `lr_multipliers`."""
-    return "--" + attribute.replace("_", "-")
 
 
 def patterns_of(args, attribute: str) -> list[str]:

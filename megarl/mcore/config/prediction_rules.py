@@ -3,7 +3,7 @@
 import re
 
 from megarl.errors import UsageError
-from megarl.mcore.config.layout_rules import LayoutRule, require
+from megarl.mcore.config.layout_rules import LayoutRule, only, require, rule
 
 
 def flag_of(settings) -> str:
@@ -32,17 +32,15 @@ def check_run(settings, megatron: dict, lora: dict, hf_models: dict):
 
 
 def _rules(args) -> list[LayoutRule]:
-    stages = args.pipeline_model_parallel_size
-    position, impl = args.layernorm_position, args.transformer_impl
     return [
-        LayoutRule("--pipeline-model-parallel-size", stages, stages == 1,
+        rule(args, "--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1,
              "1: the layer reads the embedding and the last hidden states"),
-        LayoutRule("--use-torch-fsdp2", args.use_torch_fsdp2, not args.use_torch_fsdp2, "none"),
-        LayoutRule("--transformer-impl", impl, impl == "local", "local"),
-        LayoutRule("--layernorm-position", position, position == "pre", "pre"),
-        LayoutRule("--window-size", args.window_size, args.window_size is None, "none"),
-        LayoutRule("--hybrid-layer-pattern", args.hybrid_layer_pattern, args.hybrid_layer_pattern is None, "none"),
-        LayoutRule("--no-rope-freq", args.no_rope_freq, not args.no_rope_freq, "none"),
+        only(args, "--use-torch-fsdp2", False),
+        only(args, "--transformer-impl", "local"),
+        only(args, "--layernorm-position", "pre"),
+        only(args, "--window-size"),
+        only(args, "--hybrid-layer-pattern"),
+        rule(args, "--no-rope-freq", not args.no_rope_freq, "none"),
     ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ A rule is data, as in `layout_rules`.
 
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, value_of
+from megarl.mcore.config.layout_rules import LayoutRule, defaults, is_pattern, min_value, only, rule, value_of
 from megarl.mcore.recurrence import fused_chunks
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
@@ -46,23 +46,20 @@ def rules(args) -> list[LayoutRule]:
     on, where = args.experimental_attention_variant is not None, f"with {flag_of(args)}"
     is_space = args.hybrid_layer_pattern is not None
     return [
-        *(LayoutRule(f"--{name}", value_of(args, name),
-                     on or value_of(args, name) == default or is_space and name == TAPS, f"none without {FLAG}")
-          for name, default in SIZES.items()),
-        LayoutRule("--linear-attention-freq", freq, on or freq is None, f"none without {FLAG}"),
-        *(LayoutRule(f"--{name}", value_of(args, name), is_space or value_of(args, name) == default,
-                     f"none without {PATTERN}")
-          for name, default in (SPACE_SIZES | {"mamba-dt-min": 0.0}).items()),
+        *(rule(args, f"--{name}", on or value_of(args, name) == default or is_space and name == TAPS,
+               f"none without {FLAG}") for name, default in SIZES.items()),
+        rule(args, "--linear-attention-freq", on or freq is None, f"none without {FLAG}"),
+        *defaults(args, SPACE_SIZES | {"mamba-dt-min": 0.0}, is_space, f"none without {PATTERN}"),
         *_of_spaces(args, is_space),
-        *(min_value(f"--{name}", value_of(args, name)) for name in SIZES),
+        *(min_value(args, f"--{name}") for name in SIZES),
         *_of_layers(args, on),
-        *(LayoutRule(flag, value, not has_states(args) or holds, f"{allowed} {where}")
-          for flag, value, holds, allowed in _combinations(args)),
-        LayoutRule("--attention-output-gate", gate, not gate or not args.multi_latent_attention,
+        *(each._replace(holds=not has_states(args) or each.holds, allowed=f"{each.allowed} {where}")
+          for each in _combinations(args)),
+        rule(args, "--attention-output-gate", not gate or not args.multi_latent_attention,
              "none with --multi-latent-attention"),
-        LayoutRule("--attention-output-gate", gate, not gate or not args.qk_layernorm_all_heads,
+        rule(args, "--attention-output-gate", not gate or not args.qk_layernorm_all_heads,
              "none with --qk-layernorm-all-heads"),
-        LayoutRule("--attention-output-gate", gate, not gate or not args.add_bias_linear and not args.add_qkv_bias,
+        rule(args, "--attention-output-gate", not gate or not args.add_bias_linear and not args.add_qkv_bias,
              "none with biases of queries, keys and values"),
     ]  # fmt: skip
 
@@ -70,7 +67,7 @@ def rules(args) -> list[LayoutRule]:
 def _of_spaces(args, on: bool) -> list[LayoutRule]:
     """Of models whose layers have one half each: Mamba-2, attention, an MLP or experts."""
     pattern, layers, experts = args.hybrid_layer_pattern or "", args.num_layers, args.num_experts
-    groups, heads, dt_min = args.mamba_num_groups, args.mamba_num_heads, args.mamba_dt_min
+    groups, heads = args.mamba_num_groups, args.mamba_num_heads
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     return [
         LayoutRule(PATTERN, pattern, not on or len(pattern) == layers and set(pattern) <= LETTERS and "M" in pattern,
@@ -78,17 +75,14 @@ def _of_spaces(args, on: bool) -> list[LayoutRule]:
         LayoutRule(PATTERN, pattern, not on or ("E" in pattern) == bool(experts),
              "one with E if and only if --num-experts is given"),
         LayoutRule(PATTERN, pattern, not on or args.experimental_attention_variant is None, f"none with {FLAG}"),
-        LayoutRule("--moe-layer-freq", args.moe_layer_freq, not on or args.moe_layer_freq == 1,
-             f"none with {PATTERN}"),
-        *(LayoutRule(f"--{name}", value_of(args, name), not on or (value_of(args, name) or 0) > 0, "1 or more")
-          for name in SPACE_SIZES),
-        LayoutRule("--mamba-num-groups", groups, not on or groups % (tensor * context) == 0,
+        rule(args, "--moe-layer-freq", not on or args.moe_layer_freq == 1, f"none with {PATTERN}"),
+        *(rule(args, f"--{name}", not on or (value_of(args, name) or 0) > 0, "1 or more") for name in SPACE_SIZES),
+        rule(args, "--mamba-num-groups", not on or groups % (tensor * context) == 0,
              f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
-        LayoutRule("--mamba-num-heads", heads, not on or not heads or not groups or heads % groups == 0,
+        rule(args, "--mamba-num-heads", not on or not heads or not groups or heads % groups == 0,
              f"a multiple of --mamba-num-groups {groups}"),
-        LayoutRule("--mamba-head-dim", args.mamba_head_dim, not on or args.mamba_head_dim % VECTOR == 0,
-             f"a multiple of {VECTOR}"),
-        LayoutRule("--mamba-dt-min", dt_min, 0 <= dt_min < float("inf"), "0 or more"),
+        rule(args, "--mamba-head-dim", not on or args.mamba_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
+        rule(args, "--mamba-dt-min", 0 <= args.mamba_dt_min < float("inf"), "0 or more"),
     ]  # fmt: skip
 
 
@@ -104,31 +98,31 @@ def _of_layers(args, on: bool) -> list[LayoutRule]:
         LayoutRule(RULE, backend, args.bf16 or not is_fused, "torch without --bf16"),
         LayoutRule(RULE, backend, channels <= fused_chunks.MAX_KEYS or not is_fused,
              f"torch with --linear-key-head-dim {channels}, above {fused_chunks.MAX_KEYS}"),
-        LayoutRule("--linear-attention-freq", freq, not on or fits,
+        rule(args, "--linear-attention-freq", not on or fits,
              f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
-        LayoutRule("--linear-num-key-heads", keys, not on or keys % (tensor * context) == 0,
+        rule(args, "--linear-num-key-heads", not on or keys % (tensor * context) == 0,
              f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
-        LayoutRule("--linear-num-value-heads", values, not on or keys > 0 and values % keys == 0,
+        rule(args, "--linear-num-value-heads", not on or keys > 0 and values % keys == 0,
              f"a multiple of --linear-num-key-heads {keys}"),
-        LayoutRule("--linear-value-head-dim", args.linear_value_head_dim,
-             not on or args.linear_value_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
-        LayoutRule("--linear-conv-kernel-dim", args.linear_conv_kernel_dim,
-             not has_states(args) or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS, f"from 2 to {MAX_TAPS}"),
+        rule(args, "--linear-value-head-dim", not on or args.linear_value_head_dim % VECTOR == 0,
+             f"a multiple of {VECTOR}"),
+        rule(args, "--linear-conv-kernel-dim", not has_states(args) or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS,
+             f"from 2 to {MAX_TAPS}"),
     ]  # fmt: skip
 
 
-def _combinations(args) -> list[tuple[str, object, bool, str]]:
-    """(flag, value, whether it is allowed beside recurrent states, what is) of other flags."""
-    impl, modules = args.transformer_impl, args.recompute_modules or []
+def _combinations(args) -> list[LayoutRule]:
+    """Rules on other flags, beside recurrent states."""
+    modules = args.recompute_modules or []
     return [
-        ("--transformer-impl", impl, impl == "local", "local"),
-        ("--fp16", args.fp16, not args.fp16, "--bf16 or fp32: decays overflow,"),
-        ("--multi-latent-attention", args.multi_latent_attention, not args.multi_latent_attention, "none"),
-        ("--layernorm-position", args.layernorm_position, args.layernorm_position == "pre", "pre"),
-        ("--normalization", args.normalization, args.normalization == "RMSNorm", "RMSNorm"),
-        ("--disable-bias-linear", False, not args.add_bias_linear, "given"),
-        ("--recompute-modules", " ".join(modules), "gdn_norm_out" not in modules, "others than gdn_norm_out"),
-    ]  # fmt: skip
+        only(args, "--transformer-impl", "local"),
+        rule(args, "--fp16", not args.fp16, "--bf16 or fp32: decays overflow,"),
+        only(args, "--multi-latent-attention", False),
+        only(args, "--layernorm-position", "pre"),
+        only(args, "--normalization", "RMSNorm"),
+        LayoutRule("--disable-bias-linear", False, not args.add_bias_linear, "given"),
+        LayoutRule("--recompute-modules", " ".join(modules), "gdn_norm_out" not in modules, "others than gdn_norm_out"),
+    ]
 
 
 def check_backend(role: str, args):

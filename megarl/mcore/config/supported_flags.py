@@ -11,19 +11,31 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl.mcore.config import model_flags, parameter_patterns
 
-# Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
-READ_BY_MODEL = {
-    "bias_gelu_fusion", "bias_swiglu_fusion", "group_query_attention", "swiglu",
-    "squared_relu", "quick_geglu", "make_vocab_size_divisible_by",
-    "max_position_embeddings", "no_persist_layer_norm", "position_embedding_type", "rotary_base", "rotary_percent",
-    "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "recompute_activations",
-    "untie_embeddings_and_output_weights", "pretrained_checkpoint", "use_rotary_position_embeddings",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+# Attributes that change what a model computes, also where a folder's flags leave their defaults.
+ARCHITECTURE = frozenset({
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
+    "kv_channels", "swiglu", "squared_relu", "quick_geglu", "normalization", "layernorm_epsilon", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
+    "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "no_rope_freq",
+    "untie_embeddings_and_output_weights", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
+    "moe_latent_size", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+    "use_rotary_position_embeddings", "layernorm_zero_centered_gamma",
+    "activation_func_clamp_value", "glu_linear_offset", "window_size", "window_attn_skip_freq", "softmax_type",
     "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
-    "rotary_scaling_factor", "mscale", "mscale_all_dim", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers", "num_experts", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-    "qk_pos_emb_head_dim", "v_head_dim", "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim",
-    "mamba_num_groups", "mamba_num_heads", "delta_rule_backend",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
+    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "experimental_attention_variant", "linear_attention_freq",
+    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+    "linear_num_value_heads", "attention_output_gate", "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim",
+    "mamba_num_groups", "mamba_num_heads",
+}) | model_flags.attributes()  # fmt: skip
+# Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
+READ_BY_MODEL = ARCHITECTURE | {
+    "bias_gelu_fusion", "bias_swiglu_fusion", "make_vocab_size_divisible_by", "max_position_embeddings",
+    "no_persist_layer_norm", "recompute_activations", "pretrained_checkpoint", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "delta_rule_backend",
 }  # fmt: skip
 READ_BY_SCHEDULER = {
     "lr_decay_iters", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_iters",

@@ -4,7 +4,7 @@ import importlib.util
 
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.config.layout_rules import LayoutRule, require
+from megarl.mcore.config.layout_rules import LayoutRule, require, rule
 
 FLAG, NAME = "--transformer-impl", "transformer_engine"
 
@@ -26,16 +26,14 @@ def _missing() -> list[str]:
 
 def rules(args) -> list[LayoutRule]:
     """Returns the rules for a role with Transformer Engine's layers, in the manner of `layout_rules`."""
-    latent, sharded = args.multi_latent_attention, args.use_torch_fsdp2
-    experts, grouped, biases = args.num_experts, args.moe_grouped_gemm, args.add_bias_linear
-    with_it = f"with {FLAG} {NAME}"
+    experts, with_it = args.num_experts, f"with {FLAG} {NAME}"
     return [
-        LayoutRule("--multi-latent-attention", latent, not latent,
+        rule(args, "--multi-latent-attention", not args.multi_latent_attention,
              f"none {with_it}, which fuses the norm of latents that the KV cache holds"),
-        LayoutRule("--use-torch-fsdp2", sharded, not sharded, f"none {with_it}"),
-        LayoutRule("--num-experts", experts, not experts or grouped,
+        rule(args, "--use-torch-fsdp2", not args.use_torch_fsdp2, f"none {with_it}"),
+        rule(args, "--num-experts", not experts or args.moe_grouped_gemm,
              f"none without --moe-grouped-gemm {with_it}: experts are grouped"),
-        LayoutRule("--num-experts", experts, not experts or not biases,
+        rule(args, "--num-experts", not experts or not args.add_bias_linear,
              f"none without --disable-bias-linear {with_it}"),
-        LayoutRule("--moe-latent-size", args.moe_latent_size, args.moe_latent_size is None, f"none {with_it}"),
+        rule(args, "--moe-latent-size", args.moe_latent_size is None, f"none {with_it}"),
     ]  # fmt: skip

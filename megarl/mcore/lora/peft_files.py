@@ -1,5 +1,6 @@
 """Adapter folders of PEFT 0.21: adapter_config.json and adapter_model.safetensors."""
 
+import dataclasses
 import json
 import math
 import re
@@ -75,6 +76,8 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
     named = (each for each in prefixes if any(name.startswith(f"{each}layers.") for name in tensors))
     modules = peft_modules(args, family, next(named, prefixes[0]))
     _check_patterns(config, modules, error)
+    rslora = bool(config.get("use_rslora"))
+    stored = LoRASettings(rank=config["r"], alpha=config["lora_alpha"], rslora=rslora, targets=TARGETS)
     for module in modules:
         found = _take(module, tensors, config)
         if found is None:
@@ -85,7 +88,7 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
                 f"{module.name} has factors of shapes {list(a.shape)} and {list(b.shape)}; its input is "
                 f"{module.columns}, its output {module.rows}"
             )
-        ratio = _scale(config, module.name, rank) / _scale(config, None, config["r"])
+        ratio = dataclasses.replace(stored, rank=rank, alpha=_alpha(config, module.name)).scale / stored.scale
         factors |= unfuse(module, a, b if ratio == 1 else b * ratio)
     if tensors:
         raise error(f"{min(tensors)} is no factor of a layer that megarl adapts: {', '.join(TARGETS)}")
@@ -93,10 +96,8 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
         raise error(f"{WEIGHTS} has no factors")
     names = {key.split(".")[-2] for key in factors}
     rank = max(factor.shape[-2] for key, factor in factors.items() if key.endswith("A"))
-    rslora = bool(config.get("use_rslora"))
-    alpha = _scale(config, None, config["r"]) * (math.sqrt(rank) if rslora else rank)
     targets = tuple(target for target in TARGETS if target in names)
-    return PeftAdapter(LoRASettings(rank=rank, alpha=alpha, rslora=rslora, targets=targets), factors, head)
+    return PeftAdapter(dataclasses.replace(stored.with_rank(rank), targets=targets), factors, head)
 
 
 def _error(path: str):
@@ -207,12 +208,10 @@ def _matches(pattern: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
-def _scale(config: dict, name: str | None, rank: int) -> float:
-    """s of a module; None: of those that no pattern names."""
-    patterns = (config.get("alpha_pattern") or {}).items() if name else ()
-    alphas = [alpha for pattern, alpha in patterns if _matches(pattern, name)]
-    alpha = alphas[0] if alphas else config["lora_alpha"]
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+def _alpha(config: dict, name: str) -> float:
+    """α of a module."""
+    patterns = (config.get("alpha_pattern") or {}).items()
+    return next((alpha for pattern, alpha in patterns if _matches(pattern, name)), config["lora_alpha"])
 
 
 def write_adapter(
@@ -248,7 +247,7 @@ def write_adapter(
         tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = a, b
     if head is not None:
         tensors[f"{PREFIX}{HEAD}"] = head
-    alphas = {name: lora.scale * (math.sqrt(rank) if lora.rslora else rank) for name, rank in ranks.items()}
+    alphas = {name: lora.with_rank(rank).alpha for name, rank in ranks.items()}
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM" if head is None else "SEQ_CLS", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "rank_pattern": ranks,

@@ -114,6 +114,7 @@ class PagedSelfAttention(SelfAttention):
         super().__init__(config, *args, **kwargs)
         has_shared_group = config.num_query_groups < self.world_size
         self.shared_group = SharedGroup(HeadLayout.of_config(config), self.tp_group) if has_shared_group else None
+        self._has_plain_heads = self.q_layernorm is None and not config.attention_output_gate
 
     def forward(
         self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, packed_seq_params=None,
@@ -163,7 +164,11 @@ class PagedSelfAttention(SelfAttention):
     def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """[T, G, R + 2, D] in fresh memory: the query heads of each group, then its key, then its value; and the gates
         of the output in models that have them."""
-        return self._normed_heads(hidden) if self.q_layernorm is not None else (self._projected_heads(hidden), None)
+        if self._has_plain_heads:
+            return self._projected_heads(hidden), None
+        has_gate = self.config.attention_output_gate
+        query, key, value, *gates = self.get_query_key_value_tensors(hidden, output_gate=has_gate)
+        return grouped_heads(query, key, value), gates[0] if gates else None
 
     def _projected_heads(self, hidden: Tensor) -> Tensor:
         """The heads of `_heads`, before norms of queries and keys; of a group that ranks share, R are this rank's."""
@@ -171,10 +176,6 @@ class PagedSelfAttention(SelfAttention):
         projected = projected if self.shared_group is None else self.shared_group.exchange(projected)
         groups, channels = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         return projected.view(len(projected), groups, -1, channels)
-
-    def _normed_heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Same as `_heads`, with the norms of queries and keys."""
-        return grouped_heads(*self.get_query_key_value_tensors(hidden)), None
 
 
 class AllHeadsNormAttention(PagedSelfAttention):
@@ -185,22 +186,16 @@ class AllHeadsNormAttention(PagedSelfAttention):
         sizes, heads = (self.hidden_size_per_attention_head, self.tp_group), config.num_attention_heads
         self.q_norm = AllHeadsRMSNorm(config, heads // self.world_size, *sizes)
         self.k_norm = AllHeadsRMSNorm(config, self.num_query_groups_per_partition, *sizes, self.shared_group)
+        self._has_plain_heads = False
 
     def get_query_key_value_tensors(self, *args, **kwargs):
         """Same as Megatron's, with the norms."""
         query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
         return self.q_norm(query), self.k_norm(key), value
 
-    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self._normed_heads(hidden)
-
 
 class GatedSelfAttention(PagedSelfAttention):
     """Self-attention whose output is multiplied by a sigmoid of each channel (2505.06708, Qwen3-Next)."""
-
-    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        query, key, value, gate = self.get_query_key_value_tensors(hidden, output_gate=True)
-        return grouped_heads(query, key, value), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """As Megatron's; a row's result does not depend on its place."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
 
@@ -66,21 +66,6 @@ def gather_result(local: Tensor, group) -> Tensor:
     return gather_from_sequence_parallel_region(local, tensor_parallel_output_grad=False, group=group)
 
 
-class _AllToAll(torch.autograd.Function):
-    """[c, …]: sends part i to rank i of the group, and receives its part; backward sends gradients back."""
-
-    @staticmethod
-    def forward(ctx, parts: Tensor, group):
-        ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _AllToAll.apply(grad.contiguous(), ctx.group), None
-
-
 def to_heads(local: Tensor, sections: Sequence[int], order: Tensor, group) -> Tensor:
     """Gives each of c ranks all tokens of a share of the heads: [T/c, W] -> [T, W/c] in stream order.
 
@@ -88,7 +73,7 @@ def to_heads(local: Tensor, sections: Sequence[int], order: Tensor, group) -> Te
     """
     ranks = dist.get_world_size(group)
     parts = torch.cat([part.unflatten(1, (ranks, -1)) for part in local.split(list(sections), 1)], 2)
-    return _AllToAll.apply(parts.transpose(0, 1).contiguous(), group).flatten(0, 1)[order]
+    return all_to_all(group, parts.transpose(0, 1)).flatten(0, 1)[order]
 
 
 def to_tokens(of_heads: Tensor, order: Tensor, group) -> Tensor:
@@ -96,4 +81,4 @@ def to_tokens(of_heads: Tensor, order: Tensor, group) -> Tensor:
     by_rank = torch.empty_like(order)
     by_rank[order] = torch.arange(len(order), device=order.device)
     parts = of_heads[by_rank].unflatten(0, (dist.get_world_size(group), -1))
-    return _AllToAll.apply(parts.contiguous(), group).transpose(0, 1).flatten(1)
+    return all_to_all(group, parts).transpose(0, 1).flatten(1)

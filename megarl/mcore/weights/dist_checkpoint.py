@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
@@ -186,8 +187,6 @@ def load_weights(stages, state: dict, strict: bool = True):
 
 def rank_state() -> dict:
     """Returns this rank's random states, which can be restored only in a world of the same size."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     data = {
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state(),
@@ -198,8 +197,6 @@ def rank_state() -> dict:
 
 def restore_rank_state(state: dict):
     """Restores the random states of `rank_state`."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
     torch.set_rng_state(state["torch"])
     torch.cuda.set_rng_state(state["device"])
     get_cuda_rng_tracker().set_states(state["tracker"])

@@ -136,9 +136,6 @@ class WeightTransfer:
     def _destination_view(self, copy: ShardCopy) -> Tensor:
         return self.destination.view(copy.destination, copy.offset, copy.shape)
 
-    def _dtype(self, copy: ShardCopy) -> torch.dtype:
-        return self.dtypes[copy.destination.key]
-
     def _max_over_group(self, numbers: list[int]) -> list[int]:
         """Returns the maximum of each number over the group."""
         values = torch.tensor(numbers, dtype=torch.int64, device=device.device())
@@ -152,7 +149,7 @@ class WeightTransfer:
         dtypes = sorted(set(self.dtypes.values()), key=str)
         by_dtype = {dtype: defaultdict(list) for dtype in dtypes}
         for copy in copies:
-            by_dtype[self._dtype(copy)][copy.sender, copy.receiver].append(copy)
+            by_dtype[self.dtypes[copy.destination.key]][copy.sender, copy.receiver].append(copy)
         buckets = {}
         for dtype, by_pair in by_dtype.items():
             bucket_size = max(1, bucket_bytes // max_peers // dtype.itemsize)

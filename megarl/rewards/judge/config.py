@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from megarl.data.places import names_in
 from megarl.errors import UsageError
-from megarl.rewards.judge.numbers import NumberRule, NumbersRule, is_number, number_rule, numbers_rule
+from megarl.rewards.judge.numbers import NumbersRule, is_number, numbers_rule
 from megarl.yaml_files import read_mapping
 
 # Mode -> the places of the responses that are judged together: one, two, or a group.
@@ -19,16 +19,14 @@ class JudgeConfig(NamedTuple):
     """What a file says. `where`: flag and path, for messages.
 
     A number outside `low` to `high` is none; from `correct_from` on a response counts as correct. Without
-    `response_tokens`, the judge reads as many tokens of a response as the policy may write. Without `read_several`, a
-    judgement has one number, `read`.
+    `response_tokens`, the judge reads as many tokens of a response as the policy may write.
     """
 
     where: str
     mode: str
     pairs: str
     messages: tuple[dict[str, str], ...]
-    read: NumberRule | None
-    read_several: NumbersRule | None
+    read: NumbersRule  # of a judgement of a group several numbers, else one
     low: float
     high: float
     correct_from: float
@@ -48,11 +46,7 @@ class JudgeConfig(NamedTuple):
 
         Of a pair: the share of the win of each. None if the judgement has none, others, or one outside the range.
         """
-        if self.read_several is not None:
-            found = self.read_several(text)
-        else:
-            number = self.read(text)
-            found = None if number is None else [number]
+        found = self.read(text)
         if found is None or not all(self.low <= number <= self.high for number in found):
             return None
         if self.mode == "pair":
@@ -89,7 +83,7 @@ _KEYS = {
     "mode": _one_of(*PLACES),
     "pairs": _one_of(*PAIRS),
     "messages": _Key(lambda value: isinstance(value, list) and bool(value), "a list of messages"),
-    "number": _Key(lambda value: True, ""),  # see `number_rule`
+    "number": _Key(lambda value: True, ""),  # see `numbers_rule`
     "range": _Key(_is_range, "the lowest and the highest number, as [1, 10]"),
     "correct-from": _Key(is_number, "a number", None),
     "temperature": _Key(lambda value: is_number(value) and value >= 0, "a number of 0 or more", 0),
@@ -119,14 +113,12 @@ def read_config(path: str) -> JudgeConfig:
     mode, correct_from = values["mode"], values["correct-from"]
     if correct_from is None:
         correct_from = 1 if mode == "pair" else high
-    is_of_several = mode == "group"
     config = JudgeConfig(
         where=where,
         mode=mode,
         pairs=values["pairs"],
         messages=_messages(values["messages"], where),
-        read=None if is_of_several else number_rule(values["number"], where),
-        read_several=numbers_rule(values["number"], where) if is_of_several else None,
+        read=numbers_rule(values["number"], where, of_several=mode == "group"),
         low=low,
         high=high,
         correct_from=float(correct_from),

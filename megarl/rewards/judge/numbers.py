@@ -8,27 +8,20 @@ from typing import Any
 
 from megarl.errors import UsageError
 
-NumberRule = Callable[[str], float | None]  # judgement -> its number; None: it has none
-NumbersRule = Callable[[str], list[float] | None]  # judgement of several responses -> a number for each; None: none
+NumbersRule = Callable[[str], list[float] | None]  # judgement -> its number, or one for each response; None: none
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
 
-def number_rule(value: Any, where: str) -> NumberRule:
+def numbers_rule(value: Any, where: str, of_several: bool) -> NumbersRule:
     """The rule of the key `number`, a mapping of one kind to its option; `where` begins error messages.
+
+    `of_several`: a judgement has a number for each of several responses, not a single one.
 
     Raises:
         UsageError: no rule, several, an unknown kind, or an option that is not allowed.
     """
-    return _made(value, where, _RULES)
-
-
-def numbers_rule(value: Any, where: str) -> NumbersRule:
-    """As `number_rule`, for a judgement of several responses."""
-    return _made(value, where, _RULES_OF_SEVERAL)
-
-
-def _made(value: Any, where: str, rules: dict[str, Callable[[Any], Any]]) -> Any:
+    rules = _RULES_OF_SEVERAL if of_several else _RULES
     if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in rules:
         raise UsageError(f"{where}: number: allowed is one of {', '.join(rules)} with its option")
     (kind, option), = value.items()  # fmt: skip
@@ -38,9 +31,9 @@ def _made(value: Any, where: str, rules: dict[str, Callable[[Any], Any]]) -> Any
         raise UsageError(f"{where}: number: {kind}: {error}") from None
 
 
-def _json_field(name: Any) -> NumberRule:
+def _json_field(name: Any) -> NumbersRule:
     find = _field_finder(name)
-    return lambda text: _number(find(text))
+    return lambda text: _all([_number(find(text))])
 
 
 def _json_list(name: Any) -> NumbersRule:
@@ -74,14 +67,9 @@ def _field_finder(name: Any) -> Callable[[str], Any]:
     return read
 
 
-def _last_match(pattern: Any) -> NumberRule:
+def _last_match(pattern: Any) -> NumbersRule:
     find = _match_finder(pattern)
-
-    def read(text: str) -> float | None:
-        matches = find(text)
-        return _float(matches[-1]) if matches else None
-
-    return read
+    return lambda text: _all([_float(match) for match in find(text)[-1:]])
 
 
 def _all_matches(pattern: Any) -> NumbersRule:
@@ -98,18 +86,13 @@ def _match_finder(pattern: Any) -> Callable[[str], list[str | None]]:
     return lambda text: [match[min(expression.groups, 1)] for match in expression.finditer(text)]
 
 
-def _last_number(option: Any) -> NumberRule:
+def _last_number(option: Any) -> NumbersRule:
     if option is not True:
         raise ValueError("allowed is true")
-
-    def read(text: str) -> float | None:
-        numbers = _NUMBER.findall(text)
-        return _float(numbers[-1].replace(",", "")) if numbers else None
-
-    return read
+    return lambda text: _all([_float(number.replace(",", "")) for number in _NUMBER.findall(text)[-1:]])
 
 
-def _choice(values: Any) -> NumberRule:
+def _choice(values: Any) -> NumbersRule:
     """The value of the label that stands last in the text as whole words, in upper or lower case."""
     if not isinstance(values, dict) or len(values) < 2:
         raise ValueError("allowed is a mapping of two or more labels to numbers")
@@ -124,11 +107,7 @@ def _choice(values: Any) -> NumberRule:
     longest_first = sorted(by_label, key=len, reverse=True)
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
-    def read(text: str) -> float | None:
-        found = pattern.findall(text.casefold())
-        return by_label[found[-1]] if found else None
-
-    return read
+    return lambda text: _all([by_label[label] for label in pattern.findall(text.casefold())[-1:]])
 
 
 def is_number(value: Any) -> bool:
@@ -142,8 +121,9 @@ def _number(value: Any) -> float | None:
 
 
 def _all(numbers: list[float | None]) -> list[float] | None:
-    """The numbers; None if one is missing."""
-    return None if None in numbers else [number for number in numbers if number is not None]
+    """The numbers; None if one is missing, or there are none."""
+    found = [number for number in numbers if number is not None]
+    return found if found and len(found) == len(numbers) else None
 
 
 def _float(value: str | float | None) -> float | None:
@@ -154,7 +134,7 @@ def _float(value: str | float | None) -> float | None:
         return None
 
 
-_RULES: dict[str, Callable[[Any], NumberRule]] = {
+_RULES: dict[str, Callable[[Any], NumbersRule]] = {
     "json": _json_field, "regex": _last_match, "last-number": _last_number, "choice": _choice,
 }  # fmt: skip
 _RULES_OF_SEVERAL: dict[str, Callable[[Any], NumbersRule]] = {"json": _json_list, "regex": _all_matches}

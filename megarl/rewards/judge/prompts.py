@@ -87,18 +87,14 @@ class JudgePrompts:
         prompts.on_node(lengths, "judge", self._encoder, repr(self.config[:4]), count, room)
 
     def _checked_length(self, prompts: PromptSet, prompt: Prompt, count: int, room: int) -> int:
-        where = prompts.where(prompt.index)
-        try:
+        with prompts.named_errors(prompt.index):
             length = len(self._turns.first_prompt(self.messages(prompt, [""] * count)))
-        except UsageError as error:
-            raise UsageError(f"{where}: {error}") from None
-        if length > room:
-            raise UsageError(
-                f"{where}: without the {f'{count} responses' if count > 1 else 'response'} the judge's prompt has "
-                f"{length} tokens; --judge-max-length {self.max_length} leaves {max(room, 0)} beside "
-                f"{self.response_tokens} and {JOINING} around them of each response, and {self.config.max_tokens} of "
-                "the judgement"
-            )
+            if length > room:
+                raise UsageError(
+                    f"without the {f'{count} responses' if count > 1 else 'response'} the judge's prompt has {length} "
+                    f"tokens; --judge-max-length {self.max_length} leaves {max(room, 0)} beside {self.response_tokens} "
+                    f"and {JOINING} around them of each response, and {self.config.max_tokens} of the judgement"
+                )
         return length
 
     def _values(self, prompt: Prompt) -> dict[str, str]:

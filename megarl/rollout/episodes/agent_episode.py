@@ -10,13 +10,11 @@ the last one. A later round continues with it, whether or not the agent still ru
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.episode import DONE, FAILED, TRUNCATED_BY_BUDGET, Episode, TurnRequest
 
@@ -67,8 +65,6 @@ class AgentEpisode(Episode):
         own = {field.name: getattr(episode, field.name) for field in dataclasses.fields(Episode)}
         super().__init__(**own)
         self.line_prompt = list(episode.request.prompt) if prompt is None else prompt
-        self.is_relaid = False  # tokens of earlier rounds may have other places in the sequence
-        self.known_versions: list[tuple[int, list[int]]] = []  # (start in `tokens`, versions of tokens from there on)
         self._turns: dict[int, _Turn] = {}
         self._places: list[tuple[int, int, int]] = []  # (turn, its start and end in `tokens`) of those that count
         self._how: AgentEnd | None = None
@@ -90,12 +86,12 @@ class AgentEpisode(Episode):
         prompt = [*(parent.row if parent is not None else ()), *asked.tokens]
         self._turns[asked.turn] = _Turn(asked.parent, prompt, asked.limit, asked.key, asked.stops)
 
-    def request_of(self, number: int, matcher: Callable[[tuple[str, ...]], StopMatcher | None]) -> GenerationRequest:
-        """The engine's request for a turn, or for the rest of it. `matcher`: of its own stop strings."""
+    def request_of(self, number: int) -> GenerationRequest:
+        """The engine's request for a turn, or for the rest of it."""
         turn, depth = self._turns[number], len(self._path(number)) - 1
         return dataclasses.replace(
             self.request, prompt=turn.row, key=turn.key, max_new_tokens=turn.limit - len(turn.tokens),
-            counted_tokens=self.new_tokens, stops_from=len(turn.prompt), stops=matcher(turn.stops),
+            counted_tokens=self.new_tokens, stops_from=len(turn.prompt), stops=self.limits.matcher(turn.stops),
             thinking_from=len(turn.prompt), trunk=self.request.trunk_of(depth),
         )  # fmt: skip
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.mcore import device
-from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.rollout.episodes.episode import DONE, Episode
+from megarl.rollout.requests import unknown_routes
 
 
 def episodes_to_batch(
@@ -71,4 +71,4 @@ def _routes(episode: Episode, empty_routes: Tensor) -> Tensor:
     """[tokens, L, k] routes of an episode; unknown for one that has failed, has not ended, or ended before."""
     if episode.routes is not None and episode.end is not None:
         return episode.routes
-    return empty_routes.new_full((len(episode.tokens), *empty_routes.shape[1:]), NO_ROUTE)
+    return unknown_routes(empty_routes, len(episode.tokens))

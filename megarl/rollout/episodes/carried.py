@@ -7,7 +7,6 @@ seeds, its turns and what it has answered to them, as after a crash.
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from megarl.environments.protocol import Observation
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEpisode
-from megarl.rollout.episodes.episode import FAILED, Episode, EpisodeLimits
-
-if TYPE_CHECKING:
-    from megarl.rollout.episodes.client import EnvironmentClient
+from megarl.rollout.episodes.client import EnvironmentClient
+from megarl.rollout.episodes.episode import Episode, EpisodeLimits
 
 _UNKNOWN = GenerationRequest(prompt=[], key=0, max_new_tokens=0)  # the round that continues an episode gives its own
 _FACTS = ("rewards", "verdicts", "is_open", "end")  # of an episode, in a checkpoint
@@ -29,7 +26,7 @@ _FACTS = ("rewards", "verdicts", "is_open", "end")  # of an episode, in a checkp
 class CarriedEpisodes:
     """The episodes of the groups that this replica holds, by key, on all of its ranks."""
 
-    def __init__(self, limits: EpisodeLimits, client: "EnvironmentClient | None"):
+    def __init__(self, limits: EpisodeLimits, client: EnvironmentClient | None):
         """`client`: on the replica's leader, has their environments; None elsewhere."""
         self._limits, self._client = limits, client
         self._episodes: dict[str, Episode] = {}
@@ -50,42 +47,17 @@ class CarriedEpisodes:
             if self._client is not None:
                 self._client.forget(key)
 
-    def have_ended(self, keys: Iterable[str]) -> list[bool]:
-        """Whether each of these episodes has ended."""
-        return [self._episodes[key].end is not None for key in keys]
-
-    def are_stuck(self, keys: Iterable[str]) -> list[bool]:
-        """Whether each of these episodes has not ended, and its environment cannot be brought to where it is."""
-        return [self._episodes[key].end is None and not self._episodes[key].replayable for key in keys]
-
-    def new_tokens(self, keys: Iterable[str]) -> int:
-        """Tokens of the policy that the last round has added to these episodes, without those that have failed."""
-        found = (self._episodes[key] for key in keys)
-        return sum(episode.new_tokens for episode in found if episode.end != FAILED)
-
-    def are_relaid(self, keys: Iterable[str]) -> list[bool]:
-        """Whether the tokens that earlier rounds have written may have other places in each of these episodes."""
-        return [isinstance(e, AgentEpisode) and e.is_relaid for e in map(self._episodes.__getitem__, keys)]
-
-    def known_versions(self, key: str) -> list[tuple[int, list[int]]]:
-        """(start, versions of the policy from there on) of tokens of earlier rounds, of an episode of `are_relaid`."""
-        episode = self._episodes[key]
-        return episode.known_versions if isinstance(episode, AgentEpisode) else []
-
-    def learn_versions(self, keys: Iterable[str], versions: Iterable[Tensor]):
-        """Has the episodes of agents keep the versions of the policy that wrote their tokens, for `known_versions`."""
-        for key, of_episode in zip(keys, versions, strict=True):
-            if isinstance(episode := self._episodes[key], AgentEpisode):
-                episode.learn_versions(of_episode.tolist())
+    def of(self, keys: Iterable[str]) -> list[Episode]:
+        """The episodes of these keys, which are there."""
+        return [self._episodes[key] for key in keys]
 
     def to_json(self, keys: Iterable[str]) -> str:
         """What a checkpoint has to know of these episodes besides their rows of the batch; on the replica's leader."""
         facts = []
         for key in keys:
-            episode, seen = self._episodes[key], self._client.observations(key)
-            answers = [] if episode.end is not None else [dataclasses.asdict(observation) for observation in seen]
-            tools = [] if episode.end is not None else self._client.tools(key)
-            fact = {name: getattr(episode, name) for name in _FACTS} | {"observations": answers, "tools": tools}
+            episode, answers = self._episodes[key], map(dataclasses.asdict, self._client.observations(key))
+            fact = {name: getattr(episode, name) for name in _FACTS}
+            fact |= {"observations": [*answers], "tools": self._client.tools(key)}
             if isinstance(episode, AgentEpisode) and episode.end is None:
                 fact["agent"] = episode.facts() | {"asked": self._client.agent_facts(key)}
             facts.append(fact)

@@ -2,22 +2,25 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.tool_formats.thinking_budget import ThinkingBudget
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Why an episode ended. The environment ended it; the policy's turn was cut; it used all turns; there was no room for
 # another turn; the environment failed.
 DONE, TURN_LENGTH, TURNS, LENGTH, FAILED = "done", "turn_length", "turns", "length", "failed"
 TRUNCATED_BY_BUDGET = "budget"  # of an agent: a request was refused, or the last turn cut
 TRUNCATED = (TURN_LENGTH, TURNS, LENGTH, TRUNCATED_BY_BUDGET)
+
+
+def _without_stops(_: tuple[str, ...]) -> None:
+    """The matcher of requests without stop strings of their own."""
 
 
 class EpisodeLimits(NamedTuple):
@@ -30,6 +33,8 @@ class EpisodeLimits(NamedTuple):
     closing: int | None = None  # the token that closes a turn which something else has ended; None: nothing else does
     is_carried: bool = False  # a later round may continue an episode
     thinking: ThinkingBudget | None = None  # of each turn
+    # What follows the stop strings of an agent's request; None: it has none.
+    matcher: Callable[[tuple[str, ...]], StopMatcher | None] = _without_stops
 
 
 class EnvironmentResult(NamedTuple):
@@ -92,10 +97,13 @@ class Episode:
     verdicts: list[bool] = dataclasses.field(default_factory=list)  # whether the task is solved, after each answer
     is_open: bool = False  # whether the last turn goes on: the round's limit has cut it
     new_tokens: int = 0  # that the policy has written in this round
-    routes: "Tensor | None" = None  # of the last completion, which has all tokens before it
+    routes: Tensor | None = None  # of the last completion, which has all tokens before it
     end: str | None = None
     replayable: bool = True
     row_starts: list[int] = dataclasses.field(default_factory=list)  # where further rows begin in `tokens`
+    is_relaid: bool = False  # of an agent: tokens of earlier rounds may have other places in the sequence
+    # Of an agent: (start in `tokens`, versions of tokens from there on).
+    known_versions: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
 
     @property
     def solved(self) -> bool:

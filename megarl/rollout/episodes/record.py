@@ -1,17 +1,15 @@
 """What `--save-rollouts` keeps of an episode besides its tokens: what its environment answered, or its agent asked."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.environments.protocol import Observation
+from megarl.rollout.episodes.client import PlayedTurns
 from megarl.rollout.episodes.episode import Episode
-
-if TYPE_CHECKING:
-    from megarl.rollout.episodes.client import PlayedTurns
-    from megarl.rollout.episodes.message_tree import MessageTree
+from megarl.rollout.episodes.message_tree import MessageTree
 
 
-def record_of(episode: Episode, played: "PlayedTurns") -> dict[str, Any]:
+def record_of(episode: Episode, played: PlayedTurns) -> dict[str, Any]:
     """An episode that has ended, as JSON.
 
     `turns` are [start, end) in its tokens, and `rewards` theirs. Of an environment, `observations` are the answers to
@@ -31,7 +29,7 @@ def record_of(episode: Episode, played: "PlayedTurns") -> dict[str, Any]:
     return record | {"replayable": episode.replayable, "tools": played.tools, "observations": seen}
 
 
-def _asked(episode: Episode, tree: "MessageTree") -> list[dict[str, Any] | None]:
+def _asked(episode: Episode, tree: MessageTree) -> list[dict[str, Any] | None]:
     """The requests of an agent's turns, in their order in the episode's rows; None: not known."""
     left, found = list(tree.written), []
     for start, end in episode.turns:

@@ -28,6 +28,7 @@ from megarl.errors import TooManyFailures
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
+from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.batch import episodes_to_batch
@@ -50,14 +51,20 @@ _NAME = "environment"  # of what fails, in the window of failures
 _GROUP_STREAM, _SAMPLE_STREAM = 1 << 40, 1 << 41
 
 
-def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens) -> EpisodeLimits:
-    """The budgets of the flags, and how a turn is closed that `--stop` has ended."""
-    longest, ends = settings.max_response_length, encoder.tokenizer.end_ids
+def limits_of(settings: Settings, encoder: Encoder, turns: TurnTokens, own: ResponseEnds) -> EpisodeLimits:
+    """The budgets of the flags, and how turns end. `own`: what ends the responses of the run."""
+    longest, tokenizer = settings.max_response_length, encoder.tokenizer
     has_others = settings.stop is not None or settings.stop_token_ids is not None
-    closing = turns.closing_token() if has_others else None
-    turn = min(settings.max_turn_length or longest, longest)
-    budgets = settings.max_turns, turn, longest
-    return EpisodeLimits(*budgets, ends, closing, settings.partial_rollouts, thinking_budget_of(settings, encoder))
+
+    @functools.lru_cache(64)
+    def matcher(stops: tuple[str, ...]) -> StopMatcher | None:
+        return StopMatcher(tokenizer, tuple(dict.fromkeys((*own.stops, *stops)))) if stops else None
+
+    return EpisodeLimits(
+        turns=settings.max_turns, turn=min(settings.max_turn_length or longest, longest), response=longest,
+        ends=tokenizer.end_ids, closing=turns.closing_token() if has_others else None,
+        is_carried=settings.partial_rollouts, thinking=thinking_budget_of(settings, encoder), matcher=matcher,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -68,10 +75,6 @@ class EpisodeRound:
     idle: list[Episode]  # of earlier rounds, of which this one needed no more tokens
     prompts: PromptSet
     is_training: bool
-    waited: float  # seconds in which there was nothing to do but to wait for environments
-    ran: float  # seconds of the whole round
-    asked: int  # turns that samples of a branch share
-    taken: int  # those of them that others had got
 
     @property
     def episodes(self) -> list[Episode]:
@@ -79,8 +82,8 @@ class EpisodeRound:
 
 
 def _key_in(requests: RoundRequests, number: int) -> str:
-    line = requests.prompt_of(number).line
-    return key_of(requests.step_of(number), line, requests.stream_of(number))
+    prompt = requests.prompt_of(number)
+    return key_of(prompt.step, prompt.line, requests.stream_of(number))
 
 
 class EpisodeRunner:
@@ -100,13 +103,11 @@ class EpisodeRunner:
         self.settings, self.role_groups = settings, role_groups
         s, turns = settings, TurnTokens(encoder, settings.max_observation_length)
         self.turn_tokens = turns
-        self.limits = limits_of(s, encoder, turns)
+        self._ends = ResponseEnds(s, encoder.tokenizer)
+        self.limits = limits_of(s, encoder, turns, self._ends)
         self.client: EnvironmentClient | None = None
         # Episodes of the last round that have ended, and the set of their prompts, on the leader.
         self.ended: tuple[list[Episode], PromptSet] | None = None
-        self._tokenizer, self._ends = encoder.tokenizer, ResponseEnds(s, encoder.tokenizer)
-        # Of an agent's own stop strings and those of the run; None without its own.
-        self.matcher = functools.lru_cache(64)(self._stop_matcher)
         self._round: EpisodeRound  # the last one
         self._records: dict[str, dict] = {}  # by key, of episodes that have ended, until they are written
         self._window = FailureWindow(s.environment_max_failures)
@@ -138,25 +139,23 @@ class EpisodeRunner:
             max_open: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
                 while environments answer.
             is_training: journal the answers, and count them in the step's metrics.
-            early_stop: of a round that takes only the earliest groups; None: all.
-            bank: has turns that an earlier attempt of the step has generated; None: nothing keeps them.
+            early_stop, sender, bank: as of `EpisodeSource`.
         """
         start, self.ended = time.perf_counter(), None
         if self.client is not None and self.client.journal is not None:
             self.client.journal.step = requests.step
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
-        common = source, begin, self.client, self.role_groups, max_open, early_stop, sender
-        episodes = EpisodeSource(*common, self.matcher, bank)
+        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender, bank)
         limit = episodes.response_limit if early_stop else None
         for number, completion in engine.stream(episodes, self._ends.ids, sampling, records_routes, max_open, limit):
             episodes.turn_ended(number, completion)
         running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
         idle = self._idle(requests) if is_training else []
-        self._round = EpisodeRound(
-            running=running, idle=idle, prompts=prompts, is_training=is_training, waited=episodes.waiting_seconds,
-            ran=time.perf_counter() - start, asked=episodes.shared_turns.asked, taken=episodes.shared_turns.taken,
-        )  # fmt: skip
+        self._round = EpisodeRound(running, idle, prompts, is_training)
+        if self.client is not None:
+            self.client.statistics.add_times(episodes.waiting_seconds, time.perf_counter() - start)
+            self.client.statistics.add_shared(episodes.shared_turns.asked, episodes.shared_turns.taken)
 
     def _idle(self, requests: RoundRequests) -> list[Episode]:
         """The episodes of earlier rounds of which this one needs no more tokens, of this replica."""
@@ -211,8 +210,6 @@ class EpisodeRunner:
                 own.add_episode(episode, seen.turns, seen.observations, rewritten)
             if episode.end is not None and played.is_training and self.settings.save_rollouts:
                 self._records[episode.key] = record_of(episode, seen)
-        own.add_times(played.waited, played.ran)
-        own.add_shared(played.asked, played.taken)
         self.ended = [episode for episode in played.running if episode.end is not None], played.prompts
         self._check_failures(own)
         if played.is_training:
@@ -237,7 +234,7 @@ class EpisodeRunner:
         """Forgets what environments answered in steps up to the run's latest checkpoint, which has what came of it."""
         latest = folders.named(run / "checkpoints", folders.LATEST)
         if self.client is not None and self.client.journal is not None and latest is not None:
-            self.client.journal.discard(folders.step_of(latest))
+            self.client.journal.discard(step_of(latest))
 
     def close(self):
         if self.client is not None:
@@ -263,21 +260,17 @@ class EpisodeRunner:
             return before.continued(number, request)
         return Episode(number=number, request=request, line=asked.line, limits=self.limits, key=key)
 
-    def _stop_matcher(self, stops: tuple[str, ...]) -> StopMatcher | None:
-        """Of an agent's own stop strings and those of the run; None without its own."""
-        return StopMatcher(self._tokenizer, tuple(dict.fromkeys((*self._ends.stops, *stops)))) if stops else None
-
     def task(self, requests: RoundRequests, number: int, prompt: Prompt) -> Task:
         """What the environment of an episode begins with."""
-        asked, step = requests.prompt_of(number), requests.step_of(number)
+        asked = requests.prompt_of(number)
         sample = requests.trunk_of(number)  # so that environments answer the samples of a branch alike
         return Task(
             messages=[dict(message) for message in prompt.conversation],
             answer=prompt.answer,
             metadata=prompt.metadata or {},
             task=prompt.task,
-            seed=self._seed(step, asked.line, _GROUP_STREAM + asked.draw_index),
-            sample_seed=self._seed(step, asked.line, _SAMPLE_STREAM + sample),
+            seed=self._seed(asked.step, asked.line, _GROUP_STREAM + asked.draw_index),
+            sample_seed=self._seed(asked.step, asked.line, _SAMPLE_STREAM + sample),
         )
 
     def _seed(self, step: int, line: int, stream: int) -> int:

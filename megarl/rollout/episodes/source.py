@@ -4,22 +4,18 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
-from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
 from megarl.rollout.episodes.agent_episode import AgentEnd, AgentEpisode
+from megarl.rollout.episodes.client import EnvironmentClient, Result
 from megarl.rollout.episodes.episode import FAILED, Episode, TurnRequest
 from megarl.rollout.episodes.shared_turns import SharedTurns
-
-if TYPE_CHECKING:
-    from megarl.comm.early_responses import ResponseSender
-    from megarl.rollout.episodes.client import EnvironmentClient, Result
-    from megarl.rollout.episodes.turn_bank import TurnBank
-    from megarl.rollout.request_queue import GroupEarlyStop
+from megarl.rollout.episodes.turn_bank import TurnBank
+from megarl.rollout.request_queue import GroupEarlyStop
 
 POLL_STEPS = 4  # between two polls of the environments, if a replica has several ranks and the engine has work
 _FIRST_TURN = 1 << 32  # number of the first request of an agent: larger than those of episodes
@@ -39,9 +35,9 @@ class EpisodeSource:
 
     def __init__(
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
-        client: "EnvironmentClient | None", role_groups: RoleGroups, max_open: int,
-        early_stop: "GroupEarlyStop | None" = None, sender: "ResponseSender | None" = None,
-        matcher: Callable[[tuple[str, ...]], StopMatcher | None] = lambda _: None, bank: "TurnBank | None" = None,
+        client: EnvironmentClient | None, role_groups: RoleGroups, max_open: int,
+        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None,
+        bank: TurnBank | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -53,7 +49,6 @@ class EpisodeSource:
             max_open: episodes that may be open at a time.
             early_stop: learns which episodes end, and gives the limit on new tokens; None: all run to their ends.
             sender: sends each episode that has ended; None on ranks that send nothing.
-            matcher: of the stop strings of an agent's request; None: it has none.
             bank: has turns that need not be generated, and keeps those that are; None: nothing keeps them.
         """
         self.ended: list[Episode] = []
@@ -61,7 +56,7 @@ class EpisodeSource:
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
         self._prompts, self._begin = prompts, begin
         self._client, self._role_groups = client, role_groups
-        self._matcher, self._bank = matcher, bank
+        self._bank = bank
         self.shared_turns = SharedTurns()
         self._generating: dict[int, GenerationRequest] = {}  # that the bank will keep, by number
         self._max_open, self._early_stop, self._sender = max_open, early_stop, sender
@@ -182,7 +177,7 @@ class EpisodeSource:
             return self._stop(episode)
         number = next(self._turn_numbers)
         self._turn_of[number] = episode, turn
-        self._ready_turns.append((number, episode.request_of(turn, self._matcher)))
+        self._ready_turns.append((number, episode.request_of(turn)))
         return None
 
     def _receive(self):

@@ -4,17 +4,15 @@ A turn is a response to all tokens before it, and depends on nothing else. So a 
 again, with the answers of their environments from the journal, and generates only the turns that are not here.
 """
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
-from megarl.errors import warn
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout import bank_file
 from megarl.rollout.bank import RolloutBank
-from megarl.rollout.bank_file import DamagedRecord, Entry
+from megarl.rollout.bank_file import Entry
 
 
 class TurnBank(RolloutBank):
@@ -27,20 +25,15 @@ class TurnBank(RolloutBank):
     _by_identity: dict[bytes, Entry]  # of them, on the leader
 
     def begin_round(self, step: int, common: tuple, routes: Tensor | None):
-        """Reads what earlier attempts of the step have left. A collective of the replica.
-
-        Args:
-            common: what all requests of the round depend on, as values with a `repr`.
-            routes: empty routes [0, L, k]; None if turns have none.
-        """
+        """Reads what earlier attempts of the step have left. Arguments as of `take`. A collective of the replica."""
         self._set_common(common, routes)
         if step == self._step:
             return
         self._begin(step)
         self._by_identity, self._found = {entry.identity: entry for entry in self._found}, []
         self._count = self.role_groups.broadcast_number(len(self._by_identity))
-        if self._count and self.role_groups.rank == self.role_groups.ranks.start:
-            print(f"megarl: step {step}: {self._count} turns are in {self.folder}", file=sys.stderr, flush=True)
+        if self._count:
+            self._say(f"{self._count} turns")
 
     def _files_to_read(self, folder: Path) -> list[Path]:
         return self._all_files(folder)
@@ -51,18 +44,10 @@ class TurnBank(RolloutBank):
             return {}
         bodies = []
         for number, request in requests if self.role_groups.is_leader else ():
-            if (entry := self._by_identity.get(self._identity(request))) is not None:
-                bodies += [(number, body) for body in self._read(entry, request)]
+            entry = self._by_identity.get(self._identity(request))
+            if entry is not None and (body := self._read(entry, request)) is not None:
+                bodies.append((number, body))
         return {number: bank_file.unpack(body)[2] for number, body in self.role_groups.broadcast_object(bodies)}
-
-    def _read(self, entry: Entry, request: GenerationRequest) -> list[bytes]:
-        """The body of a record; none if it is damaged or cannot be the turn."""
-        try:
-            body = bank_file.read(entry)
-        except (DamagedRecord, OSError) as error:
-            warn([f"--rollout-bank {entry.path}: {error}"])
-            return []
-        return [body] if self._answers(request, bank_file.unpack(body)[2]) else []
 
     def keep(self, request: GenerationRequest, completion: Completion):
         """Appends a turn, unless a round has cut it. Not a collective."""

@@ -5,25 +5,11 @@ their random streams are named by what they continue. From the turn on, the mess
 in each request. The agent itself knows only its own.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from megarl.data.prompt import Prompt
-from megarl.data.stop_strings import StopMatcher
 from megarl.environments.agents.exchange import Ask, Reply, canonical
 from megarl.environments.pool import Asked, EnvironmentPool, Event, PoolOptions
-from megarl.environments.protocol import Message, Task
+from megarl.environments.protocol import Message
 from megarl.errors import UsageError
-from megarl.rollout.episodes.agent_episode import AgentEnd, AgentEpisode
-from megarl.rollout.episodes.client import EnvironmentClient
-from megarl.rollout.episodes.episode import Episode, TurnRequest
-from megarl.rollout.replay.player import Player
 from megarl.rollout.replay.saved import SavedResponse
-
-if TYPE_CHECKING:
-    from megarl.comm.role_mesh import RoleGroups
-
-_WAIT = 1.0  # seconds between two looks at an agent
 
 
 class ForkedPool(EnvironmentPool):
@@ -61,36 +47,3 @@ class ForkedPool(EnvironmentPool):
         if self._path is None and reply.turn is not None and is_turn:
             self._path = [canonical(m) for m in (*self._asks[ticket, request].messages, reply.message)]
         super().reply(number, ticket, request, reply)
-
-
-def run_again(
-    client: EnvironmentClient | None, player: Player, episode: Episode, prompt: Prompt, task: Task,
-    role_groups: "RoleGroups", matcher: Callable[[tuple[str, ...]], StopMatcher | None],
-) -> Episode:  # fmt: skip
-    """The episode with its agent, to its end. A collective of the replica.
-
-    Args:
-        client: on the leader, with a `ForkedPool`; None elsewhere.
-        episode: that has not begun.
-        matcher: of the stop strings of a request.
-    """
-    if client is not None:
-        client.begin(0, prompt, episode.request, task, None)
-    while episode.end is None:
-        if client is not None:
-            client.wait(_WAIT)
-        for result in role_groups.broadcast_object([] if client is None else client.results()):
-            if isinstance(result, TurnRequest):
-                episode = episode if isinstance(episode, AgentEpisode) else AgentEpisode(episode)
-                episode.ask(result)
-                (completion,) = player.generate([episode.request_of(result.turn, matcher)])
-                written = episode.write(result.turn, completion)
-                if client is not None and written is not None:
-                    client.write(0, result.turn, written)
-            elif isinstance(result, AgentEnd):
-                assert isinstance(episode, AgentEpisode)  # an agent that has not asked has failed
-                episode.finish(result)
-                episode.settle(None)
-            else:
-                episode.apply(result)
-    return episode

@@ -1,24 +1,22 @@
 """Generates the turns of a saved response again, and continues from one of them with another answer."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.data.prompt import Prompt
-from megarl.data.stop_strings import StopMatcher
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.flags.environment_settings import SESSIONS
+from megarl.mcore.inference.engine import RequestList
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import FAILED, EnvironmentResult, Episode, EpisodeLimits, turn_key
+from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.replay.saved import SavedResponse
+from megarl.rollout.requests import sampling_of
 from megarl.rollout.rollout import Rollout
-
-_WAIT = 1.0  # seconds between two looks at an environment
 
 
 class TurnCheck(NamedTuple):
@@ -39,27 +37,21 @@ class Player:
     """The policy of a step on this replica, for one saved response. All ranks of the replica call its methods."""
 
     def __init__(
-        self, rollout: Rollout, saved: SavedResponse, request: GenerationRequest, limits: EpisodeLimits | None,
-        matcher: Callable[[tuple[str, ...]], StopMatcher | None],
-    ):  # fmt: skip
+        self, rollout: Rollout, saved: SavedResponse, request: GenerationRequest, limits: EpisodeLimits | None
+    ):
         """
         Args:
             request: that began the response.
             limits: of its turns; None without an environment.
-            matcher: of the stop strings of an agent's request.
         """
-        s = rollout.settings
         self._rollout, self._saved, self._request, self._limits = rollout, saved, request, limits
-        self._matcher = matcher
-        self._sampling = SamplingSettings(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p)
-
-    def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
-        assert self._rollout.engine is not None  # every rank is one of the rollout's
-        return self._rollout.engine.generate(requests, self._rollout.ends.ids, self._sampling)
+        self._sampling = sampling_of(rollout.settings, rollout.settings.temperature)
 
     def check(self) -> list[TurnCheck]:
         """Generates every turn again after the tokens that were before it."""
-        found = self.generate([self._request_of(turn) for turn in range(len(self._saved.turns))])
+        assert self._rollout.engine is not None  # every rank is one of the rollout's
+        requests = [self._request_of(turn) for turn in range(len(self._saved.turns))]
+        found = self._rollout.engine.generate(requests, self._rollout.ends.ids, self._sampling)
         return [self._compared(turn, completion) for turn, completion in enumerate(found)]
 
     def _request_of(self, turn: int) -> GenerationRequest:
@@ -71,7 +63,7 @@ class Player:
         limit, stops = min(self._limits.turn, room), None
         if saved.is_agent:
             asked = saved.record["asked"][turn]
-            key, limit, stops = asked["stream"], asked["limit"], self._matcher(tuple(asked["stops"]))
+            key, limit, stops = asked["stream"], asked["limit"], self._limits.matcher(tuple(asked["stops"]))
         return dataclasses.replace(
             self._request, prompt=before, key=key, max_new_tokens=limit, stops_from=len(before), stops=stops,
             thinking_from=len(before),
@@ -107,39 +99,24 @@ class Player:
         episode.apply(EnvironmentResult(0, tokens, episode.rewards[-1], correct=saved.observations[turn].correct))
         return episode
 
-    def go_on(self, episode: Episode, environment: "LiveEnvironment | None"):
-        """Plays an episode to its end. `environment`: on the replica's leader; None elsewhere."""
-        while episode.end is None:
-            (completion,) = self.generate([episode.next_request()])
-            episode.add_turn(completion)
-            if episode.end is None:
-                found = None if environment is None else environment.answer(episode.turn_tokens(-1))
-                episode.apply(self._rollout.role_groups.broadcast_object(found))
+    def play(self, episode: Episode, client: EnvironmentClient | None) -> Episode:
+        """Plays an episode to its end. `client`: on the replica's leader, where the environment has been started; None
+        elsewhere."""
+        assert self._rollout.engine is not None  # every rank is one of the rollout's
+        requests = RequestList([(episode.number, self._request)])
+        source = EpisodeSource(requests, lambda *_: episode, client, self._rollout.role_groups, max_open=1)
+        for number, completion in self._rollout.engine.stream(source, self._rollout.ends.ids, self._sampling):
+            source.turn_ended(number, completion)
+        return source.ended[0]
 
 
-class LiveEnvironment:
-    """The environment of a saved episode, which continues after one of its turns. On a replica's leader."""
-
-    def __init__(self, client: EnvironmentClient, saved: SavedResponse, prompt: Prompt, task: Task, turn: int):
-        """`turn`: the last one that it has seen, counted from 0."""
-        assert saved.record is not None  # it has an environment
-        self._client, key = client, saved.record["key"]
-        client.restore(key, saved.observations[: turn + 1], saved.record["tools"])
-        client.go_on(0, prompt, task, key, [saved.turn_tokens(number) for number in range(turn + 1)])
-
-    def answer(self, tokens: list[int]) -> EnvironmentResult:
-        """What it answers to a turn."""
-        self._client.step(0, tokens)
-        while not (results := self._client.results()):
-            self._client.wait(_WAIT)
-        (result,) = results
-        assert isinstance(result, EnvironmentResult)  # it is no agent
-        return result
-
-    def end(self) -> tuple[list[Observation], str | None]:
-        """Ends it; returns what it has answered to all turns, and in a line why it failed, if it did."""
-        failures = self._client.statistics.failures
-        return self._client.take_played(0).observations, failures[-1] if failures else None
+def go_on_after(turn: int, client: EnvironmentClient, saved: SavedResponse, prompt: Prompt, task: Task):
+    """Brings an environment to a turn of a saved episode, counted from 0, whose answer is the last that it has seen.
+    On the replica's leader."""
+    assert saved.record is not None  # it has an environment
+    key = saved.record["key"]
+    client.restore(key, saved.observations[: turn + 1], saved.record["tools"])
+    client.go_on(0, prompt, task, key, [saved.turn_tokens(number) for number in range(turn + 1)])
 
 
 def fork_problem(saved: SavedResponse, turn: int) -> str | None:

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.environments.protocol import Observation
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
-from megarl.observe.files import step_name
+from megarl.observe.files import step_name, step_of
 from megarl.observe.terminal import ranges_text
 from megarl.rollout.episodes.record import observations_of
 from megarl.rollout.rollout_files import EPISODES, FOLDER, RESPONSES, file_name
@@ -75,7 +74,7 @@ def read_response(run: str, step: int, sample: int) -> SavedResponse:
         UsageError: there are no such files, they are damaged, or of a version that wrote less.
     """
     rollouts = Path(run) / FOLDER
-    steps = {folders.step_of(path.parent) for path in rollouts.glob(f"step_*/{manifests.NAME}")}
+    steps = {step_of(path.parent) for path in rollouts.glob(f"step_*/{manifests.NAME}")}
     if step not in steps:
         there = f"there are steps {ranges_text(steps)}" if steps else "there are none: the run needs --save-rollouts"
         raise UsageError(f"--step {step}: {rollouts} has no responses of this step; {there}")

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.arguments import Settings
 from megarl.checkpoint import commit, folders, integrity
-from megarl.checkpoint.writer import CheckpointWriter, SaveError, SavePolicy
+from megarl.checkpoint.writer import CheckpointWriter, SaveError
 from megarl.errors import UsageError
 from megarl.mcore.weights import planned_save
+from megarl.observe.files import step_of
 from tests.helpers.checkpoints import saved
 from tests.helpers.programs import in_world, inputs, metrics, program, sft_argv, timeless, train
 from tests.helpers.tiers import long
@@ -70,8 +72,8 @@ def change_everything(model):
 def saved_both_ways(rank: int, config, run: Path):
     mesh, model = trainable_model(config)
     files = {"more.pt": b"more"} if rank == 0 else {}
-    CheckpointWriter(run / "sync", mesh).save(1, {"actor": model.state({})}, ENTRIES, files)
-    gate, writer = Gate(), CheckpointWriter(run / "async", mesh, SavePolicy(asynchronous=True))
+    CheckpointWriter(run / "sync", mesh, Settings()).save(1, {"actor": model.state({})}, ENTRIES, files)
+    gate, writer = Gate(), CheckpointWriter(run / "async", mesh, Settings(async_save=True))
     writer.save(1, {"actor": model.state({})}, ENTRIES, files)
     change_everything(model)  # while the copy waits to be written
     writer.poll(2)
@@ -91,7 +93,7 @@ def test_an_asynchronous_save_has_the_bytes_of_a_synchronous_one(flags, tmp_path
 def one_rank_is_late(rank: int, config, run: Path) -> list[bool]:
     """Whether the checkpoint exists: when rank 0 has written, and when both have and the loop has come by."""
     mesh, model = trainable_model(config)
-    gate, writer = Gate(), CheckpointWriter(run, mesh, SavePolicy(asynchronous=True))
+    gate, writer = Gate(), CheckpointWriter(run, mesh, Settings(async_save=True))
     if rank == 0:
         gate.open()
     writer.save(1, {"actor": model.state({})}, ENTRIES)
@@ -123,10 +125,10 @@ def test_a_run_that_saves_beside_its_training_has_the_same_checkpoints(tmp_path)
 # -- saves that fail ---------------------------------------------------------------------------------------------
 
 
-def failing_save(rank: int, config, run: Path, policy: SavePolicy, fails: str) -> list:
+def failing_save(rank: int, config, run: Path, settings: Settings, fails: str) -> list:
     """[message or None of a save of step 2 that fails, latest step], then the same after a third one that does not."""
     mesh, model = trainable_model(config)
-    writer, limits = CheckpointWriter(run, mesh, policy), resource.getrlimit(resource.RLIMIT_FSIZE)
+    writer, limits = CheckpointWriter(run, mesh, settings), resource.getrlimit(resource.RLIMIT_FSIZE)
     frozen = {"reference": dict}
 
     def save(step: int) -> list:
@@ -164,13 +166,15 @@ def read_only(*_):
 ])  # fmt: skip
 def test_a_save_that_fails_leaves_the_one_before_and_all_ranks_agree(fails, reason, asynchronous, tmp_path, capfd):
     config = parsed(tmp_path, 2, TP2)
-    stops = run_world(failing_save, 2, config, tmp_path / "stop", SavePolicy(asynchronous, True), fails)
+    settings = Settings(async_save=asynchronous)
+    stops = run_world(failing_save, 2, config, tmp_path / "stop", settings, fails)
     for message, latest, *third in stops:
         assert message.startswith(f"the checkpoint of step 2 could not be written: {reason}") and "\n" not in message
         assert latest == "step_00000001" and third == [None, "step_00000003", []]
     assert stops[0] == stops[1]
     capfd.readouterr()
-    goes_on = run_world(failing_save, 2, config, tmp_path / "continue", SavePolicy(asynchronous, False), fails)
+    settings = Settings(async_save=asynchronous, on_save_failure="continue")
+    goes_on = run_world(failing_save, 2, config, tmp_path / "continue", settings, fails)
     assert goes_on == [[None, "step_00000001", None, "step_00000003", []]] * 2
     line = f"megarl: warning: the checkpoint of step 2 could not be written: {reason}"
     assert capfd.readouterr().err.count(line) == 1
@@ -211,7 +215,7 @@ def test_which_checkpoints_are_kept(last, every, best, kept, tmp_path):
         saved(tmp_path, step, best if best and best <= step else None)
         commit.prune(tmp_path, last, every, [])
         commit.sweep(tmp_path)
-    found = sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*"))
+    found = sorted(step_of(path) for path in (tmp_path / "checkpoints").glob("step_*"))
     assert found == kept and folders.find(str(tmp_path), "--load").name == "step_00000006"
 
 
@@ -221,11 +225,11 @@ def test_checkpoints_while_updates_are_skipped_do_not_push_out_those_before(last
     for step in range(1, 7):
         saved(tmp_path, step, skipped=max(step - 3, 0))
         commit.prune(tmp_path, last, 0, [])
-    assert sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == kept
+    assert sorted(step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == kept
     saved(tmp_path, 7)
     commit.prune(tmp_path, last, 0, [])
     newest = [*kept, 7][-last:]
-    assert [folders.step_of(path) for path in sorted((tmp_path / "checkpoints").glob("step_*"))][-last:] == newest
+    assert [step_of(path) for path in sorted((tmp_path / "checkpoints").glob("step_*"))][-last:] == newest
 
 
 def test_weights_that_the_run_started_from_and_unreadable_checkpoints_are_kept(tmp_path):
@@ -234,7 +238,7 @@ def test_weights_that_the_run_started_from_and_unreadable_checkpoints_are_kept(t
     for step in (3, 4):
         saved(tmp_path, step)
     commit.prune(tmp_path, 1, 0, [used])
-    assert sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == [1, 2, 4]
+    assert sorted(step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == [1, 2, 4]
 
 
 def test_a_run_keeps_its_newest_checkpoints(tmp_path):

@@ -16,6 +16,7 @@ CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmt
 
 def saver(parsed, run: Path):
     """A function that saves a step of a small model to a run's folder."""
+    from megarl.arguments import Settings
     from megarl.checkpoint.writer import CheckpointWriter
     from megarl.comm import role_mesh
     from megarl.roles.trainable_model import TrainableModel
@@ -23,7 +24,7 @@ def saver(parsed, run: Path):
     mesh = role_mesh.create_mesh(parsed.roles, SAFETY)
     model = TrainableModel(parsed.roles["actor"], mesh["actor"], 16, updates=1)
     files = {"more.pt": b"more"} if mesh.rank == 0 else {}
-    writer = CheckpointWriter(run, mesh)
+    writer = CheckpointWriter(run, mesh, Settings())
     return lambda step: writer.save(step, {"actor": model.state({})}, {"program": "test"}, files)
 
 

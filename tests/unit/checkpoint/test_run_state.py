@@ -68,6 +68,7 @@ def contents(trainable_model) -> dict:
 
 def save(rank: int, parsed, run: Path, updates: int, load: Path | None = None, names=("actor",)) -> dict:
     """Loads (or not), trains, saves; returns the contents by role before and after the updates."""
+    from megarl.arguments import Settings
     from megarl.checkpoint import folders, run_state
     from megarl.checkpoint.writer import CheckpointWriter
 
@@ -82,7 +83,7 @@ def save(rank: int, parsed, run: Path, updates: int, load: Path | None = None, n
     for one in found.values():
         learn(one, updates)
     states = {name: one.state(extra) for name, one in found.items()}
-    CheckpointWriter(run, here).save(7, states, {"program": "test"})
+    CheckpointWriter(run, here, Settings()).save(7, states, {"program": "test"})
     assert folders.find(str(run), "--load") == folders.step_folder(run, 7)
     return {"before": before, "after": {name: contents(one) for name, one in found.items()}}
 

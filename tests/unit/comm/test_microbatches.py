@@ -10,7 +10,7 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
-from megarl.comm.whole_groups import positions_by_group, with_whole_groups
+from megarl.comm.load_balance import positions_by_group, with_whole_groups
 from megarl.groups import PromptGroups
 from tests.helpers.worlds import run_world
 

@@ -161,13 +161,13 @@ def test_columns_of_preferences(name, tmp_path):
     own = {name: value for name, value in vars(expected).items() if value is not None and name != "index"}
     encoder = CHAT if isinstance(expected.prompt, list) else PLAIN
     pairs = [
-        preference_pairs(prompts, encoder, 30)[0]
+        preference_pairs(prompts, encoder, 30)
         for prompts in (
             load_prompts(str(tmp_path / "p.parquet"), columns=Columns(REWARD)),
             load_prompts(write_jsonl(tmp_path / "own.jsonl", [own]), columns=Columns(REWARD)),
         )
     ]
-    assert pairs[0] == pairs[1]
+    assert list(pairs[0]) == list(pairs[1]) and pairs[0].margins == pairs[1].margins
 
 
 def test_columns_that_the_user_names(tmp_path):

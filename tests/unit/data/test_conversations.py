@@ -152,8 +152,6 @@ def test_without_a_template_it_is_text_and_end(tokenizers):
         for rejected, value in ((encoder.conversation, messages), (encoder.prompt, Prompt(0, messages[:1]))):
             with pytest.raises(UsageError, match="messages needs --reward-chat-template"):
                 rejected(value)
-        with pytest.raises(ValueError, match="max_length 0"):
-            encoder.reward_model_inputs([(prompt, "a")], 0)
 
 
 def test_a_prompt_is_rendered_and_encoded_once(tokenizers, monkeypatch):

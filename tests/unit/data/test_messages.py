@@ -127,7 +127,7 @@ def test_training_on_calls_and_not_on_results(tmp_path, template, words):
     text = {"function": {"name": "look", "arguments": '{"b": 1, "a": "<|im_end|>"}'}}
     written = [USER, CALLS | {"tool_calls": [text, text]}, RESULT, RESULT, ANSWER]
     prompts = load_prompts(write(tmp_path / "p.jsonl", {"messages": WHOLE}, {"messages": written}))
-    (ids, mask), (same_ids, same_mask) = sft_examples(prompts, encoder, 500, 500)
+    ((ids, mask),), ((same_ids, same_mask),) = sft_examples(prompts, encoder, 500, 500)
     assert [*ids] == [*same_ids] and [*mask] == [*same_mask]
     call = '<tool_call>\n{"name": "look", "arguments": {"b": 1, "a": "<|im_end|>"}}\n</tool_call>'
     turns = [spelled(encoder.tokenizer, run) for run in trained(ids, mask)]
@@ -151,7 +151,7 @@ def test_tools_of_a_row_are_rendered(tmp_path):
         load_prompts(write(tmp_path / "p.jsonl", *rows), columns=Columns("sft", messages="messages")),
     ]
     assert "tools from tools" in read[1].notes[0]
-    texts = {spelled(encoder.tokenizer, sft_examples(prompts, encoder, 900, 900)[i][0])
+    texts = {spelled(encoder.tokenizer, sft_examples(prompts, encoder, 900, 900)[i][0][0])
              for prompts in read for i in range(len(prompts))}  # fmt: skip
     assert texts == {encoder.template.plain(encoder.template.render(WHOLE, tools=TOOLS))}
     assert json.dumps(TOOLS[0]) in texts.pop()

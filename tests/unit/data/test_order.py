@@ -67,12 +67,3 @@ def test_seed_range(seed):
     with pytest.raises(UsageError, match=f"--seed {seed}"):
         PromptOrder(3, seed)
     PromptOrder(3, 2**64 - 1).take(4)
-
-
-def test_wrong_arguments():
-    with pytest.raises(ValueError, match="size 0"):
-        PromptOrder(0, 1)
-    with pytest.raises(ValueError, match="-1"):
-        PromptOrder(3, 1).indices(-1, 2)
-    with pytest.raises(ValueError, match="-2"):
-        PromptOrder(3, 1).take(-2)

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.data.columns import REWARD, SFT, Columns
 from megarl.data.conversations import Encoder
-from megarl.data.preferences import Pair, preference_pairs
+from megarl.data.preferences import preference_pairs
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.sft import sft_examples
@@ -158,15 +158,15 @@ def test_sft_tokens_and_mask(tmp_path):
     )
     examples = sft_examples(prompts, PLAIN, max_prompt_length=2, max_response_length=3)
     assert list(examples) == [
-        ([97, 98, 99, 0], [False, False, True, True]),
-        ([100, 101, 102, 0], [False, True, True, True]),
+        [([97, 98, 99, 0], [False, False, True, True])],
+        [([100, 101, 102, 0], [False, True, True, True])],
     ]
 
 
 def test_sft_of_conversations(tmp_path):
     turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "b$d\t", strict=True)]
     path = write(tmp_path, {"messages": turns}, {"prompt": turns[:1], "response": "c"})
-    (whole, mask), (tokens, learnt) = sft_examples(load_prompts(path), CHAT, 5, 4)
+    ((whole, mask),), ((tokens, learnt),) = sft_examples(load_prompts(path), CHAT, 5, 4)
     # A dollar sign in the contents does not end a turn.
     assert whole == [*map(ord, "uba$"), 0, *map(ord, "uda"), 0]
     assert mask == [False] * 3 + [True] * 2 + [False] * 3 + [True]
@@ -197,10 +197,11 @@ def test_preference_pairs(tmp_path):
         {"prompt": [{"role": "user", "content": "d"}], "chosen": "ef", "rejected": "efg", "margin": 2},
     ]
     prompts = load_prompts(write(tmp_path, *lines))
-    first, second = preference_pairs(prompts, CHAT, 5)
+    pairs = preference_pairs(prompts, CHAT, 5)
     # The first line's chosen text is one token too long: the prompt loses its start.
-    assert first == Pair([*map(ord, "abac"), 0], [*map(ord, "uaba"), 0], 0.0)
-    assert second == Pair([*map(ord, "daef"), 0], [*map(ord, "aefg"), 0], 2)
+    texts = ["abac", "uaba"], ["daef", "aefg"]
+    assert list(pairs) == [[([*map(ord, text), 0], [False] * 4 + [True]) for text in pair] for pair in texts]
+    assert pairs.margins.tolist() == [0.0, 2.0]
 
 
 @pytest.mark.parametrize(

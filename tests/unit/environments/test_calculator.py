@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.environments.arithmetic import MAX_LENGTH, evaluate, number_text
-from megarl.environments.calculator import OFFSET, calculate, calculator, calculator_offset
+from megarl.environments.calculator import (
+    MAX_LENGTH,
+    OFFSET,
+    calculate,
+    calculator,
+    calculator_offset,
+    evaluate,
+    number_text,
+)
 from megarl.environments.protocol import Task
 from tests.helpers.played_environments import calling, play, said, written
 

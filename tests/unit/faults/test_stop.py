@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.faults import heartbeat, stop
-from megarl.faults.stop import KEPT, RunStop, StepAgreement, StopSignals, refuse_next_step
+from megarl.faults.stop import KEPT, RunStop, StopSignals, begins, refuse_next_step
 from megarl.rewards import guard
 from tests.helpers.faults import sleep_for_ever
 from tests.helpers.programs import environment
@@ -21,24 +21,24 @@ from tests.helpers.worlds import SAFETY_SECONDS, RankFailed, run_world, wait_unt
 
 def test_the_run_stops_before_a_step_that_nobody_has_begun():
     store = dist.HashStore()
-    slow, fast = StepAgreement(store, 0), StepAgreement(store, 1)
-    assert slow.begins(1) and all(fast.begins(step) for step in (1, 2, 3))
+    slow, fast = 0, 1
+    assert begins(store, slow, 1) and all(begins(store, fast, step) for step in (1, 2, 3))
     assert refuse_next_step(store, 1) == (4, True)  # the slow rank has the signal
     assert refuse_next_step(store, 3) == (4, False)
-    assert slow.begins(2) and slow.begins(3) and not fast.begins(4) and not slow.begins(4)
+    assert all(begins(store, slow, step) for step in (2, 3))
+    assert not begins(store, fast, 4) and not begins(store, slow, 4)
 
 
 def test_a_signal_before_the_first_step_lets_none_begin():
     store = dist.HashStore()
     assert refuse_next_step(store, 0) == (1, True)
-    assert not StepAgreement(store, 0).begins(1)
+    assert not begins(store, 0, 1)
 
 
 def test_entries_of_earlier_steps_are_deleted():
     store = dist.HashStore()
-    ranks = [StepAgreement(store, rank) for rank in range(2)]
     for step in range(1, 3 * KEPT):
-        assert all(rank.begins(step) for rank in ranks)
+        assert all(begins(store, rank, step) for rank in range(2))
     assert store.num_keys() == KEPT
 
 

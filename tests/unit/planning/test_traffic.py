@@ -18,7 +18,7 @@ from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
-from megarl.roles.teacher import Teacher
+from megarl.roles.teachers import Teachers
 from megarl.router_replay.route_exchange import RouteExchange
 from megarl.trainers.rl_trainer import RLTrainer
 from tests.helpers.tiers import long
@@ -162,8 +162,8 @@ class Role(Anything):
     """Computes nothing, and exchanges the fields that the role exchanges."""
 
     def __init__(self, role: type, settings: Settings):
-        self.name = role.__name__.lower()
-        of_settings = {Reward: settings.score_fields, Teacher: settings.teacher_fields}
+        self.name = role.name
+        of_settings = {Reward: settings.score_fields, Teachers: settings.teacher_fields}
         self.outputs = of_settings.get(role, getattr(role, "outputs", ()))
         self.targets = settings.return_fields
 
@@ -178,7 +178,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     class Run(Anything):
         _sent = []
         actor, critic, reward, reference, teacher = (
-            Role(role, settings) for role in (Actor, Critic, Reward, Reference, Teacher)
+            Role(role, settings) for role in (Actor, Critic, Reward, Reference, Teachers)
         )
         rollout = batcher = advantages = Anything()
 

@@ -11,7 +11,6 @@ import pytest
 from megarl.rewards import compute_only, isolated, tasks
 from megarl.rewards.base import Sample, Score, ScoringError
 from megarl.rewards.isolated import Isolated
-from megarl.rewards.mathematics import math_verify
 from megarl.rewards.scorer import Scorer
 
 CALLER = Pipe()  # the connection of a caller that never hangs up
@@ -134,7 +133,7 @@ def test_each_process_has_scorers_of_its_own():
 def test_one_that_died_is_replaced():
     verify = Isolated("math-verify", 60.0)
     half = Sample("q", "$\\frac{1}{2}$", "0.5")
-    assert verify(half) == math_verify(60.0)(half) == Score(1.0, True, {"math_verify": 1.0}, "1/2")
+    assert verify(half) == Isolated("math-verify", 60.0)(half) == Score(1.0, True, {"math_verify": 1.0}, "1/2")
     process = isolated._idle[os.getpid(), "math-verify"][0].process
     process.kill()
     process.wait()
@@ -147,8 +146,7 @@ def test_it_ends_with_its_caller():
     program = """if True:
         from megarl.rewards import isolated
         from megarl.rewards.base import Sample
-        from megarl.rewards.mathematics import math_verify
-        math_verify(60.0)(Sample("q", "1", "1"))
+        isolated.Isolated("math-verify", 60.0)(Sample("q", "1", "1"))
         (scorers,) = isolated._idle.values()
         print(scorers[0].process.pid)
     """

@@ -5,7 +5,7 @@ import pytest
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample, Score, ScoringError
-from megarl.rewards.mathematics import math_verify
+from megarl.rewards.isolated import Isolated
 from megarl.rewards.text import format_match, length, regex
 
 
@@ -68,12 +68,12 @@ def test_length_falls_from_the_target_to_twice_as_many():
     ],
 )
 def test_math_verify(answer, response, reward, extracted):
-    score = math_verify(60.0)(Sample("q", response, answer))
+    score = Isolated("math-verify", 60.0)(Sample("q", response, answer))
     assert score == Score(reward, bool(reward), {"math_verify": reward}, extracted)
 
 
 def test_math_verify_of_a_cut_response_and_of_an_answer_in_words():
-    verify = math_verify(60.0)
+    verify = Isolated("math-verify", 60.0)
     assert verify(Sample("q", "3", "3", finished=False)) == Score(0.0, False, {"math_verify": 0.0})
     # Letter by letter, Pairs would be a product equal to Paris.
     with pytest.raises(ScoringError, match="cannot read the answer 'Paris'"):

@@ -141,7 +141,7 @@ def queue_of_three(rank: int) -> list:
     assert not store.check([key])
     store.set("megarl/numbers/7", "[")
     queue = MessageQueue("numbers")
-    queue._taken = 6
+    queue._count = 6
     with pytest.raises(RuntimeError, match=re.escape("the message megarl/numbers/7 is damaged")):
         queue.take()
     return [(each["rank"], each["number"]) for each in found]

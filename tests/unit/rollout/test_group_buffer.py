@@ -2,6 +2,7 @@
 
 import torch
 
+from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.groups import PromptGroups
 from tests.helpers.tiny_models import parse_roles
@@ -19,12 +20,12 @@ def versions_after(rank: int) -> dict:
     fields |= {"prompt_lengths": torch.ones(2).long(), "rollout_logprobs": -tokens.float(), "response_mask": tokens > 0}
     for saves in (False, True):
         stamps = {"versions": tokens.int()} if saves else {}
-        before = GroupBuffer(mesh, 2, (), has_versions=saves)
+        before = GroupBuffer(mesh, Settings(samples_per_prompt=2, generation_lag=int(saves)))
         before.add(
             Batch(tokens=tokens, lengths=lengths, **fields, **stamps), PromptGroups.equal(1, 2), torch.tensor([True])
         )
         for loads in (False, True):
-            after = GroupBuffer(mesh, 2, (), has_versions=loads)
+            after = GroupBuffer(mesh, Settings(samples_per_prompt=2, generation_lag=int(loads)))
             after.from_bytes([(before.to_bytes(), "group_buffer.pt")], version=7)
             versions = after.batch.versions
             assert after.batch.tokens.tolist() == tokens.tolist()
@@ -45,7 +46,7 @@ def buffer_of(size: int):
     from megarl.rollout.group_buffer import GroupBuffer
 
     mesh = role_mesh.create_mesh(parse_roles("", size, program="rl"), SAFETY)
-    return GroupBuffer(mesh, 2, ()), mesh["rollout"]
+    return GroupBuffer(mesh, Settings(samples_per_prompt=2)), mesh["rollout"]
 
 
 def unequal_groups(rank: int) -> tuple[bytes | None, list[int]]:

@@ -4,6 +4,8 @@ import torch
 
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.mcore.inference.generation import GenerationRequest
+from megarl.rollout.episodes.episode import Episode, EpisodeLimits
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -33,8 +35,8 @@ def carried(rank: int, flags: str) -> tuple:
     place, settings = mesh["rollout"], Settings(**SETTINGS)
     buffer = PartialRolloutBuffer(mesh, settings)
     mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
-    requests = [PromptRequest(group, ()) for group in range(GROUPS)]
-    buffer.keep_unfinished(responses(mine), requests, 7, torch.tensor([1]), 3)
+    requests = [PromptRequest(group, (), SAMPLES, 9, 7) for group in range(GROUPS)]
+    buffer.keep_unfinished(responses(mine), requests, torch.tensor([1]), 3)
     data = buffer.to_bytes()
     held = sorted(set(buffer._responses.prompt_ids.tolist()))
     buffer.version = 1
@@ -79,26 +81,16 @@ def test_each_replica_holds_the_groups_that_it_began():
 
 
 class Episodes:
-    """Stands where the carried episodes are; none has ended or failed."""
+    """Stands where the carried episodes are; none has ended, and those of line 3 cannot be replayed."""
 
     def retain(self, keys):
         self.retained = list(keys)
 
-    def new_tokens(self, keys) -> int:
-        return 0
-
-    def are_stuck(self, keys) -> list[bool]:
-        """Those of line 3."""
-        return [key.split("/")[1] == "3" for key in keys]
-
-    def have_ended(self, keys) -> list[bool]:
-        return [False for _ in keys]
-
-    def are_relaid(self, keys) -> list[bool]:
-        return [False for _ in keys]
-
-    def learn_versions(self, keys, versions):
-        assert [len(of_episode) > 0 for of_episode in versions] == [True for _ in keys]
+    def of(self, keys) -> list[Episode]:
+        limits = EpisodeLimits(1, 1, 1)
+        return [
+            Episode(0, GenerationRequest([], 0, 1), 0, limits, key, replayable=key.split("/")[1] != "3") for key in keys
+        ]
 
 
 def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:
@@ -110,9 +102,13 @@ def with_episodes(rank: int) -> tuple[list[int], list[str], dict, list[str]]:
     mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
     place, buffer = mesh["rollout"], PartialRolloutBuffer(mesh, Settings(**SETTINGS), Episodes())
     mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
-    requests = [PromptRequest(group, (), draw_index=group // 4) for group in range(GROUPS)]
-    buffer.keep_unfinished(responses(mine), requests, 7, torch.tensor([0, 1]), 3)
-    lines, retained, metrics = [group.line for group in buffer._groups], buffer.episodes.retained, buffer.metrics()
+    requests = [PromptRequest(group, (), SAMPLES, 9, 7, group // 4) for group in range(GROUPS)]
+    buffer.keep_unfinished(responses(mine), requests, torch.tensor([0, 1]), 3)
+    lines, retained, metrics = (
+        [group.request.line for group in buffer._groups],
+        buffer.episodes.retained,
+        buffer.metrics(),
+    )
     buffer.begin_step(2, 2)
     buffer.pop_oldest(9)
     return lines, retained, metrics, buffer.episodes.retained
@@ -137,10 +133,11 @@ def stale(rank: int) -> tuple[list[int], list[int]]:
         mine = [group for group in range(2) if group % len(place.replicas) == place.dp_rank]
         batch = responses([group + lines[0] for group in mine])
         batch.sequence_ids = batch.sequence_ids - lines[0] * SAMPLES
-        buffer.keep_unfinished(batch, [PromptRequest(line, ()) for line in lines], 1, torch.tensor([], dtype=int), 9)
+        requests = [PromptRequest(line, (), SAMPLES, 9, 1) for line in lines]
+        buffer.keep_unfinished(batch, requests, torch.tensor([], dtype=int), 9)
     buffer.begin_step(1, 2)  # as with --generation-lag 1: what trains on the groups is newer than what continues them
     buffer._drop_stale()
-    return [group.line for group in buffer._groups], sorted(set(buffer._responses.prompt_ids.tolist()))
+    return [group.request.line for group in buffer._groups], sorted(set(buffer._responses.prompt_ids.tolist()))
 
 
 def test_stale_groups_are_dropped_where_they_are_held():

@@ -41,8 +41,9 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
 
     if slow:
         engine.engine.step_modern = paced
-    prompts = [PromptRequest(line, request.prompt) for line, request in enumerate(make_requests(count=COUNT // unit))]
-    source = SharedRequestQueue(RoundRequests(prompts, unit, 1, 0, LIMIT), unit > 1, place)
+    requests = enumerate(make_requests(count=COUNT // unit))
+    prompts = [PromptRequest(line, request.prompt, unit, LIMIT, 0) for line, request in requests]
+    source = SharedRequestQueue(RoundRequests(prompts, 1, 0), unit > 1, place)
     routes = "experts" in flags
     done = dict(engine.stream(source, end, settings_of(), routes, source.share))
     if slow and place.dp_rank == 1:
@@ -50,8 +51,7 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
             store.set(f"step {number}", b"")
     source.close()
     dist.barrier()
-    entry = source.entry
-    return place.dp_rank, done, [key for key in (entry.key, f"{entry.key}/done") if entry.store.check([key])]
+    return place.dp_rank, done, [key for key in (source.key, f"{source.key}/done") if source.store.check([key])]
 
 
 def merged(results: list) -> dict:

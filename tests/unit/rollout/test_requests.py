@@ -14,8 +14,8 @@ ROUTES = torch.zeros(0, 2, 1, dtype=torch.int16)
 def requests() -> RoundRequests:
     """Two prompts with two samples each; the first sample of the second continues a response."""
     partial = PartialResponse(2, False, (50, 51)), PartialResponse()
-    prompts = [PromptRequest(7, [1, 2, 3]), PromptRequest(4, [2**31, 9], partial=partial)]
-    return RoundRequests(prompts, 2, 1, 1, 6)
+    prompts = [PromptRequest(7, [1, 2, 3], 2, 6, 1), PromptRequest(4, [2**31, 9], 2, 6, 1, partial=partial)]
+    return RoundRequests(prompts, 1, 1)
 
 
 def completion(tokens: list[int], logprobs: list[float], finished: bool, prompt: int) -> Completion:
@@ -45,19 +45,19 @@ def test_a_batch_has_the_numbers_of_its_completions():
 
 
 def test_prompts_with_their_own_numbers_of_responses():
-    """Three responses to the first prompt, two by default to the second, one to the third, which is continued."""
+    """Three responses to the first prompt, two to the second, one to the third, which is continued."""
     partial = (PartialResponse(2, False, (50, 51)),)
     prompts = [
-        PromptRequest(7, [1, 2, 3], samples=3, draw_index=2, limit=4), PromptRequest(4, [9], draw_index=1),
-        PromptRequest(5, [8], samples=1, partial=partial),
+        PromptRequest(7, [1, 2, 3], 3, 4, 1, draw_index=2), PromptRequest(4, [9], 2, 6, 1, draw_index=1),
+        PromptRequest(5, [8], 1, 6, 1, partial=partial),
     ]  # fmt: skip
-    found = RoundRequests(prompts, 2, 1, 1, 6)
+    found = RoundRequests(prompts, 1, 1)
     assert found.limits == [4, 4, 4, 6, 6, 4] and found.groups.sizes.tolist() == [3, 2, 1]
-    assert [found.group_of(i) for i in range(6)] == [0, 0, 0, 1, 1, 2]
+    assert found.group_of == [0, 0, 0, 1, 1, 2]
     assert [found.sample_of(i) for i in range(6)] == [0, 1, 2, 0, 1, 0]
     assert [found.stream_of(i) for i in range(6)] == [6, 7, 8, 2, 3, 0], "streams of all draws of a line differ"
     assert found.prompt(5) == [8, 50, 51] and found.assigned_to(0, 2) == [0, 1, 2, 5]
-    alone = [RoundRequests([prompt], 2, 1, 1, 6) for prompt in prompts]
+    alone = [RoundRequests([prompt], 1, 1) for prompt in prompts]
     keys = [request.key for round_ in alone for request in round_.build(range(len(round_)))]
     assert [request.key for request in found.build(range(6))] == keys
     found.skip_if_enough_are_finished(1)
@@ -78,9 +78,8 @@ def test_forced_tokens_are_not_the_policys():
     """Rows cut before, within and after forced tokens, by the end of this round or of the last one."""
     for before, new in itertools.product(range(6), range(1, 6)):
         partial = PartialResponse(before, False, tuple(range(10, 10 + before))), PartialResponse(1, False, (50,))
-        asked = RoundRequests(
-            [PromptRequest(7, [1, 2, 3], partial=partial), PromptRequest(8, [8])], 2, 1, 1, 9, _Rule()
-        )
+        prompts = [PromptRequest(7, [1, 2, 3], 2, 9, 1, partial=partial), PromptRequest(8, [8], 2, 9, 1)]
+        asked = RoundRequests(prompts, 1, 1, _Rule())
         rows = [range(10 + before, 10 + before + new), range(51, 51 + new), range(10, 10 + new), range(50, 50 + new)]
         done = {i: Completion([*row], [-1.0] * new, True) for i, row in enumerate(rows)}
         batch = completions_to_batch(done, asked, prompt_version=None)

@@ -1,5 +1,6 @@
 """Routes from the rollout into the batch: of responses to train on only, and of buffered groups."""
 
+import dataclasses
 import functools
 import operator
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.arguments import Settings
 from megarl.errors import UsageError
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.worlds import SAFETY, run_world
@@ -26,9 +28,12 @@ def passes(rank, parsed):
     here, role = role_mesh.create_mesh(parsed.roles, SAFETY), parsed.roles["rollout"]
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].pg_collection)
-    rollout = Rollout(parsed.settings, role, here, stages, tokenizer, Timers())
-    prompts = [PromptRequest(0, [1, 2, 3]), PromptRequest(1, [4, 5, 6, 7])]
-    batches = [rollout.generate(prompts, 2, 0, temperature) for temperature in (None, 0.7, 0)]
+    rollout, limit = (
+        Rollout(parsed.settings, role, here, stages, tokenizer, Timers()),
+        parsed.settings.max_response_length,
+    )
+    prompts = [PromptRequest(i, tokens, 2, limit, 0) for i, tokens in enumerate(([1, 2, 3], [4, 5, 6, 7]))]
+    batches = [rollout.generate(prompts, 0, temperature) for temperature in (None, 0.7, 0)]
     assert all(batch.routes is None or len(batch.routes) == len(batch.tokens) for batch in batches)
     config = rollout.engine.context.config
     options = config.enable_prefix_caching, config.enable_chunked_prefill
@@ -72,7 +77,8 @@ def waiting_in(flags: str):
     place = join_actor(flags)[1]
     stage, stages = dist.get_rank(place.pg_collection.pp), dist.get_world_size(place.pg_collection.pp)
     layers = (2, 3, 4) if stages == 1 else [(2,), (3, 4)][stage]
-    return GroupBuffer(RoleMesh({"rollout": place}, {}, {}), 2, ("scores",), layers), place
+    settings = Settings(samples_per_prompt=2, greedy_baseline=True, router_replay="rollout")
+    return GroupBuffer(RoleMesh({"rollout": place}, {}, {}), settings, layers), place
 
 
 def contents(waiting) -> dict[int, list]:
@@ -94,8 +100,8 @@ def put_away(rank: int, flags: str):
                             for i, n in enumerate(lengths.tolist())])  # fmt: skip
         whole = Batch(
             sequence_ids=torch.arange(6), lengths=lengths, prompt_lengths=torch.ones(6).long(), tokens=tokens,
-            prompt_ids=torch.arange(6) // 2, finished=lengths > 2, scores=lengths / 2, response_mask=tokens > 3,
-            rollout_logprobs=-tokens.float(), routes=routes_of(tokens, waiting.layers),
+            prompt_ids=torch.arange(6) // 2, finished=lengths > 2, baseline_scores=lengths / 2,
+            response_mask=tokens > 3, rollout_logprobs=-tokens.float(), routes=routes_of(tokens, waiting.layers),
         )  # fmt: skip
         mine = (whole.sequence_ids // 2 % len(place.replicas) == place.dp_rank).nonzero().flatten()
         waiting.add(whole.select(mine), PromptGroups.equal(3, 2), torch.tensor(wanted).bool())
@@ -104,16 +110,16 @@ def put_away(rank: int, flags: str):
 
 def taken_up(rank: int, flags: str, files: list[bytes | None]):
     """The buffered groups of this rank, and saved again; runs with other layers or without routes reject them."""
+    from megarl.rollout.group_buffer import GroupBuffer
+
     waiting, _ = waiting_in(flags)
-    held = waiting.layers
-    for layers, error, message in (
-        ((*held, 7), RuntimeError, r"rollout: .* MoE layers \[2, 3, 4\] and lack \[7\]"),
-        (None, UsageError, "--router-replay"),
+    place, held = waiting.mesh, waiting.layers
+    for settings, layers, error, message in (
+        (waiting.settings, (*held, 7), RuntimeError, r"rollout: .* MoE layers \[2, 3, 4\] and lack \[7\]"),
+        (dataclasses.replace(waiting.settings, router_replay="none"), None, UsageError, "--router-replay"),
     ):
-        waiting.layers = layers
         with pytest.raises(error, match=message):
-            waiting.from_bytes([(data, "group_buffer.pt") for data in files if data])
-    waiting.layers = held
+            GroupBuffer(place, settings, layers).from_bytes([(data, "group_buffer.pt") for data in files if data])
     waiting.from_bytes([(data, "group_buffer.pt") for data in files if data])
     return contents(waiting), waiting.to_bytes()
 

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from tests.helpers.tiny_models import parse_roles
-from tests.helpers.worlds import SAFETY, run_world
+from tests.helpers.worlds import run_world
 
 CASES = {
     "accuracy": ([0.0, 0.25, 0.25, 0.125, 0.5, 0.25], [True, True, False, False, True, False], 5),
@@ -16,16 +15,14 @@ CASES = {
 
 def ranked(rank: int, metric: str, values: list[float]) -> tuple:
     """Verdicts and state of a run of evaluations, resumed in the middle."""
-    from megarl.comm import role_mesh
     from megarl.trainers.best_checkpoint import BestCheckpoint
 
-    here = role_mesh.create_mesh(parse_roles("", 2), SAFETY)
-    best, verdicts = BestCheckpoint(here, metric), []
+    best, verdicts = BestCheckpoint(metric), []
     before = best.state_dict()
     for step, value in enumerate(values, 1):
         verdicts.append(best.update({f"eval/{metric}": value} if rank == 0 else None, step))
         if step == 3:
-            state, best = json.loads(json.dumps(best.state_dict())), BestCheckpoint(here, metric)
+            state, best = json.loads(json.dumps(best.state_dict())), BestCheckpoint(metric)
             best.load_state_dict(state)
     return verdicts, before, best.state_dict()
 

@@ -1,5 +1,8 @@
 """Experts and routers of a config.json as Megatron's flags."""
 
+from collections.abc import Callable
+
+from megarl.mcore.weights.hf.family import layer_pattern
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 # Gates are sigmoids, normalized over the chosen experts; a bias takes part in the choice alone, and is not trained.
@@ -10,8 +13,10 @@ SIGMOID_GATES: dict[str, object] = {
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def expert_flags(config: ModelConfig, ffn_hidden_size: int) -> dict[str, object]:
-    """Number and size of the experts. Routers compute in fp32, and balancing is off unless the user asks for it."""
+def expert_flags(config: ModelConfig, size: str = "moe_intermediate_size") -> dict[str, object]:
+    """Number of the experts, and their size, an entry. Routers compute in fp32, and balancing is off unless the user
+    asks for it."""
+    ffn_hidden_size = config.whole(size)
     return {
         "num-experts": config.whole(*EXPERTS),
         "moe-router-topk": config.whole("num_experts_per_tok"),
@@ -36,7 +41,7 @@ def sigmoid_gates(config: ModelConfig) -> dict[str, object]:
     groups, group_topk = config.whole("n_group"), config.whole("topk_group")
     if groups > 1 and group_topk <= groups and config.whole("num_experts_per_tok") != 2 * group_topk:
         raise config.error("num_experts_per_tok", "2 for each of topk_group groups, whose two best experts are added")
-    flags = SIGMOID_GATES | {"moe-router-topk-scaling-factor": config.number("routed_scaling_factor")}
+    flags = SIGMOID_GATES | gate_factor("routed_scaling_factor")(config)
     return flags | ({"moe-router-num-groups": groups, "moe-router-group-topk": group_topk} if groups > 1 else {})
 
 
@@ -45,6 +50,11 @@ def deepseek_gates(config: ModelConfig) -> dict[str, object]:
     config.require("scoring_func", "sigmoid", None)
     config.require("topk_method", "noaux_tc", None)
     return sigmoid_gates(config)
+
+
+def gate_factor(key: str) -> Callable[[ModelConfig], dict[str, object]]:
+    """The part of a family's flags with the factor of all gates, an entry."""
+    return lambda config: {"moe-router-topk-scaling-factor": config.number(key)}
 
 
 def check_several(config: ModelConfig):
@@ -57,7 +67,7 @@ def sparse_layers(config: ModelConfig) -> dict[str, object]:
     """Which layers have experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
     layers, step = config.whole("num_hidden_layers"), config.whole("decoder_sparse_step")
     dense = config.items("mlp_only_layers", int, "layers")
-    return layer_pattern([i not in dense and (i + 1) % step == 0 for i in range(layers)])
+    return _layer_flags([i not in dense and (i + 1) % step == 0 for i in range(layers)])
 
 
 def dense_then_experts(config: ModelConfig) -> dict[str, object]:
@@ -67,9 +77,9 @@ def dense_then_experts(config: ModelConfig) -> dict[str, object]:
         kinds = config.items("mlp_layer_types", str, "names")
         if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"} or "sparse" not in kinds:
             raise config.error("mlp_layer_types", "dense or sparse for each layer, sparse for one at least")
-        return layer_pattern([kind == "sparse" for kind in kinds])
+        return _layer_flags([kind == "sparse" for kind in kinds])
     dense = config.whole("first_k_dense_replace", "num_dense_layers", minimum=0)
-    return layer_pattern([i >= dense for i in range(layers)])
+    return _layer_flags([i >= dense for i in range(layers)])
 
 
 def shared_experts(config: ModelConfig) -> dict[str, object]:
@@ -78,6 +88,12 @@ def shared_experts(config: ModelConfig) -> dict[str, object]:
     return {"moe-shared-expert-intermediate-size": size}
 
 
-def layer_pattern(has_experts: list[bool]) -> dict[str, object]:
+def gated_shared_expert(config: ModelConfig) -> dict[str, object]:
+    """The size of the expert that every token has, whose result has a gate."""
+    size = config.whole("shared_expert_intermediate_size")
+    return {"moe-shared-expert-intermediate-size": size, "moe-shared-expert-gate": True}
+
+
+def _layer_flags(has_experts: list[bool]) -> dict[str, object]:
     """The flag that says which layers have experts; none if all have."""
-    return {} if all(has_experts) else {"moe-layer-freq": str([int(x) for x in has_experts]).replace(" ", "")}
+    return {} if all(has_experts) else {"moe-layer-freq": layer_pattern(has_experts)}

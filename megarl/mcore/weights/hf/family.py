@@ -1,10 +1,10 @@
 """What a model family is: the tensors of its folders and the meaning of its config.json."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megarl.mcore.weights.hf.mapping import Mapping, gated_heads, heads, recurrent_parts, rows
+from megarl.mcore.weights.hf.mapping import Heads, Mapping, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.rotary import rotary_flags
 
@@ -12,11 +12,12 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 PREDICTED, PREDICTED_LAYER = "mtp.layers.0.", "mtp.layers.0.mtp_model_layer."  # keys of multi-token prediction
 
+QKV_NAMES = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")
 # Megatron's key, without `decoder.layers.N.`, -> tensors of the folder, without `model.layers.N.`
 ATTENTION: dict[str, Mapping] = {
     "self_attention.linear_qkv.layer_norm_weight": rows("input_layernorm.weight"),
-    "self_attention.linear_qkv.weight": heads(*(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    "self_attention.linear_qkv.bias": heads(*(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.linear_qkv.weight": Heads(QKV_NAMES),
+    "self_attention.linear_qkv.bias": Heads(tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
     "self_attention.linear_proj.weight": rows("self_attn.o_proj.weight"),
     "self_attention.linear_proj.bias": rows("self_attn.o_proj.bias"),
     "self_attention.q_layernorm.weight": rows("self_attn.q_norm.weight"),
@@ -38,13 +39,13 @@ SANDWICH: dict[str, Mapping] = {
     "mlp.linear_fc1.layer_norm_weight": rows("pre_feedforward_layernorm.weight"),
     "post_mlp_layernorm.weight": rows("post_feedforward_layernorm.weight"),
 }
+# With norms after attention and MLP alone.
+POST_NORM = {key: value for key, value in SANDWICH.items() if "layer_norm_weight" not in key}
 # With norms of queries and keys over all heads.
 ALL_HEADS_NORMS: dict[str, Mapping] = {
     "self_attention.q_norm.weight": rows("self_attn.q_norm.weight"),
     "self_attention.k_norm.weight": rows("self_attn.k_norm.weight"),
 }
-# With norms after attention and MLP alone, and those.
-POST_NORM = {key: value for key, value in SANDWICH.items() if "layer_norm_weight" not in key} | ALL_HEADS_NORMS
 # Multi-latent attention.
 LATENT = MLP | {
     "input_layernorm.weight": rows("input_layernorm.weight"),
@@ -57,18 +58,16 @@ LATENT = MLP | {
     "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
     "self_attention.linear_proj.weight": rows("self_attn.o_proj.weight"),
 }
-# With attention whose output has gates.
-GATED = LAYERS | {"self_attention.linear_qkv.weight": gated_heads(*(f"self_attn.{x}_proj.weight" for x in "qkv"))}
 MODEL = {EMBEDDING: rows("model.embed_tokens.weight"), "decoder.final_layernorm.weight": rows("model.norm.weight")}
 LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
 FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # kinds of layers in config.json
-LINEAR_SIZES = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
 
 
 def expert_layers(
-    router: str, experts: str, gate: str, up: str, down: str, shared: str = "mlp.shared_experts"
-) -> dict[str, Mapping]:
-    """The weights of layers with experts.
+    router: str = "mlp.gate", experts: str = "mlp.experts", gate: str = "gate_proj", up: str = "up_proj",
+    down: str = "down_proj", shared: str = "mlp.shared_experts",
+) -> dict[str, Mapping]:  # fmt: skip
+    """The weights of layers with experts; the defaults are the names of most families.
 
     Args:
         router, experts, shared: names of the modules.
@@ -87,22 +86,10 @@ def expert_layers(
     }
 
 
-# As most families name them.
-EXPERT_LAYERS = expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj")
+EXPERT_LAYERS = expert_layers()
 
 
-def delta_net_layers(projections: dict[str, Mapping]) -> dict[str, Mapping]:
-    """The weights of layers with a gated delta net; `projections`: the parts of its first projection."""
-    convolution = recurrent_parts("linear_attn.conv1d.weight", "query", "key", "value")
-    return {
-        "self_attention.in_proj.layer_norm_weight": rows("input_layernorm.weight"),
-        **{f"self_attention.in_proj.weight.{part}": mapping for part, mapping in projections.items()},
-        **{f"self_attention.conv1d.weight.{part}": mapping for part, mapping in convolution.items()},
-        "self_attention.dt_bias": rows("linear_attn.dt_bias"),
-        "self_attention.A_log": rows("linear_attn.A_log"),
-        "self_attention.out_norm.weight": rows("linear_attn.norm.weight"),
-        "self_attention.out_proj.weight": rows("linear_attn.out_proj.weight"),
-    }
+NO_TENSORS: dict[str, str] = {}
 
 
 class Prediction(NamedTuple):
@@ -115,9 +102,10 @@ class Prediction(NamedTuple):
     copies: dict[str, str]  # pattern of tensors that are copies -> the model's tensor
     counts: tuple[str, ...]  # entries of config.json with the number of prediction layers; the first that is there
     layer: str = ""  # prefix of the tensors that a layer of the model has, too; "": the policy cannot have this layer
-    others: dict[str, str] | None = None  # Megatron's key without `mtp.layers.0.` -> tensor
+    others: dict[str, str] = NO_TENSORS  # Megatron's key without `mtp.layers.0.` -> tensor
 
 
+NO_PREDICTION = Prediction("", {}, ())
 # Those of DeepSeek-V3 (2412.19437 §2.2) and of the families that follow it.
 PREDICTION_LAYERS = Prediction(
     r"model\.layers\.{layer}\..+",
@@ -158,11 +146,15 @@ QWEN_VL = Multimodal((("model.language_model.", "lm_head.weight"),), r"model\.vi
 QWEN2_VL = Multimodal((*QWEN_VL.names, ("model.", "lm_head.weight")), r"(model\.)?visual\..+", is_flat=True)
 
 
-class OwnNames(NamedTuple):
-    """A model's tensors under other names than `model.…`."""
+class TensorNames(NamedTuple):
+    """Names of the tensors in folders of a language model alone."""
 
-    prefixes: tuple[str, ...]  # instead of `model.`; the first that a folder has
-    outer: dict[str, str]  # tensors outside the layers, with `model.` -> their names after the prefix
+    prefixes: tuple[str, ...] = ("model.",)  # the first that a folder has
+    # Tensors outside the layers with other names, with `model.` -> their names after the prefix
+    outer: dict[str, str] = NO_TENSORS
+
+
+Flags = dict[str, object]  # Megatron's, without dashes -> value; True for a switch
 
 
 class Family(NamedTuple):
@@ -171,14 +163,13 @@ class Family(NamedTuple):
     model_type: str
     # Layer weights: key without `decoder.layers.N.` -> tensors without `model.layers.N.`
     layers: dict[str, Mapping]
-    # ModelConfig -> Megatron's flags without dashes -> value; True for a switch
-    flags: Callable[[ModelConfig], dict[str, object]]
+    flags: Callable[[ModelConfig], Flags]
     # Another type whose class of transformers reads its config.json.
     config_type: str | None = None
-    prediction: Prediction | None = None
+    prediction: Prediction = NO_PREDICTION
     # The language model is described by `text_config`, of the type `config_type`.
     multimodal: Multimodal | None = None
-    names: OwnNames | None = None
+    names: TensorNames = TensorNames()
     experts: str = "mlp.experts"  # module of all experts in transformers
     kept: str | None = None  # pattern of tensors that the policy does not compute with: exports have the folder's
     modules: dict[str, Mapping] | None = None  # `layers` by transformers' modules, where the folder has other names
@@ -188,14 +179,37 @@ class Family(NamedTuple):
         """Prefixes that modules of the language model may have in code; the first is that of transformers."""
         if self.multimodal is not None:
             return tuple(prefix for prefix, _ in self.multimodal.names)
-        others = self.names.prefixes if self.names is not None else ()
-        return tuple(dict.fromkeys(("model.", *others)))
+        return tuple(dict.fromkeys(("model.", *self.names.prefixes)))
+
+
+def flags_of(*parts: Flags | Callable[[ModelConfig], Flags | None]) -> Callable[[ModelConfig], Flags]:
+    """The flags of a family, one part after another: flags, functions of config.json that give some, and checks."""
+
+    def flags(config: ModelConfig) -> Flags:
+        found: Flags = {}
+        for part in parts:
+            found |= (part(config) if callable(part) else part) or {}
+        return found
+
+    return flags
+
+
+def requires(key: str, *allowed) -> Callable[[ModelConfig], None]:
+    """The check that an entry has one of these values, the only ones that megarl's layers compute."""
+    return lambda config: config.require(key, *allowed)
+
+
+def switched(key: str, flags: Flags) -> Callable[[ModelConfig], Flags]:
+    """Flags of a family whose config.json switches them on."""
+    return lambda config: flags if config.switch(key) else {}
 
 
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")
+QK_NORMS: Flags = {"qk-layernorm": True}  # of each head
+QKV_BIASES = switched("attention_bias", {"add-qkv-bias": True})  # of queries, keys and values alone
 
 
-def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary=rotary_flags) -> dict[str, object]:
+def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary=rotary_flags) -> Flags:
     """The flags that all families share: sizes, gated MLP, RMSNorm, rotary embeddings, no biases.
 
     `gate`: entry with the activation, its value, the flag. `rotary`: function for the flags of rotary embeddings.
@@ -219,26 +233,12 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
     }
 
 
-def qkv_biases(config: ModelConfig) -> dict[str, object]:
-    """The biases of queries, keys and values alone, if `attention_bias` says so."""
-    return {"add-qkv-bias": True} if config.switch("attention_bias") else {}
+def layer_pattern(has: Iterable[bool]) -> str:
+    """A flag's value with a zero or a one for each layer."""
+    return f"[{','.join(str(int(each)) for each in has)}]"
 
 
-def delta_net_flags(config: ModelConfig) -> dict[str, object]:
-    """Which layers have a gated delta net, its sizes, and gated attention with norms of queries and keys in others."""
-    config.require("attention_bias", False, None)
-    kinds = config.items("layer_types", str, "names")
-    if other := set(kinds) - {FULL, LINEAR}:
-        raise config.error("layer_types", f"{FULL} or {LINEAR} of each layer, not {min(other)}")
-    found: dict[str, object] = {
-        "qk-layernorm": True, "apply-layernorm-1p": True, "attention-output-gate": True,
-        "experimental-attention-variant": "gated_delta_net",
-        "linear-attention-freq": str([int(kind == LINEAR) for kind in kinds]).replace(" ", ""),
-    }  # fmt: skip
-    return found | {f"linear-{name.replace('_', '-')}": config.whole(f"linear_{name}") for name in LINEAR_SIZES}
-
-
-def window_flags(config: ModelConfig) -> dict[str, object]:
+def window_flags(config: ModelConfig) -> Flags:
     """Which layers have which window; no flags without windows."""
     size = config.get("sliding_window")
     if config.is_known("layer_types"):
@@ -252,12 +252,11 @@ def window_flags(config: ModelConfig) -> dict[str, object]:
         return {}
     if config.is_known("layer_types") and not size:  # some classes have 0 for windows that are off
         raise config.error("layer_types", f"no {WINDOW} without a sliding_window that is in use")
-    pattern = str([int(x) for x in has_window]).replace(" ", "")
-    flags: dict[str, object] = {"window-size": f"{config.whole('sliding_window') - 1},0"}
-    return flags | ({} if all(has_window) else {"window-attn-skip-freq": pattern})
+    flags: Flags = {"window-size": f"{config.whole('sliding_window') - 1},0"}
+    return flags | ({} if all(has_window) else {"window-attn-skip-freq": layer_pattern(has_window)})
 
 
-def positions_of_windows(config: ModelConfig) -> dict[str, object]:
+def positions_of_windows(config: ModelConfig) -> Flags:
     """Layers without a window have no positions."""
-    is_whole = [int(kind == FULL) for kind in config.items("layer_types", str, "names")]
-    return {"no-rope-freq": str(is_whole).replace(" ", "")} if any(is_whole) else {}
+    is_whole = [kind == FULL for kind in config.items("layer_types", str, "names")]
+    return {"no-rope-freq": layer_pattern(is_whole)} if any(is_whole) else {}

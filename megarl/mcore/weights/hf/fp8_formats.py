@@ -33,22 +33,28 @@ class Fp8Format(NamedTuple):
         return self.rows or shape[-2], self.columns or shape[-1]
 
 
+def as_object(entry: Any) -> dict[str, Any]:
+    """`quantization_config`, which may be the name of a method alone."""
+    return {"quant_method": None} | entry if isinstance(entry, dict) else {"quant_method": entry}
+
+
 def format_of(entry: Any, error: MakeError) -> Fp8Format | None:
     """The format that `quantization_config` describes; None for a method without fp8.
 
     Raises:
         UsageError: a form of one of the methods that is not read.
     """
-    method = entry.get("quant_method") if isinstance(entry, dict) else entry
+    values = as_object(entry)
+    method = values["quant_method"]
     if method == FP8:
-        block = entry.get("weight_block_size", list(DEFAULT_BLOCK)) if isinstance(entry, dict) else list(DEFAULT_BLOCK)
+        block = values.get("weight_block_size", list(DEFAULT_BLOCK))
         return Fp8Format("_scale_inv", *((None, None) if block is None else _block(block, error)))
     if method == MODELOPT:
-        algorithm = entry.get("quant_algo") if isinstance(entry, dict) else None
+        algorithm = values.get("quant_algo")
         if algorithm != "FP8":
             raise error(f"config.json: {CONFIG_ENTRY}: quant_algo {algorithm!r} of {MODELOPT}: allowed is 'FP8'")
         return Fp8Format("_scale", None, None)
-    return _compressed(entry, error) if method == COMPRESSED else None
+    return _compressed(values, error) if method == COMPRESSED else None
 
 
 def _block(block: Any, error: MakeError) -> tuple[int, int]:
@@ -60,10 +66,10 @@ def _block(block: Any, error: MakeError) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _compressed(entry: Any, error: MakeError) -> Fp8Format:
+def _compressed(values: dict[str, Any], error: MakeError) -> Fp8Format:
     """The only form of weights that all groups of layers have."""
-    groups = entry.get("config_groups") if isinstance(entry, dict) else None
-    if isinstance(entry, dict) and entry.get("transform_config"):
+    groups = values.get("config_groups")
+    if values.get("transform_config"):
         raise error(f"config.json: {CONFIG_ENTRY}: transform_config: allowed is none: it rotates weights")
     described = list(groups.values()) if isinstance(groups, dict) else []
     weights = [group.get("weights") if isinstance(group, dict) else None for group in described]

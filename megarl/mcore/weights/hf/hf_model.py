@@ -7,7 +7,7 @@ from megarl.mcore.weights.hf import multimodal
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
-from megarl.mcore.weights.hf.mapping import Heads, Mapping, Rows, StackedExperts, rows, stacked_experts
+from megarl.mcore.weights.hf.mapping import Heads, Mapping, Rows, StackedExperts, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 from megarl.mcore.weights.hf.multimodal import Naming
 from megarl.mcore.weights.hf.prediction import PredictionTensors, prediction_tensors
@@ -21,8 +21,8 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 # As transformers 5 keeps experts in memory, and stores them with `save_original_format=False`.
 FUSED_EXPERTS: dict[str, Mapping] = {
     "mlp.router.weight": rows("mlp.gate.weight"),
-    "mlp.experts.experts.linear_fc1.weight": stacked_experts(GATE_UP),
-    "mlp.experts.experts.linear_fc2.weight": stacked_experts(DOWN),
+    "mlp.experts.experts.linear_fc1.weight": StackedExperts((GATE_UP,)),
+    "mlp.experts.experts.linear_fc2.weight": StackedExperts((DOWN,)),
 }
 
 

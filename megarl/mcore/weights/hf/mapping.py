@@ -58,11 +58,11 @@ class Rows(NamedTuple):
 
 
 class StackedExperts(NamedTuple):
-    """One tensor of all experts."""
+    """One tensor of all experts, [E, rows, columns]."""
 
     names: tuple[str]
     projections: int = 1  # which take turns row by row
-    is_transposed: bool = False
+    is_transposed: bool = False  # it is [E, columns, rows], or of biases [E, rows]
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows; `expert`: whose."""
@@ -72,7 +72,7 @@ class StackedExperts(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Separate tensors of queries, their gates if there are any, keys and values."""
+    """Separate tensors of queries, their gates if there are any, keys and values; or one of queries, keys, values."""
 
     names: tuple[str, ...]
 
@@ -83,16 +83,8 @@ class Heads(NamedTuple):
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
-        return _by_group(self.names, (0,) * len(self.names), heads)
-
-
-class FusedHeads(NamedTuple):
-    """One tensor of all queries, then all keys, then all values."""
-
-    names: tuple[str]
-
-    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
-        """The ranges of a weight of `rows` rows."""
+        if len(self.names) > 1:
+            return _by_group(self.names, (0,) * len(self.names), heads)
         keys = heads.groups * heads.queries * heads.channels
         return _by_group(self.names * 3, (0, keys, keys + heads.groups * heads.channels), heads)
 
@@ -114,8 +106,8 @@ class NeighbourHeads(NamedTuple):
     Megatron turns channels i and i + r/2 of the first r: it has the even ones first, then the odd ones.
     """
 
-    names: tuple[str, str, str]
-    rotated: float  # share of a head's channels
+    names: tuple[str, ...]
+    rotated: float = 1.0  # share of a head's channels
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
@@ -139,7 +131,7 @@ class GatedHeads(NamedTuple):
     Megatron has for each group all queries, all gates, its key, its value.
     """
 
-    names: tuple[str, str, str]
+    names: tuple[str, ...]
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
@@ -173,7 +165,7 @@ class RecurrentPart(NamedTuple):
         return [RowRange(self.names[0], i * size, i * period + start, size) for i in range(blocks)]
 
 
-Mapping = Rows | StackedExperts | Heads | FusedHeads | NeighbourHeads | GatedHeads | RecurrentPart
+Mapping = Rows | StackedExperts | Heads | NeighbourHeads | GatedHeads | RecurrentPart
 
 
 def rows(*names: str) -> Rows:
@@ -181,39 +173,6 @@ def rows(*names: str) -> Rows:
     return Rows(names)
 
 
-def heads(*names: str) -> Heads:
-    """Separate tensors of queries, their gates if there are any, keys and values."""
-    return Heads(names)
-
-
-def fused_heads(name: str) -> FusedHeads:
-    """One tensor of queries, keys and values."""
-    return FusedHeads((name,))
-
-
-def neighbour_heads(query: str, key: str, value: str, *, rotated: float = 1.0) -> NeighbourHeads:
-    """Separate tensors of queries, keys and values, whose rotary positions turn neighbouring channels together.
-
-    `rotated`: share of a head's channels that turn.
-    """
-    return NeighbourHeads((query, key, value), rotated)
-
-
-def gated_heads(query: str, key: str, value: str) -> GatedHeads:
-    """Separate tensors of queries with gates, keys and values."""
-    return GatedHeads((query, key, value))
-
-
 def recurrent_parts(name: str, *parts: str, by_key_head: bool = False) -> dict[str, Mapping]:
     """The parts of a tensor of a layer with a recurrent state, by their names."""
     return {part: RecurrentPart((name,), parts, i, by_key_head) for i, part in enumerate(parts)}
-
-
-def stacked_experts(name: str) -> StackedExperts:
-    """One tensor of all experts, [E, rows, columns], one projection's rows after the other's."""
-    return StackedExperts((name,))
-
-
-def transposed_experts(name: str, projections: int = 1) -> StackedExperts:
-    """One tensor of all experts, [E, columns, rows] or of biases [E, rows]; rows of projections take turns."""
-    return StackedExperts((name,), projections, is_transposed=True)

@@ -55,8 +55,10 @@ def _layer(args, prefix: str, kind: LayerKind) -> Iterator[ModelWeight]:
     shapes = _norms(args, kind)
     if kind.has_mixer:
         shapes |= _recurrent(args) if kind.is_recurrent else _attention(args)
-    if kind.has_mlp:
-        shapes |= _experts(args) if kind.is_moe else _mlp(args)
+    if kind.is_moe:
+        shapes |= _experts(args)
+    elif kind.has_mlp:
+        shapes |= _projections(args, "mlp", mlp_sizes(args, args.ffn_hidden_size), args.add_bias_linear)
     for name, shape in shapes.items():
         for expert in range(args.num_experts) if name.startswith("mlp.experts.") else (None,):
             yield ModelWeight(prefix + name, expert, shape)
@@ -115,10 +117,6 @@ def _query_and_key_norms(args) -> dict[str, tuple[int, ...]]:
         each = heads.groups * heads.channels
         norms = {"q_norm": each * heads.queries, "k_norm": each}
     return {f"self_attention.{name}.weight": (size,) for name, size in norms.items() if size is not None}
-
-
-def _mlp(args) -> dict[str, tuple[int, ...]]:
-    return _projections(args, "mlp", mlp_sizes(args, args.ffn_hidden_size), args.add_bias_linear)
 
 
 def _experts(args) -> dict[str, tuple[int, ...]]:

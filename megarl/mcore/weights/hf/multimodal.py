@@ -18,9 +18,8 @@ class Naming(NamedTuple):
 
     prefix: str = MODEL_PREFIX
     head: str = HEAD_NAME
-    outer: tuple[
-        tuple[str, str], ...
-    ] = ()  # (name with `model.`, name in the folder) of tensors with names of their own
+    # (name with `model.`, name in the folder) of tensors with names of their own
+    outer: tuple[tuple[str, str], ...] = ()
 
     def stored(self, name: str) -> str:
         """The name in the folder of a tensor of the language model."""
@@ -43,12 +42,10 @@ class Naming(NamedTuple):
 
 def naming_of(family: Family, tensors: Collection[str]) -> Naming:
     """How a folder names its tensors."""
-    if family.names is not None:
-        prefixes = family.names.prefixes
-        prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), prefixes[0])
-        return Naming(prefix, outer=tuple((plain, prefix + own) for plain, own in family.names.outer.items()))
     if family.multimodal is None:
-        return Naming()
+        prefixes, outer = family.names
+        prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), prefixes[0])
+        return Naming(prefix, outer=tuple((plain, prefix + own) for plain, own in outer.items()))
     names = family.multimodal.names
     prefix, head = next((each for each in names if f"{each[0]}embed_tokens.weight" in tensors), names[0])
     return Naming(prefix, HEAD_NAME if HEAD_NAME in tensors else head)

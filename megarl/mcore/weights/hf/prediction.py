@@ -11,19 +11,18 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 class PredictionTensors(NamedTuple):
     """Which tensors of a folder belong to multi-token prediction."""
 
-    described: Prediction | None  # None: the family has none
+    described: Prediction
     layers: range  # numbers of the prediction layers
     is_kept: bool  # by exports (`--hf-mtp`)
     is_trained: bool = False  # `--mtp-train`
 
     def has(self, name: str) -> bool:
         """Whether a tensor is one of them."""
-        return self.described is not None and self._matches(self.described.pattern, name)
+        return self._matches(self.described.pattern, name)
 
     def copied(self, name: str) -> str | None:
         """The model's tensor whose copy a tensor is, if the folder has it for both."""
-        copies = self.described.copies.items() if self.described is not None else ()
-        return next((of for pattern, of in copies if self._matches(pattern, name)), None)
+        return next((of for pattern, of in self.described.copies.items() if self._matches(pattern, name)), None)
 
     def _matches(self, pattern: str, name: str) -> bool:
         match = re.fullmatch(pattern.replace("{layer}", r"(\d+)"), name)
@@ -41,7 +40,6 @@ class PredictionTensors(NamedTuple):
 
     def without(self, config: dict) -> dict:
         """config.json of a folder without these tensors."""
-        assert self.described is not None
         counts = [name for name in self.described.counts if name in config] or self.described.counts[-1:]
         return config | dict.fromkeys(counts, 0)
 
@@ -49,6 +47,6 @@ class PredictionTensors(NamedTuple):
 def prediction_tensors(family: Family, config: ModelConfig, is_kept: bool, is_trained: bool) -> PredictionTensors:
     """Those of a folder of this family."""
     layers, described = config.whole("num_hidden_layers"), family.prediction
-    named = map(config.get, described.counts) if described is not None else ()
+    named = map(config.get, described.counts)
     count = next((value for value in named if value is not None), 0)  # some classes lack the first
     return PredictionTensors(described, range(layers, layers + count), is_kept, is_trained)

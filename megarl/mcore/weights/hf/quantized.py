@@ -13,6 +13,7 @@ from megarl.mcore.weights.hf.fp8_formats import (
     METHODS,
     Fp8Format,
     MakeError,
+    as_object,
     format_of,
 )
 from megarl.mcore.weights.hf.stored_tensors import (
@@ -37,7 +38,7 @@ def method_of(config: dict[str, Any], error: MakeError) -> str | None:
     entry = config.get(CONFIG_ENTRY)
     if not entry:
         return None
-    method = entry.get("quant_method") if isinstance(entry, dict) else entry
+    method = as_object(entry)["quant_method"]
     if method != MXFP4 and format_of(entry, error) is None:
         raise error(
             f"config.json: {CONFIG_ENTRY}: quant_method {method!r}: allowed are {', '.join(METHODS)} in fp8, and "

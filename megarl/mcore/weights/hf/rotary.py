@@ -32,14 +32,6 @@ def rotary_flags_by_kind(config: ModelConfig) -> dict[str, object]:
     return _flags(config, full) | {"window-rotary-base": base}
 
 
-def check_query_scaling(config: ModelConfig):
-    """UsageError if a query may be scaled by its position, as transformers does it after a number of tokens."""
-    parameters = config.get("rope_parameters")
-    if parameters.get("llama_4_scaling_beta"):
-        unscaled, why = parameters.get("original_max_position_embeddings"), ", since later queries are scaled"
-        config.check_length("rope_parameters", unscaled, f"{why} (llama_4_scaling_beta)")
-
-
 def _flags(config: ModelConfig, parameters: dict, rotates_part: bool = False) -> dict[str, object]:
     theta = parameters.get("rope_theta")
     if not _is_positive(theta):

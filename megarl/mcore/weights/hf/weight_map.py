@@ -85,34 +85,28 @@ class WeightMap:
         Raises:
             KeyError: the family has no tensor for such a weight.
         """
-        match = LAYER.fullmatch(key)
-        if key.startswith(PREDICTED):
-            return [] if key.endswith(NOT_STORED) else self._predicted(key, index, rows)
-        if not match:
-            mapping = self._outer(key)
-            found = [] if mapping is None else mapping.ranges(rows, self._heads, None)
-            found = [part._replace(name=self.model.naming.stored(part.name)) for part in found]
-            found += [RowRange(name, 0, 0, rows) for name in self._copies.get(key, ())]
-            vocab_size = self.model.vocab_size
-            return [part._replace(rows=vocab_size) for part in found] if self.is_vocabulary(key) else found
         if key.endswith(NOT_STORED):
             return []
-        layer, rest = (int(match[1]), index) if match[1] else (index[0], index[1:])
-        found = self.model.family.layers[match[2]].ranges(rows, self._heads, rest[0] if rest else None)
-        return [part._replace(name=f"{self.model.naming.prefix}layers.{layer}.{part.name}") for part in found]
+        naming, described = self.model.naming, self.model.prediction.described
+        if match := LAYER.fullmatch(key):
+            layer, rest = (int(match[1]), index) if match[1] else (index[0], index[1:])
+            return self._of_layer(f"model.layers.{layer}.", match[2], rest, rows)
+        if key.startswith(PREDICTED_LAYER):
+            prefix = described.layer.format(layer=self.args.num_layers)
+            return self._of_layer(prefix, key.removeprefix(PREDICTED_LAYER), index, rows)
+        if key.startswith(PREDICTED):
+            name = described.others[key.removeprefix(PREDICTED)].format(layer=self.args.num_layers)
+            return [RowRange(naming.stored(name), 0, 0, rows)]
+        mapping = self._outer(key)
+        found = [] if mapping is None else mapping.ranges(rows, self._heads, None)
+        found = [part._replace(name=naming.stored(part.name)) for part in found]
+        found += [RowRange(name, 0, 0, rows) for name in self._copies.get(key, ())]
+        return [part._replace(rows=self.model.vocab_size) for part in found] if self.is_vocabulary(key) else found
 
-    def _predicted(self, key: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
-        """As `ranges`, of a weight of multi-token prediction."""
-        described, layer = self.model.prediction.described, self.args.num_layers
-        assert described is not None
-        assert described.others is not None
-        if not key.startswith(PREDICTED_LAYER):
-            name = described.others[key.removeprefix(PREDICTED)].format(layer=layer)
-            return [RowRange(self.model.naming.stored(name), 0, 0, rows)]
-        found = self.model.family.layers[key.removeprefix(PREDICTED_LAYER)].ranges(
-            rows, self._heads, index[0] if index else None
-        )
-        prefix = self.model.naming.stored(described.layer.format(layer=layer))
+    def _of_layer(self, prefix: str, name: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
+        """As `ranges`, of a layer's weight; `prefix`: of the layer's tensors, `name`: in Megatron's layer."""
+        prefix, expert = self.model.naming.stored(prefix), index[0] if index else None
+        found = self.model.family.layers[name].ranges(rows, self._heads, expert)
         return [part._replace(name=prefix + part.name) for part in found]
 
     def _outer(self, key: str) -> Mapping | None:

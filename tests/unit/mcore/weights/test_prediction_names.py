@@ -1,6 +1,6 @@
 """Which tensors belong to multi-token prediction: by the number of a layer, or by a prefix of their own."""
 
-from megarl.mcore.weights.hf.family import PREDICTION_LAYERS, PREDICTION_MODULE
+from megarl.mcore.weights.hf.family import NO_PREDICTION, PREDICTION_LAYERS, PREDICTION_MODULE
 from megarl.mcore.weights.hf.prediction import PredictionTensors
 
 
@@ -24,5 +24,5 @@ def test_a_prefix_of_their_own():
 
 
 def test_families_without_any():
-    found = PredictionTensors(None, range(3, 3), is_kept=True)
+    found = PredictionTensors(NO_PREDICTION, range(3, 3), is_kept=True)
     assert not found.has("model.layers.3.eh_proj.weight") and found.note(["model.layers.3.eh_proj.weight"]) is None

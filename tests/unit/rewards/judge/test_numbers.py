@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.errors import UsageError
-from megarl.rewards.judge.numbers import number_rule
+from megarl.rewards.judge.numbers import numbers_rule
 
 JSON, LAST = {"json": "grade"}, {"last-number": True}
 GRADE = {"regex": r"Grade:\s*(\S+)"}
@@ -42,7 +42,7 @@ READ = [
 
 @pytest.mark.parametrize("rule, text, number", READ, ids=range(len(READ)))
 def test_numbers(rule, text, number):
-    assert number_rule(rule, "x")(text) == number
+    assert numbers_rule(rule, "x", of_several=False)(text) == (None if number is None else [number])
 
 
 @pytest.mark.parametrize("rule, message", [
@@ -60,5 +60,5 @@ def test_numbers(rule, text, number):
 ])  # fmt: skip
 def test_wrong_rules(rule, message):
     with pytest.raises(UsageError) as caught:
-        number_rule(rule, "file")
+        numbers_rule(rule, "file", of_several=False)
     assert str(caught.value).startswith(f"file: {message}") and "\n" not in str(caught.value)

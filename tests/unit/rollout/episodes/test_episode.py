@@ -83,7 +83,7 @@ def test_a_checkpoint_brings_episodes_of_all_kinds():
         batch, is_own = episodes_to_batch([episode]), torch.tensor([True])
         assert loaded.load(text, batch, [episode.key], is_own, "file") == [episode.end is not None]
         assert facts(loaded.get(episode.key)) | {"new_tokens": 0} == facts(episode) | {"new_tokens": 0}
-        assert carried.are_stuck([episode.key]) == [False]
+        assert carried.of([episode.key]) == [episode] and episode.replayable
         loaded.retain([])
         assert loaded.get(episode.key) is None
 

@@ -1,4 +1,4 @@
-"""Model families, one module each: a family is a new module in this folder that defines FAMILY."""
+"""Model families: each is a `Family` in a module of this folder, beside its relatives."""
 
 import functools
 import importlib
@@ -9,7 +9,7 @@ from megarl.mcore.weights.hf.family import Family
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """All families by `model_type`."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    found = (importlib.import_module(f"{__name__}.{name}").FAMILY for name in names)
-    return {family.model_type: family for family in found}
+    """All families by `model_type`, in its order."""
+    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    found = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
+    return {family.model_type: family for family in sorted(found, key=lambda family: family.model_type)}

@@ -1,10 +1,22 @@
-"""Llama 2 and 3, SmolLM2, and others of the same architecture (2307.09288, 2407.21783)."""
+"""Llama, and families whose layers are Llama's but for a few details."""
 
-from megarl.mcore.weights.hf.family import LAYERS, Family, model_flags
+from megarl.mcore.weights.hf.family import (
+    LAYERS,
+    QKV_BIASES,
+    QKV_NAMES,
+    Family,
+    Flags,
+    flags_of,
+    layer_pattern,
+    model_flags,
+    requires,
+    window_flags,
+)
+from megarl.mcore.weights.hf.mapping import Heads, NeighbourHeads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
-def flags(config: ModelConfig) -> dict[str, object]:
+def _llama_flags(config: ModelConfig) -> Flags:
     """Biases in all projections or in none: Megatron has no flag for those of attention alone."""
     biases = config.switch("attention_bias"), config.switch("mlp_bias")
     if biases[0] != biases[1]:
@@ -15,8 +27,65 @@ def flags(config: ModelConfig) -> dict[str, object]:
     return found
 
 
-FAMILY = Family(
-    model_type="llama",
+# Llama 2 and 3, SmolLM2, and others of the same architecture (2307.09288, 2407.21783).
+LLAMA = Family("llama", LAYERS, _llama_flags)
+INTERNLM_3 = LLAMA._replace(model_type="internlm3")
+IQUEST_CODER = LLAMA._replace(model_type="iquestcoder")
+
+# AFM: MLPs have squared ReLU without gates.
+ARCEE = Family(
+    model_type="arcee",
+    layers=LAYERS | {"mlp.linear_fc1.weight": rows("mlp.up_proj.weight")},
+    flags=flags_of(
+        requires("attention_bias", False),
+        requires("mlp_bias", False),
+        lambda config: model_flags(config, ("hidden_act", "relu2", "squared-relu")),
+    ),
+)
+
+# Code World Model (2510.02387): some layers have a window.
+CWM = Family("cwm", LAYERS, flags_of(requires("mlp_bias", False), model_flags, window_flags))
+
+# ERNIE 4.5, dense: rotary positions of neighbouring channels.
+ERNIE_4_5 = Family(
+    model_type="ernie4_5",
+    layers=LAYERS | {"self_attention.linear_qkv.weight": NeighbourHeads(QKV_NAMES)},
+    flags=flags_of(requires("use_bias", False), model_flags),
+)
+
+# Phi-3 and Phi-4 (2404.14219, 2412.08905): one tensor of q, k and v, and one of gate and up. Dropout is off, as in all
+# of megarl's models.
+PHI_3 = Family(
+    model_type="phi3",
+    layers=LAYERS
+    | {
+        "self_attention.linear_qkv.weight": Heads(("self_attn.qkv_proj.weight",)),
+        "mlp.linear_fc1.weight": rows("mlp.gate_up_proj.weight"),
+    },
+    flags=flags_of(model_flags, window_flags),
+)
+
+# Biases of queries, keys and values.
+SEED_OSS = Family(
+    model_type="seed_oss",
     layers=LAYERS,
-    flags=flags,
+    flags=flags_of(requires("attention_out_bias", False), requires("mlp_bias", False), model_flags, QKV_BIASES),
+)
+
+
+def _positions(config: ModelConfig) -> Flags:
+    """Which layers have no positions: those with 0 in the list."""
+    rotates = config.items("no_rope_layers", int, "0 and 1")
+    if len(rotates) != config.whole("num_hidden_layers") or not set(rotates) <= {0, 1}:
+        raise config.error("no_rope_layers", "0 or 1 for each layer")
+    return {} if all(rotates) else {"no-rope-freq": layer_pattern(not each for each in rotates)}
+
+
+# SmolLM3: every fourth layer has no positions (2501.18795).
+SMOLLM_3 = Family(
+    model_type="smollm3",
+    layers=LAYERS,
+    flags=flags_of(
+        requires("attention_bias", False), requires("mlp_bias", False), model_flags, window_flags, _positions
+    ),
 )

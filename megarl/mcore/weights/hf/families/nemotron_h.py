@@ -1,8 +1,8 @@
 """Nemotron-H (2504.03624), Nemotron 3: layers of Mamba-2, attention without positions, an MLP, or experts alone."""
 
 from megarl.mcore.weights.hf.experts import expert_flags, sigmoid_gates
-from megarl.mcore.weights.hf.family import Family, OwnNames, Prediction
-from megarl.mcore.weights.hf.mapping import heads, recurrent_parts, rows
+from megarl.mcore.weights.hf.family import Family, Prediction, TensorNames
+from megarl.mcore.weights.hf.mapping import Heads, recurrent_parts, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
@@ -49,7 +49,7 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 def _experts(config: ModelConfig) -> dict[str, object]:
     """Sigmoid gates with a correction bias, a shared expert, and latents of the others."""
-    found = expert_flags(config, config.whole("moe_intermediate_size")) | sigmoid_gates(config)
+    found = expert_flags(config) | sigmoid_gates(config)
     if config.get("moe_latent_size") is not None:
         found["moe-latent-size"] = config.whole("moe_latent_size")
     config.require("n_shared_experts", 1)
@@ -59,7 +59,7 @@ def _experts(config: ModelConfig) -> dict[str, object]:
 
 NORM = rows("norm.weight")
 _IN, _CONVOLUTION = "mixer.in_proj.weight", ("x", "B", "C")
-FAMILY = Family(
+NEMOTRON_H = Family(
     model_type="nemotron_h",
     layers={
         "self_attention.in_proj.layer_norm_weight": NORM,
@@ -71,7 +71,7 @@ FAMILY = Family(
            for part, mapping in recurrent_parts(f"mixer.conv1d.{kind}", *_CONVOLUTION).items()},
         **{f"self_attention.{name}": rows(f"mixer.{name}")
            for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")},
-        "self_attention.linear_qkv.weight": heads(*(f"mixer.{x}_proj.weight" for x in "qkv")),
+        "self_attention.linear_qkv.weight": Heads(tuple(f"mixer.{x}_proj.weight" for x in "qkv")),
         "self_attention.linear_proj.weight": rows("mixer.o_proj.weight"),
         "mlp.linear_fc1.weight": rows("mixer.up_proj.weight"),
         "mlp.linear_fc2.weight": rows("mixer.down_proj.weight"),
@@ -85,7 +85,7 @@ FAMILY = Family(
     },
     flags=flags,
     prediction=Prediction(r"mtp\..+", {}, ("num_nextn_predict_layers",)),
-    names=OwnNames(
+    names=TensorNames(
         ("backbone.", "model."),
         {"model.embed_tokens.weight": "embeddings.weight", "model.norm.weight": "norm_f.weight"},
     ),
