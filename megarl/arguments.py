@@ -161,7 +161,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     roles, teachers = _roles_and_teachers(context, values, tokens, ranks)
     folders = [role.hf_model for role in (*roles.values(), *teachers.models) if role.hf_model is not None]
     notes = dict.fromkeys(note for folder in folders for note in folder.notes)
-    warnings = *command.removed, *combinations.warning(idle), *combinations.cautions(context), *notes
+    warnings = *combinations.warning(idle), *combinations.cautions(context), *notes
     return RunConfig(
         settings=context.settings, roles=roles, trained=tuple(role for role in trained if role in ranks),
         check=command.check, estimator=context.estimator, policy_loss=_with_options(context, values),

@@ -160,13 +160,6 @@ GENERATED_FIELDS = ["sequence_ids", "lengths", *ACTOR_FIELDS]  # of a batch that
 FIELDS = {f.name: FieldSpec(f.metadata["kind"], f.metadata["dtype"]) for f in dataclasses.fields(Batch)}
 
 
-def with_row_starts(fields: dict[str, Any]) -> dict[str, Any]:
-    """Saved fields of a batch; an older version's episodes, which lack `row_starts`, have one row each."""
-    if "turn_rewards" in fields and "row_starts" not in fields:
-        return fields | {"row_starts": torch.zeros_like(fields["response_mask"])}
-    return fields
-
-
 def expand_ranges(starts: Tensor, counts: Tensor) -> Tensor:
     """[Σ counts] int64: the concatenated ranges start, start + 1, … of `counts` elements each."""
     shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)

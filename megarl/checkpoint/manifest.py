@@ -16,7 +16,7 @@ from megarl.observe.settings_file import installed_version
 from megarl.plain_files import read_bytes
 
 NAME = "manifest.json"
-FORMAT = 2  # 1 had no checksums
+FORMAT = 3
 MAX_BYTES = 2**28
 LIBRARIES = ("megatron-core", "torch", "transformers")
 _CHECKSUM = "checksum"  # of all other entries
@@ -37,7 +37,7 @@ def read(folder: Path, flag: str) -> dict:
     """The entries that `write` was given.
 
     Raises:
-        UsageError: no manifest, so no complete checkpoint; one of an older version; or a damaged one.
+        UsageError: no manifest, so no complete checkpoint; one of another format; or a damaged one.
     """
     try:
         text = read_bytes(folder / NAME, MAX_BYTES).decode("utf-8")
@@ -48,10 +48,6 @@ def read(folder: Path, flag: str) -> dict:
         raise UsageError(f"{flag} {folder}: {NAME} is damaged ({' '.join(str(error).split())})") from None
     except OSError as error:
         raise UsageError(f"{flag} {folder}: {NAME} cannot be read ({error.strerror})") from None
-    if isinstance(manifest, dict) and not {"format", _CHECKSUM, "files"} & manifest.keys() and "step" in manifest:
-        raise UsageError(
-            f"{flag} {folder}: was written by an older version, without checksums; that version can export its weights"
-        )
     checksum = manifest.pop(_CHECKSUM, None) if isinstance(manifest, dict) else None
     if checksum is None or checksum != _digest(manifest) or text != _text({**manifest, _CHECKSUM: checksum}):
         raise UsageError(f"{flag} {folder}: {NAME} is damaged (its content does not have its checksum)")

@@ -123,29 +123,19 @@ def changed_data(manifest: dict, data: dict[str, dict[str, str]]) -> list[str]:
     return [name for name in sorted(stored.keys() & data.keys()) if stored[name]["sha256"] != data[name]["sha256"]]
 
 
-def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str]], tokenizer_type: str):
+def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str]]):
     """Checks that a run to resume has the data of its checkpoint.
 
     Raises:
-        UsageError: another seed or tokenizer, or, without `--load-changed-data`, other prompts, or a Hugging Face
-            tokenizer in a checkpoint of a version that hashed its files in another way.
+        UsageError: another seed, tokenizer or chat template, or, without `--load-changed-data`, other prompts.
     """
     path, seed = settings.load, settings.seed
     stored = manifest.get(DATA, {})
     if manifest.get("seed", seed) != seed:
         raise UsageError(f"--seed {seed}: the checkpoint of --load {path} was written with --seed {manifest['seed']}")
-    # The version of transformers is in manifests since soon after it reads tokenizers.
-    is_older = tokenizer_type == "HuggingFaceTokenizer" and "transformers" not in manifest.get("versions", {})
     for name in changed_data(manifest, data):
-        is_unknown = name == "tokenizer_model" and is_older
-        if (_may_change(name) or is_unknown) and settings.load_changed_data:
+        if _may_change(name) and settings.load_changed_data:
             continue
-        if is_unknown:
-            raise UsageError(
-                f"{flag_of(name)} {data[name]['value']}: an earlier version wrote the checkpoint of --load {path} and "
-                "hashed tokenizers in another way, so whether this one is the same cannot be checked; if it is, "
-                "--load-changed-data resumes"
-            )
         advice = "; --load-changed-data resumes with other prompts" if _may_change(name) else ""
         raise UsageError(
             f"{flag_of(name)} {data[name]['value']}: has other content than the checkpoint of --load {path} "
@@ -176,7 +166,7 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
             f"--train-iters {train_iters}: the checkpoint of --load {path} is at step {manifest['step']}; "
             "allowed is more"
         )
-    check_data(manifest, config.settings, data, config.roles[next(iter(expected))].tokenizer_type)
+    check_data(manifest, config.settings, data)
     for role, shapes in expected.items():
         held = folders.frozen_folder(folder, manifest, role, "--load")
         if held != folder:

@@ -14,7 +14,6 @@ _ALWAYS = (
 _OF_WEIGHT_DECAY = ("start_weight_decay", "end_weight_decay")  # --weight-decay if it is constant
 _OF_A_DECAY = ("min_lr", "decoupled_min_lr", "lr_wsd_decay_iters", "lr_wsd_decay_style")
 _KINDS = ("bf16", "fp16", "use_distributed_optimizer", "use_torch_fsdp2")
-_STATES_BEFORE = {"optimizer": "adam", "freeze": []}  # of checkpoints of versions without the entry
 
 
 def schedule_flags(args) -> dict[str, object]:
@@ -53,7 +52,7 @@ def _other_schedules(manifest: dict, config: RunConfig) -> Iterator[tuple[RoleSe
     """(role, its flags in the checkpoint, what differs) of each role whose schedule is not the checkpoint's."""
     for role in map(config.roles.__getitem__, config.trained):
         found = schedule_flags(role.megatron)
-        saved = dict.fromkeys(_MULTIPLIERS) | manifest.get(SCHEDULES, {}).get(role.name, found)
+        saved = manifest[SCHEDULES].get(role.name, found)
         # A flag that only one of them has goes with the style of the decay, which then differs, too.
         changed = [name for name in found.keys() & saved.keys() if found[name] != saved[name]]
         if changed:
@@ -78,7 +77,7 @@ def check(manifest: dict, config: RunConfig):
             )
     for role in map(config.roles.__getitem__, config.trained):
         found = state_flags(role.megatron)
-        saved = _STATES_BEFORE | manifest.get(OPTIMIZERS, {}).get(role.name, {})
+        saved = manifest[OPTIMIZERS].get(role.name, found)
         for name in (name for name in found if found[name] != saved.get(name, found[name])):
             raise UsageError(
                 f"{flag_of(name)} {_text(getattr(role.megatron, name))}: the {role.name} in the checkpoint of --load "

@@ -47,9 +47,8 @@ class MixtureEntry:
     samples_per_prompt: int | None = None
 
     def facts(self) -> str:
-        """All but the place of its files, of which checkpoints have the hash; as older versions wrote them."""
-        found = repr(dataclasses.replace(self, prompts=""))
-        return found if self.samples_per_prompt else found.removesuffix(", samples_per_prompt=None)") + ")"
+        """All but the place of its files, of which checkpoints have the hash."""
+        return repr(dataclasses.replace(self, prompts=""))
 
 
 NO_ENTRY = MixtureEntry(name="", prompts="", weight=Fraction(1))  # all is as the flags say

@@ -149,7 +149,7 @@ class MixtureOrder:
         """As of `PromptOrder`."""
         _check_counts(state, len(self._orders))
         self.counts = [*state["counts"]]
-        self._turns = [*state.get("turns", self.counts)]  # older checkpoints have none
+        self._turns = [*state["turns"]]
         for order, position in zip(self._orders, state["positions"], strict=True):
             order.position = position
 

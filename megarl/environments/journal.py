@@ -95,8 +95,7 @@ def _entry_of(line: bytes) -> tuple[str, JournalEntry, int] | None:
     try:
         record = json.loads(line)
         place, entry = record["place"], JournalEntry(Observation(**record["observation"]), record["tools"])
-        # Older versions wrote no step: an episode ended in the step with which its key begins.
-        step = record["step"] if "step" in record else int(place.partition("/")[0])
+        step = record["step"]
         return (place, entry, step) if isinstance(place, str) and isinstance(step, int) else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

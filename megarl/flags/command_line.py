@@ -20,7 +20,6 @@ class CommandLine(NamedTuple):
     values: dict[str, object]  # of those that are given
     others: list[str]  # tokens: Megatron's flags, with or without a role prefix
     check: bool  # --check
-    removed: list[str]  # warnings about flags of earlier versions
 
 
 def read(argv: list[str], program: str) -> CommandLine:
@@ -32,8 +31,7 @@ def read(argv: list[str], program: str) -> CommandLine:
         flags = parser.own_flags(program, named_policy_loss(name))
         found, others = _parse_own(argv, program, flags)
     values = {name: value for name, value in vars(found).items() if name in flags}
-    removed = [f"--{name}: was removed: {text}" for name, text in parser.REMOVED.items() if name in vars(found)]
-    return CommandLine(flags=flags, values=values, others=others, check=found.check, removed=removed)
+    return CommandLine(flags=flags, values=values, others=others, check=found.check)
 
 
 def _parse_own(argv: list[str], program: str, own: dict[str, parser.Flag]) -> tuple[argparse.Namespace, list[str]]:

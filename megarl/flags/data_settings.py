@@ -32,8 +32,7 @@ class DataSettings:
                                       " than --max-response-length, in reward pairs of more than both; default: an"
                                       " error, in reward the prompt loses its start", programs=DATA)  # fmt: skip
     load_changed_data: bool = flag(False, "resume although --prompts or --eval-prompts have changed: the new prompts"
-                                    " are drawn from their start; or although the tokenizer of an earlier version's"
-                                    " checkpoint cannot be compared", programs=TRAINING, when="load")  # fmt: skip
+                                    " are drawn from their start", programs=TRAINING, when="load")  # fmt: skip
     tokenizer_type: str = one_of("SentencePieceTokenizer", TOKENIZERS, "tokenizer class: " + " or ".join(TOKENIZERS),
                                   programs=ALL, roles=("reward", "teacher"))  # fmt: skip
     tokenizer_model: str | None = flag(None, "tokenizer file (SentencePiece) or folder (Hugging Face)",

@@ -33,13 +33,6 @@ ELSEWHERE = {
     "ema-beta": "ema-decay",
     "num-epochs": "train-iters",
 }  # fmt: skip
-# Flags of earlier versions, with what replaces them. They are accepted, with a warning, and do nothing.
-REMOVED = {
-    "tune": "kernels and threads follow a rule, and --kernels overrides it",
-    "parallel-work": "a rule says when a kernel uses all threads",
-}
-# Flags of earlier versions that another one replaces, with its value. They are refused.
-REPLACED = {"one-step-off": "--generation-lag 1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +130,6 @@ def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.A
     config_help = "YAML files of flag names and values; later files and then the command line win; null unsets a key"
     parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=config_help)
     parser.add_argument("--check", action="store_true", help="check all input for WORLD_SIZE ranks, then exit")
-    for name in REMOVED:
-        parser.add_argument(f"--{name}", dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     group = parser.add_argument_group("megarl")
     for flag in (own_flags(program) if own is None else own).values():
         extra: dict[str, Any] = {"type": flag.kind}
@@ -172,8 +163,6 @@ def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> 
     """
     from megarl.mcore.config import megatron_flags
 
-    if name[2:] in REPLACED:
-        return UsageError(f"{option}: was replaced; use {REPLACED[name[2:]]}")
     own = [f"--{flag}" for flag in flags]
     accepted = [*megatron_flags.accepted_options(), *own]
     if option.startswith("--judge-") and "--" + option.removeprefix("--judge-") in accepted:

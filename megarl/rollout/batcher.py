@@ -141,7 +141,7 @@ class RolloutBatcher:
         try:
             files_of = {number: replica_files.find(folder, name) for number, name in queue["files"].items()}
             queued = {number: list(replica_files.read(files)) for number, files in files_of.items()}
-            version = queue.get("version", 0)  # older checkpoints have none, and no versions of tokens
+            version = queue.get("version", 0)
             self.collector.queue.load(step, queue["through"], queued, version - queue["lag"])
             files = replica_files.find(folder, GROUP_BUFFER_FILE)
             if files and files not in files_of.values():

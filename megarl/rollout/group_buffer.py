@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.arguments import Settings
-from megarl.batch import FIELDS, Batch, concatenate, with_row_starts
+from megarl.batch import FIELDS, Batch, concatenate
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.groups import PromptGroups
@@ -91,7 +91,7 @@ class GroupBuffer:
 
     def _read(self, data: bytes, where: str, version: int) -> tuple[int, list[int] | None, Batch | None]:
         """(sequences in a file, sizes of all groups if there are several, this replica's share of the sequences)."""
-        fields = with_row_starts(load_plain(data, where))
+        fields = load_plain(data, where)
         samples, layers, sizes = fields.pop("samples"), fields.pop("layers", None), fields.pop("sizes", None)
         wanted = waiting_groups.batch_fields(self.settings)
         versions = fields.get(VERSIONS) if VERSIONS in wanted else fields.pop(VERSIONS, None)

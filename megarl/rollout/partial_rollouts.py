@@ -21,7 +21,6 @@ from megarl.batch import (
     concatenate,
     empty_batch,
     expand_ranges,
-    with_row_starts,
 )  # fmt: skip
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
@@ -240,7 +239,7 @@ class PartialRolloutBuffer:
         own: list[Batch] = []
         prompt = response = 0
         for data, where in files:
-            fields = with_row_starts(load_plain(data, where))
+            fields = load_plain(data, where)
             version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
             facts, sizes = fields.pop("episodes", None), fields.pop("sizes", [samples] * len(groups))
             waiting_groups.check_unfinished(len(groups), samples, facts is not None, s)

@@ -7,7 +7,6 @@ GROUP_BUFFER_FILE = "group_buffer.pt"  # groups of an incomplete batch
 PARTIAL_ROLLOUTS_FILE = "partial_rollouts.pt"  # groups with unfinished responses
 POOLS_FILE = "pools.pt"  # of the first replica: difficulty pools
 QUEUED_FILE = "queued-{step:08d}.pt"  # the batch of a later step, generated ahead
-_OLD_NAMES = {GROUP_BUFFER_FILE: "waiting.pt", PARTIAL_ROLLOUTS_FILE: "parts.pt"}  # in older checkpoints
 
 
 def of_replica(name: str, dp_rank: int) -> str:
@@ -17,10 +16,8 @@ def of_replica(name: str, dp_rank: int) -> str:
 
 def find(folder: Path, name: str) -> list[Path]:
     """Each replica's file in a checkpoint; [] if it has none. `name`: of the first one."""
-    for present in filter(None, (name, _OLD_NAMES.get(name))):
-        if (folder / present).exists():
-            return [folder / present, *sorted(folder.glob(f"{present.removesuffix('.pt')}-*.pt"))]
-    return []
+    first = folder / name
+    return [first, *sorted(folder.glob(f"{first.stem}-*.pt"))] if first.exists() else []
 
 
 def read(files: list[Path]) -> Iterator[tuple[bytes, str]]:

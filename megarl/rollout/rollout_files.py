@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate, with_row_starts
+from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate
 from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.resume import is_held_out
 from megarl.comm.role_mesh import RoleGroups
@@ -216,7 +216,7 @@ class SavedRollouts:
         """
         names, batches = [*GENERATED_FIELDS, *fields, *(["routes"] if layers is not None else [])], []
         for name in record.rounds[number]["files"][kind]:
-            loaded = with_row_starts(load_file(record.folder / name))
+            loaded = load_file(record.folder / name)
             names += [field for field in optional if field in loaded and field not in names]
             if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n].dtype for n in names):
                 raise RuntimeError(f"--load-rollouts {record.folder / name}: lacks some of {', '.join(names)}")

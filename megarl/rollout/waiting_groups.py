@@ -3,7 +3,7 @@
 from megarl.arguments import Settings
 from megarl.batch import GENERATED_FIELDS
 from megarl.errors import UsageError
-from megarl.rollout.replica_files import GROUP_BUFFER_FILE, QUEUED_FILE
+from megarl.rollout.replica_files import QUEUED_FILE
 
 ENTRY = "waiting_groups"
 QUEUE = "generated_ahead"
@@ -45,8 +45,6 @@ def queued(manifest: dict) -> dict:
     """What a checkpoint says of the batches that were generated ahead, as `queue_entry`; `files`: of the first replica,
     by step."""
     step = manifest["step"]
-    if manifest.get(ENTRY, {}).get("is_ahead") and manifest[ENTRY]["complete"]:  # of a version with --one-step-off
-        return {"lag": 1, "through": step + 1, "files": {step + 1: GROUP_BUFFER_FILE}}
     found = manifest.get(QUEUE, {"lag": 0, "through": step, "steps": []})
     return {**found, "files": {number: QUEUED_FILE.format(step=number) for number in found["steps"]}}
 
@@ -59,7 +57,6 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
     if ENTRY not in manifest:
         return
     found, s, queue = manifest[ENTRY], settings, queued(manifest)
-    is_batch = GROUP_BUFFER_FILE in queue["files"].values()
     complete, unfinished, samples = found["complete"], found["unfinished"], found["samples_per_prompt"]
     if queue["through"] > manifest["step"] and queue["lag"] != s.generation_lag:
         raise UsageError(
@@ -72,9 +69,8 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
             "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
         )
     if complete or queue["files"]:
-        fields = {*found["fields"], *(["row_starts"] if "turn_rewards" in found["fields"] else [])}  # of older versions
-        check_complete((samples, fields), (s.samples_per_prompt, batch_fields(s)))
-    if complete >= s.prompts_per_step and not is_batch:
+        check_complete((samples, {*found["fields"]}), (s.samples_per_prompt, batch_fields(s)))
+    if complete >= s.prompts_per_step:
         raise UsageError(
             f"--prompts-per-step {s.prompts_per_step}: the checkpoint of --load {s.load} holds {complete} groups that "
             f"wait for their batch to be full; allowed is more than {complete}"

@@ -100,23 +100,6 @@ def test_another_seed_or_tokenizer_is_refused(run, tmp_path):
     )
 
 
-def test_tokenizer_of_an_earlier_version_cannot_be_compared():
-    """Before transformers read tokenizers, their hash was another one, and manifests did not have its version."""
-    now = {"tokenizer_model": {"value": "folder", "sha256": "a"}}
-    old = {"data": {"tokenizer_model": {"value": "folder", "sha256": "b"}}, "versions": {"torch": "2"}}
-    strict, lenient = (Settings(load="run", load_changed_data=changed) for changed in (False, True))
-    resume.check_data(old, lenient, now, "HuggingFaceTokenizer")
-    with pytest.raises(UsageError) as caught:
-        resume.check_data(old, strict, now, "HuggingFaceTokenizer")
-    assert str(caught.value) == (
-        "--tokenizer-model folder: an earlier version wrote the checkpoint of --load run and hashed tokenizers in "
-        "another way, so whether this one is the same cannot be checked; if it is, --load-changed-data resumes"
-    )
-    for kind, versions in (("SentencePieceTokenizer", {}), ("HuggingFaceTokenizer", {"transformers": "5.0"})):
-        with pytest.raises(UsageError, match="has other content than the checkpoint"):
-            resume.check_data(old | {"versions": versions}, lenient, now, kind)
-
-
 def test_changed_prompts_are_refused_while_responses_to_the_old_ones_wait(tmp_path):
     flags = f"{WAITING} --lr-decay-iters 9 --train-iters"
     train("rl", rl_argv(tmp_path / "run", f"{flags} 1"))

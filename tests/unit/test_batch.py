@@ -14,7 +14,6 @@ from megarl.batch import (
     Batch,
     concatenate,
     empty_batch,
-    with_row_starts,
 )
 from tests.helpers.batches import random_batch, sequences
 
@@ -148,11 +147,3 @@ def test_every_field_documents_its_shape():
     for name, spec in FIELDS.items():
         line = next(line for line in source.splitlines() if line.startswith(f"    {name}: Tensor"))
         assert ("[T]" if spec.kind == "token" else "[N]") in line
-
-
-def test_saved_episodes_of_older_versions_have_one_row_each():
-    mask = torch.tensor([False, True, True])
-    older = {"response_mask": mask, "turn_rewards": torch.zeros(3)}
-    assert not with_row_starts(older)["row_starts"].any() and with_row_starts(older)["row_starts"].shape == mask.shape
-    newer = older | {"row_starts": mask}
-    assert with_row_starts(newer) is newer and with_row_starts({"response_mask": mask}) == {"response_mask": mask}

@@ -98,8 +98,6 @@ def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedRespo
     while left >= groups[number].count:
         number, left = number + 1, left - groups[number].count
     round_ = rounds[number]
-    if not round_.get("draws"):
-        raise UsageError(f"--step: {folder}: was written by an older version, which did not say how prompts were drawn")
     rows = _row(folder, manifest, number, left)
     record = _record(folder, manifest, number, left) if manifest["environment"] is not None else None
     group = int(groups[number].of(torch.tensor(left)))
@@ -138,8 +136,6 @@ def _row(folder: Path, manifest: dict[str, Any], number: int, sequence: int) -> 
 def _record(folder: Path, manifest: dict[str, Any], number: int, sequence: int) -> dict[str, Any]:
     for replica in range(manifest["replicas"]):
         path = folder / file_name(number, EPISODES, replica)
-        if path.name not in manifest["files"]:
-            raise UsageError(f"--step: {folder}: was written by an older version, without what environments answered")
         _check(path, manifest)
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)

@@ -87,11 +87,11 @@ def hostile_tensor(folder: Path, attack: Attack):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def hostile_file(name: str, instead_of: str | None = None):
-    """A replica's file; `instead_of`: of the one with another name."""
+def hostile_file(name: str):
+    """A replica's file."""
 
     def write(folder: Path, attack: Attack):
-        (folder / (instead_of or name)).unlink()
+        (folder / name).unlink()
         torch.save({"samples": 2, "groups": [], "version": 0, "attack": attack}, folder / name)
 
     return write
@@ -104,8 +104,6 @@ PLACES = {
     "tensor": ("__0_0.distcp", hostile_tensor),
     "group buffer": ("group_buffer.pt", hostile_file("group_buffer.pt")),
     "partial rollouts": ("partial_rollouts.pt", hostile_file("partial_rollouts.pt")),
-    "older group buffer": ("waiting.pt", hostile_file("waiting.pt", "group_buffer.pt")),
-    "older partial rollouts": ("parts.pt", hostile_file("parts.pt", "partial_rollouts.pt")),
 }  # fmt: skip
 
 

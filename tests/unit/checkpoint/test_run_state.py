@@ -219,7 +219,7 @@ def test_manifest_and_latest_name_the_step(tmp_path):
     run_world(save, 1, sft(tmp_path), tmp_path, 0)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000007\n"
     manifest = json.loads((checkpoint_of(tmp_path) / "manifest.json").read_text())
-    assert {"step": 7, "world_size": 1, "program": "test", "format": 2}.items() <= manifest.items()
+    assert {"step": 7, "world_size": 1, "program": "test", "format": 3}.items() <= manifest.items()
     assert manifest["files"].keys() == {".metadata", "__0_0.distcp", "metadata.json"}
     assert manifest["versions"].keys() == {"megarl", "megatron-core", "torch", "transformers"}
 

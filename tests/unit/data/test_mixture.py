@@ -109,14 +109,6 @@ def test_another_mixture_of_the_same_lines_is_other_data(tmp_path):
     assert len(hashes) == 5 and mixture(tmp_path, BOTH).sha256() in hashes
 
 
-def test_checkpoints_of_versions_without_group_sizes_have_the_same_data(tmp_path):
-    entry, _ = mixture(tmp_path, BOTH).entries
-    assert entry.facts() == (
-        "MixtureEntry(name='first', prompts='', weight=Fraction(3, 4), environment=None, max_prompt_length=None,"
-        " max_response_length=None, reward=None)"
-    )
-
-
 def test_groups_have_the_sizes_of_their_files(tmp_path):
     found = mixture(tmp_path, BOTH.replace("weight: 0.25", "samples-per-prompt: 3"))
     assert [found.group_size(line) for line in range(5)] == [None] * 3 + [3] * 2

@@ -1,7 +1,5 @@
 """The journal: what a kill leaves of it, other layouts, and what is forgotten."""
 
-import json
-
 from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.protocol import Observation, Turn
 
@@ -79,20 +77,6 @@ def test_an_answer_is_forgotten_with_the_step_that_got_it(tmp_path):
         of_file.discard(through=1)
         assert of_file.find("1/7/0", turns("x")) is None
         assert of_file.find("1/7/0", turns("x", "y")) == entry("a")
-
-
-def test_lines_without_a_step_belong_to_that_of_their_key(tmp_path):
-    """As older versions wrote them."""
-    journal = Journal(tmp_path, 0, 1)
-    for key in ("1/7/0", "2/7/0"):
-        journal.add(key, [], entry("a"))
-    journal.flush()
-    records = [json.loads(line) for line in journal.path.read_text().splitlines()]
-    lines = [json.dumps({name: value for name, value in record.items() if name != "step"}) for record in records]
-    journal.path.write_text("\n".join(lines) + "\n")
-    older = Journal(tmp_path, 0, 1)
-    older.discard(through=1)
-    assert older.find("1/7/0", []) is None and older.find("2/7/0", []) == entry("a")
 
 
 def test_what_was_found_first_counts(tmp_path):

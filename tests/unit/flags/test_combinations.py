@@ -136,9 +136,8 @@ def test_stale_responses_without_a_correction_are_warned_of():
     assert warning.startswith("--generation-lag 2 without --rollout-correction: responses are up to 2 updates old")
 
 
-def test_the_lag_is_limited_and_replaces_an_older_flag():
+def test_the_lag_is_limited():
     assert refused("--generation-lag 33") == "--generation-lag 33: allowed is 0 to 32"
-    assert refused("--one-step-off") == "--one-step-off: was replaced; use --generation-lag 1"
 
 
 def test_wrong_values_and_unknown_flags_are_rejected_even_without_effect():

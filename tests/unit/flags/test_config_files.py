@@ -50,13 +50,6 @@ def test_a_program_knows_what_the_user_set_and_how_it_was_started(tmp_path):
     assert "num_layers" in without.user_settings["megatron"] and without.command_line == ("megarl.train_rl", *MODEL)
 
 
-@pytest.mark.parametrize("program", ["rl", "sft", "reward", "evaluate", "serve"])
-def test_a_flag_of_an_earlier_version_does_nothing_and_says_so(program, tmp_path):
-    found = from_configs(tmp_path, "tune: fresh\n", argv=["--parallel-work", "9"], program=program)
-    assert [line.partition(": was removed: ")[0] for line in found.warnings] == ["--tune", "--parallel-work"]
-    assert found.settings == from_configs(tmp_path, "seed: 1\n", program=program).settings
-
-
 def test_a_config_file_before_or_after_the_flags_is_the_same(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("gamma: 0.5\n")

@@ -6,15 +6,11 @@ from megarl.rollout import replica_files
 from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, of_replica
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [(name, name) for name in (GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE)]
-    + [(GROUP_BUFFER_FILE, "waiting.pt"), (PARTIAL_ROLLOUTS_FILE, "parts.pt")],
-)
-def test_files_of_all_replicas_are_read_also_those_of_older_checkpoints(name, written, tmp_path):
+@pytest.mark.parametrize("name", [GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE])
+def test_files_of_all_replicas_are_read(name, tmp_path):
     assert replica_files.find(tmp_path, name) == []
     for dp_rank in (0, 2, 1):
-        (tmp_path / of_replica(written, dp_rank)).write_bytes(bytes([dp_rank]))
+        (tmp_path / of_replica(name, dp_rank)).write_bytes(bytes([dp_rank]))
     found = replica_files.find(tmp_path, name)
     assert [data for data, _ in replica_files.read(found)] == [b"\0", b"\1", b"\2"]
     assert [where for _, where in replica_files.read(found)] == [f"--load {path}" for path in found]

@@ -85,15 +85,5 @@ def test_which_runs_continue_with_batches_that_were_generated_ahead(case, tmp_pa
             waiting_groups.check(manifest, present, has_new_prompts=True)
 
 
-def test_an_older_checkpoint_with_a_batch_that_was_generated_ahead_goes_on_with_a_lag_of_1(tmp_path):
-    entry = waiting_groups.manifest_entry(settings(tmp_path, SIX), 6, 0)
-    entry[waiting_groups.ENTRY]["is_ahead"] = True
-    manifest = {"step": 4, **entry}
-    assert waiting_groups.queued(manifest) == {"lag": 1, "through": 5, "files": {5: "group_buffer.pt"}}
-    waiting_groups.check(manifest, settings(tmp_path, f"{SIX} {LAG} 1"), has_new_prompts=False)
-    with pytest.raises(UsageError, match="--generation-lag 0: .*; allowed is --generation-lag 1"):
-        waiting_groups.check(manifest, settings(tmp_path, SIX), has_new_prompts=False)
-
-
 def test_a_checkpoint_that_says_nothing_of_groups_is_not_compared(tmp_path):
     waiting_groups.check({}, settings(tmp_path, SIX), has_new_prompts=True)
