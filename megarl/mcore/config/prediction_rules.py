@@ -51,5 +51,7 @@ def _check_folder(flag: str, model):
     layers = {re.search(r"layers\.(\d+)\.|$", name)[1] for name in names if prediction.has(name)} - {None}
     if not layers:
         raise folder.error(f"has no tensors of multi-token prediction, which {flag} needs")
+    if not prediction.described.layer:
+        raise folder.error(f"has a layer of multi-token prediction that exports keep and {flag} does not compute")
     if len(layers) > 1:
         raise folder.error(f"has {len(layers)} layers of multi-token prediction; {flag} allows 1")

@@ -46,3 +46,11 @@ def test_folders_need_just_one_layer(tmp_path):
     in_order(tensors(add_layer), config(num_nextn_predict_layers=2))(folder)
     with pytest.raises(UsageError, match="has 2 layers of multi-token prediction; --mtp-drafts allows 1"):
         parse(flags.split(), 1, "rl")
+
+
+def test_a_layer_that_is_only_carried_is_not_computed(tmp_path):
+    folder = hf_folders.write_folder("hy_v3", tmp_path / "hf")
+    with_prediction(folder)
+    flags = f"{LENGTHS} --lr 1e-3 --advantage grpo --kl-coefficient 0 --reward length --mtp-train --hf-model {folder}"
+    with pytest.raises(UsageError, match="has a layer of multi-token prediction that exports keep and --mtp-train does"):
+        parse(flags.split(), 1, "rl")
