@@ -113,10 +113,14 @@ def test_updates_equal_torchs(layout, more):
     if "bf16" in more:
         kind, settings = RoundedAdamW if more == SMALL else RoundedSecondAdamW, {"eps": 1.0, "betas": (0.9, 0.95)}
     expected = expected_of_torch(more, kind, **settings)
+    # A gradient that another layout sums in another order may round a moment to the next number of bf16.
+    (before,) = run_world(initial, 1, more)
+    moved = max(float((expected[name] - weight).abs().max()) for name, weight in before.items())
+    tolerance = 2e-6 + (2**-8 * moved if "bf16" in more else 0.0)
     size, flags = LAYOUTS[layout]
     for _, _, found in run_world(updates, size, f"{more} {flags}"):
         assert found.keys() == expected.keys()
-        assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) <= 2e-6
+        assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) <= tolerance
 
 
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
