@@ -54,9 +54,14 @@ class DifficultyPools:
         """Share of the prompts in each pool, of those that are retired and of those without a group."""
         lines = np.arange(len(self.latest))
         retired, pools = self._are_retired(lines), self._pools(lines)
-        found = {name: (pools == number) & ~retired for number, name in enumerate(("hard", "normal", "easy"))}
-        found |= {"retired": retired, "unseen": np.isnan(self.latest)}
-        return {f"pools/{name}_fraction": int(are_in.sum()) / len(lines) for name, are_in in found.items()}
+        hard, normal, easy = (int(((pools == number) & ~retired).sum()) for number in range(3))
+        return {
+            "pools/hard_fraction": hard / len(lines),
+            "pools/normal_fraction": normal / len(lines),
+            "pools/easy_fraction": easy / len(lines),
+            "pools/retired_fraction": int(retired.sum()) / len(lines),
+            "pools/unseen_fraction": int(np.isnan(self.latest).sum()) / len(lines),
+        }
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """What a checkpoint holds, after `end_step`."""

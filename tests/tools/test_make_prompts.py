@@ -20,7 +20,12 @@ from tests.helpers.tools import run_tool
 def test_files_are_what_training_reads(sums):
     train, heldout = load_prompts(str(sums / "train.jsonl")), load_prompts(str(sums / "heldout.jsonl"))
     assert (len(train), len(heldout)) == (300, 60)
-    reward = build_named_verifiers(Options.of(Settings()), ["reasoning-gym"])["reasoning-gym"]
+    verifier = build_named_verifiers(Options.of(Settings()), ["reasoning-gym"])["reasoning-gym"]
+
+    def is_correct(sample: Sample) -> bool:
+        (score,) = verifier.outcomes([sample])
+        return score.correct
+
     for prompts in (train, heldout):
         check_prompts(Settings(reward="reasoning-gym"), prompts, scores_here=True)
         check_prompts(Settings(reward="exact-match"), prompts)
@@ -28,9 +33,9 @@ def test_files_are_what_training_reads(sums):
             assert prompt.task == "chain_sum"
             left, operator, right, equals = prompt.prompt.split()
             assert equals == "=" and int(left) + int(f"{operator}{right}") == int(prompt.answer)
-            assert reward(Sample(prompt.prompt, prompt.answer, prompt.answer, prompt.metadata)).correct
+            assert is_correct(Sample(prompt.prompt, prompt.answer, prompt.answer, prompt.metadata))
             wrong = Sample(prompt.prompt, str(int(prompt.answer) + 1000), prompt.answer, prompt.metadata)
-            assert not reward(wrong).correct
+            assert not is_correct(wrong)
 
 
 def test_no_question_is_in_both_files(sums):
