@@ -61,8 +61,8 @@ def _find_teacher(config: RunConfig, encoder: Encoder) -> PretrainedWeights | No
         raise UsageError(f"--teacher {s.teacher}: the teacher has the policy's weights; leave out {flag}")
     if s.teacher == GIVEN and not (own_folder or own_checkpoint):
         raise UsageError(
-            f"--distill {s.distill}: needs a teacher: --teacher-hf-model, --teacher-pretrained-checkpoint or "
-            "--teacher self"
+            f"--distill {s.distill}: needs a teacher: another --teacher-hf-model or --teacher-pretrained-checkpoint "
+            "than the policy's, or --teacher self"
         )
     if s.teacher != GIVEN:
         check_same_model(f"--teacher {s.teacher}", actor, teacher)

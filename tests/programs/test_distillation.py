@@ -300,7 +300,7 @@ def test_a_resumed_run_has_the_numbers_of_one_that_never_stopped(folder, tmp_pat
 
 # -- wrong input -------------------------------------------------------------------------------------------------
 
-NO_TEACHER = "needs a teacher: --teacher-hf-model, --teacher-pretrained-checkpoint or --teacher self"
+NO_TEACHER = "needs a teacher: another --teacher-hf-model or --teacher-pretrained-checkpoint than the policy's, or"
 
 
 def check(argv: list[str], name: str = "rl"):
