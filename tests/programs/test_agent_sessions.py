@@ -99,7 +99,8 @@ def test_a_run_with_keys_is_resumed(tmp_path):
 @pytest.mark.long
 def test_sessions_that_are_left_expire_and_are_offered_again(tmp_path):
     with driver("faults") as sessions:
-        save = run(tmp_path / "run", f"{sessions} --environment-timeout 1 --environment-retries 9")
+        # Seconds and retries with which no session that is used expires on a busy machine.
+        save = run(tmp_path / "run", f"{sessions} --environment-timeout 4 --environment-retries 99")
     assert_same_text(save)
     rows = metrics(save)
     assert sum(rows[step]["environment/restarts"] for step in rows) > 0
