@@ -70,8 +70,12 @@ def only(args, flag: str, value=None) -> LayoutRule:
 
 def min_value(args, flag: str, limit: int = 1) -> LayoutRule:
     """A flag whose value, if it is given, is a number not below a limit."""
-    value = value_of(args, flag)
-    return rule(args, flag, value is None or value >= limit, f"{limit} or more")
+    return _at_least(flag, value_of(args, flag), limit)
+
+
+def _at_least(flag: str, value, limit: int = 1) -> LayoutRule:
+    """As `min_value`, of a value that another flag may have set."""
+    return LayoutRule(flag, value, value is None or value >= limit, f"{limit} or more")
 
 
 def positive(args, flag: str) -> LayoutRule:
@@ -87,17 +91,11 @@ def defaults(args, flags: Mapping[str, object], holds: bool, allowed: str) -> li
 
 
 def _sizes(args) -> list[LayoutRule]:
-    groups, channels = _groups(args), args.kv_channels
     return [
         rule(args, "--num-layers", 1 <= args.num_layers <= MAX_LAYERS, f"from 1 to {MAX_LAYERS}"),
         *(min_value(args, f"--{name}") for name in ("hidden-size", "num-attention-heads")),
-        LayoutRule("--num-query-groups", groups, groups is None or groups >= 1, "1 or more"),
-        LayoutRule(
-            "--v-head-dim" if args.multi_latent_attention else "--kv-channels",
-            channels,
-            channels is None or channels >= 1,
-            "1 or more",
-        ),
+        _at_least("--num-query-groups", _groups(args)),
+        _at_least("--v-head-dim" if args.multi_latent_attention else "--kv-channels", args.kv_channels),
         min_value(args, "--num-experts", 0),
         *(min_value(args, f"--{name}") for name in SIZES),
     ]
@@ -227,8 +225,8 @@ def _virtual(args) -> list[LayoutRule]:
     return [
         LayoutRule("--microbatch-group-size-per-virtual-pipeline-stage", group, group in (None, stages),
              f"--pipeline-model-parallel-size {stages}"),
-        LayoutRule(first, per_stage, per_stage is None or per_stage >= 1, "1 or more"),
-        LayoutRule(second, number, number is None or number >= 1, "1 or more"),
+        _at_least(first, per_stage),
+        _at_least(second, number),
         LayoutRule(second, number, None in (per_stage, number), f"one of it and {first}"),
         LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= min_stages,
              f"none with --pipeline-model-parallel-size {stages}: virtual stages need {min_stages} or more"
