@@ -7,6 +7,7 @@ returns the flags of a run as a dictionary.
 import argparse
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -60,14 +61,7 @@ def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag
     Raises:
         UsageError: an option of a loss has the name of another flag.
     """
-    roles, found = role_flags.ROLES_OF[program], {}
-    for field in dataclasses.fields(Settings):
-        if program in field.metadata["programs"]:
-            flag = _of_setting(field)
-            found[flag.name] = flag
-            for role in field.metadata["roles"]:
-                if role in roles:
-                    found[f"{role}-{flag.name}"] = _of_role(flag, role)
+    found = dict(_of_settings(program))
     if program == "rl":
         for loss in (*policy_losses.POLICY_LOSSES.values(), *([plug_in] if plug_in else [])):
             for flag in _of_loss(loss):
@@ -77,6 +71,20 @@ def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag
                         "rename the option"
                     )
                 found[flag.name] = flag
+    return found
+
+
+@functools.cache
+def _of_settings(program: str) -> dict[str, Flag]:
+    """The flags of the fields of `Settings`, with those of roles."""
+    roles, found = role_flags.ROLES_OF[program], {}
+    for field in dataclasses.fields(Settings):
+        if program in field.metadata["programs"]:
+            flag = _of_setting(field)
+            found[flag.name] = flag
+            for role in field.metadata["roles"]:
+                if role in roles:
+                    found[f"{role}-{flag.name}"] = _of_role(flag, role)
     return found
 
 
@@ -124,6 +132,11 @@ class _Joined(argparse.Action):
 
 def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.ArgumentParser:
     """The parser of megarl's own flags for one program. `own`: the flags; default: `own_flags(program)`."""
+    return _parser_of(program, tuple((own_flags(program) if own is None else own).values()))
+
+
+@functools.lru_cache(maxsize=len(MODULES))
+def _parser_of(program: str, own: tuple[Flag, ...]) -> argparse.ArgumentParser:
     name = f"megarl.{MODULES[program]}"
     epilog = "All other flags are Megatron's; a role prefix (--actor-lr, --critic-lr) sets one for that role."
     parser = ArgumentParser(prog=name, allow_abbrev=False, epilog=epilog)
@@ -131,7 +144,7 @@ def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.A
     parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=config_help)
     parser.add_argument("--check", action="store_true", help="check all input for WORLD_SIZE ranks, then exit")
     group = parser.add_argument_group("megarl")
-    for flag in (own_flags(program) if own is None else own).values():
+    for flag in own:
         extra: dict[str, Any] = {"type": flag.kind}
         if flag.kind is bool:
             extra = {"nargs": "?", "const": True, "type": _yes_or_no}

@@ -153,9 +153,15 @@ def _overlaps(args, ranks: int) -> bool:
 def parse_tokens(role: str, argv: list[str]) -> argparse.Namespace:
     """Megatron's namespace of tokens after megarl's defaults, not validated. UsageError for a wrong token."""
     try:
-        return _parser().parse_args(DEFAULTS + argv)
+        found = vars(_parsed(tuple(argv)))
     except UsageError as error:
         raise UsageError(f"{role}: {error}") from None
+    return argparse.Namespace(**{name: list(x) if isinstance(x, list) else x for name, x in found.items()})
+
+
+@functools.lru_cache(maxsize=8)  # the roles of a run mostly have the same tokens
+def _parsed(argv: tuple[str, ...]) -> argparse.Namespace:
+    return _parser().parse_args([*DEFAULTS, *argv])
 
 
 def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[str] = frozenset()):
