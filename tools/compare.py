@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl.errors import ArgumentParser, UsageError  # noqa: E402
+from megarl.observe import report_settings  # noqa: E402
 from megarl.observe.metrics_file import FILE_NAME, read_metrics  # noqa: E402
 from megarl.observe.terminal import printable, table  # noqa: E402
 from tools._metric_catalog import reproducible  # noqa: E402
@@ -62,7 +63,7 @@ def read_run(path: str) -> Run:
         raise UsageError(f"{printable(path)}: cannot be read ({printable(' '.join(str(error).split()))})") from None
     if not isinstance(settings, dict):
         raise UsageError(f"{printable(path)}: settings.yaml holds no settings")
-    return Run(path, dict(flatten(settings)), rows, samples)
+    return Run(path, dict(flatten(report_settings.whole(settings))), rows, samples)
 
 
 def flatten(settings: dict, prefix: str = ""):

@@ -1,4 +1,7 @@
-"""The settings of a report: settings.yaml as a table, compared with another run's."""
+"""The settings of a report: settings.yaml as a table, compared with another run's.
+
+The file has all Megatron flags of one role, the first by name (actor), and of the others those that differ from them.
+"""
 
 import json
 import shlex
@@ -29,6 +32,25 @@ def read_settings(directory: Path) -> dict:
     return found
 
 
+def own_flags(flags: dict, of_first: dict) -> dict:
+    """What settings.yaml has of a role's Megatron flags: all of the first role, else those that differ from its."""
+    if flags is of_first:
+        return flags
+    return {name: value for name, value in flags.items() if name not in of_first or value != of_first[name]}
+
+
+def whole(settings: dict) -> dict:
+    """Settings of a file with all Megatron flags of every role; as they are if they have no such roles."""
+    roles = settings.get("roles")
+    if not isinstance(roles, dict) or not roles:
+        return settings
+    first, *others = (roles[name] for name in sorted(roles, key=str))
+    if not all(isinstance(role, dict) and isinstance(role.get("megatron"), dict) for role in (first, *others)):
+        return settings
+    found = {name: {**role, "megatron": first["megatron"] | role["megatron"]} for name, role in roles.items()}
+    return settings | {"roles": found}
+
+
 def table(settings: dict, other: dict | None) -> list[list]:
     """Rows [section, name, value, other value, whether they differ, whether the user set it in one of the runs].
 
@@ -36,7 +58,7 @@ def table(settings: dict, other: dict | None) -> list[list]:
     for all roles has one row, else one for each role: `lr · critic`.
     other: settings of the run to compare with; None: none.
     """
-    flat = [_flatten(settings), _flatten(other or {})]
+    flat = [_flatten(whole(settings)), _flatten(whole(other or {}))]
     split = set().union(*map(_differ_by_role, flat))
     own, others = ({_joined(key, split): value for key, value in of_run.items()} for of_run in flat)
     by_user = {key for of_run in (settings, other or {}) for key in _set_by_user(of_run, {*own, *others})}

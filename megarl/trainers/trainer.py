@@ -105,19 +105,21 @@ class Trainer(abc.ABC):
             write_settings(self.folder, settings)
 
     def _settings(self) -> dict:
-        roles = {
+        # A rollout that shares the actor's model has the actor's settings.
+        roles = {name: role for name, role in self.config.roles.items() if role.model_role == name}
+        first = roles[min(roles)]
+        of_roles = {
             name: {
                 "ranks": f"{role.ranks.start}-{role.ranks.stop - 1}",
                 "max_tokens_per_microbatch": role.max_tokens_per_microbatch,
-                "megatron": vars(role.megatron),
+                "megatron": report_settings.own_flags(vars(role.megatron), vars(first.megatron)),
             }
-            for name, role in self.config.roles.items()
-            if role.model_role == name  # a rollout that shares the actor's model has the actor's settings
+            for name, role in roles.items()
         }
         found = {
             "megarl": self.config.megarl_settings(),
             "world_size": self.mesh.size,
-            "roles": roles,
+            "roles": of_roles,
             report_settings.COMMAND_LINE: self.config.command_line,
             report_settings.USER_SETTINGS: self.config.user_settings,
             "environment": environment(device.accelerator_name() or processor()),

@@ -73,6 +73,8 @@ def test_end_to_end_through_torchrun(ranks, roles, tmp_path):
     check_tokens(save)
     settings = yaml.safe_load((save / "settings.yaml").read_text())
     assert settings["environment"]["torch"]
+    of_roles = {name: role["megatron"] for name, role in settings["roles"].items()}
+    assert of_roles["actor"]["num_layers"] == 2 and of_roles["critic"]["lr"] == 3e-3 and not of_roles["reference"]
     argv = rl_argv(save, f"{roles} --train-iters 3 {held_out}")
     assert settings["command_line"] == ["megarl.train_rl", *argv]
     assert {"prompts", "train_iters", "save"} <= set(settings["user_settings"]["megarl"])

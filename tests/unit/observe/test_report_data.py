@@ -169,6 +169,17 @@ def test_settings_have_a_row_for_each_flag():
     assert not any(row[4] for row in rows)
 
 
+def test_a_file_has_the_flags_of_the_first_role_and_what_differs_from_them():
+    flags = {name: role["megatron"] for name, role in _settings()["roles"].items()}
+    short = {name: report_settings.own_flags(of_role, flags["actor"]) for name, of_role in flags.items()}
+    assert short == {"actor": flags["actor"], "critic": {"lr": 2}}
+    roles = {name: {"ranks": "0-1", "megatron": of_role} for name, of_role in reversed(short.items())}
+    assert report_settings.whole(_settings(roles=roles)) == _settings()
+    assert report_settings.table(_settings(roles=roles), _settings()) == report_settings.table(_settings(), _settings())
+    for damaged in ({}, {"roles": {}}, {"roles": 3}, {"roles": {"actor": 3}}, {"roles": {"actor": {"megatron": []}}}):
+        assert report_settings.whole(damaged) == damaged
+
+
 def test_settings_of_the_user_come_first():
     said = {"megarl": ["tags", "critic_ranks"], "megatron": ["critic_lr", "bf16"]}
     settings = _settings(user_settings=said, command_line=["megarl.train_rl", "--tags", "a b", "--bf16"])
