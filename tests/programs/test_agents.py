@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.tiers import by_default, long
+from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
 AGENTS = "tests.helpers.agents"
@@ -79,7 +79,8 @@ OTHERS = ["", "--rollout-prefix-caching", EXPERTS, "--advantage gae --critic-lr 
           "--kl-coefficient 0.1 --kl-in loss"]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags", by_default(OTHERS, [""]), ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("flags", OTHERS, ids=str)
 def test_branches_are_the_same_at_any_speed_with_other_features_and_without_gaps(flags, tmp_path):
     first = run(tmp_path / "first", "branching", f"{BRANCHES} {flags}")
     later = run(tmp_path / "later", "late_branching", f"{BRANCHES} {flags} --rollout-max-requests 4", 2)

@@ -139,7 +139,7 @@ def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout",
+    long("--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout"),
     "--group-filter reward --dynamic-sampling --credit turns", long("--speculative-rollout"),
     long("--advantage gae --critic-lr 1e-3 --gamma 0.9"), long("--advantage remax --greedy-baseline"),
 ], ids=str)  # fmt: skip

@@ -17,6 +17,7 @@ from megarl.environments.loading import BUILT_IN
 from megarl.planning.verdict import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import RL_RECIPES, ROOT, metrics
+from tests.helpers.tiers import long
 
 # Ranks of actor, critic, reward and reference; the actor's expert-parallel size; chunks of a step.
 SPLIT = {
@@ -26,7 +27,7 @@ SPLIT = {
 
 @pytest.mark.parametrize("arguments, variables, says", [
     ([], {}, "no program given"), (["train"], {}, "unknown program train"), (["train_sft"], {"NPROC": "0"}, "NPROC=0"),
-    (["train_sft"], {"NPROC": "two"}, "NPROC=two"), (["train_sft", "--lr-rate", "1"], {}, "--lr-rate"),
+    (["train_sft"], {"NPROC": "two"}, "NPROC=two"), long((["train_sft", "--lr-rate", "1"], {}, "--lr-rate")),
     (["train_sft"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1"), (["train_sft"], {"LAUNCHER": "ray"}, "LAUNCHER=ray"),
     (["train_sft"], {"NNODES": "2"}, "NODE_RANK is not set: NNODES=2 needs it, or RDZV_ENDPOINT"),
     (["train_sft"], {"LAUNCHER": "srun"}, "there is no Slurm allocation"),

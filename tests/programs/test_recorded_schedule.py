@@ -77,6 +77,7 @@ def test_staleness_is_that_of_the_recorded_weights(folder):
         assert row["rollout/staleness_max"] == max(ages[step])
 
 
+@pytest.mark.long
 def test_the_clock_decides(folder):
     one, other = (recording(folder, "two replicas", seed) for seed in (1, 2))
     assert [line["segments"] for line in lines_of(one)] != [line["segments"] for line in lines_of(other)]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 CASES = 250  # cases of every comparison
+FEW = 80  # of a property that all cases have alike; kinds of scores take turns
 
 
 @dataclasses.dataclass
@@ -92,10 +93,10 @@ def ragged_step(seed: int, lone: bool) -> RaggedStep:
     return RaggedStep(batch, kind, torch.tensor(groups), torch.tensor(scores, dtype=torch.float64))
 
 
-def ragged_steps(lone: bool) -> list[RaggedStep]:
-    """`CASES` steps, the same at every call; without `lone` those of one response are left out of the count."""
+def ragged_steps(lone: bool, count: int = CASES) -> list[RaggedStep]:
+    """That many steps, the same at every call; without `lone` those of one response are left out of the count."""
     seeds = (seed for seed in itertools.count() if lone or len(ragged_batch(seed, most=16).lengths) > 1)
-    return [ragged_step(seed, lone) for seed in itertools.islice(seeds, CASES)]
+    return [ragged_step(seed, lone) for seed in itertools.islice(seeds, count)]
 
 
 def _turns(draw: random.Random, length: int) -> list[bool]:

@@ -13,7 +13,6 @@ from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
 from megarl.rewards.build import Options, build_named_verifiers, check_prompts
 from tests.helpers.small_prompts import SHORT, SUMS, make, make_prompts
-from tests.helpers.tiers import long
 from tests.helpers.tools import run_tool
 
 
@@ -81,7 +80,8 @@ def test_manifest(sums):
         assert manifest["files"][name] == {"count": count, "sha256": digest}
 
 
-@pytest.mark.parametrize("task", ["isomorphic_strings", long("list_functions")])
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["isomorphic_strings", "list_functions"])
 def test_same_arguments_same_bytes(tmp_path, task):
     # Entries of one depend on Python's hash seed, of the other on the process's own generator as well; the first is
     # fixed only in the program as a user runs it.

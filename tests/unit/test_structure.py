@@ -207,10 +207,6 @@ def test_modules_do_not_import_each_other():
     assert not found, "import cycles:\n" + "\n".join(found)
 
 
-def test_no_import_is_relative():
-    assert not importers(lambda name: name.startswith("."), OURS)
-
-
 def test_no_test_module_imports_another():
     """What tests share is in tests/helpers/ and tests/references/."""
     found = importers(lambda n: n.startswith("tests.") and any(p.startswith("test_") for p in n.split(".")), TESTS)

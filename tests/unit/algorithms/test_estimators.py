@@ -12,7 +12,7 @@ from megarl.algorithms.packed import sums_by_sequence
 from megarl.algorithms.preference_loss import PreferenceOptions
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.statistics import local_moments, whiten
-from tests.references.ragged import ragged_step, ragged_steps
+from tests.references.ragged import FEW, ragged_step, ragged_steps
 from tests.references.verl_core_algos import load_verl
 
 PLAIN, WHITE = AdvantageOptions(gamma=0.97), AdvantageOptions(gamma=0.97, whiten=True)
@@ -155,7 +155,7 @@ def test_gdpo_equals_verl(std):
 
 
 def test_parts_that_are_equal_in_a_group_count_nothing():
-    for step in ragged_steps(lone=True):
+    for step in ragged_steps(lone=True, count=FEW):
         data = step_data(step, 0.0)
         parts = data.parts.clone()
         parts[:, 1] = 0.1 * data.groups
@@ -180,7 +180,7 @@ def test_gae_equals_its_building_blocks_to_the_bit():
 
 
 def test_groups_of_one_and_groups_of_equal_scores_get_exactly_zero():
-    for step in ragged_steps(lone=True):
+    for step in ragged_steps(lone=True, count=FEW):
         data = step_data(step, 0.1)
         lone = torch.isin(data.sequence_ids, (step.sizes == 1).nonzero())
         equal = dataclasses.replace(data, raw_scores=0.1 * data.groups.double())  # `scores` have a KL penalty
@@ -193,7 +193,7 @@ def test_groups_of_one_and_groups_of_equal_scores_get_exactly_zero():
 
 @pytest.mark.parametrize("name", BY_GROUP)
 def test_groups_of_unequal_scores_count_the_penalty(name):
-    for step in ragged_steps(lone=False):
+    for step in ragged_steps(lone=False, count=FEW):
         data = step_data(step, 0.1)
         lowest, highest = (
             data.raw_scores.new_zeros(int(data.groups.max()) + 1).scatter_reduce(
@@ -263,7 +263,7 @@ def on_ranks(name, parts, options):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_results_do_not_depend_on_how_sequences_are_split_over_ranks(name):
-    for number, step in enumerate(ragged_steps(lone=True)[:100]):
+    for number, step in enumerate(ragged_steps(lone=True, count=FEW // 2)):
         data = step_data(step, 0.1)
         order = torch.randperm(len(step.groups), generator=step.batch.generator).tolist()
         cut = number % (len(order) + 1)  # 0 and all of them: a rank without any sequence

@@ -71,7 +71,7 @@ def test_nothing_to_choose_from():
 def test_ranks_choose_what_one_rank_chooses(name):
     """The tokens are dealt to two ranks, whose sums meet round by round."""
     select, options, some = POLICY_LOSSES[name].select, SELECTING[name], 0
-    for case, batch in enumerate(ragged_batches()[:100]):
+    for case, batch in enumerate(ragged_batches()[:40]):
         whole, draw = minibatch(batch), random.Random(case)
         expected = select(whole, options)
         on_first = torch.tensor([draw.random() < (0.0, 0.5, 1.0)[case % 3] for _ in whole.logprobs])
@@ -101,7 +101,7 @@ def test_ranks_choose_what_one_rank_chooses(name):
         found[on_first], found[~on_first] = (recorded(part)[0] for part in parts)
         assert torch.equal(found, expected)
         some += int(expected.sum())
-    assert some > 50
+    assert some > 20
 
 
 def test_m2po_masks_until_the_mean_of_the_rest_is_below_its_bound():

@@ -12,7 +12,7 @@ from megarl.algorithms.advantages import token_rewards
 from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, StepData
 from megarl.algorithms.packed import sums_by_sequence, turn_numbers
 from megarl.algorithms.turn_credit import returns_to_go, turn_sums
-from tests.references.ragged import ragged_batches, ragged_steps
+from tests.references.ragged import FEW, ragged_batches, ragged_steps
 
 TURNS = 20  # at least the turns of every ragged batch
 BY_TURN = AdvantageOptions(credit_turns=TURNS)
@@ -107,7 +107,7 @@ def first_turns(batch) -> torch.Tensor:
 @pytest.mark.parametrize("whiten", [False, True])
 def test_episodes_of_one_turn_get_the_bits_of_rloo(whiten):
     plain, by_turn = (dataclasses.replace(options, whiten=whiten) for options in (AdvantageOptions(), BY_TURN))
-    for step in ragged_steps(lone=True):
+    for step in ragged_steps(lone=True, count=FEW):
         data = data_of(step, 0.1, first_turns(step.batch))
         found, expected = (ESTIMATORS["rloo"].function(data, options).advantages for options in (by_turn, plain))
         assert torch.equal(found, expected)
@@ -137,7 +137,7 @@ FAILED_CASES = [
 def test_failed_episodes_are_in_no_baseline():
     """The advantages are those of the step without them, to the bit."""
     failed = 0
-    for step in ragged_steps(lone=True):
+    for step in ragged_steps(lone=True, count=FEW):
         draw = random.Random(len(step.groups))
         chosen = torch.tensor([draw.random() < 0.3 for _ in step.groups])
         mask = step.batch.mask & ~chosen.repeat_interleave(torch.tensor(step.batch.lengths))

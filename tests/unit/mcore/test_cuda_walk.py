@@ -1,14 +1,11 @@
 """A rollout and an update on a CUDA device without hardware: nothing mixes devices, and little waits for the device."""
 
-from pathlib import Path
-
 import pytest
 
 from megarl.algorithms.estimators import ESTIMATORS
 from tests.cuda_walk import algorithms, checks, moves, parallel, rollout, training
 from tests.cuda_walk.cost import small
 from tests.cuda_walk.start import check_graphs, needs_compiler, walks
-from tests.helpers.tiers import by_default
 
 LAYERS, MICROBATCHES = 2, 2
 ATTENTION = ("megarl.paged_decode", "torch_attn._varlen_attn")
@@ -16,35 +13,16 @@ BACKWARD = "torch_attn._varlen_attn_backward"
 
 PLANNED_THERE = ["dense", "greedy", "experts", "window", "prefix caching", "eviction"]
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long]
 
 
 MODULES = (rollout, training, moves, parallel, algorithms, checks, small)
-BY_DEFAULT = ("dense", "graphs, tensor parallel", "update bf16", "update expert parallel", "exchange", "cost")
-
-
-class Walked(dict):
-    """Counts by scenario. The first that is asked for walks all of its tier, in one process."""
-
-    def __init__(self, folder: Path):
-        super().__init__()
-        self.folder = folder
-
-    def __missing__(self, name: str):
-        others = [n for module in MODULES for n in module.SCENARIOS if n not in BY_DEFAULT]
-        self.update(walks(self.folder, list(BY_DEFAULT) if name in BY_DEFAULT else others))
-        return self[name]
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory) -> Walked:
-    return Walked(tmp_path_factory.mktemp("walk"))
-
-
-def tiers(names) -> list:
-    """Rows of scenarios for `parametrize`."""
-    names = list(names)
-    return by_default(names, [name for name in names if name in BY_DEFAULT])
+def walked(tmp_path_factory) -> dict:
+    """Counts by scenario; all are walked in one process."""
+    return walks(tmp_path_factory.mktemp("walk"), [name for module in MODULES for name in module.SCENARIOS])
 
 
 def launches(counts: dict, names) -> int:
@@ -56,7 +34,7 @@ def planned_on_device(steps: list[dict]) -> list[dict]:
     return [step for step in steps if not step["prefills"] and "megarl.sample_rows" in step["launches"]]
 
 
-@pytest.mark.parametrize("name", tiers([*PLANNED_THERE, "tensor parallel"]))
+@pytest.mark.parametrize("name", [*PLANNED_THERE, "tensor parallel"])
 def test_a_decode_step_has_one_launch_a_layer_two_copies_at_most_and_no_read_before_its_token(walked, name):
     steps = planned_on_device(walked[name])
     assert len(steps) >= 3
@@ -80,21 +58,19 @@ def test_a_layer_of_a_decode_step_launches_few_kernels(walked):
     assert not {"aten.silu", "aten.cat", "aten.copy_", "aten._to_copy", "aten.clone"} & step.keys()
 
 
-@pytest.mark.parametrize(
-    "name", tiers(["graphs", "graphs, experts", "graphs, tensor parallel", "graphs, expert parallel"])
-)
+@pytest.mark.parametrize("name", ["graphs", "graphs, experts", "graphs, tensor parallel", "graphs, expert parallel"])
 def test_decode_steps_are_captured_and_replayed(walked, name):
     """A capture breaks where something crosses between host and device within the step."""
     check_graphs(walked[name])
 
 
-@pytest.mark.parametrize("name", tiers(rollout.SCENARIOS))
+@pytest.mark.parametrize("name", rollout.SCENARIOS)
 def test_no_step_reads_the_device_within_the_model(walked, name):
     reads = {place for step in walked[name] for place in step["reads"]}
     assert not [place for place in reads if place.startswith(("mcore/model", "mcore/attention", "mcore/kernels"))]
 
 
-@pytest.mark.parametrize("name", tiers(name for name in training.SCENARIOS if name != "update fp32"))
+@pytest.mark.parametrize("name", [name for name in training.SCENARIOS if name != "update fp32"])
 def test_an_update_waits_for_the_device_once(walked, name):
     found = walked[name]
     assert not found["scores"]["reads"] and not found["passes"]["reads"]
@@ -114,13 +90,11 @@ def test_an_update_waits_for_the_device_once(walked, name):
     assert sum(found["passes"]["sends"].values()) <= 2 * MICROBATCHES
 
 
-@pytest.mark.long
 def test_attention_has_few_shapes(walked):
     steps = walked["long"]
     assert len(steps) > 200 and len({shape for step in steps for shape in step["shapes"]}) <= 12
 
 
-@pytest.mark.long
 def test_offload_moves_each_block_once_and_leaves_nothing(walked):
     moved = walked["offload"]["moves"]
     assert moved["is_there"] and moved["left"] == 0
@@ -132,14 +106,12 @@ def test_an_exchange_waits_for_the_headers_alone(walked):
     assert sum(sent["reads"].values()) <= 3 and sum(received["reads"].values()) <= 2
 
 
-@pytest.mark.long
 def test_grouped_experts_need_no_counts_on_the_host(walked):
     found = walked["update experts"]
     assert found["scores"]["launches"]["aten._grouped_mm"] == 2 * LAYERS * MICROBATCHES
     assert found["passes"]["launches"]["aten._grouped_mm"] == 6 * LAYERS * MICROBATCHES
 
 
-@pytest.mark.long
 def test_tensor_parallel_updates_wait_once_too(walked):
     found = walked["update tensor parallel"]
     assert not found["scores"]["reads"] and not found["passes"]["reads"]
@@ -154,7 +126,6 @@ def test_expert_parallel_ranks_wait_for_their_numbers_of_rows_alone(walked):
     assert found["passes"]["launches"]["aten._grouped_mm"] == 6 * LAYERS * MICROBATCHES
 
 
-@pytest.mark.long
 def test_an_expert_parallel_step_with_prompts_waits_once_a_layer_and_others_never(walked):
     of_prompts = [bool(step["prefills"]) for step in walked["expert parallel"]]
     assert True in of_prompts and False in of_prompts
@@ -163,7 +134,6 @@ def test_an_expert_parallel_step_with_prompts_waits_once_a_layer_and_others_neve
         assert list(layers.values()) == [LAYERS] * bool(step["prefills"]) and launches(step, ATTENTION) >= LAYERS
 
 
-@pytest.mark.long
 def test_stages_of_the_gpu_check_run_to_their_end(walked):
     """Their times mean nothing without a device."""
     assert [(row["model"], row["decode"], row["graphs"]) for row in walked["check decode"]] == [
@@ -196,7 +166,6 @@ def test_work_is_that_of_the_shapes(walked):
     assert found["optimizer"]["waits"] == 1
 
 
-@pytest.mark.long
 def test_losses_never_wait_for_the_device_and_advantages_a_few_times_a_step(walked):
     """All policy losses, corrections, aggregations and KL estimators; all estimators of advantages, with metrics."""
     found = walked["algorithms"]

@@ -38,8 +38,8 @@ def generated(rank, flags=""):
 
 @pytest.mark.parametrize("ranks, flags", [
     (1, ""), (1, "--window-size 5,0"), (1, EXPERTS), (1, "--qk-layernorm --num-query-groups 4"),
-    (2, "--tensor-model-parallel-size 2"), (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    (2, f"{EXPERTS} --expert-model-parallel-size 2"),
+    long((2, "--tensor-model-parallel-size 2")), long((2, "--tensor-model-parallel-size 2 --sequence-parallel")),
+    long((2, f"{EXPERTS} --expert-model-parallel-size 2")),
     (2, f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     (1, RECURRENT), (1, MAMBA), long((2, f"{RECURRENT} --tensor-model-parallel-size 2 --sequence-parallel")),
 ], ids=str)  # fmt: skip

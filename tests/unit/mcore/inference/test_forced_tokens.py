@@ -107,12 +107,12 @@ def gap_of_chosen(model, asked, done, temperature):
 
 
 @pytest.mark.parametrize(("ranks", "case"), [
-    (1, {"end": FORCED[2:3]}),
+    long((1, {"end": FORCED[2:3]})),
     (1, {"speculative": True, "siblings": 4, "sampling": {"temperature": 0.3}, "end": (11,)}),
     long((1, {"speculative": True, "sampling": {"greedy": True}})),
     (1, {"pair": FORCED[1:3], "buffer_gb": 0.0001, "max_requests": 6}),
     long((1, {"buffer_gb": 0.0001, "max_requests": 6, "speculative": True, "siblings": 4, "pair": FORCED[:2]})),
-    (1, {"written": BUDGET + 2, "sampling": {"temperature": 0.7, "top_k": 5}}),
+    long((1, {"written": BUDGET + 2, "sampling": {"temperature": 0.7, "top_k": 5}})),
     long((1, {"written": 3, "speculative": True, "prefix_caching": True})),
     long((1, {"written": BUDGET, "prefix_caching": True})),
     long((1, {"written": BUDGET + len(FORCED)})),

@@ -89,7 +89,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
 
 
 @pytest.mark.parametrize(("ranks", "case"), [
-    (1, {}),
+    long((1, {})),
     long((1, {"end": (3, 5, 11)})),
     (1, {"end": (3,), "max_requests": 4, "sampling": {"temperature": 0.7, "top_k": 5}}),
     long((1, {"end": (3,), "buffer_gb": 0.0001, "max_requests": 6})),
@@ -100,13 +100,13 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((1, {"siblings": 4, "sampling": {"temperature": 0.3}, "shape": "latent", "end": (3,)})),
     (1, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": EXPERTS, "end": (3,), "routes": True}),
     long((2, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": "--tensor-model-parallel-size 2"})),
-    (1, {"flags": WINDOW, "end": (3,)}),
+    long((1, {"flags": WINDOW, "end": (3,)})),
     long((1, {"shape": "latent", "end": (3,)})),
     (1, {"shape": "recurrent", "end": (3,), "siblings": 4, "sampling": {"greedy": True}, "buffer_gb": 0.002}),
     long((1, {"shape": "recurrent", "end": (3,)})),
     long((1, {"shape": "mamba", "end": (3,), "siblings": 4, "sampling": {"greedy": True}, "buffer_gb": 0.004})),
     long((2, {"shape": "recurrent", "flags": "--tensor-model-parallel-size 2", "end": (3,)})),
-    (1, {"flags": "--final-logit-softcapping 3"}),
+    long((1, {"flags": "--final-logit-softcapping 3"})),
     (2, {"flags": PP2, "end": (3,), "count": 5}),
     long((2, {"flags": PP2, "end": (3,), "siblings": 4, "sampling": {"greedy": True}, "buffer_gb": 0.0001,
               "max_requests": 6})),
@@ -115,7 +115,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((4, {"flags": f"{EXPERTS} --expert-model-parallel-size 2 {PP2}", "end": (3,)})),
     long((1, {"flags": EXPERTS, "end": (3,), "routes": True})),
     long((2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)})),
-    (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
+    long((2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5})),
     (2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "end": (3,), "routes": True}),
     long((2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "shape": "recurrent", "buffer_gb": 0.004,
               "end": (3,)})),
@@ -149,7 +149,8 @@ def planned_on_the_device(rank, flags="", **case):
 
 
 @pytest.mark.parametrize(("ranks", "case"), [
-    (1, {"end": (3,)}), (1, {"flags": EXPERTS, "routes": True}), long((1, {"siblings": 4, "buffer_gb": 0.0001})),
+    long((1, {"end": (3,)})), long((1, {"flags": EXPERTS, "routes": True})),
+    long((1, {"siblings": 4, "buffer_gb": 0.0001})),
     (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
     long((2, {"flags": PP2, "end": (3,), "sampling": {"temperature": 0.7}})),
 ], ids=str)  # fmt: skip

@@ -20,7 +20,7 @@ from megarl.mcore.kernels.linear import matmul
 from megarl.mcore.kernels.vocab_parallel_logprobs import HeadScores, head_scores, row_chunks, softcap_
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, use_row_kernels, weighted
-from tests.helpers.tiers import long
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
 
 ROOT = Path(__file__).parents[4]
@@ -62,6 +62,10 @@ def on_rank(rank, chunk, temperature, sequence_parallel, dtype=torch.float32, by
     return [score.detach() for score in scores], gradients, collectives[:forward], collectives[forward:]
 
 
+# Tokens of a chunk, and the temperature.
+CHUNKS = {"whole": (T, 1.0), "one temperature": (8, 0.5), "per token": (4, PER_TOKEN)}
+
+
 def count_calls(name, calls):
     from megatron.core.tensor_parallel import mappings
 
@@ -77,11 +81,13 @@ def count_calls(name, calls):
             setattr(mappings, place, counted)
 
 
-@pytest.mark.parametrize("size", [1, 2, long(4)])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("chunk, temperature", [(T, 1.0), (8, 0.5), (4, PER_TOKEN)])
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_scores_and_gradients_are_those_of_log_softmax(size, chunk, temperature, sequence_parallel, by_rows):
+@pytest.mark.parametrize("size, case, sequence_parallel, by_rows", by_default(
+    itertools.product([1, 2, 4], CHUNKS, [False, True], [False, True]),
+    [(1, "whole", False, False), (1, "one temperature", False, True), (2, "whole", True, True),
+     (2, "one temperature", False, False), (2, "per token", False, True), (2, "per token", True, False)],
+))  # fmt: skip
+def test_scores_and_gradients_are_those_of_log_softmax(size, case, sequence_parallel, by_rows):
+    chunk, temperature = CHUNKS[case]
     results = run_world(on_rank, size, chunk, temperature, sequence_parallel, torch.float32, by_rows)
     wanted, (to_hidden, to_weight) = exact(*problem(), temperature)
     for scores, _, forward, backward in results:
