@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, NoReturn
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+import jinja2.utils
 
 from megarl import probe
-from megarl.data.messages import tool_call
+from megarl.data import message_forms
 from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -71,10 +72,6 @@ class TemplateOptions(NamedTuple):
 
 
 NO_OPTIONS = TemplateOptions()
-_PROBE: list[dict[str, Any]] = [
-    {"role": "user", "content": "a"},
-    {"role": "assistant", "content": "", "tool_calls": [tool_call("call00000", "f", {"x": 1})]},
-]
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -114,8 +111,10 @@ class ChatTemplate:
         self._marks = Marks(tokenizer.special)
         self._pattern = pattern_of(tokenizer.special)
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = message_forms.to_json
         environment.globals["raise_exception"] = _raise
+        environment.globals["dict"] = _Dict()
+        environment.globals["namespace"] = _Namespace
         environment.globals["strftime_now"] = options.date.strftime
         try:
             self._template = environment.from_string(source)
@@ -141,21 +140,32 @@ class ChatTemplate:
         `add_generation_prompt`: append the opening of the assistant's turn. `tools`: JSON Schema descriptions of the
         functions that the assistant may call. `values`: variables that go before those of the options.
         """
-        if self._needs_text and any("tool_calls" in message for message in messages):
-            messages = [_with_text_arguments(message) for message in messages]
+        messages = [self._form_of_content(self._form_of_thoughts(message)) for message in messages]
+        if any("tool_calls" in message for message in messages):
+            messages = [self._form_of_calls(message) for message in messages]
         return self._rendered(messages, add_generation_prompt, tools, values)
 
     @functools.cached_property
-    def _needs_text(self) -> bool:
-        """Whether the template needs the arguments of calls as JSON texts: it fails on objects (DeepSeek V3.1)."""
-        return self._fails_on(_PROBE) and not self._fails_on([_with_text_arguments(message) for message in _PROBE])
+    def _form_of_content(self) -> message_forms.Form:
+        return message_forms.form_of_content(self._probed)
 
-    def _fails_on(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+    @functools.cached_property
+    def _form_of_thoughts(self) -> message_forms.Form:
+        return message_forms.form_of_thoughts(self._probed_contents)
+
+    @functools.cached_property
+    def _form_of_calls(self) -> message_forms.Form:
+        return message_forms.form_of_calls(self._probed_contents)
+
+    def _probed(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of messages in which no special token's string is; "" if the template fails on them."""
         try:
-            self._rendered(messages, False, None, None)
+            return self._rendered(messages, False, None, None)
         except UsageError:
-            return True
-        return False
+            return ""
+
+    def _probed_contents(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return self._probed([self._form_of_content(message) for message in messages])
 
     def _rendered(
         self,
@@ -165,13 +175,13 @@ class ChatTemplate:
         values: Mapping[str, Any] | None,
     ) -> str:
         marked = [
-            {name: value if name == "role" else self._marked(value) for name, value in message.items()}
+            {name: value if name == "role" else self.marked(value) for name, value in _with_aliases(message).items()}
             for message in messages
         ]
         names = {
             **self.tokenizer.named,
-            **self._marked({**self.options.values, **(values or {})}),
-            "tools": None if tools is None else self._marked(list(tools)),
+            **self.marked({**self.options.values, **(values or {})}),
+            "tools": None if tools is None else self.marked(list(tools)),
             "documents": None,
         }
         try:
@@ -179,13 +189,13 @@ class ChatTemplate:
         except Exception as error:
             raise UsageError(f"{self.flag}: the template fails on these messages: {_line(error)}") from None
 
-    def _marked(self, value: Any) -> Any:
+    def marked(self, value: Any) -> Any:
         """A JSON value with all its strings marked, those of keys, too."""
         if isinstance(value, str):
             return self._marks.mark(value)
         if isinstance(value, dict):
-            return {self._marks.mark(name): self._marked(each) for name, each in value.items()}
-        return [self._marked(each) for each in value] if isinstance(value, list) else value
+            return {self._marks.mark(name): self.marked(each) for name, each in value.items()}
+        return [self.marked(each) for each in value] if isinstance(value, list) else value
 
     def plain(self, rendered: str) -> str:
         """Replace the marks of a rendered text by the original strings."""
@@ -261,20 +271,41 @@ def probed(source: str, tokenizer: Tokenizer, flag: str, options: TemplateOption
     return ChatTemplate(source, tokenizer, flag, options)
 
 
-def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with the arguments of its calls as JSON texts."""
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _to_json(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
+def _with_aliases(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its thoughts under the name that gpt-oss's template reads, too, as transformers has them.
+
+    That template fails on a message with calls, a content and thoughts.
+    """
+    thoughts = message.get("reasoning_content")
+    has_both = "tool_calls" in message and message.get("content")
+    return message if thoughts is None or has_both else {"thinking": thoughts, **message}
 
 
-def _to_json(value: Any, indent=None, separators=None, sort_keys: bool = False) -> str:
-    # Jinja's own filter escapes <, > and & for web pages.
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+class _Dict:
+    """`dict` in a template: without the type itself, whose attributes lead out of the sandbox."""
+
+    def __call__(self, *args, **kwargs):
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args):
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace` in a template, without names that lead out of the sandbox."""
+
+    def __init__(*args, **kwargs):  # `self` may be a name in the template
+        jinja2.utils.Namespace.__init__(args[0], _public(dict(*args[1:], **kwargs)))
+
+    def __setitem__(self, name, value):
+        super().__setitem__(*next(iter(_public({name: value}).items())))
+
+
+def _public(attributes: dict[str, Any]) -> dict[str, Any]:
+    for name in attributes:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace has no place for {name!r}")
+    return attributes
 
 
 def _raise(message: str) -> NoReturn:

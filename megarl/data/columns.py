@@ -11,7 +11,7 @@ import os.path
 from typing import Any
 
 from megarl.data.fields import FIELD_TYPES, check_fields, present_fields
-from megarl.data.messages import content_of, message_error
+from megarl.data.messages import THOUGHTS, content_of, message_error
 from megarl.data.sources import printable
 from megarl.data.tables import Table
 from megarl.errors import UsageError
@@ -272,7 +272,7 @@ def _pair(found: dict[str, Any], has_prompt: bool) -> dict[str, Any]:
 
 def _answer(message: dict[str, Any], column: str) -> str:
     """The text of a response in a message."""
-    if message.get("tool_calls") or message.get("reasoning_content"):
+    if message.get("tool_calls") or any(map(message.get, THOUGHTS)):
         raise UsageError(f"{printable(column)}: a response cannot hold tool_calls or reasoning_content; a conversation "
                          "with them belongs in messages")  # fmt: skip
     return content_of(message)

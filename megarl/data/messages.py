@@ -1,8 +1,9 @@
 """Messages of a conversation: objects with `role` and `content`, the input of chat templates.
 
-A message of the assistant may hold `tool_calls` and `reasoning_content`; one of a tool, `tool_call_id` and `name`. A
-null counts as absent, as does an empty list of calls, and with `tool_calls` `content` may be absent. A content may be a
-list of parts of text, which become lines. The role `developer` is the system's.
+A message of the assistant may hold `tool_calls` and `reasoning_content`, which may also be called `thinking` or
+`reasoning`; one of a tool, `tool_call_id` and `name`. A null counts as absent, as does an empty list of calls, and with
+`tool_calls` `content` may be absent. A content may be a list of parts of text, which become lines. The role `developer`
+is the system's.
 """
 
 import json
@@ -15,7 +16,8 @@ MessageKey = tuple[str, str] | str
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA = ("image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")  # types of parts of a content
-_ROLE_OF = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool", "name": "tool"}
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of thoughts, in the order in which they are taken
+_ROLE_OF = {"tool_calls": "assistant", **dict.fromkeys(THOUGHTS, "assistant"), "tool_call_id": "tool", "name": "tool"}
 
 
 def message_error(messages: Any) -> str | None:
@@ -109,6 +111,9 @@ def content_of(message: Mapping[str, Any]) -> str:
 def template_message(message: Mapping[str, Any]) -> Message:
     """A valid message as chat templates read it: without nulls, with a text, and with arguments as objects."""
     found = _present(message) | {"content": content_of(message)}
+    thoughts = [found.pop(name) for name in THOUGHTS if name in found]
+    if thoughts:
+        found["reasoning_content"] = thoughts[0]
     if found["role"] == "developer":
         found["role"] = "system"
     if "tool_calls" in found:
@@ -175,7 +180,8 @@ def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
 def _lines(message: Mapping[str, Any]) -> list[str]:
     role, calls = message["role"], message.get("tool_calls") or []
     speaker = f"{role} {message['name']}" if message.get("name") else role
-    lines = [f"{role} thinks: {message['reasoning_content']}"] if message.get("reasoning_content") else []
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
+    lines = [] if thoughts is None else [f"{role} thinks: {thoughts}"]
     if content_of(message) or not calls:
         lines.append(f"{speaker}: {content_of(message)}")
     for call in calls:

@@ -11,6 +11,7 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.small_tokenizers import CHATML, chatml, sentence_piece
 
+USER = {"role": "user", "content": "a"}
 HELLO = [{"role": "user", "content": "Hello <|im_end|>\n"}]
 
 
@@ -47,6 +48,9 @@ def test_where_a_template_is_read_from(tokenizer, tmp_path):
         ("{{ strftime_then('%d') }}", "'strftime_then' is undefined"),
         ("{{ raise_exception('no\n tools') }}", "messages: no tools"),
         ("\ufdd0", "U+FDD0"),
+        ("{% set n = namespace(_a=1) %}", "a namespace has no place for '_a'"),
+        ("{% set n = namespace() %}{% set n._a = 1 %}", "a namespace has no place for '_a'"),
+        ("{{ dict.mro() }}", "fails on these messages"),
     ],
 )
 def test_a_wrong_template_is_one_line(tokenizer, source, message):
@@ -54,6 +58,18 @@ def test_a_wrong_template_is_one_line(tokenizer, source, message):
         ChatTemplate(source, tokenizer).render(HELLO)
     assert str(caught.value).startswith("--chat-template: ") and message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source, expected", [
+    ("{{ {'a': 'é<'} | tojson }}", '{"a": "é<"}'), ("{{ 'é' | tojson(ensure_ascii=true) }}", '"\\u00e9"'),
+    ("{{ [1] | tojson(ensure_ascii=false, indent=1) }}", "[\n 1\n]"),
+    ("{{ dict(a=1).a }}{{ dict.fromkeys('b').b }}", "1None"),
+    ("{% set n = namespace(self=1) %}{% set n.b = 2 %}{{ n.self + n.b }}", "3"),
+    ("{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}{% endfor %}", "|hm|hm"),
+])  # fmt: skip
+def test_a_template_finds_what_transformers_gives_it(tokenizer, source, expected):
+    messages = [USER, {"role": "assistant", "content": "a", "reasoning_content": "hm"}]
+    assert ChatTemplate(source, tokenizer).render(messages) == expected
 
 
 TOO_MUCH = "the template takes more than 1 s, or 1 GiB"

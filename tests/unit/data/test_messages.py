@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from megarl.data.columns import Columns
 from megarl.data.conversations import Encoder
-from megarl.data.messages import conversation_of, key_of, message_error, template_message, text_of
+from megarl.data.messages import THOUGHTS, conversation_of, key_of, message_error, template_message, text_of
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.sft import sft_examples
@@ -40,6 +40,7 @@ def function(**changes):
     {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "user", "content": "a", "name": None},
     calling(id=None, type=None), function(arguments='{"x": 1}'), function(arguments=""), ANSWER | {"tool_calls": []},
     {"role": "developer", "content": "a"}, USER | {"content": [{"type": "text", "text": "a"}]},
+    ANSWER | {"thinking": "b"}, ANSWER | {"reasoning": "b", "reasoning_content": None},
 ])  # fmt: skip
 def test_valid_messages(message):
     assert message_error([USER, message]) is None
@@ -53,6 +54,7 @@ def test_valid_messages(message):
     (USER | {"tool_calls": [CALL]}, "message 2 of the role user has tool_calls, which belongs to the role assistant"),
     (ANSWER | {"name": "a"}, "message 2 of the role assistant has name, which belongs to the role tool"),
     (RESULT | {"tool_call_id": 3}, "the tool_call_id of message 2 must be a string, not int"),
+    (USER | {"thinking": "a"}, "message 2 of the role user has thinking, which belongs to the role assistant"),
     (ANSWER | {"reasoning_content": []}, "the reasoning_content of message 2 must be a string, not list"),
     (ANSWER | {"tool_calls": {}}, "the tool_calls of message 2 must be a list of calls"),
     ({"role": "assistant", "tool_calls": []}, "the content of message 2 must be a string, not NoneType"),
@@ -88,6 +90,10 @@ def test_other_forms_of_one_conversation():
     plain = [{"role": "system", "content": "How\nwarm?"}, USER, ANSWER]
     assert [template_message(message) for message in forms] == plain and key_of(forms) == key_of(plain)
     assert text_of(forms) == text_of(plain).replace("system:", "developer:")
+    thoughtful = [[USER, ANSWER | {name: "hm"}] for name in THOUGHTS]
+    assert len({key_of(each) for each in thoughtful}) == len({text_of(each) for each in thoughtful}) == 1
+    both = template_message(ANSWER | {"thinking": "b", "reasoning_content": "a"})
+    assert both == ANSWER | {"reasoning_content": "a"}
 
 
 def test_a_key_keeps_everything():
