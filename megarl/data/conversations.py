@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from megarl.data.chat import NO_OPTIONS, ChatTemplate, TemplateOptions, load_tem
 from megarl.data.messages import Message, MessageKey, conversation_of, template_message
 from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import Tokenizer
+from megarl.data.written_turns import thoughts_of, written_turn
 from megarl.errors import UsageError
 
 # Encoded prompts to cache: about those of a step, because all samples of a prompt are scored together.
@@ -22,8 +22,8 @@ class Encoder:
 
     Prompt and response are encoded separately and joined, exactly as in a rollout. Raises UsageError (naming the
     template's flag) for a template that fails on a prompt or writes BOS twice, and for one whose conversation does not
-    begin with its prompt, or that ends an assistant's turn without EOS, where turns are encoded; and (naming `flag`)
-    for messages without a template.
+    begin with its prompt, or that ends an assistant's turn without an end token, where turns are encoded; and (naming
+    `flag`) for messages without a template.
 
     `prefix_ids`: tokens before a text that is a prompt; None: those of the tokenizer's own rules.
     """
@@ -37,6 +37,7 @@ class Encoder:
     ):
         self.tokenizer, self.template, self.flag = tokenizer, template, flag
         self.prefix_ids = list(tokenizer.prefix_ids if prefix_ids is None else prefix_ids)
+        self.unshown_thoughts = 0  # turns to be trained on whose thoughts the template has left out
         self._encoded = functools.lru_cache(_CACHED_PROMPTS)(self._encode_prompt)
         if template is not None:
             self.prompt(Prompt(0, "a"))  # fail now, not in the middle of a run
@@ -110,29 +111,51 @@ class Encoder:
 
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> tuple[list[int], list[bool]]:
+    ) -> list[tuple[list[int], list[bool]]]:
         """`(ids, mask)` of a whole conversation, equally long; the mask covers each assistant's turn with its EOS.
 
-        The calls of a turn are part of it. The opening of the turn and the template's text after that EOS are context,
-        outside the mask, as are the results of tools. UsageError if the template leaves calls out.
+        Every turn follows what the policy would read before it. So they are several where the template shows an earlier
+        turn otherwise once later messages follow, such as without its thoughts: each of them begins with the
+        conversation as the template shows it then, and has the turns that stay as they are.
+
+        The calls and thoughts of a turn are part of it. The opening of the turn and the template's text after that EOS
+        are context, outside the mask, as are the results of tools. UsageError if the template leaves calls out; turns
+        whose thoughts it leaves out are counted in `unshown_thoughts`.
         """
         if self.template is None:
             raise UsageError(f"a conversation in messages needs {self.flag}")
         messages = [template_message(message) for message in messages]
-        whole = self.template.render(messages, tools=tools)
-        boundaries = [0]
+        texts, borders = [""], [[0]]  # of each sequence: its text so far, and where turns begin and end in it
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                opened, turn = self._rendered_turn(messages[:number], message, tools=tools)
-                if not whole.startswith(opened + turn) or len(opened) < boundaries[-1]:
-                    raise UsageError(f"{self.template.flag}: a later message changes how an earlier one is rendered")
-                boundaries += [len(opened), len(opened) + len(turn)]
-        boundaries.append(len(whole))
-        ranges = list(itertools.pairwise(boundaries))
-        segments = self.template.encode_following([(whole[:start], whole[start:end]) for start, end in ranges])
+            if message["role"] != "assistant":
+                continue
+            opened = self.template.render(messages[:number], add_generation_prompt=True, tools=tools)
+            turn = self._shown_turn(messages[:number], message, opened, tools)
+            if not opened.startswith(texts[-1]):
+                texts.append("")
+                borders.append([0])
+            borders[-1] += [len(opened), len(opened) + len(turn)]
+            texts[-1] = opened + turn
+        whole = self.template.render(messages, tools=tools)
+        if whole.startswith(texts[-1]):
+            texts[-1] = whole
+        return [self._sequence(text, [*ends, len(text)]) for text, ends in zip(texts, borders, strict=True)]
+
+    def _sequence(self, text: str, borders: list[int]) -> tuple[list[int], list[bool]]:
+        """`(ids, mask)` of a rendered text. Its parts between `borders` are context, assistant's turn, context, …"""
+        ranges = list(itertools.pairwise(borders))
+        assert self.template is not None
+        segments = self.template.encode_following([(text[:start], text[start:end]) for start, end in ranges])
         ids = self._one_bos([i for segment in segments for i in segment])
-        # Segments alternate: context, assistant's turn, context, ...
         return ids, [bool(number % 2) for number, segment in enumerate(segments) for _ in segment]
+
+    def trained_response(self, prompt: Prompt, text: str) -> list[int]:
+        """`response`, of a text to be trained on: it is counted if the template leaves its thoughts out."""
+        if self.template is None:
+            return self.response(prompt, text)
+        before, opened = conversation_of(prompt.key), self._encoded(prompt.key, prompt.tools_key)[0]
+        turn = self._shown_turn(before, {"role": "assistant", "content": text}, opened, prompt.tools)
+        return self.template.encode_following([(opened, turn)])[0]
 
     def _encode_prompt(self, key: str | tuple[MessageKey, ...], tools: str | None) -> tuple[str, tuple[int, ...]]:
         """A prompt's rendered text, with marks, and its tokens. `tools`: JSON."""
@@ -152,38 +175,25 @@ class Encoder:
         return ids
 
     def _turn(self, prompt: Prompt, text: str) -> tuple[str, str]:
+        """The rendered prompt with the opening of a turn, and what the policy writes of the turn with that text."""
+        before, opened = conversation_of(prompt.key), self._encoded(prompt.key, prompt.tools_key)[0]
+        assert self.template is not None
         answer = {"role": "assistant", "content": text}
-        opened = self._encoded(prompt.key, prompt.tools_key)[0]
-        return self._rendered_turn(conversation_of(prompt.key), answer, opened, prompt.tools)
+        return opened, written_turn(self.template, opened, before, answer, prompt.tools)
 
-    def _rendered_turn(
-        self,
-        before: Sequence[Message],
-        turn: Message,
-        opened: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> tuple[str, str]:
-        """The text before the assistant's `turn`, and the turn up to and including EOS."""
-        template, end_tokens = self.template, self.tokenizer.end_tokens
-        if opened is None:
-            opened = template.render(before, add_generation_prompt=True, tools=tools)
-        whole = template.render([*before, turn], tools=tools)
-        if not whole.startswith(opened):
-            raise UsageError(f"{template.flag}: the rendered conversation does not begin with its rendered prompt")
-        # Special tokens in contents are marked, so this end is the template's.
-        found = re.compile("|".join(map(re.escape, end_tokens))).search(whole, len(opened))
-        if found is None:
-            raise UsageError(
-                f"{template.flag}: an assistant's turn ends without the tokenizer's EOS {end_tokens[0]!r}; "
-                "write eos_token there, make the token that ends a turn the tokenizer's eos_token, or name it in "
-                "eos_token_id of generation_config.json"
-            )
-        written = whole[len(opened) : found.end()]
+    def _shown_turn(
+        self, before: Sequence[Message], turn: Message, opened: str, tools: Sequence[Mapping[str, Any]] | None
+    ) -> str:
+        """`written_turn` of a turn to be trained on. UsageError if the template leaves a call out."""
+        assert self.template is not None
+        written = written_turn(self.template, opened, before, turn, tools)
+        shown = self.template.plain(written)
         for call in turn.get("tool_calls", ()):
-            if call["function"]["name"] not in template.plain(written):
-                name = call["function"]["name"]
-                raise UsageError(f"{template.flag}: the template leaves out the assistant's call of {name!r}")
-        return opened, written
+            name = call["function"]["name"]
+            if name not in shown:
+                raise UsageError(f"{self.template.flag}: the template leaves out the assistant's call of {name!r}")
+        self.unshown_thoughts += thoughts_of(turn) not in shown
+        return written
 
     def _cut(self, ids: list[int], max_length: int) -> tuple[list[int], int]:
         cut = max(0, len(ids) - max_length)

@@ -10,7 +10,8 @@ from megarl.data.prompts import PromptSet, TooLong
 from megarl.data.ragged import Ragged, RaggedBuilder
 
 TokenSequences = list[tuple[list[int], list[bool]]]  # (tokens, which of them are trained on or scored) of each
-LineReader = Callable[[Prompt, Encoder, int, int], TokenSequences]  # with the limits of prompt and response
+# The examples of a line, each with its sequences; with the limits of prompt and response.
+LineReader = Callable[[Prompt, Encoder, int, int], list[TokenSequences]]
 
 
 class Examples(Sequence):
@@ -19,13 +20,14 @@ class Examples(Sequence):
     def __init__(self, prompts: PromptSet, arrays: dict[str, np.ndarray], sequences: int = 1):
         """
         Args:
-            prompts: the set whose lines the examples are.
+            prompts: a set with the line of each example, which is there once for each of its examples.
             arrays: of `sequence_arrays`; the sequences of example i are the rows i·k … i·k + k − 1.
             sequences: k.
         """
         self.prompts, self.margins = prompts, arrays["margins"]  # [lines] float64
         self._tokens, self._mask = Ragged.of_arrays(arrays), Ragged(arrays["mask"], arrays["offsets"])
         self._sequences = sequences
+        assert len(self) == len(prompts), "a run draws examples by the set's order"
 
     def __len__(self) -> int:
         return len(self._tokens) // self._sequences
@@ -52,6 +54,7 @@ class ArraysBuilder:
         self._kept: list[int] = []
 
     def add(self, prompt: Prompt, sequences: TokenSequences):
+        """Adds an example of a line."""
         for tokens, mask in sequences:
             self._tokens.add(tokens)
             self._mask.add(mask)
@@ -59,7 +62,7 @@ class ArraysBuilder:
         self._kept.append(prompt.index)
 
     def build(self) -> dict[str, np.ndarray]:
-        """Tokens and mask of all sequences; margins and numbers of the lines."""
+        """Tokens and mask of all sequences; margins and lines of the examples."""
         found = self._tokens.build().arrays() | {"mask": self._mask.build().values}
         return found | {"margins": np.array(self._margins), "kept": np.array(self._kept, np.int64)}
 
@@ -69,15 +72,16 @@ def sequence_arrays(
     drops_long: bool,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """What `read` makes of each line. UsageError with file and line for a wrong one."""
-    found = ArraysBuilder()
+    found, encoder.unshown_thoughts = ArraysBuilder(), 0
     for prompt in prompts:
         with prompts.named_errors(prompt.index):
             try:
-                found.add(prompt, read(prompt, encoder, max_prompt_length, max_response_length))
+                for example in read(prompt, encoder, max_prompt_length, max_response_length):
+                    found.add(prompt, example)
             except TooLong:
                 if not drops_long:
                     raise
-    return found.build()
+    return found.build() | {"unshown": np.array([encoder.unshown_thoughts])}
 
 
 def arrays_within_limits(
@@ -99,4 +103,10 @@ def arrays_within_limits(
     arrays = prompts.on_node(lambda: compute(prompts, encoder, *options), name, encoder, *options)
     flags = f"--max-prompt-length {max_prompt_length} --max-response-length {max_response_length}"
     limits = f"{max_prompt_length} + {max_response_length}"
-    return prompts.without_long(arrays["kept"], unit, flags, limits), arrays
+    prompts = prompts.without_long(arrays["kept"], unit, flags, limits)
+    if turns := int(arrays["unshown"][0]):
+        prompts = prompts.noted(
+            f"the chat template leaves out the thoughts of {turns:,} turns, which are not trained on; some templates "
+            "show them with --chat-template-kwargs"
+        )
+    return prompts, arrays

@@ -65,9 +65,9 @@ def next_of_other_prompt(prompt_ids: np.ndarray) -> np.ndarray:
 
 def _arrays(prompts: PromptSet, encoder: Encoder, *options) -> dict[str, np.ndarray]:
     """Those of `Examples`, and the label of each response and the number of its prompt."""
-    arrays = sequence_arrays(_sequences, prompts, encoder, *options)
+    arrays = sequence_arrays(_examples, prompts, encoder, *options)
     labels, prompt_ids, numbers = [], [], {}
-    for index in arrays["kept"].tolist():
+    for index in np.unique(arrays["kept"]).tolist():
         prompt = prompts[index]
         for _, label in _texts(prompt):
             labels.append(label)
@@ -75,9 +75,11 @@ def _arrays(prompts: PromptSet, encoder: Encoder, *options) -> dict[str, np.ndar
     return arrays | {"labels": np.array(labels, np.bool_), "prompt_ids": np.array(prompt_ids, np.int64)}
 
 
-def _sequences(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> TokenSequences:
+def _examples(
+    prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int
+) -> list[TokenSequences]:
     options = encoder, max_prompt_length, max_response_length, True
-    return [prompt_and_response(prompt, text, *options) for text, _ in _texts(prompt)]
+    return [[prompt_and_response(prompt, text, *options)] for text, _ in _texts(prompt)]
 
 
 def _texts(prompt: Prompt) -> list[tuple[str, bool]]:

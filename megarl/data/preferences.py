@@ -41,7 +41,7 @@ def response_pairs(
     different responses or with an empty chosen one.
     """
     options = max_prompt_length, max_response_length, drops_long
-    compute = functools.partial(sequence_arrays, _responses)
+    compute = functools.partial(sequence_arrays, _pairs)
     return Examples(*arrays_within_limits(compute, prompts, encoder, "pairs", "pairs", *options), 2)
 
 
@@ -82,8 +82,8 @@ def _scored_arrays(prompts: PromptSet, encoder: Encoder, max_length: int, drops_
     return found.build() | {"cut": np.array(cut, np.bool_)}
 
 
-def _responses(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> TokenSequences:
-    """The sequences of the chosen and the rejected response; errors begin with the name of one.
+def _pairs(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> list[TokenSequences]:
+    """One example: the sequences of the chosen and the rejected response; errors begin with the name of one.
 
     The rejected one may be empty, as a policy's responses are now and then.
     """
@@ -96,4 +96,4 @@ def _responses(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_res
         except UsageError as error:
             raise type(error)(f"{name}: {error}") from None
     _check_tokens(found[0][0], found[1][0])
-    return found
+    return [found]

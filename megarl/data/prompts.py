@@ -64,7 +64,8 @@ class PromptSet:
     """The prompts of some files, in their order. It holds the lines' text, and each access reads one of them."""
 
     def __init__(self, lines: Ragged, source: PromptFiles, kept: np.ndarray | None = None):
-        """`lines`: the UTF-8 bytes of each line, all valid. `kept`: [N] ascending, the lines of the set; None: all."""
+        """`lines`: the UTF-8 bytes of each line, all valid. `kept`: [N] ascending, the lines of the set, of which one
+        may be there several times; None: all."""
         self._lines, self._source, self._kept = lines, source, kept
         self.flag, self.path, self.notes = source.flag, source.value, source.notes
         self.entries = source.entries  # of a mixture
@@ -211,17 +212,18 @@ class PromptSet:
         """The set of the prompts `kept`, with a note on how many were dropped; UsageError if there is none.
 
         Args:
-            kept: [M] ascending numbers of prompts.
+            kept: [M] ascending numbers of prompts, each as often as the set has it.
             unit: what a line of this set is.
             limits: the flags that limit the tokens of a line, with their values; `allowed` is these values alone.
         """
         if not len(kept):
             raise UsageError(f"{limits}: each of the {len(self):,} {unit} of {self.flag} {self.path} has more tokens")
-        if len(kept) == len(self):
+        if np.array_equal(kept, np.arange(len(self))):
             return self
-        dropped = f"dropped {len(self) - len(kept):,} of {len(self):,} {unit} longer than {allowed} tokens"
+        dropped = len(self) - len(np.unique(kept))
+        note = f"dropped {dropped:,} of {len(self):,} {unit} longer than {allowed} tokens"
         lines = kept if self._kept is None else self._kept[kept]
-        found = PromptSet(self._lines, self.noted(dropped)._source, lines)
+        found = PromptSet(self._lines, (self.noted(note) if dropped else self)._source, lines)
         for entry, size in zip(self.entries, found.sizes() if self.entries else [], strict=True):
             if not size:
                 raise UsageError(

@@ -7,18 +7,16 @@ bridge would depend on more than the new messages.
 """
 
 import contextlib
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import content_of, message_error, template_message, tool_call
+from megarl.data.written_turns import RESULT, USER, end_of_turn
 from megarl.errors import UsageError
 
 Messages = Sequence[Mapping[str, Any]]
-_USER = {"role": "user", "content": "a"}
-_RESULT = {"role": "tool", "content": "a", "tool_call_id": "call00000", "name": "f"}
 _SAMPLE = 1 << 16  # characters, at least, by which a text that is far too long is known
 _SAMPLE_PER_TOKEN = 64
 
@@ -70,9 +68,9 @@ class TurnTokens:
         tokenizer = self._tokenizer
         if self._template is None:
             return tokenizer.eos_id
-        found = {self._end_before([_USER])}
+        found = {self._end_before([USER])}
         with contextlib.suppress(UsageError):  # of a template without tools
-            found.add(self._end_before([_RESULT]))
+            found.add(self._end_before([RESULT]))
         if len(found) > 1:
             raise UsageError(f"{self._template.flag}: which token ends an assistant's turn depends on what follows")
         return tokenizer.special[found.pop()]
@@ -169,16 +167,16 @@ class TurnTokens:
     def _rendered_after_turn(self, messages: Messages) -> tuple[str, int]:
         """(a conversation with a turn and these messages after it, as text, where the turn ends)."""
         problem = UsageError(f"{self._template.flag}: an assistant's turn does not end before what follows")
-        opened = self._template.render([_USER], add_generation_prompt=True)
+        opened = self._template.render([USER], add_generation_prompt=True)
         for turn in _dummy_turns(messages):
             try:
-                rendered = self._template.render([_USER, turn, *messages], add_generation_prompt=True)
+                rendered = self._template.render([USER, turn, *messages], add_generation_prompt=True)
             except UsageError as error:
                 problem = error
                 continue
             if not rendered.startswith(opened):  # the opening of a last turn may hold more, such as <think>
-                opened = self._template.render([_USER])
-            end = end_of_turn(self._encoder, rendered, len(opened)) if rendered.startswith(opened) else None
+                opened = self._template.render([USER])
+            end = end_of_turn(self._tokenizer, rendered, len(opened)) if rendered.startswith(opened) else None
             if end is not None:
                 return rendered, end
         raise problem
@@ -220,16 +218,6 @@ class TurnTokens:
         return len(self._tokenizer.encode(text))
 
 
-def end_of_turn(encoder: Encoder, rendered: str, start: int) -> int | None:
-    """Where the first end token after `start` ends; None if there is none.
-
-    Only special tokens count: their strings are marked in contents, so the one that is found is the template's.
-    """
-    special = [token for token in encoder.tokenizer.end_tokens if token in encoder.tokenizer.special]
-    found = re.compile("|".join(map(re.escape, special)) or "(?!)").search(rendered, start)
-    return None if found is None else found.end()
-
-
 def end_of_last_turn(encoder: Encoder, whole: str, alone: str, start: int) -> tuple[int | None, str]:
     """(where a turn ends in the rendered conversation `whole`, what that must begin with if it keeps the turn).
 
@@ -238,10 +226,10 @@ def end_of_last_turn(encoder: Encoder, whole: str, alone: str, start: int) -> tu
     Args:
         alone: the conversation up to the turn, rendered; `start`: where the turn begins in it.
     """
-    end = end_of_turn(encoder, alone, start)
+    end = end_of_turn(encoder.tokenizer, alone, start)
     if end is not None:
         return end, alone[:end]
-    end = end_of_turn(encoder, whole, start)
+    end = end_of_turn(encoder.tokenizer, whole, start)
     is_next = whole[len(alone) : end].lstrip() in encoder.tokenizer.end_tokens
     return end if is_next or not whole.startswith(alone) else None, alone
 
@@ -253,7 +241,7 @@ def end_after_empty_thoughts(encoder: Encoder, whole: str, opened: str, has_thou
 
     `opened`: the conversation before the turn, rendered with its opening.
     """
-    return None if has_thoughts or not whole.startswith(opened) else end_of_turn(encoder, whole, len(opened))
+    return None if has_thoughts or not whole.startswith(opened) else end_of_turn(encoder.tokenizer, whole, len(opened))
 
 
 def _dummy_turns(messages: Messages) -> Iterator[dict[str, Any]]:

@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.data.labelled_responses import next_of_other_prompt
+from megarl.data.columns import Columns
+from megarl.data.conversations import Encoder
+from megarl.data.labelled_responses import LabelledResponses, next_of_other_prompt
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.programs import (
     assert_close,
     in_world,
+    inputs,
     metrics,
     preference_argv,
     preferences,
@@ -159,6 +164,20 @@ def test_a_run_resumes_exactly(folder, tmp_path):
 def test_the_other_prompt_is_the_next_one_that_differs():
     assert next_of_other_prompt(torch.tensor([0, 0, 1, 2, 2, 0]).numpy()).tolist() == [2, 2, 3, 5, 5, 2]
     assert next_of_other_prompt(torch.tensor([1, 1, 0, 1]).numpy()).tolist() == [2, 2, 3, 2]
+
+
+def test_both_responses_of_every_pair_are_drawn(tmp_path):
+    rows = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(2 * n + 1)} for n in range(4)]
+    rows.insert(2, {"prompt": "1+2=", "response": "3", "desirable": True})
+    prompts = load_prompts(str(write_lines(tmp_path / "p.jsonl", rows)), columns=Columns("kto"))
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model"))
+    examples = LabelledResponses(prompts, Encoder(tokenizer), 6, 4)
+    drawn = examples.prompts.order(seed=3).take(9)
+    assert sorted(drawn) == [*range(9)] and examples.labels.tolist() == [True, False] * 2 + [True] + [True, False] * 2
+    texts = [(examples.prompts[number].prompt, tokenizer.decode([i for i, is_own in zip(*own) if is_own]))
+             for number, (own, _) in enumerate(examples)]  # fmt: skip
+    pairs = [(row["prompt"], row[name]) for row in rows for name in ("chosen", "rejected", "response") if name in row]
+    assert texts == pairs
 
 
 GOOD = {"prompt": "1+2=", "response": "3", "desirable": True}

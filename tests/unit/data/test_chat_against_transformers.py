@@ -44,7 +44,7 @@ def test_texts_and_tokens_are_those_of_transformers(tmp_path, name):
             if not generation and pairs[-1][0] == "assistant":
                 prompt, text = Prompt(0, messages[:-1]), pairs[-1][1]
                 joined = encoder.prompt(prompt) + encoder.response(prompt, text)
-                whole, mask = encoder.conversation(messages)
+                ((whole, _),) = encoder.conversation(messages)
                 assert whole[: len(joined)] == joined and joined[-1] == tokenizer.eos_id
                 if whole != found["ids"]:
                     across.append(text)

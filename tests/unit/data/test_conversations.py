@@ -121,7 +121,7 @@ def test_the_mask_of_a_conversation_covers_each_answer_and_its_end(encoders, nam
     def holds(turns):
         messages = [{"role": role, "content": text} for turn in turns
                     for role, text in zip(("user", "assistant"), turn, strict=True)]  # fmt: skip
-        ids, mask = encoder.conversation(messages)
+        ((ids, mask),) = encoder.conversation(messages)
         assert len(ids) == len(mask) and not mask[0]
         runs = [[i for i, _ in run] for learnt, run in
                 itertools.groupby(zip(ids, mask, strict=True), key=lambda item: item[1]) if learnt]  # fmt: skip
@@ -187,14 +187,16 @@ def test_a_template_unfit_for_training_is_rejected(tokenizers, source, message):
         Encoder(tokenizers["sp_bpe"], template).check_turns()
 
 
-def test_a_template_that_rewrites_earlier_turns_is_rejected(tokenizers):
+def test_a_template_that_rewrites_earlier_turns_makes_several_sequences(tokenizers):
     # As some do with earlier thoughts: only the last answer is given in full.
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}u{{ m.content }}a{% else %}"
         "{{ m.content if loop.last else '-' }}{{ eos_token }}{% endif %}{% endfor %}"
     )
     encoder = Encoder(tokenizers["sp_bpe"], ChatTemplate(source, tokenizers["sp_bpe"]))
-    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert encoder.conversation(turn)[1][-1]
-    with pytest.raises(UsageError, match="a later message changes how an earlier one is rendered"):
-        encoder.conversation(turn * 2)
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    found = encoder.conversation(turn * 2)
+    texts = [encoder.tokenizer.decode([i for i in ids if i != encoder.tokenizer.eos_id]) for ids, _ in found]
+    assert texts == ["uxay", "uxa-uxay"]
+    assert [sum(mask) for _, mask in found] == [sum(mask) for _, mask in encoder.conversation(turn)] * 2
+    assert all(mask[-1] for _, mask in found)
