@@ -28,15 +28,33 @@ def name_of(value: str, template: "ChatTemplate | None") -> str:
     return format_of(template) if value == AUTO else value
 
 
+def check_format(value: str, template: "ChatTemplate"):
+    """UsageError for `--tool-call-parser auto` with a template whose calls no format reads."""
+    if value != AUTO or _found_format(template) is not None:
+        return
+    if any(_CALL.name in written for written in _written_calls(template)):
+        raise UsageError(
+            f"--tool-call-parser {AUTO}: no format reads the calls that {template.flag} writes; name one of "
+            f"{', '.join(FORMATS)}, or a function"
+        )
+
+
 def format_of(template: "ChatTemplate | None") -> str:
     """The name of the format that reads a call which the template has written; `FALLBACK` if none does."""
-    texts = [] if template is None else [_written_call(template, call_id) for call_id in _IDS]
-    for (name, each), written in itertools.product(FORMATS.items(), filter(None, texts)):
+    return FALLBACK if template is None else _found_format(template) or FALLBACK
+
+
+def _found_format(template: "ChatTemplate") -> str | None:
+    for (name, each), written in itertools.product(FORMATS.items(), _written_calls(template)):
         reader = each.reader([_TOOL])
         found = joined([*reader.feed(written), *reader.finish()])
         if [call._replace(id=None) for call in found.calls] == [_CALL] and not found.errors:
             return name
-    return FALLBACK
+    return None
+
+
+def _written_calls(template: "ChatTemplate") -> list[str]:
+    return [written for call_id in _IDS if (written := _written_call(template, call_id))]
 
 
 def _written_call(template: "ChatTemplate", call_id: str) -> str | None:

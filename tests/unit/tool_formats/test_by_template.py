@@ -7,7 +7,8 @@ import pytest
 
 from megarl.data.turns import TurnTokens
 from megarl.environments.turn_parsing import parse_turn
-from megarl.tool_formats.by_template import format_of, name_of
+from megarl.errors import UsageError
+from megarl.tool_formats.by_template import check_format, format_of, name_of
 from megarl.tool_formats.table import FORMATS
 from tests.helpers.chat_encoders import encoder_of, spelled
 from tests.helpers.chat_templates import HERMES, QWEN25
@@ -43,6 +44,22 @@ def test_a_template_names_its_format(encoders, name):
 @pytest.mark.parametrize("template", [CHATML, QWEN25, HERMES, "{{ raise_exception('no') if messages[1] else '' }}"])
 def test_other_templates_have_calls_of_hermes(tmp_path, template):
     assert format_of(encoder_of(tmp_path / "t", chatml, template).template) == format_of(None) == "hermes"
+
+
+def test_calls_in_a_form_that_nothing_reads(tmp_path):
+    """As LFM2's, which are Python."""
+    said = "{{- message.content + '<|im_end|>' }}{%- endgen"
+    written = "'[' + message.tool_calls[0].function.name + '()]'"
+    pythonic = CHATML.replace(said, "{{- " + written + " if message.tool_calls else '' }}" + said)
+    template = encoder_of(tmp_path / "t", chatml, pythonic).template
+    assert pythonic != CHATML and format_of(template) == "hermes"
+    with pytest.raises(
+        UsageError, match="--tool-call-parser auto: no format reads the calls that --chat-template writes"
+    ):
+        check_format("auto", template)
+    for value, other in (("hermes", template), ("auto", encoder_of(tmp_path / "c", chatml, CHATML).template),
+                         ("auto", encoder_of(tmp_path / "q", chatml, QWEN25).template)):  # fmt: skip
+        check_format(value, other)
 
 
 def test_a_template_may_write_plain_json(tmp_path):
