@@ -295,17 +295,19 @@ class _Namespace(jinja2.utils.Namespace):
     """`namespace` in a template, without names that lead out of the sandbox."""
 
     def __init__(*args, **kwargs):  # `self` may be a name in the template
-        jinja2.utils.Namespace.__init__(args[0], _public(dict(*args[1:], **kwargs)))
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_public(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
 
     def __setitem__(self, name, value):
-        super().__setitem__(*next(iter(_public({name: value}).items())))
+        _check_public(name)
+        super().__setitem__(name, value)
 
 
-def _public(attributes: dict[str, Any]) -> dict[str, Any]:
-    for name in attributes:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace has no place for {name!r}")
-    return attributes
+def _check_public(name: str):
+    if name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace has no place for {name!r}")
 
 
 def _raise(message: str) -> NoReturn:

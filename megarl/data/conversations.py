@@ -112,11 +112,11 @@ class Encoder:
     def conversation(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[tuple[list[int], list[bool]]]:
-        """`(ids, mask)` of a whole conversation, equally long; the mask covers each assistant's turn with its EOS.
+        """The sequences of a conversation: `(ids, mask)` of each, equally long. The masks cover each assistant's turn
+        once, with its EOS, after what a policy would read before it.
 
-        Every turn follows what the policy would read before it. So they are several where the template shows an earlier
-        turn otherwise once later messages follow, such as without its thoughts: each of them begins with the
-        conversation as the template shows it then, and has the turns that stay as they are.
+        It is one sequence unless the template shows an earlier turn otherwise once later messages follow, for example
+        without its thoughts. Then a new one begins with the conversation as the template shows it at that place.
 
         The calls and thoughts of a turn are part of it. The opening of the turn and the template's text after that EOS
         are context, outside the mask, as are the results of tools. UsageError if the template leaves calls out; turns

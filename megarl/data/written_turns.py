@@ -4,6 +4,7 @@ Published templates differ: a turn may end with the token with which the next me
 begin thoughts that the template does not show of a turn (DeepSeek R1).
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,6 +74,7 @@ def _after_opening(template: ChatTemplate, opened: str, whole: str, turn: Mappin
     raise UsageError(f"{template.flag}: {said}")
 
 
+@functools.lru_cache(maxsize=16)
 def _closing(template: ChatTemplate, has_calls: bool) -> str:
     """The text up to the token that ends a turn, if that is the beginning of the next message: a result, or a user's.
 
