@@ -32,15 +32,18 @@ def read_settings(directory: Path) -> dict:
     return found
 
 
-def own_flags(flags: dict, of_first: dict) -> dict:
-    """What settings.yaml has of a role's Megatron flags: all of the first role, else those that differ from its."""
-    if flags is of_first:
-        return flags
-    return {name: value for name, value in flags.items() if name not in of_first or value != of_first[name]}
+def without_repeats(flags: dict[str, dict]) -> dict[str, dict]:
+    """What settings.yaml has of the roles' Megatron flags: all of the first role, of others those that differ."""
+    first = flags[min(flags)]
+    return {
+        role: {name: x for name, x in own.items() if role == min(flags) or name not in first or x != first[name]}
+        for role, own in flags.items()
+    }
 
 
 def whole(settings: dict) -> dict:
-    """Settings of a file with all Megatron flags of every role; as they are if they have no such roles."""
+    """Settings of a file with all Megatron flags of every role: undoes `without_repeats`; as they are if they have no
+    such roles."""
     roles = settings.get("roles")
     if not isinstance(roles, dict) or not roles:
         return settings

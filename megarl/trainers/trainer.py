@@ -107,12 +107,12 @@ class Trainer(abc.ABC):
     def _settings(self) -> dict:
         # A rollout that shares the actor's model has the actor's settings.
         roles = {name: role for name, role in self.config.roles.items() if role.model_role == name}
-        first = roles[min(roles)]
+        flags = report_settings.without_repeats({name: vars(role.megatron) for name, role in roles.items()})
         of_roles = {
             name: {
                 "ranks": f"{role.ranks.start}-{role.ranks.stop - 1}",
                 "max_tokens_per_microbatch": role.max_tokens_per_microbatch,
-                "megatron": report_settings.own_flags(vars(role.megatron), vars(first.megatron)),
+                "megatron": flags[name],
             }
             for name, role in roles.items()
         }

@@ -171,7 +171,7 @@ def test_settings_have_a_row_for_each_flag():
 
 def test_a_file_has_the_flags_of_the_first_role_and_what_differs_from_them():
     flags = {name: role["megatron"] for name, role in _settings()["roles"].items()}
-    short = {name: report_settings.own_flags(of_role, flags["actor"]) for name, of_role in flags.items()}
+    short = report_settings.without_repeats(flags)
     assert short == {"actor": flags["actor"], "critic": {"lr": 2}}
     roles = {name: {"ranks": "0-1", "megatron": of_role} for name, of_role in reversed(short.items())}
     assert report_settings.whole(_settings(roles=roles)) == _settings()
