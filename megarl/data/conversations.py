@@ -130,7 +130,8 @@ class Encoder:
             if message["role"] != "assistant":
                 continue
             opened = self.template.render(messages[:number], add_generation_prompt=True, tools=tools)
-            turn = self._shown_turn(messages[:number], message, opened, tools)
+            turn = written_turn(self.template, opened, messages[:number], message, tools)
+            self._check_shown(message, turn)
             if not opened.startswith(texts[-1]):
                 texts.append("")
                 borders.append([0])
@@ -153,9 +154,9 @@ class Encoder:
         """`response`, of a text to be trained on: it is counted if the template leaves its thoughts out."""
         if self.template is None:
             return self.response(prompt, text)
-        before, opened = conversation_of(prompt.key), self._encoded(prompt.key, prompt.tools_key)[0]
-        turn = self._shown_turn(before, {"role": "assistant", "content": text}, opened, prompt.tools)
-        return self.template.encode_following([(opened, turn)])[0]
+        opened, written = self._turn(prompt, text)
+        self._check_shown({"role": "assistant", "content": text}, written)
+        return self.template.encode_following([(opened, written)])[0]
 
     def _encode_prompt(self, key: str | tuple[MessageKey, ...], tools: str | None) -> tuple[str, tuple[int, ...]]:
         """A prompt's rendered text, with marks, and its tokens. `tools`: JSON."""
@@ -181,19 +182,16 @@ class Encoder:
         answer = {"role": "assistant", "content": text}
         return opened, written_turn(self.template, opened, before, answer, prompt.tools)
 
-    def _shown_turn(
-        self, before: Sequence[Message], turn: Message, opened: str, tools: Sequence[Mapping[str, Any]] | None
-    ) -> str:
-        """`written_turn` of a turn to be trained on. UsageError if the template leaves a call out."""
+    def _check_shown(self, turn: Message, written: str):
+        """UsageError if the template leaves a call out of `written`, a turn to be trained on; counts one without its
+        thoughts."""
         assert self.template is not None
-        written = written_turn(self.template, opened, before, turn, tools)
         shown = self.template.plain(written)
         for call in turn.get("tool_calls", ()):
             name = call["function"]["name"]
             if name not in shown:
                 raise UsageError(f"{self.template.flag}: the template leaves out the assistant's call of {name!r}")
         self.unshown_thoughts += thoughts_of(turn) not in shown
-        return written
 
     def _cut(self, ids: list[int], max_length: int) -> tuple[list[int], int]:
         cut = max(0, len(ids) - max_length)

@@ -72,7 +72,7 @@ def sequence_arrays(
     drops_long: bool,
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """What `read` makes of each line. UsageError with file and line for a wrong one."""
-    found, encoder.unshown_thoughts = ArraysBuilder(), 0
+    found, before = ArraysBuilder(), encoder.unshown_thoughts
     for prompt in prompts:
         with prompts.named_errors(prompt.index):
             try:
@@ -81,7 +81,7 @@ def sequence_arrays(
             except TooLong:
                 if not drops_long:
                     raise
-    return found.build() | {"unshown": np.array([encoder.unshown_thoughts])}
+    return found.build() | {"unshown": np.array([encoder.unshown_thoughts - before])}
 
 
 def arrays_within_limits(

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import content_of, message_error, template_message, tool_call
-from megarl.data.written_turns import RESULT, USER, end_of_turn
+from megarl.data.written_turns import RESULT, USER, end_of_next, end_of_turn
 from megarl.errors import UsageError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -221,7 +221,7 @@ class TurnTokens:
 def end_of_last_turn(encoder: Encoder, whole: str, alone: str, start: int) -> tuple[int | None, str]:
     """(where a turn ends in the rendered conversation `whole`, what that must begin with if it keeps the turn).
 
-    The end is None if no end token ends the turn. The token with which the next message begins may end it (GLM).
+    The end is None if no end token ends the turn.
 
     Args:
         alone: the conversation up to the turn, rendered; `start`: where the turn begins in it.
@@ -229,9 +229,9 @@ def end_of_last_turn(encoder: Encoder, whole: str, alone: str, start: int) -> tu
     end = end_of_turn(encoder.tokenizer, alone, start)
     if end is not None:
         return end, alone[:end]
-    end = end_of_turn(encoder.tokenizer, whole, start)
-    is_next = whole[len(alone) : end].lstrip() in encoder.tokenizer.end_tokens
-    return end if is_next or not whole.startswith(alone) else None, alone
+    if whole.startswith(alone):
+        return end_of_next(encoder.tokenizer, whole, alone), alone
+    return end_of_turn(encoder.tokenizer, whole, start), alone
 
 
 def end_after_empty_thoughts(encoder: Encoder, whole: str, opened: str, has_thoughts: bool) -> int | None:

@@ -31,6 +31,13 @@ def end_of_turn(tokenizer: Tokenizer, rendered: str, start: int) -> int | None:
     return None if found is None else found.end()
 
 
+def end_of_next(tokenizer: Tokenizer, longer: str, alone: str) -> int | None:
+    """Where the token with which the next message begins ends in `longer`, which begins with `alone`, the conversation
+    up to a turn; None if that is no end token. It may end the turn (GLM)."""
+    end = end_of_turn(tokenizer, longer, len(alone))
+    return end if longer[len(alone) : end].strip() in tokenizer.end_tokens else None
+
+
 def written_turn(
     template: ChatTemplate,
     opened: str,
@@ -82,8 +89,8 @@ def _closing(template: ChatTemplate, has_calls: bool) -> str:
     """
     turn, following = (_CALL, RESULT) if has_calls else (_ANSWER, USER)
     alone, longer = template.render([USER, turn]), template.render([USER, turn, following])
-    end = end_of_turn(template.tokenizer, longer, len(alone)) if longer.startswith(alone) else None
-    if end is None or longer[len(alone) : end].strip() not in template.tokenizer.end_tokens:
+    end = end_of_next(template.tokenizer, longer, alone) if longer.startswith(alone) else None
+    if end is None:
         raise UsageError(
             f"{template.flag}: an assistant's turn ends without the tokenizer's EOS "
             f"{template.tokenizer.end_tokens[0]!r}; write eos_token there, make the token that ends a turn the "

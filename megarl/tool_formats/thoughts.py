@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
+from megarl.data.message_forms import CLOSE, OPEN
 from megarl.tool_formats.reader import REASONING, Back, Begins, Grammar, Said, Until
 
-THINK = "<think>", "</think>"
+THINK = OPEN, CLOSE
 
 
 class ThoughtMarks(NamedTuple):
