@@ -117,6 +117,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+@functools.cache
 def _git_commit() -> str | None:
     if not (ROOT / ".git").exists():  # a folder of site-packages may be in a repository of others
         return None

@@ -71,10 +71,12 @@ def warm():
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     from megarl import arguments
+    from megarl.observe import settings_file
 
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --prompts x --max-prompt-length 1"
     flags += " --max-response-length 1 --tokenizer-model x --lr 1 --critic-lr 1 --minibatch-size 1 --prompts-per-step 1"
     arguments.parse(flags.split(), 1)
+    settings_file.environment("cpu")  # versions, and git's answer
     dist.BackendConfig(dist.Backend("gloo"))  # torch looks through all installed packages for it, once
     gc.collect()
     gc.freeze()
