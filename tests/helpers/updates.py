@@ -52,7 +52,8 @@ def whole_weights(stages, pg_collection, describe=None) -> dict:
     """
     from megarl.mcore.parallel.fsdp import local_rows
 
-    shards = []
+    shards: list = []
+    values: list = []
 
     def visit(item):
         if isinstance(item, dict):
@@ -64,22 +65,34 @@ def whole_weights(stages, pg_collection, describe=None) -> dict:
             visit(item.build())
         elif isinstance(item, ShardedTensor) and item.replica_id != 1:  # a spare row of a rank without rows
             offset = item.global_offset
-            shards.append((item.key, item.global_shape, offset, item.prepend_axis_num, item.data.detach().clone()))
+            shards.append((item.key, item.global_shape, offset, item.prepend_axis_num, item.data.shape))
+            values.append(item.data.detach().flatten().float())
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": pg_collection.dp_cp}
     for chunk in stages:
         state = describe(chunk, metadata) if describe else chunk.sharded_state_dict(metadata=metadata)
         visit(local_rows(state))
-    everyone = [None] * dist.get_world_size(pg_collection.intra_dist_opt)
-    dist.all_gather_object(everyone, shards, group=pg_collection.intra_dist_opt)
-    found = {}
-    for key, shape, offset, prepended, data in (shard for part in everyone for shard in part):
+    found: dict = {}
+    for (key, shape, offset, prepended, own_shape), data in _of_all_ranks(shards, values, pg_collection.intra_dist_opt):
         whole = found.setdefault(key, torch.full(shape, float("nan")))
-        data = data[(None,) * prepended]
+        data = data.view(own_shape)[(None,) * prepended]
         box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
         whole[box] = data
     assert found and all(not whole.isnan().any() for whole in found.values())
     return found
+
+
+def _of_all_ranks(shards: list, values: list, group):
+    """Pairs of a shard and its values, of all ranks: of objects torch.load reads each tensor."""
+    everyone: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, shards, group=group)
+    sizes = [[shape.numel() for *_, shape in part] for part in everyone]
+    longest = max(map(sum, sizes))
+    flat = torch.nn.functional.pad(torch.cat([torch.empty(0), *values]), (0, longest - sum(map(len, values))))
+    rows = [torch.empty_like(flat) for _ in everyone]
+    dist.all_gather(rows, flat, group=group)
+    for part, row, numbers in zip(everyone, rows, sizes, strict=True):
+        yield from zip(part, row[: sum(numbers)].split(numbers), strict=True)
 
 
 def forward_of(value_head: bool):
