@@ -1,6 +1,7 @@
 """The exception for wrong input, an argument parser that raises it, names of flags in messages, and warnings."""
 
 import argparse
+import os
 import sys
 import typing
 from collections.abc import Iterable
@@ -69,3 +70,9 @@ def warn(warnings: Iterable[str]):
     """Prints each warning on one line of stderr."""
     for text in warnings:
         print(f"megarl: warning: {text}", file=sys.stderr, flush=True)
+
+
+def warn_as_first(warnings: Iterable[str]):
+    """`warn` on rank 0, unless a launcher has done it, of what all ranks find before they are connected."""
+    if os.environ.get("RANK", "0") == "0" and not os.environ.get(WARNED):
+        warn(warnings)

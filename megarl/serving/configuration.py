@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import Vocabulary
-from megarl.errors import UsageError
+from megarl.errors import UsageError, warn_as_first
 from megarl.flags.server_settings import ServerSettings
-from megarl.tool_formats.by_template import FALLBACK, name_of
+from megarl.tool_formats.by_template import FALLBACK, name_of, unread_calls
 from megarl.tool_formats.table import AUTO, FORMATS
 from megarl.tool_formats.thinking_budget import ThoughtReader
 
@@ -98,6 +98,8 @@ def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> Fronte
     s = config.settings
     name = s.tool_call_parser if _is_built_in(s.tool_call_parser) else AUTO  # the HTTP process has no code of users
     form = name_of(name, encoder.template)
+    if problem := unread_calls(name, encoder.template):
+        warn_as_first([f"{problem}, if clients offer tools"])
     if s.thinking_budget_text is not None:
         try:
             ThoughtReader(Vocabulary(encoder.tokenizer), FORMATS[form]).encode(s.thinking_budget_text)

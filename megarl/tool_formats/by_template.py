@@ -28,15 +28,14 @@ def name_of(value: str, template: "ChatTemplate | None") -> str:
     return format_of(template) if value == AUTO else value
 
 
-def check_format(value: str, template: "ChatTemplate"):
-    """UsageError for `--tool-call-parser auto` with a template whose calls no format reads."""
-    if value != AUTO or _found_format(template) is not None:
-        return
-    if any(_CALL.name in written for written in _written_calls(template)):
-        raise UsageError(
-            f"--tool-call-parser {AUTO}: no format reads the calls that {template.flag} writes; name one of "
-            f"{', '.join(FORMATS)}, or a function"
-        )
+def unread_calls(value: str, template: "ChatTemplate | None") -> str | None:
+    """What is wrong with `--tool-call-parser auto` and a template whose calls no format reads; None if one does."""
+    if value != AUTO or template is None or _found_format(template) is not None:
+        return None
+    if not any(_CALL.name in written for written in _written_calls(template)):
+        return None  # it writes none
+    formats = ", ".join(FORMATS)
+    return f"--tool-call-parser {AUTO}: no format reads the calls that {template.flag} writes; name one of {formats}"
 
 
 def format_of(template: "ChatTemplate | None") -> str:

@@ -10,9 +10,9 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
 from megarl.environments.check import AGENT, KINDS, TOOLS, check_factories
-from megarl.errors import UsageError
+from megarl.errors import UsageError, warn_as_first
 from megarl.serving.configuration import check_listening
-from megarl.tool_formats.by_template import check_format, name_of
+from megarl.tool_formats.by_template import name_of, unread_calls
 from megarl.tool_formats.table import load_format
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
         raise UsageError(f"--agent-sessions: the environments of lines are not used, and some name {others[0]}")
     own = [AGENT] if settings.agent_sessions else _kinds(settings, [settings.environment])
     kinds = {*own, *(_kinds(settings, others) if others else [])}
-    if TOOLS in kinds and encoder.template is not None:
-        check_format(settings.tool_call_parser, encoder.template)
+    if problem := unread_calls(settings.tool_call_parser, encoder.template):
+        if TOOLS in kinds:
+            raise UsageError(f"{problem}, or a function")
+        warn_as_first([f"{problem}, or a function, if agents offer tools"] if AGENT in kinds else [])
     form = load_format(name_of(settings.tool_call_parser, encoder.template))
     # A history that the template rewrites is a new row of an agent.
     check_template(encoder, tuple(sorted(kinds - {AGENT})), form.call_id)

@@ -10,7 +10,7 @@ import torch
 from megarl import arguments, user_code
 from megarl.cluster import slurm
 from megarl.cluster.cores import cores
-from megarl.errors import STOPPED, WARNED, RunStopped, TooManyFailures, UsageError, warn
+from megarl.errors import STOPPED, RunStopped, TooManyFailures, UsageError, warn_as_first
 from megarl.faults import heartbeat, run_lock
 from megarl.mcore import cuda_environment
 from megarl.observe import samples
@@ -42,8 +42,7 @@ def launch(train, program: str):
             if rank == 0:
                 restart.finish_report(config)
             return
-        if rank == 0 and not os.environ.get(WARNED):
-            warn(config.warnings)
+        warn_as_first(config.warnings)
         cuda_environment.choose(role.megatron for role in config.roles.values() if rank in role.ranks)
         status = train(config, timers)
         heartbeat.finish()

@@ -29,6 +29,11 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+_SAID = "{{- message.content + '<|im_end|>' }}{%- endgen"
+_CALLED = "'[' + message.tool_calls[0].function.name + '()]'"
+# With calls in Python, as LFM2's, which no format reads.
+PYTHONIC = CHATML.replace(_SAID, "{{- " + _CALLED + " if message.tool_calls else '' }}" + _SAID)
+assert PYTHONIC != CHATML
 
 LLAMA = """\
 {{- bos_token }}

@@ -7,13 +7,12 @@ import pytest
 
 from megarl.data.turns import TurnTokens
 from megarl.environments.turn_parsing import parse_turn
-from megarl.errors import UsageError
-from megarl.tool_formats.by_template import check_format, format_of, name_of
+from megarl.tool_formats.by_template import format_of, name_of, unread_calls
 from megarl.tool_formats.table import FORMATS
 from tests.helpers.chat_encoders import encoder_of, spelled
 from tests.helpers.chat_templates import HERMES, QWEN25
 from tests.helpers.family_templates import FAMILY_TEMPLATES
-from tests.helpers.small_tokenizers import CHATML, chatml
+from tests.helpers.small_tokenizers import CHATML, PYTHONIC, chatml
 from tests.helpers.worlds import run_world
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "a", "parameters": {
@@ -48,18 +47,15 @@ def test_other_templates_have_calls_of_hermes(tmp_path, template):
 
 def test_calls_in_a_form_that_nothing_reads(tmp_path):
     """As LFM2's, which are Python."""
-    said = "{{- message.content + '<|im_end|>' }}{%- endgen"
-    written = "'[' + message.tool_calls[0].function.name + '()]'"
-    pythonic = CHATML.replace(said, "{{- " + written + " if message.tool_calls else '' }}" + said)
-    template = encoder_of(tmp_path / "t", chatml, pythonic).template
-    assert pythonic != CHATML and format_of(template) == "hermes"
-    with pytest.raises(
-        UsageError, match="--tool-call-parser auto: no format reads the calls that --chat-template writes"
-    ):
-        check_format("auto", template)
-    for value, other in (("hermes", template), ("auto", encoder_of(tmp_path / "c", chatml, CHATML).template),
+    template = encoder_of(tmp_path / "t", chatml, PYTHONIC).template
+    assert format_of(template) == "hermes"
+    assert unread_calls("auto", template).startswith(
+        "--tool-call-parser auto: no format reads the calls that --chat-template writes; name one of hermes,"
+    )
+    for value, other in (("hermes", template), ("auto", None),
+                         ("auto", encoder_of(tmp_path / "c", chatml, CHATML).template),
                          ("auto", encoder_of(tmp_path / "q", chatml, QWEN25).template)):  # fmt: skip
-        check_format(value, other)
+        assert unread_calls(value, other) is None
 
 
 def test_a_template_may_write_plain_json(tmp_path):

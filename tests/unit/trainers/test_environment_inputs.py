@@ -1,0 +1,39 @@
+"""What is checked of environments: a template whose calls nothing reads is refused or said, never ignored."""
+
+import pytest
+
+from megarl.errors import WARNED, UsageError, warn_as_first
+from megarl.trainers.environment_inputs import check_environments
+from tests.helpers.chat_encoders import encoder_of
+from tests.helpers.programs import program, rl_argv
+from tests.helpers.small_tokenizers import PYTHONIC, chatml
+
+PROBLEM = "--tool-call-parser auto: no format reads the calls that --chat-template writes; name one of hermes,"
+
+
+def checked(tmp_path, environment: str):
+    settings = program("rl", rl_argv(tmp_path / "run", f"--environment {environment} --max-turns 2"), 1).settings
+    check_environments(settings, encoder_of(tmp_path / "tokenizer", chatml, PYTHONIC), {})
+
+
+def test_agents_hear_that_no_call_would_be_read(tmp_path, capfd):
+    checked(tmp_path, "tests.helpers.agents:sums")
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("megarl: "))
+    assert line.startswith(f"megarl: warning: {PROBLEM}") and line.endswith("or a function, if agents offer tools")
+
+
+def test_environments_with_tools_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=PROBLEM):
+        checked(tmp_path, "calculator")
+
+
+@pytest.mark.parametrize("variables, printed", [
+    ({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({WARNED: "1"}, False),
+])  # fmt: skip
+def test_what_all_ranks_find_is_said_once(variables, printed, monkeypatch, capsys):
+    for name in ("RANK", WARNED):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    warn_as_first(["once"])
+    assert capsys.readouterr().err == "megarl: warning: once\n" * printed
