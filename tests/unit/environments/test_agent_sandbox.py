@@ -14,12 +14,19 @@ from tests.helpers.waiting import wait_until
 HERE = "tests.helpers.confined_agents"
 
 
-@pytest.fixture
-def pool(tmp_path, monkeypatch):
-    (tmp_path / "secret").write_text("secret")
-    monkeypatch.setenv(MARK, str(tmp_path / "secret"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setenv(PORT, str(listener.getsockname()[1]))
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory):
+    path = tmp_path_factory.mktemp("outside") / "secret"
+    path.write_text("secret")
+    return path
+
+
+@pytest.fixture(scope="module")
+def pool(secret):
+    """One for all: each program has a sandbox of its own."""
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as listener:
+        patch.setenv(MARK, str(secret))
+        patch.setenv(PORT, str(listener.getsockname()[1]))
         made = pool_of()
         try:
             yield made
@@ -31,11 +38,11 @@ def pool(tmp_path, monkeypatch):
     ("asks", 1), ("explores", 0), ("linked", 0), ("fills_its_folder", 0), ("fills_the_memory", 0), ("forks", 0),
     long(("connects", 1)),
 ])  # fmt: skip
-def test_a_program_can_do_what_it_may(name, turns, pool, tmp_path):
+def test_a_program_can_do_what_it_may(name, turns, pool, secret):
     event, asked = play(pool, f"{HERE}:{name}")
     assert event.failure is None and len(asked) == turns
     assert event.observation.reward == (42.0 if name == "asks" else 1.0)
-    wait_until(lambda: not marked(str(tmp_path / "secret")))
+    wait_until(lambda: not marked(str(secret)))
 
 
 def test_a_machine_without_a_sandbox_is_said(monkeypatch):
