@@ -78,6 +78,7 @@ COMPANY = {
     "--normalization RMSNorm --disable-bias-linear": "experimental_attention_variant",
     LLAMA3: "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings",
     "--window-size 3,0": "window_attn_skip_freq window_rotary_base",
+    "--kv-channels 16": "rotary_divisors",
     "--swiglu": "glu_linear_offset activation_func_clamp_value",
     "--normalization RMSNorm": "qk_layernorm_all_heads",
     "--disable-bias-linear": "add_qkv_bias",
@@ -118,6 +119,7 @@ VALUES = {
     "muon_coefficient_type": "simple", "muon_tp_mode": "blockwise",
     "lr_multipliers": "*=2", "weight_decay_multipliers": "*=2", "freeze": "*",
     "moe_token_dispatcher_type": "allgather", "pretrained_checkpoint": "x", "no_rope_freq": "2",
+    "rotary_divisors": "1,1,1,1,2,2,4,4",
 }  # fmt: skip
 
 # Switches that ask for what every run has here anyway, so their opposites are not to be had.

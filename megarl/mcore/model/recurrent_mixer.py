@@ -111,7 +111,8 @@ class RecurrentMixer(MegatronModule):
         layout = packed_seq_params
         if layout.order is None:
             return self.out_proj(self._mixed(projected.squeeze(1), layout.runs, None).unsqueeze(1))
-        of_heads = to_heads(projected.squeeze(1), self.in_proj.weight.parts, layout.order, layout.cp_group)
+        parts = tuple(self.sizes.parts.values())
+        of_heads = to_heads(projected.squeeze(1), parts, layout.order, layout.cp_group)
         ranks, rank = dist.get_world_size(layout.cp_group), dist.get_rank(layout.cp_group)
         mixed = to_tokens(self._mixed(of_heads, layout.runs, None, ranks, rank), layout.order, layout.cp_group)
         return self.out_proj(mixed.unsqueeze(1))

@@ -187,4 +187,5 @@ def test_an_update_is_the_same_in_other_layouts(shape, flags, layout, size):
     for _, _, found, _ in run_world(one_update, size, f"{FLAGS} {flags} {layout}", shape):
         assert found.keys() == wanted.keys()
         for name, weight in wanted.items():
-            assert float((found[name] - weight).abs().max()) <= 1e-4, name
+            update = float((weight - before[name]).abs().max())
+            assert float((found[name] - weight).abs().max()) <= 0.01 * update, name
