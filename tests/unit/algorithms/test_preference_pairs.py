@@ -42,7 +42,7 @@ def test_the_pair_of_a_group_is_its_first_best_and_its_first_worst():
         ours = best_and_worst(scores, groups)
         assert list(zip(ours.chosen.tolist(), ours.rejected.tolist(), strict=True)) == pairs and ours.ties == ties
         found = [found[0] + len(pairs), found[1] + ties]
-    assert min(found) > 100
+    assert min(found) > 60
 
 
 def of_step(step, logprobs: torch.Tensor) -> StepData:
@@ -94,4 +94,4 @@ def test_the_policy_gradient_is_the_gradient_of_the_loss(name):
         assert metrics["preference/loss"] == pytest.approx(float(expected.detach()), rel=1e-12)
         torch.testing.assert_close(ours, *torch.autograd.grad(expected, logprobs), rtol=1e-10, atol=1e-14)
         compared += 1
-    assert compared > 100
+    assert compared > 50

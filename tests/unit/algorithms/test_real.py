@@ -68,7 +68,7 @@ def test_the_gradient_is_that_of_the_classification():
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
         assert not found[~batch.mask].any() and found.isfinite().all()
         compared += int(theirs.any())
-    assert compared > 100
+    assert compared > 50
 
 
 def test_ranks_compare_as_one_rank():

@@ -34,7 +34,7 @@ def test_turns_are_runs_of_response_tokens():
         expected = [number for part in batch.mask.split(batch.lengths) for number in runs(part.tolist())]
         assert turn_numbers(batch.mask, batch.cu_seqlens).tolist() == expected
         several += max(expected) > 0
-    assert several > 100
+    assert several > 50
 
 
 def test_turns_end_with_their_sequence():
@@ -96,7 +96,7 @@ def test_advantages_equal_a_loop(lone):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
         by_episode = ESTIMATORS["rloo"].function(data, AdvantageOptions()).advantages
         compared += not torch.allclose(found, by_episode)
-    assert compared > 100
+    assert compared > 50
 
 
 def first_turns(batch) -> torch.Tensor:
