@@ -88,7 +88,7 @@ def test_shared_turns_are_generated_once(tmp_path):
 
 @pytest.mark.parametrize("size, flags", [
     long((1, LATE)), (2, f"{LATE} --rollout-dispatch dynamic --rollout-max-requests 3 --rollout-bank {{save}}-bank"),
-    (1, AGENT), long((1, PROGRAM)), long((2, f"{AGENT} --rollout-dispatch dynamic --rollout-max-requests 2")),
+    long((1, AGENT)), long((1, PROGRAM)), long((2, f"{AGENT} --rollout-dispatch dynamic --rollout-max-requests 2")),
     long((1, f"{SUMS} --rollout-prefix-caching --speculative-rollout")),
     long((2, f"{LATE} --rollout-dispatch static --tensor-model-parallel-size 2")),
 ])  # fmt: skip
