@@ -20,8 +20,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of theirs, likewise
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # and of pyarrow's
 os.environ["TRITON_INTERPRET"] = "1"  # kernels for CUDA run on the CPU; read when triton is imported
 
-gc.disable()  # until tests are collected: a fifth of the time of imports
-
 import pytest
 import torch
 
@@ -29,6 +27,7 @@ from megarl.rewards import sandbox
 from tests.helpers import programs, worlds
 
 torch.set_num_threads(1)
+gc.disable()  # until tests are collected: a fourth of the time of imports
 
 
 def pytest_configure(config):

@@ -68,7 +68,7 @@ def run_world(function, size: int, *args, timeout: float = SAFETY_SECONDS) -> li
 @functools.cache
 def warm():
     """Does once in the test process what each forked rank would do again: imports, and the first parse of flags."""
-    gc.disable()  # a fifth of the time of imports
+    gc.disable()  # as in conftest.py
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     from megarl import arguments
