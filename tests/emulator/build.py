@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from megarl.mcore.kernels.native import own_folder
+
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 SOURCES = ("runtime.c", "hooks.h", "hidden.h", "order.h", "memory.h", "refusals.h", "operators.cpp")
 LIBRARIES = Path(torch.__file__).parent / "lib"
@@ -37,7 +39,7 @@ def libraries() -> Path:
     digest = hashlib.sha256(torch.__version__.encode())
     for name in (*SOURCES, Path(__file__).name):
         digest.update((HERE / name).read_bytes())
-    folder = ROOT / "build" / "emulator" / digest.hexdigest()[:16]
+    folder = own_folder() / "emulator" / digest.hexdigest()[:16]  # as compiled kernels, once for all checkouts
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests that begin together build them once
