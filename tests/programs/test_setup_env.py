@@ -231,8 +231,8 @@ def test_two_calls_at_once_install_once(machine):
     [
         (
             ["tset"],
-            "unknown extra 'tset', allowed: environments, gpu, math, parquet, serve, trackers, test, clients, bench,"
-            " docs, smollm2",
+            "unknown extra 'tset', allowed: environments, gpu, math, optimizers, parquet, recurrent, serve, trackers,"
+            " test, clients, bench, docs, smollm2",
         ),
         (["test", "gpu"], "usage:"),
         (["--all"], "usage:"),

@@ -128,7 +128,7 @@ def test_the_quickstart_runs_from_the_wheel(installed):
     sft = installed("--nproc-per-node", "1", "train_sft", "--config", "configs/quickstart_sft.yaml", *SMALL.split())
     assert sft.returncode == 0 and "| eval loss" in sft.stdout, sft.stderr
     first = next(line for line in sft.stdout.splitlines() if line.startswith("megarl: kernels: "))
-    assert "; no compiled kernels; `python -m megarl build_kernels` makes them" in first
+    assert "(no compiled kernels; `python -m megarl build_kernels` makes them" in first
     configs = "--config configs/quickstart.yaml configs/recipes/grpo.yaml"
     small = "--prompts-per-step 4 --samples-per-prompt 2 --minibatch-size 8"
     rl = installed("--nproc-per-node", "2", "train_rl", *configs.split(), *SMALL.split(), *small.split())

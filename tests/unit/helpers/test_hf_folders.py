@@ -108,6 +108,8 @@ def test_weights_cannot_be_divided_among_any_number_of_files(tmp_path):
 needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
 # transformers does not know this `model_type`; hf_models.py compared its numbers with those of DeepSeek-V3.
 KNOWN = [case for case in CASES if case != "kimi_k2"]
+# Models that say what they are and have the layers of another one, whose class of transformers writes its own name.
+NAMED = ("internlm3", "iquestcoder", "sarvam_mla", "sarvam_moe")
 DIVIDED = {"llama3": 2, "qwen3_moe": 3, "mixtral": 5, "glm4_moe_bf16": 4, "gpt_oss": 2, "deepseek_v3": 3}
 # From 5.24 on transformers widens the routers of GLM-4 to fp32 when it loads them: the same numbers, other bytes.
 WIDENED = {"glm4_moe_bf16": ".mlp.gate.weight"}  # case -> end of the names
@@ -195,7 +197,7 @@ def writes_the_same_files(case, folder):
 @pytest.mark.nightly
 @needs_transformers
 def test_transformers_writes_the_same_files(tmp_path):
-    assert_none_fails(writes_the_same_files, KNOWN, tmp_path)
+    assert_none_fails(writes_the_same_files, [case for case in KNOWN if case not in NAMED], tmp_path)
 
 
 def divides_the_weights_in_the_same_way(case, folder):
