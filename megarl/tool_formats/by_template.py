@@ -1,5 +1,6 @@
 """The format in which a chat template writes calls: the one that reads what it writes of a probe."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ def format_of(template: "ChatTemplate | None") -> str:
     return FALLBACK if template is None else _found_format(template) or FALLBACK
 
 
+@functools.lru_cache(maxsize=4)  # a start asks several times for the policy's, and the probe is rendered for each
 def _found_format(template: "ChatTemplate") -> str | None:
     for (name, each), written in itertools.product(FORMATS.items(), _written_calls(template)):
         reader = each.reader([_TOOL])

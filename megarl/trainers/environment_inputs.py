@@ -47,9 +47,11 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
     own = [AGENT] if settings.agent_sessions else _kinds(settings, [settings.environment])
     kinds = {*own, *(_kinds(settings, others) if others else [])}
     if problem := unread_calls(settings.tool_call_parser, encoder.template):
+        problem += ", or a function"
         if TOOLS in kinds:
-            raise UsageError(f"{problem}, or a function")
-        warn_as_first([f"{problem}, or a function, if agents offer tools"] if AGENT in kinds else [])
+            raise UsageError(problem)
+        if AGENT in kinds:
+            warn_as_first([f"{problem}, if agents offer tools"])
     form = load_format(name_of(settings.tool_call_parser, encoder.template))
     # A history that the template rewrites is a new row of an agent.
     check_template(encoder, tuple(sorted(kinds - {AGENT})), form.call_id)

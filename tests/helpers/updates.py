@@ -83,7 +83,7 @@ def whole_weights(stages, pg_collection, describe=None) -> dict:
 
 
 def _of_all_ranks(shards: list, values: list, group):
-    """Pairs of a shard and its values, of all ranks: of objects torch.load reads each tensor."""
+    """Pairs of a shard and its values, of all ranks. Values come as one tensor: of objects each is unpickled alone."""
     everyone: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, shards, group=group)
     sizes = [[shape.numel() for *_, shape in part] for part in everyone]
