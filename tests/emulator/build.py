@@ -16,7 +16,7 @@ from megarl.mcore.kernels.native import own_folder
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 SOURCES = ("runtime.c", "hooks.h", "hidden.h", "order.h", "memory.h", "refusals.h", "operators.cpp")
-LIBRARIES = Path(torch.__file__).parent / "lib"
+LIBRARIES = Path(torch.__file__).resolve().parent / "lib"  # not by a link that a checkout has to its environment
 
 
 def absence() -> str | None:
@@ -36,7 +36,7 @@ def _cuda_headers() -> Path | None:
 
 def libraries() -> Path:
     """Folder of libcudart.so, libcuda.so.1 and operators.so; builds them (10 s) if they are not there."""
-    digest = hashlib.sha256(torch.__version__.encode())
+    digest = hashlib.sha256(f"{torch.__version__} {LIBRARIES}".encode())
     for name in (*SOURCES, Path(__file__).name):
         digest.update((HERE / name).read_bytes())
     folder = own_folder() / "emulator" / digest.hexdigest()[:16]  # as compiled kernels, once for all checkouts

@@ -28,7 +28,7 @@ SHAPE = (
     " --max-prompt-length 6 --max-response-length 4 --max-tokens-per-microbatch 40"
 )
 RL = (
-    " --prompts-per-step 6 --samples-per-prompt 2 --minibatch-size 4 --ppo-epochs 2 --lr 1e-3"
+    " --prompts-per-step 6 --samples-per-prompt 2 --minibatch-size 4 --ppo-epochs 1 --lr 1e-3"
     " --kl-coefficient 0.05 --entropy-coefficient 0.01 --temperature 0.9 --rollout-buffer-gb 0.001"
     " --rollout-max-requests 8 --seed 5"
 )

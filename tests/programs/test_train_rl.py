@@ -356,7 +356,7 @@ def poisoned(rank: int, parsed) -> list:
 
 def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all_and_counted(tmp_path):
     """Two such steps that are not in a row do not end the run."""
-    argv = rl_argv(tmp_path, f"--train-iters 4 --minibatch-size 12 --max-skipped-steps 2 {GRADED}")
+    argv = rl_argv(tmp_path, f"--train-iters 4 --minibatch-size 12 --ppo-epochs 2 --max-skipped-steps 2 {GRADED}")
     results = run_world(poisoned, 2, program("rl", argv, 2))
     for _, first, second, third, _ in results:
         assert same(first[0], second[0]) and not same(second[0], third[0])
@@ -370,7 +370,8 @@ def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all_and_counted(
 
 
 def test_a_run_ends_after_many_skipped_steps(tmp_path):
-    argv = rl_argv(tmp_path, f"--train-iters 4 --minibatch-size 12 --save-interval 1 --max-skipped-steps 1 {GRADED}")
+    flags = "--train-iters 4 --minibatch-size 12 --ppo-epochs 2 --save-interval 1 --max-skipped-steps 1"
+    argv = rl_argv(tmp_path, f"{flags} {GRADED}")
     with pytest.raises(RankFailed, match="RunStopped: --max-skipped-steps 1: .* up to step 2, an update was skipped"):
         run_world(poisoned, 2, program("rl", argv, 2))
     assert list(metrics(tmp_path)) == [1, 2]  # and the checkpoint before it is the latest

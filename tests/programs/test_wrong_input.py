@@ -13,7 +13,6 @@ from megarl.checkpoint import manifest
 from megarl.trainers import launch as launch_module
 from tests.helpers.forked_programs import accepted, check, error_line, launch, refusal
 from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
-from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS
 
 
@@ -311,8 +310,9 @@ def test_supervised_checkpoints_do_not_resume_rl(tmp_path):
 # -- as users do -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags, needle", [
-    long(("--role-map actor=0;critic=0;reward=0;reference=9", "--role-map")),
+    ("--role-map actor=0;critic=0;reward=0;reference=9", "--role-map"),
     ("--load {damaged}", ".metadata has 7 bytes"),
 ])  # fmt: skip
 def test_the_program_itself(flags, needle, tmp_path, checkpoint):

@@ -8,10 +8,11 @@ from megarl.mcore.attention.backends import invariant
 from megarl.mcore.attention.packing import pack_sequences
 from tests.helpers import interpreted_kernels
 from tests.helpers.attention_inputs import PagedRequests, exact_attention, random_heads
+from tests.helpers.tiers import long
 
 HEADS, GROUPS, BLOCK, SCALE = 4, 2, 16, 0.3
 REQUESTS = [(1, 33), (7, 7), (1, 5), (5, 70)]  # new tokens, keys in all
-WINDOWS = [None, 5, 40]
+WINDOWS = [None, 5, long(40)]
 
 
 @pytest.fixture(autouse=True)

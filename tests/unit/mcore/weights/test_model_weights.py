@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import hf_folders
-from tests.helpers.hf_layouts import MOE, REWARD, SUPPORTED, build
+from tests.helpers.hf_layouts import FAMILIES, MOE, REWARD, SUPPORTED, build
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
@@ -58,9 +58,12 @@ def both(rank: int, folders: Iterable[Path], value_head: bool) -> list[tuple[Sha
     return found
 
 
-@pytest.mark.parametrize("value_head", [long(False), True], ids=["language model", "scalar head"])
-def test_flags_name_the_weights_of_the_model(value_head, tmp_path):
-    cases = [case for case in SUPPORTED if value_head or case not in REWARD]
+@pytest.mark.parametrize(
+    "value_head, cases", [(True, FAMILIES), long((True, SUPPORTED)), long((False, SUPPORTED))],
+    ids=["scalar heads of all families", "scalar heads", "language models"],
+)  # fmt: skip
+def test_flags_name_the_weights_of_the_model(value_head, cases, tmp_path):
+    cases = [case for case in cases if value_head or case not in REWARD]
     folders = [hf_folders.write_folder(case, tmp_path / case) for case in cases]
     (found,) = run_world(both, 1, folders, value_head)
     for case, (by_flags, by_model) in zip(cases, found, strict=True):
