@@ -81,7 +81,7 @@ def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
     assert graphs["triton rotate_heads"] >= 20 and 2 * graphs["triton paged_decode"] < steps["triton paged_decode"]
     is_staged = "pipeline" in name  # whose first rank has no head
     assert is_staged or (graphs["triton head_sums"] >= 6 and graphs["triton head_gradient"] >= 3)
-    assert name == "LoRA" or graphs["aten::addmm.dtype_out"] >= 80  # weight gradients
+    assert name == "LoRA" or graphs["aten::addmm.dtype_out"] >= 30  # weight gradients
     found, wanted = (metrics(tmp_path / value) for value in ("auto", "off"))
     assert {step: timeless(row) for step, row in found.items()} == {step: timeless(row) for step, row in wanted.items()}
     assert all(row["rollout/logprob_gap_max"] < 1e-6 for step, row in found.items() if step)

@@ -103,7 +103,7 @@ def test_a_rollout_in_its_own_layout_gets_the_factors(run, tmp_path):
     train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {flags}"), 2)
     for step, row in metrics(tmp_path).items():
         assert row["rollout/logprob_gap_max"] <= max(2e-6, largest_gap_allowed()), step
-        assert row["kl/reference"] == pytest.approx(metrics(run)[step]["kl/reference"], rel=1e-4, abs=1e-7)
+        assert row["kl/reference"] == pytest.approx(metrics(run)[step]["kl/reference"], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("flags, says", [
@@ -262,7 +262,7 @@ def test_16_bits_on_top_of_factors(tmp_path):
 @pytest.mark.long
 def test_16_bits_learn_with_a_rollout_in_its_own_layout(tmp_path):
     flags = f"{LORA_OF_ACTOR} --bf16 --train-iters 14 --reward length --reward-length 1 --lr 2e-2 --kl-coefficient 0"
-    flags += f" --advantage grpo {TP2} --rollout-tensor-model-parallel-size 1 --verify-weights"
+    flags += f" --advantage grpo {TP2} --rollout-tensor-model-parallel-size 1 --verify-weights --ppo-epochs 2"
     train("rl", rl_argv(tmp_path, flags), 2)
     rows = [row for step, row in metrics(tmp_path).items() if step]
     for row in rows:

@@ -105,7 +105,8 @@ def test_routes_of_an_unfinished_batch_survive_a_resume_in_another_layout(tmp_pa
     """Groups of the first step wait for the third one's, in a checkpoint: with the routes of all their layers."""
     waits = "--group-filter reward --dynamic-sampling --max-sampling-rounds 2 --save-interval 1 --advantage grpo"
     flags = (
-        f"{R3} {DENSE_FIRST} {waits} --reward tests.helpers.programs:coarse_reward --train-iters 3 --lr-decay-iters 9"
+        f"{R3} {DENSE_FIRST} {waits} --reward tests.helpers.programs:coarse_reward --train-iters 3"
+        " --lr-decay-iters 9 --ppo-epochs 2"
     )
     whole, expected = run(tmp_path / "whole", 1, flags)
     assert 0 < expected[1]["sampling/waiting_groups"] < 6 and "actor/loss" in expected[3]

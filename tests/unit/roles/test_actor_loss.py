@@ -48,7 +48,7 @@ SOME = {name: flags for name, flags in LOSSES.items() if name in PAIRS or "--pol
 WITH_ALL = "two replicas, micro-batches of one"
 LAYOUTS = {
     WITH_ALL: (2, "--max-tokens-per-microbatch 10"),
-    "CP2": (2, "--context-parallel-size 2 --max-tokens-per-microbatch 20"),
+    "CP2": (2, "--context-parallel-size 2 --max-tokens-per-microbatch 40"),
     "PP2": (2, "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20"),
 }
 
