@@ -41,8 +41,8 @@ RUNS = {  # name -> (flags, ranks)
     "offload": (f"--offload --use-distributed-optimizer {COPIES}", 1),
     "LoRA": (f"--lora-rank 4 {COPIES}", 1),
     "roles on ranks of their own": (f"--role-map actor=0;critic=1;reward=1;reference=1 {COPIES}", 2),
-    "pipeline": ("--pipeline-model-parallel-size 2", 2),
-    "pipeline, experts": (f"{EXPERTS} --pipeline-model-parallel-size 2", 2),
+    "pipeline": ("--pipeline-model-parallel-size 2 --ppo-epochs 2", 2),
+    "pipeline, experts": (f"{EXPERTS} --pipeline-model-parallel-size 2 --ppo-epochs 2", 2),
     "drafts": ("--speculative-rollout", 1),
     "drafts of a layer": ("--mtp-train --mtp-drafts", 1),
     "drafts of a layer, tensor and sequence parallel": (f"{TP2} --mtp-train --mtp-drafts", 2),
@@ -81,7 +81,7 @@ def test_graphs_change_nothing_in_bf16(name, emulator, tmp_path):
     assert graphs["triton rotate_heads"] >= 20 and 2 * graphs["triton paged_decode"] < steps["triton paged_decode"]
     is_staged = "pipeline" in name  # whose first rank has no head
     assert is_staged or (graphs["triton head_sums"] >= 6 and graphs["triton head_gradient"] >= 3)
-    assert name == "LoRA" or graphs["aten::addmm.dtype_out"] >= 30  # weight gradients
+    assert name == "LoRA" or graphs["aten::addmm.dtype_out"] >= 80  # weight gradients
     found, wanted = (metrics(tmp_path / value) for value in ("auto", "off"))
     assert {step: timeless(row) for step, row in found.items()} == {step: timeless(row) for step, row in wanted.items()}
     assert all(row["rollout/logprob_gap_max"] < 1e-6 for step, row in found.items() if step)

@@ -30,7 +30,7 @@ from tests.helpers.programs import (
 from tests.helpers.tiers import long
 
 LORA = "--lora-rank 2 --lora-alpha 8 --lr 1e-2 --critic-lr 2e-2"
-STEPS = "--train-iters 2 --save-interval 1"
+STEPS = "--train-iters 2 --save-interval 1 --ppo-epochs 2"
 TP2 = "--tensor-model-parallel-size 2"
 
 
@@ -103,7 +103,7 @@ def test_a_rollout_in_its_own_layout_gets_the_factors(run, tmp_path):
     train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {flags}"), 2)
     for step, row in metrics(tmp_path).items():
         assert row["rollout/logprob_gap_max"] <= max(2e-6, largest_gap_allowed()), step
-        assert row["kl/reference"] == pytest.approx(metrics(run)[step]["kl/reference"], rel=1e-4, abs=1e-6)
+        assert row["kl/reference"] == pytest.approx(metrics(run)[step]["kl/reference"], rel=1e-4, abs=1e-7)
 
 
 @pytest.mark.parametrize("flags, says", [
