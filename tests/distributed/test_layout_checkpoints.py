@@ -97,7 +97,7 @@ def test_states_of_padded_buckets_are_those_of_their_parameters(tmp_path):
     travel(tmp_path, DENSE, [(2, flags), (1, "--use-distributed-optimizer")], model="recurrent")
 
 
-@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize("more", [long(""), "--use-distributed-optimizer"])
 def test_fp32_parameters_of_a_model_of_16_bits_keep_their_own_states(more, tmp_path):
     """Those of recurrent states."""
     travel(tmp_path, f"{DENSE} --num-layers 2 --bf16 {more}", [(1, ""), (1, "")], model="recurrent")
@@ -121,7 +121,7 @@ def test_a_distributed_optimizer_checkpoint_continues_in_other_layouts(tmp_path)
     travel(tmp_path, f"{DENSE} --use-distributed-optimizer", DISTRIBUTED_ROUTE)
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize("precision", [long(""), "--bf16"])
 def test_a_critic_checkpoint_loads_exactly_in_fp32_and_bf16(tmp_path, precision):
     first, second = tmp_path / "first", tmp_path / "second"
     ((_, saved),) = run_world(continue_run, 1, f"{DENSE} {precision}", None, first, True)

@@ -37,6 +37,7 @@ def both_sides(rank, case: str) -> dict:
     return precision.measure(case, 1, SMALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", precision.CASES)
 def test_the_benchmark_alternates_its_sides(case):
     (found,) = run_world(both_sides, 1, case)

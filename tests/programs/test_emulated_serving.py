@@ -18,7 +18,6 @@ from tests.helpers.servers import (
     requests,
     serve_argv,
 )
-from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY_SECONDS
 
 pytestmark = needs_emulator
@@ -52,7 +51,8 @@ def answers_of(emulator, asked: list, flags: str, ranks: int) -> tuple[list, dic
     return found, counts
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ["one rank"]))
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_server_answers_with_the_same_bits_with_graphs_and_without(layout, emulator):
     flags, ranks = LAYOUTS[layout]
     (found, graphs), (wanted, steps) = (

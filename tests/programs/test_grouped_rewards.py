@@ -100,7 +100,7 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize("kind", by_default(SAMPLING, ("filter", "partial rollouts", "a lag")))
+@pytest.mark.parametrize("kind", by_default(SAMPLING, ("filter", "partial rollouts")))
 def test_every_kind_of_sampling_gives_whole_groups(kind, tmp_path):
     train(
         "rl",

@@ -78,7 +78,7 @@ def run_of(folder: Path, name: str) -> Path:
     return save
 
 
-@pytest.mark.parametrize("name", by_default(RUNS, ("rl", "factors")))
+@pytest.mark.parametrize("name", by_default(RUNS, ("rl",)))
 def test_the_average_is_that_of_the_weights_of_each_step(name, folder):
     """Against float64, from the first checkpoint on."""
     save = run_of(folder, name)

@@ -83,7 +83,7 @@ def test_groups_of_equal_rewards_have_no_pair_and_are_counted(alone):
     assert metrics(alone)[3]["preference/loss"] != math.log(2)
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("two replicas", "TP2 apart from the rest")))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("TP2 apart from the rest",)))
 def test_every_layout_trains_the_same(layout, alone, tmp_path):
     size, flags = LAYOUTS[layout]
     reward = "--reward tests.helpers.programs:coarse_reward"

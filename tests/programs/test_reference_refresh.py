@@ -60,7 +60,7 @@ def run_of(folder: Path, name: str) -> Path:
     return save
 
 
-@pytest.mark.parametrize("name", by_default(EXACT | OTHER, ("other ranks", "factors")))
+@pytest.mark.parametrize("name", by_default(EXACT | OTHER, ("other ranks",)))
 def test_after_a_refresh_the_reference_is_the_policy(name, folder):
     rows = metrics(run_of(folder, name))
     assert [rows[step]["reference/step"] for step in range(1, STEPS + 1)] == [0, 0, 2, 2, 4]
@@ -112,7 +112,7 @@ def frozen(save: Path, step: int) -> str:
     return folders.read_manifest(folders.step_folder(save, step), "")["frozen"]["reference"]
 
 
-@pytest.mark.parametrize("name", by_default(EXACT, ("other ranks", "factors")))
+@pytest.mark.parametrize("name", by_default(EXACT, ("other ranks",)))
 def test_a_resumed_run_has_the_reference_of_the_last_refresh(name, folder, tmp_path):
     whole, (size, flags) = run_of(folder, name), EXACT[name]
     start = whole / "checkpoints" / "step_00000003"

@@ -76,7 +76,7 @@ def check(save: Path, flags: str, is_stale: bool):
 
 
 @pytest.mark.parametrize(("flags", "size"), [
-    ("", 1), long((LAG, 2)), (LONG, 1), long((f"{LONG} {APART}-2", 3)),
+    long(("", 1)), long((LAG, 2)), (LONG, 1), long((f"{LONG} {APART}-2", 3)),
     long(("--router-replay rollout --num-experts 4 --moe-router-topk 2", 1)),
     (TURNS, 1), long((f"{TURNS} {LAG}", 2)), long((f"{TURNS} {PARTIAL}", 1)), long(("--bf16", 1)),
     long(("--advantage gae --critic-lr 1e-3", 1)), long((f"{TURNS} --advantage gae --critic-lr 1e-3", 1)),

@@ -132,7 +132,7 @@ def stamped(rank: int, parsed, fault: str) -> tuple[list[dict], list[dict], floa
 WITHIN = "a wrong version within a round"
 CHECKED = [(fault, "") for fault in FAULTS if fault != WITHIN] + [(fault, FACTORS) for fault in FACTOR_FAULTS]
 CHECKED += [("none", TURNS), ("none", RECORDED), (WITHIN, RECORDED)]
-BY_DEFAULT = [("none", ""), ("none", TURNS)]
+BY_DEFAULT = [("none", TURNS)]
 
 
 @pytest.mark.parametrize("fault, kind", by_default(CHECKED, BY_DEFAULT))

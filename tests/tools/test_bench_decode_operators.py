@@ -51,6 +51,7 @@ def measured(rank: int) -> list[dict]:
     return decode_operators.measure(SMALL, [3], 1)
 
 
+@pytest.mark.long
 def test_a_small_engine():
     ((row,),) = run_world(measured, 1)
     assert (row["requests"], row["rows"]) == (3, 4)

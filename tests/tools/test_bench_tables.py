@@ -45,6 +45,7 @@ def peaks_of_a_rank(rank: int, flags: list[str], out: Path):
     offload.run_step(flags, out)
 
 
+@pytest.mark.long
 def test_memory(monkeypatch):
     monkeypatch.setattr(memory, "peaks_of", peaks_in_a_fork)
     found = memory.measure(2)

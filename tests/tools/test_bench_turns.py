@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.tiers import long
 from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
 from tools.bench import common, turns
@@ -13,7 +14,7 @@ def measured(rank: int, flags: str) -> dict:
     return turns.measure(turns.parse(f"{SMALL_CASE} {flags}".split()), SMALL)
 
 
-@pytest.mark.parametrize(("flags", "found_again"), [("", 0), ("--samples 3", 4)])
+@pytest.mark.parametrize(("flags", "found_again"), [long(("", 0)), ("--samples 3", 4)])
 def test_both_sides_generate_the_same_from_different_amounts_of_reading(flags, found_again):
     (found,) = run_world(measured, 1, flags)
     assert {name: len(side["seconds"]) for name, side in found["sides"].items()} == {"reuse": 2, "read again": 2}

@@ -45,6 +45,7 @@ def test_uniform_numbers_are_drawn_from_the_name():
     assert abs((drawn * other).mean()) < 0.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_files_hold_the_stored_tensors(tmp_path, case):
     stored = reference(case)

@@ -11,6 +11,7 @@ import pytest
 from megarl.observe.metrics_file import series
 from megarl.observe.report import PAGE
 from megarl.observe.report_figure import draw_report, tick_texts
+from tests.helpers.tiers import long
 
 FULL = {
     "reward/mean": 0.5, "reward/std": 0.2, "eval/accuracy": 0.4, "kl/reference": 0.01, "kl/coefficient": 0.05,
@@ -54,7 +55,7 @@ def test_a_run_without_a_reference_shows_the_kl_to_its_teacher(monkeypatch):
     assert [list(line.get_ydata()) for line in shown] == [[0.5, 0.25], [0.4, 0.2]]
 
 
-@pytest.mark.parametrize("gaps", [[0.0, 0.0], [0.0, 3e-7], [1e-12, 50.0], [3.1e-6, 3.1e-6]])
+@pytest.mark.parametrize("gaps", [[0.0, 0.0], long([0.0, 3e-7]), [1e-12, 50.0], long([3.1e-6, 3.1e-6])])
 def test_gap_panel_shows_zeros_and_a_power_of_ten(gaps, monkeypatch):
     rows = [{"step": step, "rollout/logprob_gap_max": gap} for step, gap in enumerate(gaps)]
     _, panels = _panel_texts(rows, monkeypatch)

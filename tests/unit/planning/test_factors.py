@@ -26,7 +26,7 @@ MODELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj,down_proj"])
+@pytest.mark.parametrize("targets", ["all-linear", long("q_proj,v_proj,down_proj")])
 @pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
 @pytest.mark.parametrize("flags, shape, value_head, ranks", MODELS)
 def test_bytes_are_exact(flags, shape, value_head, ranks, more, targets):

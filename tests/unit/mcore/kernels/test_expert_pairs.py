@@ -8,7 +8,7 @@ from tests.helpers import reference_kernels
 from tests.helpers.tiers import long
 
 
-@pytest.mark.parametrize("tokens, experts, each", [(1, 8, 2), long((70, 24, 3)), (150, 5, 1), (20, 128, 8)])
+@pytest.mark.parametrize("tokens, experts, each", [(1, 8, 2), long((70, 24, 3)), (150, 5, 1), long((20, 128, 8))])
 def test_pairs_lie_in_the_order_of_experts_and_their_sums_have_the_same_bits(tokens, experts, each, monkeypatch):
     monkeypatch.setattr(expert_pairs, "TOKEN_TILE", 128)  # so that some tokens are in other tiles
     generator = torch.Generator().manual_seed(tokens)

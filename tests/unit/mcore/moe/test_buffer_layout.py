@@ -64,8 +64,8 @@ def layout(rank: int, flags: str):
 
 
 @pytest.mark.parametrize(("size", "flags"), [
-    (1, ""),
-    (1, DISTRIBUTED),
+    long((1, "")),
+    long((1, DISTRIBUTED)),
     (3, SMALL_BUCKETS),
     long((1, LORA)),
     long((2, SMALL_BUCKETS)),
