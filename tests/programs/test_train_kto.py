@@ -61,6 +61,7 @@ def run_of(folder: Path, layout: str = "", size: int = 1) -> dict[int, dict]:
     return metrics(save)
 
 
+@pytest.mark.long
 def test_the_policy_comes_to_make_desirable_responses_more_likely(folder):
     flags = f"{KTO} --eval-prompts {held_out()} --eval-interval 10 --lr 5e-3 --train-iters 30"  # on the lines of pairs
     train("preference", preference_argv(folder / "run", flags))

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.serving.connections import RESERVED, max_connections
 from tests.helpers.serving import LIMIT, served
+from tests.helpers.tiers import long
 
 
 def connect(server) -> socket.socket:
@@ -31,7 +32,9 @@ def status(client: socket.socket, request: bytes) -> int:
     return int(client.recv(1000).split()[1])
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localh", b"POST /generate HTTP/1.1\r\n"])
+@pytest.mark.parametrize(
+    "sent", [long(b""), b"GET /health HTTP/1.1\r\nHost: localh", long(b"POST /generate HTTP/1.1\r\n")]
+)
 def test_a_client_that_sends_no_head_is_closed(sent, tmp_path):
     with served(tmp_path, connection_timeout=0.3) as server, connect(server) as client:
         client.sendall(sent)

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from tests.helpers.serving import LIMIT, served, silent
+from tests.helpers.tiers import by_default
 
 
 @contextlib.contextmanager
@@ -157,7 +158,7 @@ def test_a_request_that_takes_too_long_ends(tmp_path):
         assert server.leaders[0].wait_for(1, "abort")
 
 
-@pytest.mark.parametrize("loss", ["leader", "rank 0", "message"])
+@pytest.mark.parametrize("loss", by_default(["leader", "rank 0", "message"], ["rank 0"]))
 def test_the_loss_of_the_ranks_fails_all_requests_and_ends_the_process(tmp_path, loss):
     with served(tmp_path, silent, leaders=2, ready={"max_requests": 1}) as server:
         leader = server.leaders[0]
