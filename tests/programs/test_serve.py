@@ -139,9 +139,10 @@ def test_evaluate_gives_the_same_bytes_with_a_server(case, tmp_path):
     with served(serve_argv("--max-response-length 40")) as running:
         argv = evaluate_argv(tmp_path / "remote", f"{flags} --rollout-server {running.url}")
         at = argv.index("--load")
-        run_evaluate(argv[:at] + argv[at + 2 :], 2)
-    own, other = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("own", "remote"))
-    assert own == other
+        for size in (1, 2):
+            run_evaluate(argv[:at] + argv[at + 2 :], size)
+            own, other = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("own", "remote"))
+            assert own == other
     results = [json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("own", "remote")]
     assert results[0]["metrics"] == results[1]["metrics"] and results[1]["rollout_server"].startswith("http://127")
 
