@@ -116,7 +116,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     long((1, {"flags": EXPERTS, "end": (3,), "routes": True})),
     long((2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)})),
     long((2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5})),
-    long((2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "end": (3,), "routes": True})),
+    (2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "end": (3,), "routes": True}),
     long((2, {"flags": f"{EXPERTS} --expert-model-parallel-size 2", "shape": "recurrent", "buffer_gb": 0.004,
               "end": (3,)})),
 ], ids=str)  # fmt: skip
