@@ -165,6 +165,33 @@ def test_the_device_plans_steps_with_drafts(ranks, case):
         assert found["wrong"][1].accepted == 0 < found["mixed"][1].accepted
 
 
+def on_devices_that_share_experts(rank):
+    """Counts of decode steps that the device plans for replicas with the same experts, whose drafts would be right."""
+    from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.inference.speculative_decode import SpeculativeEngine
+
+    def failed(*_):
+        raise AssertionError("drafts in a step of agreed rows")  # for which the other replica would wait
+
+    reference_kernels.use_them()
+    SpeculativeEngine._step_with_drafts = failed  # type: ignore[method-assign]
+    model, _, place = build(f"{EXPERTS} --expert-model-parallel-size 2 --attention-backend varlen", "llama")
+    requests, how = make_requests(8)[:3], (model, place.pg_collection, VOCAB, 48)
+    settings = {"buffer_gb": 0.005, "max_requests": 32}
+    plain = RolloutEngine(*how, **settings).generate(requests, NEVER, settings_of())
+    engine = RolloutEngine(*how, **settings, speculative=True)
+    answers = [request.prompt + completion.tokens for request, completion in zip(requests, plain, strict=True)]
+    engine.drafter = engine.engine.drafter = scripted_drafter(answers, "right")
+    assert [c.tokens for c in engine.generate(requests, NEVER, settings_of())] == [c.tokens for c in plain]
+    return engine.take_decode_counts()
+
+
+def test_replicas_that_share_experts_draft_nothing_in_steps_that_the_device_plans():
+    """They have agreed on a number of rows."""
+    for counts in run_world(on_devices_that_share_experts, 2):
+        assert counts.steps == 7 and counts.drafted == 0
+
+
 def test_right_drafts_need_one_step():
     limit = 17
     ((_, found),) = run_world(functools.partial(with_and_without, count=5, limit=limit, max_requests=64), 1)
