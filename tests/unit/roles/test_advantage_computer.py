@@ -166,6 +166,27 @@ def test_returns_are_score_minus_kl_to_the_end_and_advantages_are_white(tmp_path
     assert metrics["reward/accuracy"] == 0.5 and metrics["rollout/finished_fraction"] == pytest.approx(2 / 3)
 
 
+def test_advantages_and_the_kl_controller_follow_the_flags(tmp_path):
+    """Backwards over each response in float64, with the penalty of the step; then β for the next one."""
+    gamma, decay, beta, horizon, target = 0.9, 0.7, 0.3, 60, 0.1
+    flags = f"--gamma {gamma} --gae-lambda {decay} --whiten-advantages false --reward-failure fallback"
+    flags += f" --kl-controller adaptive --kl-coefficient {beta} --kl-target {target} --kl-horizon {horizon}"
+    ((batch,), (metrics,), (coefficient,)) = complete(tmp_path, flags, 1)
+    rewards = -beta * (batch.logprobs - batch.reference_logprobs).double()
+    ends = batch.cu_seqlens[1:].tolist()
+    for end, score, written in zip(ends, batch.scores.tolist(), batch.response_lengths.tolist(), strict=True):
+        advantage, next_value, reward = 0.0, 0.0, score
+        for t in range(end - 1, end - 1 - written, -1):
+            reward, value = reward + float(rewards[t]), float(batch.values[t])
+            advantage = reward + gamma * next_value - value + gamma * decay * advantage
+            next_value, reward = value, 0.0
+            assert float(batch.advantages[t]) == pytest.approx(advantage, abs=1e-5)
+            assert float(batch.returns[t]) == pytest.approx(advantage + value, abs=1e-5)
+    error = min(max(metrics["kl/reference"] / target - 1, -0.2), 0.2)
+    assert metrics["kl/coefficient"] == beta
+    assert coefficient == pytest.approx(beta * (1 + error * SEQUENCES / horizon)) != beta
+
+
 def equal_scores(batch: Batch):
     """All as good as a response without tokens, which receives no score."""
     batch.scores.zero_()

@@ -32,7 +32,9 @@ def test_the_loss_is_clipped_around_the_values_of_the_batch(size, layout, tmp_pa
     whole, clipped = ((v - returns) ** 2 for v in (values, values.clamp(old - CLIP, old + CLIP)))
     share = (clipped > whole)[mask].double().mean().item()
     assert 0.2 < share < 0.8
+    explained = 1 - (returns - old)[mask].var(correction=0) / returns[mask].var(correction=0)
     for metrics, *_ in found:
+        assert metrics["critic/explained_variance"] == pytest.approx(explained.item(), rel=1e-5)
         assert metrics["critic/loss"] == pytest.approx(
             0.5 * torch.maximum(whole, clipped)[mask].mean().item(), rel=1e-5
         )
