@@ -187,6 +187,15 @@ def test_advantages_and_the_kl_controller_follow_the_flags(tmp_path):
     assert coefficient == pytest.approx(beta * (1 + error * SEQUENCES / horizon)) != beta
 
 
+@pytest.mark.parametrize("estimator, more", [
+    ("gae", "--gae-length-alpha 0.3"), ("gae", "--whiten-advantages false"), ("gae", "--kl-estimator k2"),
+    ("gae", "--kl-coefficient 0.1"), ("grpo", "--group-std false"), ("grpo", "--whiten-advantages true"),
+])  # fmt: skip
+def test_every_option_changes_the_advantages(estimator, more, tmp_path):
+    plain, other = (complete(tmp_path, f"--advantage {estimator} {flags}", 1)[0][0] for flags in ("", more))
+    assert (plain.advantages - other.advantages).abs().max() > 1e-3
+
+
 def equal_scores(batch: Batch):
     """All as good as a response without tokens, which receives no score."""
     batch.scores.zero_()
