@@ -80,7 +80,9 @@ def updated(rank: int, parsed: dict, changed=lambda batch: batch) -> dict:
         role, place = role_of("actor", settings)
         batch = changed(experience(place.dp_rank, len(place.replicas)))
         role._updates_on_policy = lambda *_: False  # the old policy of this experience is another one
+        of_estimator = batch.advantages
         role.update(LocalStepBatch(actor=batch), settings.settings.kl_coefficient)
+        assert batch.advantages is of_estimator, "samples of tokens would show those that responses are compared by"
         metrics, old = role.metrics, batch.logprobs
         role.metrics, batch.rollout_logprobs = {}, torch.zeros_like(old)
         role.old_logprobs(LocalStepBatch(actor=batch))
