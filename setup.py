@@ -37,7 +37,7 @@ TRACKERS = [
     "wandb>=0.31,<1",
     "mlflow-skinny>=3.17,<4",
 ]
-PARQUET = ["pyarrow>=20,<27"]
+PARQUET = ["pyarrow>=21,<27"]  # 21 reads JSON columns of Parquet as such
 MUON = "emerging-optimizers>=0.3,<0.4"
 ENVIRONMENTS = [
     "gymnasium>=1.1,<2",

@@ -5,24 +5,19 @@ forked from the process that checks the input.
 """
 
 import contextlib
-import datetime
-import decimal
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megarl import probe
+from megarl.data.arrow_values import Converters, features_of, holds_bytes, is_json
 from megarl.data.content_limit import ContentLimit, compressed_buffers, decoded_bytes, parquet_columns
 from megarl.data.sources import printable
 from megarl.errors import UsageError
 from megarl.plain_files import check_regular
-
-Converter = Callable[[Any], Any]
 
 _PROBED_FILES = 100  # whose footers a child process reads
 ROWS = 1024  # that are Python objects at the same time
@@ -35,8 +30,6 @@ _FILE_HEADER = 8  # bytes
 class ArrowTable:
     """The rows of a Parquet or Arrow file (`tables.Table`)."""
 
-    fills_nulls = True
-
     def __init__(self, path: str, flag: str):
         """Reads the schema. Raises UsageError for a file that cannot be read, and without pyarrow."""
         self._path, self._where = path, f"{flag} {path}"
@@ -48,26 +41,38 @@ class ArrowTable:
         except OSError as error:
             raise UsageError(f"{self._where}: cannot be read: {error.strerror}") from None
         with self._errors(), self._opened() as (schema, *_):
-            self._set_columns(schema.names, [field.type for field in schema])
+            self._set_columns(schema)
 
-    def _set_columns(self, names: list[str], types: list):
+    def _set_columns(self, schema):
+        names, types = schema.names, schema.types
         for name, count in Counter(names).items():
             if count > 1:
                 raise UsageError(f"{self._where}: has {count} columns named {printable(name)}")
-        holds_bytes = dict(zip(names, map(self._holds_bytes, types), strict=True))
+        of_bytes = {name: holds_bytes(self._arrow, kind) for name, kind in zip(names, types, strict=True)}
+        self.left_out = tuple(name for name in names if of_bytes[name])
+        self.columns = tuple(name for name in names if not of_bytes[name])
         is_struct = self._arrow.types.is_struct
-        self.left_out = tuple(name for name in names if holds_bytes[name])
-        self.columns = {
-            name: frozenset(field.name for field in kind) if is_struct(kind) else frozenset()
+        self._inner = {
+            name: frozenset(field.name for field in kind)
             for name, kind in zip(names, types, strict=True)
-            if not holds_bytes[name]
+            if is_struct(kind)
         }
+        features = features_of(schema)
+        self._of_json = {name for name in names if is_json(self._arrow, schema.field(name), features.get(name))}
+
+    def names_in(self, column: str) -> frozenset[str]:
+        """The names inside a column of objects. A column of JSON is read for them."""
+        if column in self._of_json and column not in self._inner:
+            objects = (row[column] for row in self.rows([column]) if isinstance(row[column], dict))
+            self._inner[column] = frozenset(name for each in objects for name in each)
+        return self._inner.get(column, frozenset())
 
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with these columns; only they are read. UsageError if they expand without measure."""
         count, limit = 0, ContentLimit(self._path, self._where)
         with self._errors(lambda: f" after row {count}"), self._opened() as (schema, batches, expected):
-            converters = {field.name: self._converter(field.type) for field in schema}
+            features, made = features_of(schema), Converters(self._arrow, self._where)
+            converters = {name: made.of(schema.field(name), features.get(name), name) for name in names}
             for batch in batches(list(names)):
                 batch.validate(full=True)  # of a damaged file, offsets may lead out of memory
                 size = batch.num_rows + sum(decoded_bytes(self._arrow, column) for column in batch.columns)
@@ -90,7 +95,9 @@ class ArrowTable:
             from pyarrow import parquet
 
             with parquet.ParquetFile(self._path, pre_buffer=False) as file:
-                batches = functools.partial(self._parquet_batches, parquet, file.metadata)
+                # pyarrow makes no views of a dictionary.
+                keeps = not any("string_view" in str(kind) for kind in file.schema_arrow.types)
+                batches = functools.partial(self._parquet_batches, parquet, file.metadata, keeps)
                 yield file.schema_arrow, batches, file.metadata.num_rows
             return
         with arrow.OSFile(self._path) as raw:
@@ -99,17 +106,16 @@ class ArrowTable:
             with arrow.ipc.open_stream(raw, options=arrow.ipc.IpcReadOptions(use_threads=False)) as reader:
                 yield reader.schema, lambda names: (batch.select(names) for batch in reader), None
 
-    def _parquet_batches(self, parquet, metadata, names: list[str]) -> Iterator[Any]:
+    def _parquet_batches(self, parquet, metadata, keeps: bool, names: list[str]) -> Iterator[Any]:
         columns, limit = parquet_columns(metadata, names), ContentLimit(self._path, self._where)
         limit.add(sum(column.bytes for column in columns))
         # Dictionaries stay, since all rows of a batch may name the same long string, until the batch has been counted.
-        kept = [
-            each.path for each in columns if each.is_text and {"RLE_DICTIONARY", "PLAIN_DICTIONARY"} & each.encodings
-        ]
-        # In this encoding each value may be nearly as long as the column is in the file.
-        most = max((each.bytes for each in columns if "DELTA_BYTE_ARRAY" in each.encodings), default=1)
+        kept = {each.path for each in columns if keeps and each.kind == "STRING" and each.has_dictionary}
+        # Those of JSON do not stay, and in the other encoding each value may be nearly as long as the column is.
+        repeated = (each for each in columns if each.may_repeat(each.path in kept))
+        most = max((each.bytes for each in repeated), default=1)
         rows = max(1, min(ROWS, limit.bytes // max(1, most)))
-        with parquet.ParquetFile(self._path, pre_buffer=False, read_dictionary=kept) as file:
+        with parquet.ParquetFile(self._path, pre_buffer=False, read_dictionary=list(kept)) as file:
             yield from file.iter_batches(rows, columns=names, use_threads=False)
 
     @contextlib.contextmanager
@@ -125,33 +131,6 @@ class ArrowTable:
             if _starts_with(self._path, _POINTER):
                 reason = "it is a pointer of Git LFS; fetch the file itself (git lfs pull)"
             raise UsageError(f"{self._where}: cannot be read{place()}: {reason}") from None
-
-    def _converter(self, kind) -> Converter:
-        """The function that makes plain JSON types of a column's values: maps become objects."""
-        types = self._arrow.types
-        if types.is_dictionary(kind):
-            return self._converter(kind.value_type)
-        if types.is_float32(kind) or types.is_float16(kind):
-            return _short_float(np.float32 if types.is_float32(kind) else np.float16)
-        if any(test(kind) for test in (types.is_string, types.is_large_string, types.is_boolean, types.is_integer)):
-            return lambda value: value
-        if types.is_struct(kind):
-            inner = {kind.field(i).name: self._converter(kind.field(i).type) for i in range(kind.num_fields)}
-            return lambda value: value and {name: inner[name](each) for name, each in value.items()}
-        if types.is_map(kind):
-            item = self._converter(kind.item_type)
-            return lambda value: None if value is None else {str(key): item(each) for key, each in value}
-        if types.is_nested(kind) and not types.is_union(kind):  # lists of all kinds
-            item = self._converter(kind.value_type)
-            return lambda value: None if value is None else [item(each) for each in value]
-        return _plain
-
-    def _holds_bytes(self, kind) -> bool:
-        types = self._arrow.types
-        tests = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
-        is_nested = types.is_nested(kind) and not types.is_dictionary(kind)
-        inner = [kind.field(i).type for i in range(kind.num_fields)] if is_nested else []
-        return any(test(kind) for test in tests) or any(map(self._holds_bytes, inner))
 
 
 def check_footers(paths: Sequence[str], flag: str):
@@ -199,29 +178,6 @@ def _skip_file_header(raw):
     if raw.read(len(_FILE_MAGIC)) != _FILE_MAGIC:
         raise ValueError("the end of the Arrow file is missing")
     raw.seek(_FILE_HEADER)
-
-
-def _short_float(kind: type[np.floating]) -> Converter:
-    """Numbers of few bits as the shortest text that reads back gives them, not as fp64 continues their bits."""
-    return lambda value: None if value is None else float(str(kind(value)))
-
-
-def _plain(value: Any) -> Any:
-    """A single value as a plain JSON type: times as ISO 8601, durations in seconds."""
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    if isinstance(value, decimal.Decimal):
-        return _number(value)
-    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
-
-
-def _number(value: decimal.Decimal) -> int | float | str:
-    """A decimal as the number that is equal to it, or its text if there is none."""
-    if value == value.to_integral_value():
-        return int(value)
-    return float(value) if decimal.Decimal(repr(float(value))) == value else str(value)
 
 
 @contextlib.contextmanager

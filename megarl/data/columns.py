@@ -8,52 +8,33 @@ import dataclasses
 import json
 import math
 import os.path
+from collections import Counter
 from typing import Any
 
-from megarl.data.fields import FIELD_TYPES, check_fields, present_fields
+from megarl.data.arrow_values import Struct, TimeText
+from megarl.data.column_names import (
+    ALSO_METADATA,
+    FOREIGN,
+    JOINED,
+    LABELLED,
+    NAME_FIELDS,
+    NAMES,
+    NEEDED,
+    OWN_SYSTEM,
+    REWARD,
+    RL,
+    SFT,
+    UNREAD,
+    UNREAD_PART,
+    UNREAD_THOUGHTS,
+    VERL_ANSWER,
+)
+from megarl.data.fields import check_fields, present_fields
 from megarl.data.messages import THOUGHTS, content_of, message_error
 from megarl.data.sources import printable
 from megarl.data.tables import Table
 from megarl.errors import UsageError
 
-_VERL_ANSWER = "reward_model.ground_truth"
-# What prompts are read for; evaluation reads them as reinforcement learning. LABELLED: single responses, or pairs.
-RL, SFT, REWARD, LABELLED = "rl", "sft", "reward", "labelled"
-# Field -> names of its column, the first that a file has counts.
-_NAMES = {
-    RL: {
-        "prompt": ("prompt", "question", "problem", "input", "query"),
-        "answer": (_VERL_ANSWER, "answer", "solution", "ground_truth", "label"),
-        "task": ("task", "data_source"),
-        "teacher_prompt": ("teacher_prompt",),
-        "teacher": ("teacher",),
-    },
-    SFT: {
-        "messages": ("messages", "conversations"),
-        "prompt": ("prompt", "question", "problem", "input", "query"),
-        "response": ("response", "completion", "output", "answer", "solution"),
-        "tools": ("tools",),
-        "teacher": ("teacher",),
-    },
-    REWARD: {
-        "prompt": ("prompt", "question", "problem", "input", "query"),
-        "chosen": ("chosen",),
-        "rejected": ("rejected",),
-        "margin": ("margin",),
-        "tools": ("tools",),
-    },
-}  # fmt: skip
-_NAMES[LABELLED] = {
-    **_NAMES[REWARD], "response": ("response", "completion", "output"), "desirable": ("desirable", "label")
-}  # fmt: skip
-_NEEDED = {
-    RL: ("prompt",), SFT: ("prompt", "response"), REWARD: ("chosen", "rejected"),
-    LABELLED: ("prompt", "response", "desirable"),
-}  # fmt: skip
-# A JSON line with one of these is not in megarl's own fields, whatever else it has.
-_FOREIGN = {name.split(".")[0] for fields in _NAMES.values() for names in fields.values() for name in names}
-_FOREIGN |= {"extra_info", "ability"}
-_FOREIGN -= set(FIELD_TYPES)
 _SHOWN = 20  # names of columns in an error
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -87,7 +68,7 @@ class Columns:
             return True
         texts = all(not isinstance(entry.get(name), list) for name in ("response", "chosen", "rejected"))
         has_prompt = "prompt" in entry or "messages" in entry
-        return not self.named and has_prompt and texts and not _FOREIGN & set(entry)
+        return not self.named and has_prompt and texts and not FOREIGN & set(entry)
 
 
 class ColumnMap:
@@ -97,23 +78,24 @@ class ColumnMap:
         """Raises UsageError if a column that the user names does not exist, or no column is a needed field."""
         self.purpose, self._table = columns.purpose, table
         self.columns: dict[str, str] = {}  # field -> name of its column
-        for field, names in _NAMES[columns.purpose].items():
+        for field, names in NAMES[columns.purpose].items():
             if wanted := columns.named.get(field):
                 if not self._has(wanted):
                     raise UsageError(f"--{field}-column {wanted}: {where}: has no such column; {_found(table)}")
                 names = (wanted,)
-            # An object called task is not the name of a task, nor is one called teacher.
-            is_name = field in ("task", "teacher")
-            fitting = [name for name in names if self._has(name) and not (is_name and table.columns[name])]
+            fitting = [name for name in names if self._has(name) and not self._is_object(field, name)]
             if fitting:
                 self.columns[field] = fitting[0]
         self._choose_conversation_or_parts(columns)
-        for field in () if "messages" in self.columns else _NEEDED[self._shape]:
+        for field in () if "messages" in self.columns else NEEDED[self._shape]:
             if field not in self.columns:
                 raise UsageError(f"{where}: {_missing(field, columns.purpose)}; {_found(table)}")
-        # A reward that was written for verl reads the source, too, and one may read who the teacher is.
-        used = set(self.columns.values()) - {"data_source", "teacher"}
-        self.extras = [name for name in table.columns if name not in used] if columns.purpose == RL else []
+        used = set(self.columns.values())
+        is_metadata = columns.purpose == RL
+        self.extras = [name for name in table.columns if is_metadata and name not in used - ALSO_METADATA]
+        self._unread = self._find_unread()
+        self.unread: Counter[str] = Counter()  # rows in which a column that changes the prompt is not read, by name
+        self.rows = 0
 
     @property
     def _shape(self) -> str:
@@ -122,12 +104,25 @@ class ColumnMap:
 
     def _has(self, name: str) -> bool:
         outer, dot, inner = name.partition(".")
-        return name in self._table.columns or bool(dot) and inner.split(".")[0] in self._table.columns.get(outer, ())
+        return name in self._table.columns or bool(dot) and inner.split(".")[0] in self._table.names_in(outer)
+
+    def _is_object(self, field: str, name: str) -> bool:
+        """Whether a column that should name something holds objects: an object called task is not a task's name."""
+        return field in NAME_FIELDS and bool(self._table.names_in(name))
+
+    def _find_unread(self) -> dict[str, str]:
+        """The columns that change a prompt and are not read, and what to do about each."""
+        found = UNREAD if self.purpose == RL or "messages" in self.columns else UNREAD | UNREAD_THOUGHTS
+        used, known = set(self.columns.values()), {*self._table.columns, *self._table.left_out}
+        if len(used & set(JOINED)) == 1:
+            found = found | dict.fromkeys(JOINED, UNREAD_PART)
+        found = {name: cure for name, cure in found.items() if name in known - used}
+        return found | {self.columns["system"]: OWN_SYSTEM} if "system" in self.columns else found
 
     def _choose_conversation_or_parts(self, columns: Columns):
-        """A conversation is whole: beside `messages` only its tools are read, unless the user names parts of it."""
+        """A conversation is whole: beside `messages` only what no message says, unless the user names parts of it."""
         if "messages" in self.columns and not {"prompt", "response"} & set(columns.named):
-            kept = ("messages", "tools", "teacher")
+            kept = ("messages", "system", "tools", "teacher")
             self.columns = {name: self.columns[name] for name in kept if name in self.columns}
         else:
             self.columns.pop("messages", None)
@@ -136,7 +131,8 @@ class ColumnMap:
     def needed(self) -> list[str]:
         """Names of the columns to read."""
         names = [name if name in self._table.columns else name.split(".")[0] for name in self.columns.values()]
-        return list(dict.fromkeys([*names, *self.extras]))
+        unread = [name for name in self._unread if name in self._table.columns]  # a nested column is read above
+        return list(dict.fromkeys([*names, *self.extras, *unread]))
 
     def describe(self) -> str:
         """What was recognised: `prompt from question, answer from label, metadata from level, type`."""
@@ -146,13 +142,29 @@ class ColumnMap:
         left_out = _listed(self._table.left_out) if self.purpose == RL else ""
         return ", ".join(parts) + (f"; left out, as they hold bytes: {left_out}" if left_out else "")
 
+    def warnings(self) -> list[str]:
+        """A line about each column that changes the prompt and is not read, after the rows were."""
+        found = {name: self.unread[name] for name in self._unread}
+        found |= dict.fromkeys(set(self._unread) & set(self._table.left_out), self.rows)
+        return [
+            f"{name} changes the prompt and is not read, in {count:,} of {self.rows:,} rows; {self._unread[name]}"
+            for name, count in found.items() if count
+        ]  # fmt: skip
+
     def fields(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields of a row, checked; UsageError, which begins with `where`, for a wrong one."""
+        self.rows += 1
+        unread = self._unread.keys() - self.columns.values()
+        self.unread.update(name for name in unread if _without_nulls(row.get(name)) not in (None, "", [], {}))
         found = present_fields({field: self._value(row, name) for field, name in self.columns.items()})
-        if self._table.fills_nulls:
-            for field in {"prompt", "messages", "chosen", "rejected", "tools"} & set(found):
-                found[field] = _without_nulls(found[field])
+        for field in {"prompt", "messages", "chosen", "rejected", "tools"} & set(found):
+            found[field] = _without_nulls(found[field])
         try:
+            for field, value in found.items():
+                if isinstance(value, TimeText):
+                    raise UsageError(
+                        f"{printable(self.columns[field])} is a time; what its text was is not known: save it as text"
+                    )
             for field in {"prompt", "messages"} & set(found):
                 found[field] = _messages(found[field])
             if "tools" in found:
@@ -163,6 +175,7 @@ class ColumnMap:
                 found["response"] = _reply(found["response"], self.columns["response"])
             elif self._shape == REWARD:
                 found |= _pair(found, has_prompt="prompt" in self.columns)
+            found |= self._with_system(found, found.pop("system", None))
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
         found = present_fields(found)
@@ -182,18 +195,36 @@ class ColumnMap:
             answer = None  # what pandas and Arrow write for a number that is missing
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             answer = _number_text(answer, self.columns["answer"])
-        if isinstance(answer, list | dict) and self.columns["answer"] == _VERL_ANSWER:
+        if isinstance(answer, list | dict) and self.columns["answer"] == VERL_ANSWER:
             answer = None  # of a reward function that reads it in metadata["reward_model"]
         others = {name: row[name] for name in self.extras if row.get(name) is not None}
         if isinstance(own, dict):
             others = {name: value for name, value in others.items() if name != "metadata"} | own
         return {"answer": answer, "metadata": others or None}
 
+    def _with_system(self, found: dict[str, Any], system: Any) -> dict[str, Any]:
+        """The prompt or the messages after the text of the system's column; their own message of the system wins, as
+        in ms-swift and LLaMA-Factory."""
+        column = self.columns.get("system", "")
+        if not isinstance(system, str | None):
+            raise UsageError(f"{printable(column)} must be a string, not {type(system).__name__}")
+        field = "messages" if "messages" in found else "prompt"
+        messages = found.get(field)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if not system or not isinstance(messages, list) or message_error(messages):
+            return {}
+        if messages[0]["role"] in ("system", "developer"):
+            self.unread[column] += content_of(messages[0]) != system
+            return {}
+        return {field: [{"role": "system", "content": system}, *messages]}
+
 
 def _without_nulls(value: Any) -> Any:
-    """A value of nested columns without the names that only other rows have."""
+    """A value without the names that only other rows' objects have; a null inside JSON stays."""
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+        is_filled = isinstance(value, Struct)
+        return {name: _without_nulls(inner) for name, inner in value.items() if not (is_filled and inner is None)}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
@@ -285,8 +316,8 @@ def _shared_text(one: str, other: str) -> int:
 
 
 def _missing(field: str, purpose: str) -> str:
-    names = ", ".join(_NAMES[purpose][field])
-    whole = f" (or {' or '.join(_NAMES[SFT]['messages'])})" if purpose == SFT else ""
+    names = ", ".join(NAMES[purpose][field])
+    whole = f" (or {' or '.join(NAMES[SFT]['messages'])})" if purpose == SFT else ""
     return f"{field} is missing: known names of its column are {names}{whole}; --{field}-column names another"
 
 

@@ -43,6 +43,8 @@ def decoded_bytes(arrow: Any, array: Any) -> int:
     ValueError for types whose values may overlap in memory.
     """
     types, kind = arrow.types, array.type
+    if isinstance(kind, arrow.BaseExtensionType):
+        return decoded_bytes(arrow, array.storage)
     if types.is_dictionary(kind):
         return len(array) + _dictionary_bytes(arrow, array)
     if types.is_struct(kind):
@@ -50,7 +52,9 @@ def decoded_bytes(arrow: Any, array: Any) -> int:
     if types.is_string_view(kind) or types.is_binary_view(kind):
         lengths = np.frombuffer(array.buffers()[1] or b"", np.int32)[::4]
         return len(array) + int(lengths[array.offset : array.offset + len(array)].sum(dtype=np.int64))
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+    if types.is_map(kind):  # whose flatten pyarrow lacks
+        return len(array) + decoded_bytes(arrow, array.keys) + decoded_bytes(arrow, array.items)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return len(array) + decoded_bytes(arrow, array.flatten())
     if types.is_nested(kind) and not types.is_union(kind) or types.is_run_end_encoded(kind):
         raise ValueError(f"a column has the type {kind}; save it as a plain list or without encoding")
@@ -78,7 +82,17 @@ class ParquetColumn(NamedTuple):
     path: str
     bytes: int  # decompressed, before it is decoded
     encodings: frozenset[str]
-    is_text: bool
+    kind: str  # "STRING", "JSON" or another logical type
+
+    @property
+    def has_dictionary(self) -> bool:
+        """Whether many rows may name the same stored value."""
+        return not self.encodings.isdisjoint({"RLE_DICTIONARY", "PLAIN_DICTIONARY"})
+
+    def may_repeat(self, is_kept: bool) -> bool:
+        """Whether reading may give each text nearly all bytes of the column. `is_kept`: its dictionary is."""
+        of_texts = self.kind in ("STRING", "JSON") and self.has_dictionary
+        return "DELTA_BYTE_ARRAY" in self.encodings or of_texts and not is_kept
 
 
 def parquet_columns(metadata: Any, names: Sequence[str] | None = None) -> list[ParquetColumn]:
@@ -90,7 +104,7 @@ def parquet_columns(metadata: Any, names: Sequence[str] | None = None) -> list[P
         if names is None or any(column.path == name or column.path.startswith(f"{name}.") for name in names):
             size = sum(max(0, chunk.total_uncompressed_size) for chunk in chunks)
             encodings = frozenset(encoding for chunk in chunks for encoding in chunk.encodings)
-            found.append(ParquetColumn(column.path, size, encodings, column.logical_type.type == "STRING"))
+            found.append(ParquetColumn(column.path, size, encodings, column.logical_type.type))
     return found
 
 

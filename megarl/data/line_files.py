@@ -9,6 +9,7 @@ worse response) with a `margin` (number >= 0). For supervised training `messages
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,32 +21,51 @@ from megarl.data.sources import printable
 from megarl.data.tables import JsonRows, json_line, lines_of_list, ragged_lines, read_text, split_lines
 from megarl.errors import UsageError
 
+_SHOWN = 20  # warnings about files
+
 
 def read_files(files: Sequence[str], value: str, flag: str, columns: Columns) -> dict[str, np.ndarray]:
     """The lines of the files, and what is known `about` them, as JSON in bytes."""
     check_footers(files, flag)
     found = [_read_safely(file, flag, columns) for file in files]
-    counts = [len(lines) for lines, _ in found]
+    counts = [len(each.lines) for each in found]
     if not sum(counts):
         raise UsageError(f"{flag} {value}: the {'file holds' if len(files) == 1 else 'files hold'} no prompt")
     about = {
         "starts": np.cumsum([0, *counts[:-1]]).tolist(),
-        "verbatim": len(files) == 1 and found[0][1] is None and not files[0].endswith((".gz", ".zst")),
-        "notes": _notes(files, counts, [description for _, description in found], value, flag),
+        "verbatim": len(files) == 1 and found[0].description is None and not files[0].endswith((".gz", ".zst")),
+        "notes": [*_notes(files, found, value, flag), *_warnings(files, found, flag)],
     }
-    lines = found[0][0] if len(found) == 1 else _joined([lines for lines, _ in found])
+    lines = found[0].lines if len(found) == 1 else _joined([each.lines for each in found])
     return lines.arrays() | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
 
 
-def _notes(files: Sequence[str], counts: list[int], descriptions: list[str | None], value: str, flag: str) -> list[str]:
+class _FileLines(NamedTuple):
+    """The lines of a file; which columns they come from, None of megarl's own fields; and what is not read of them."""
+
+    lines: Ragged
+    description: str | None = None
+    warnings: Sequence[str] = ()
+
+
+def _notes(files: Sequence[str], found: Sequence[_FileLines], value: str, flag: str) -> list[str]:
     """A line for each way in which columns of files were recognised."""
     notes = []
-    for description in dict.fromkeys(filter(None, descriptions)):
-        own = [i for i, other in enumerate(descriptions) if other == description]
+    for description in dict.fromkeys(each.description for each in found if each.description):
+        own = [i for i, other in enumerate(found) if other.description == description]
         name = value if len(own) == len(files) else ", ".join(files[i] for i in own)
-        number = f"{sum(counts[i] for i in own):,} rows" + f" of {len(own)} files" * (len(own) > 1)
+        number = f"{sum(len(found[i].lines) for i in own):,} rows" + f" of {len(own)} files" * (len(own) > 1)
         notes.append(f"{flag} {name}: {number}; {description}")
     return notes
+
+
+def _warnings(files: Sequence[str], found: Sequence[_FileLines], flag: str) -> list[str]:
+    """The lines about columns that are not read, with the names of the first files."""
+    lines = [
+        f"{flag} {file}: warning: {text}" for file, each in zip(files, found, strict=True) for text in each.warnings
+    ]
+    rest = len(lines) - _SHOWN
+    return lines if rest <= 0 else [*lines[:_SHOWN], f"{flag}: {rest:,} more such lines about other files"]
 
 
 def _joined(parts: list[Ragged]) -> Ragged:
@@ -55,7 +75,7 @@ def _joined(parts: list[Ragged]) -> Ragged:
     return Ragged(values, np.concatenate([[0], *offsets]).astype(np.int64))
 
 
-def _read_safely(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:
+def _read_safely(path: str, flag: str, columns: Columns) -> _FileLines:
     """`_read_file`, with one line for whatever else a file made for harm raises in there."""
     try:
         return _read_file(path, flag, columns)
@@ -64,8 +84,8 @@ def _read_safely(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | 
         raise UsageError(f"{flag} {path}: cannot be read: {type(error).__name__}: {reason}") from None
 
 
-def _read_file(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:
-    """The checked lines of a file in megarl's own fields; and which columns they come from, None if from these."""
+def _read_file(path: str, flag: str, columns: Columns) -> _FileLines:
+    """The checked lines of a file in megarl's own fields."""
     where = f"{flag} {path}"
     if is_arrow(path):
         table = ArrowTable(path, flag)
@@ -76,12 +96,12 @@ def _read_file(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | No
     if columns.are_own(lines.view(0).tobytes()):
         for i in range(len(lines)):
             check_line(lines.view(i).tobytes().decode().removesuffix("\n"), f"{where}:{i + 1}")
-        return lines, None
+        return _FileLines(lines)
     table = JsonRows(lines, where)
     return _mapped(table, ColumnMap(table, columns, f"{where}:1"), where)
 
 
-def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> tuple[Ragged, str]:
+def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> _FileLines:
     rows = enumerate(table.rows(columns.needed), start=1)
     lines = ragged_lines(json_line(columns.fields(row, f"{where}:{number}")) for number, row in rows)
-    return lines, columns.describe()
+    return _FileLines(lines, columns.describe(), columns.warnings())

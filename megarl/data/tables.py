@@ -22,11 +22,13 @@ _PART = 2**24
 
 
 class Table(Protocol):
-    """The rows of a file. `columns`: the names of its columns, each with the names inside it (of objects)."""
+    """The rows of a file. `columns`: the names of its columns."""
 
-    columns: dict[str, frozenset[str]]
+    columns: tuple[str, ...]
     left_out: tuple[str, ...]  # columns that cannot be read, because they hold bytes
-    fills_nulls: bool  # whether an object has the names of all rows' objects, null where its row has none
+
+    def names_in(self, column: str) -> frozenset[str]:
+        """The names inside a column of objects; none of another one, or without the column."""
 
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every row with these columns; a column that the row does not have may be absent or None."""
@@ -90,7 +92,6 @@ class JsonRows:
     """Objects on lines. A pass over them finds the names of all columns, another one gives the rows."""
 
     left_out: tuple[str, ...] = ()
-    fills_nulls = False
 
     def __init__(self, lines: Ragged, where: str):
         """Reads the lines once; UsageError at the first that is not an object."""
@@ -99,7 +100,11 @@ class JsonRows:
         for entry in self.rows(()):
             for name, value in entry.items():
                 columns.setdefault(name, set()).update(value if isinstance(value, dict) else ())
-        self.columns = {name: frozenset(inner) for name, inner in columns.items()}
+        self.columns, self._inner = tuple(columns), columns
+
+    def names_in(self, column: str) -> frozenset[str]:
+        """The names inside a column of objects."""
+        return frozenset(self._inner.get(column, ()))
 
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Every object, with all its names."""

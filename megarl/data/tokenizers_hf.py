@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer
 
 from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
+from megarl.data.tokenizer_files import difference
 from megarl.errors import UsageError
 from megarl.plain_files import check_regular
 
@@ -36,7 +37,7 @@ class HuggingFaceTokenizer:
     """The tokenizer of a folder, or of a tokenizer.json with tokenizer_config.json next to it.
 
     Special tokens are those that the files call special, except the unknown token, which plain text can produce.
-    Ignores truncation and padding. Raises UsageError (naming `flag`).
+    Ignores truncation and padding. `notice`: a line for the user, or None. Raises UsageError (naming `flag`).
     """
 
     special_ends_bytes = False
@@ -72,6 +73,7 @@ class HuggingFaceTokenizer:
         self._special_ids = frozenset(self.special.values())
         self._pattern = pattern_of(self.special)
         self.template = _one_template(read.chat_template)
+        self.notice = _notice(Path(model_path), where, read.backend_tokenizer)
 
     def _hash(self, path: Path) -> str:
         """Hash of the files, which does not change with the version that reads them, and of the rules for both ends."""
@@ -218,6 +220,20 @@ def _one_template(found: str | dict[str, str] | None) -> str | None:
     # Jinja drops the new line after a block; the empty text keeps it from trimming the white space before one.
     with_tools, without = (found[name].removesuffix("\n") + "{{ '' }}" for name in ("tool_use", "default"))
     return f"{{% if tools %}}\n{with_tools}{{% else %}}\n{without}{{% endif %}}"
+
+
+def _notice(path: Path, where: str, loaded: Tokenizer) -> str | None:
+    """A line for the user if the folder's tokenizer.json alone would encode otherwise."""
+    file = _folder_of(path) / "tokenizer.json"
+    found = difference(file, loaded) if _is_folder(path) and file.is_file() else None
+    if found is None:
+        return None
+    from transformers import __version__
+
+    return (
+        f"{where}: its tokenizer.json alone encodes otherwise than transformers {__version__}, which megarl follows: "
+        f"{found}; a server of another version may read the file"
+    )
 
 
 def _is_folder(path: Path) -> bool:

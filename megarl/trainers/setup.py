@@ -1,5 +1,6 @@
 """Set-up shared by the programs before their roles exist: flag checks, tokenizers and process groups."""
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from megarl.data import node_files
 from megarl.data.chat import TemplateOptions
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import CHECKS_FIRST, UsageError
+from megarl.errors import CHECKS_FIRST, UsageError, warn_as_first
 from megarl.faults import heartbeat, run_lock
 from megarl.flags import role_flags
 from megarl.flags.debug_settings import parse_step_range
@@ -85,6 +86,7 @@ def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Setting
     folder = role.hf_model.folder if role.hf_model is not None else None
     flag = folder.flag if own and folder is not None and role.tokenizer_model == str(folder.path) else None
     tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "", flag)
+    _warn_once(getattr(tokenizer, "notice", None))
     where = None if folder is None else f"{flag or '--tokenizer-model'} {role.tokenizer_model}"
 
     def prefix(name: str) -> str:
@@ -94,6 +96,13 @@ def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Setting
     own_options = prefix("chat_template_kwargs") or prefix("chat_template_date")
     options = TemplateOptions.of_flags(values, date, own_options)
     return build_encoder(tokenizer, role.chat_template, prefix("chat_template"), where, options, role.bos)
+
+
+@functools.cache
+def _warn_once(notice: str | None):
+    """Prints a line about a tokenizer that several roles may share."""
+    if notice is not None:
+        warn_as_first([notice])
 
 
 def check_vocabulary(role: arguments.RoleSettings, tokens: int):

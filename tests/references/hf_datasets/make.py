@@ -70,6 +70,37 @@ def chat() -> datasets.Dataset:
     )
 
 
+def mixed() -> list[dict]:
+    """Rows whose values of one name have several shapes, of which `datasets` makes columns of JSON."""
+    tool = {"type": "function", "function": {"name": "w", "parameters": {"type": "object", "properties": {}}}}
+    shapes = [1, "one", 1.5, True, None, [1, "a", None], {"a": {"b": None}}, {"a": [2]}, "2024-01-01", "007", "1.50",
+              1e-7, 1e22, 2**63, "é\n\"q\"/", [], {}, [{"x": 1}, "y"]]  # fmt: skip
+    rows = []
+    for number, shape in enumerate(shapes):
+        call = {"name": "w", "arguments": {"x": None, "city": shape}}
+        called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        rows.append({
+            "prompt": [user(f"{number}?")],
+            "messages": [user(f"{number}?"), called],
+            "tools": [tool | {"meta": shape}],
+            "value": shape,
+            "inner": {"value": shape, "number": number},
+            "listed": [shape, number],
+        })  # fmt: skip
+    return rows
+
+
+def write_mixed():
+    """Writes the rows of `mixed` as JSON lines, and what `datasets` makes of them."""
+    folder = HERE / "mixed"
+    folder.mkdir()
+    lines = "".join(json.dumps(row) + "\n" for row in mixed())
+    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
+    read = datasets.load_dataset("json", data_files=str(folder / "rows.jsonl"), split="train")
+    read.save_to_disk(folder / "saved")
+    read.to_parquet(folder / "rows.parquet")
+
+
 def main():
     """Writes all folders anew."""
     for folder in (path for path in HERE.iterdir() if path.is_dir()):
@@ -85,7 +116,9 @@ def main():
     (HERE / "lines").mkdir()
     for split, rows in (("train", [0]), ("validation", [1])):
         made["chat"].select(rows).to_json(HERE / "lines" / f"{split}.jsonl")
+    write_mixed()
     read = {
+        "mixed": datasets.load_from_disk(HERE / "mixed" / "saved"),
         "saved": datasets.load_from_disk(HERE / "saved"),
         "saved_splits:train": datasets.load_from_disk(HERE / "saved_splits")["train"],
         "saved_splits:test": datasets.load_from_disk(HERE / "saved_splits")["test"],

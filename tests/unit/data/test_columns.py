@@ -9,6 +9,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megarl.data.column_names import FOREIGN, LABELLED, NAMES, RL, UNREAD, UNREAD_THOUGHTS
 from megarl.data.columns import REWARD, SFT, Columns
 from megarl.data.fields import FIELD_TYPES
 from megarl.data.preferences import preference_pairs
@@ -192,11 +193,11 @@ def test_a_column_that_only_some_lines_have(tmp_path):
 
 ERRORS = [
     ({"text": "a", "id": 1}, Columns(), "prompt is missing: known names of its column are prompt, question, problem, "
-     "input, query; --prompt-column names another; the file has text, id"),
+     "instruction, input, query; --prompt-column names another; the file has text, id"),
     ({"prompt": "a", "q": 1}, Columns(answer="anwser"), "has no such column; the file has prompt, q"),
     ({"prompt": "a", "q": {"r": 1}}, Columns(answer="q.s"), "has no such column; the file has prompt, q"),
-    ({"text": "a"}, Columns(SFT), "prompt is missing: known names of its column are prompt, question, problem, input, "
-     "query (or messages or conversations); --prompt-column names another; the file has text"),
+    ({"text": "a"}, Columns(SFT), "prompt is missing: known names of its column are prompt, question, problem, "
+     "instruction, input, query (or messages or conversations); --prompt-column names another; the file has text"),
     ({"question": "a", "x": 1}, Columns(SFT), "response is missing: known names"),
     ({"question": "a", "chosen": "b"}, Columns(REWARD), "rejected is missing: known names of its column are rejected;"),
     ({"\x1b[2Jtext": "a"}, Columns(), "the file has \N{REPLACEMENT CHARACTER}[2Jtext"),
@@ -254,3 +255,115 @@ def test_a_wrong_row_of_a_table_is_named(tmp_path):
         load_prompts(path)
     with pytest.raises(UsageError, match=r"p\.parquet:1: answer must be a string or a list of messages, not int"):
         load_prompts(path, columns=Columns(prompt="answer"))
+
+
+# -- columns that change a prompt ----------------------------------------------------------------------------------
+
+
+ROW_OF = {
+    "rl": {"prompt": "1+1=", "answer": "2"},
+    "sft": {"prompt": "1+1=", "response": "2"},
+    "conversation": {"messages": [USER, ASSISTANT]},
+    "reward": {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+    "labelled": {"prompt": "1+1=", "response": "2", "desirable": True},
+}
+PURPOSE = {"conversation": SFT} | {name: name for name in (RL, SFT, REWARD, LABELLED)}
+TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}]
+USED = {"system": "Be terse.", "system_prompt": "Be terse.", "tools": TOOLS}
+VALUES = {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": False, "history": [["a", "b"]]}
+
+
+def write_arrow(path, rows: list[dict]) -> str:
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    return str(path)
+
+
+WRITERS = {"parquet": write_parquet, "arrow": write_arrow, "jsonl": write_jsonl}
+
+
+def with_column(tmp_path, suffix: str, kind: str, **values):
+    """The set of a file of one row of a kind of prompt with these columns, and one without values in them."""
+    row = ROW_OF[kind] | {"ability": "x"}  # which no field of megarl is
+    path = WRITERS[suffix](tmp_path / f"p.{suffix}", [row | values, row | dict.fromkeys(values)])
+    return load_prompts(path, columns=Columns(PURPOSE[kind]))
+
+
+@pytest.mark.parametrize("kind", ROW_OF)
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_columns_that_are_part_of_every_prompt(suffix, kind, tmp_path):
+    for name, value in USED.items():
+        prompt, without = with_column(tmp_path, suffix, kind, **{name: value})
+        messages = prompt.messages or prompt.prompt
+        if name == "tools":
+            assert prompt.tools == TOOLS and without.tools is None
+        else:
+            assert messages[0] == {"role": "system", "content": "Be terse."} and messages[1] == USER
+            assert (without.messages or without.prompt) == (ROW_OF[kind].get("messages") or "1+1=")
+
+
+@pytest.mark.parametrize("kind", ROW_OF)
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_a_column_that_changes_the_prompt_and_is_not_read_is_named(suffix, kind, tmp_path):
+    thoughts = UNREAD_THOUGHTS if kind not in ("rl", "conversation") else {}
+    for name, cure in (UNREAD | thoughts).items():
+        prompts = with_column(tmp_path, suffix, kind, **{name: VALUES.get(name, "x")})
+        note = f"warning: {name} changes the prompt and is not read, in 1 of 2 rows; {cure}"
+        assert [each for each in prompts.notes if "warning" in each] == [f"--prompts {prompts.path}: {note}"]
+    prompts = with_column(tmp_path, suffix, kind, level=3)
+    assert not any("warning" in note for note in prompts.notes)
+
+
+def test_images_in_bytes_are_named_in_every_program(tmp_path):
+    for kind in ROW_OF:
+        prompts = with_column(tmp_path, "parquet", kind, images=[{"bytes": b"x", "path": None}])
+        assert prompts.notes[-1].endswith("images changes the prompt and is not read, in 2 of 2 rows; megarl reads "
+                                          "text alone")  # fmt: skip
+
+
+def test_two_columns_that_others_join(tmp_path):
+    row = {"instruction": "Add.", "input": "1+1", "output": "2"}
+    path = write_jsonl(tmp_path / "p.jsonl", [row, row | {"input": ""}])
+    for columns, unread in ((Columns(SFT), "input"), (Columns(SFT, prompt="input"), "instruction")):
+        if unread == "instruction":
+            path = write_jsonl(tmp_path / "p.jsonl", [row, row])
+        prompts = load_prompts(path, columns=columns)
+        assert prompts[0].prompt != row[unread]
+        assert f"warning: {unread} changes the prompt and is not read, in {len(unread) // 5} of 2" in prompts.notes[-1]
+
+
+def test_the_systems_column_and_a_message_of_the_system(tmp_path):
+    own = {"role": "system", "content": "mine"}
+    rows = [{"system": text, "messages": [own, USER, ASSISTANT]} for text in ("mine", "other", "")]
+    prompts = load_prompts(write_parquet(tmp_path / "p.parquet", rows), columns=Columns(SFT))
+    assert [prompt.messages for prompt in prompts] == [[own, USER, ASSISTANT]] * 3
+    assert prompts.notes[-1].endswith("system changes the prompt and is not read, in 1 of 3 rows; the messages begin "
+                                      "with one of the system")  # fmt: skip
+    pair = {"system": "s", "chosen": [USER, ASSISTANT], "rejected": [USER, WRONG]}
+    assert read(tmp_path, [pair], Columns(REWARD))[0].prompt == [{"role": "system", "content": "s"}, USER]
+    path = write_parquet(tmp_path / "p.parquet", [{"question": "a", "system": 3}])
+    with pytest.raises(UsageError, match=r"p\.parquet:1: system must be a string, not int"):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize("purpose", NAMES)
+def test_every_field_of_a_line_is_read_from_a_table(purpose, tmp_path):
+    """What megarl's own fields say in JSON lines, a table says, too: no field is metadata alone."""
+    values = {"prompt": [USER], "answer": "2", "task": "t", "response": "2", "tools": TOOLS, "chosen": "2",
+              "rejected": "3", "margin": 0.5, "environment": "e", "desirable": True, "teacher_prompt": [USER],
+              "teacher": "x"}  # fmt: skip
+    row = {name: values[name] for name in NAMES[purpose] if name in values}
+    own = load_prompts(write_jsonl(tmp_path / "p.jsonl", [row]), columns=Columns(purpose))
+    assert not own.notes and len(row) >= 4
+    for found in (
+        load_prompts(write_parquet(tmp_path / "p.parquet", [row]), columns=Columns(purpose)),
+        load_prompts(write_jsonl(tmp_path / "f.jsonl", [row | {"ability": "a"}]), columns=Columns(purpose)),
+    ):
+        for name, value in row.items():
+            assert getattr(found[0], name) == value == getattr(own[0], name), name
+
+
+def test_a_published_column_is_no_typing_mistake():
+    assert {"system", "instruction", "chat_template_kwargs", "images", "history"} <= FOREIGN
+    assert not {"prompt", "messages", "tools", "response"} & FOREIGN

@@ -51,3 +51,28 @@ def test_errors_name_the_row_of_the_file():
         f"--prompts {prompts.path}: 9 rows of 5 files; prompt from prompt, answer from reward_model.ground_truth, task "
         "from data_source, metadata from data_source, ability, reward_model, extra_info",
     )
+
+
+MIXED = {"saved": f"{FOLDER}/mixed/saved", "parquet": f"{FOLDER}/mixed/rows.parquet"}
+TEXTS = {9: "007", 10: "1.50"}  # which datasets gives as the numbers 7 and 1.5, and stores as they were written
+
+
+def without_nulls(tools: list[dict]) -> list[dict]:
+    return [{name: value for name, value in tool.items() if value is not None} for tool in tools]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_values_of_mixed_types(name):
+    """Columns of JSON at every depth are the values that datasets gives back, which are those of the JSON lines."""
+    prompts, turns = load_prompts(MIXED[name]), load_prompts(MIXED[name], columns=Columns(SFT))
+    lines, rows = load_prompts(f"{FOLDER}/mixed/rows.jsonl", columns=Columns(prompt="prompt")), EXPECTED["mixed"]
+    assert len(prompts) == len(turns) == len(lines) == len(rows) > 15
+    for number, row in enumerate(rows):
+        prompt, line = prompts[number], lines[number]
+        if number in TEXTS:
+            row["value"] = row["listed"][0] = row["inner"]["value"] = row["tools"][0]["meta"] = TEXTS[number]
+        tools = without_nulls(row["tools"])
+        assert prompt.tools == turns[number].tools == tools == without_nulls(line.tools)
+        assert turns[number].messages == row["messages"] == line.metadata["messages"]
+        for field in ("value", "inner", "listed"):
+            assert prompt.metadata.get(field) == row[field] == line.metadata.get(field)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from megarl.data.tokenizer_files import difference
 from megarl.data.tokenizers import build_tokenizer
 from megarl.data.tokenizers_hf import LONG_TEXT
 from megarl.errors import UsageError
@@ -135,3 +136,64 @@ def test_missing_files(tmp_path):
     assert error_of(tmp_path / "gone.json").startswith(f"--tokenizer-model {tmp_path / 'gone.json'}: no such file")
     with pytest.raises(UsageError, match="--tokenizer-model: missing"):
         build_tokenizer("HuggingFaceTokenizer", None)
+
+
+# -- the file alone ------------------------------------------------------------------------------------------------
+
+
+def edit(folder: str, **parts) -> Path:
+    """The folder with other parts of its tokenizer.json."""
+    path = Path(folder) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return path
+
+
+@pytest.mark.parametrize("make", [chatml, gemma, unigram, wordpiece])
+def test_no_notice_where_the_file_encodes_as_transformers_does(make, tmp_path):
+    assert build(make(tmp_path / "a")).notice is None
+
+
+def test_a_class_that_replaces_the_pre_tokenizer_of_the_file(tmp_path):
+    """transformers' class of Qwen2 has a pre-tokenizer of its own, whatever the file says."""
+    folder = change(chatml(tmp_path / "a"), tokenizer_class="Qwen2Tokenizer")
+    digits = {"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ]}  # fmt: skip
+    edit(folder, pre_tokenizer=digits)
+    found = build(folder)
+    assert f"--tokenizer-model {folder}: its tokenizer.json alone encodes otherwise than transformers" in found.notice
+    assert "pre_tokenizer" in found.notice and "\n" not in found.notice
+
+
+END = {"id": "<|im_end|>", "ids": [0], "tokens": ["<|im_end|>"]}
+BEGIN = {
+    "type": "TemplateProcessing", "pair": [], "special_tokens": {"<|im_end|>": END},
+    "single": [{"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+}  # fmt: skip
+CHANGES = {
+    "normalizer": ({"normalizer": {"type": "Lowercase"}}, "tokens by the file", "normalizer"),
+    "pre_tokenizer": ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
+                                         "use_regex": True}}, "tokens by the file", "pre_tokenizer"),
+    "decoder": ({"decoder": None}, "are read back as another text", "decoder"),
+    "post_processor": ({"post_processor": BEGIN}, "special tokens around a text", "post_processor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_part_of_a_file_that_differs_is_named(name, tmp_path):
+    parts, said, part = CHANGES[name]
+    loaded = Tokenizer.from_file(f"{chatml(tmp_path / 'a')}/tokenizer.json")
+    assert difference(tmp_path / "a" / "tokenizer.json", loaded) is None
+    found = difference(edit(chatml(tmp_path / "b"), **parts), loaded)
+    assert said in found and f"({part})" in found
+
+
+def test_an_added_token_of_another_number(tmp_path):
+    loaded = Tokenizer.from_file(f"{chatml(tmp_path / 'a')}/tokenizer.json")
+    other = Tokenizer.from_file(f"{tmp_path}/a/tokenizer.json")
+    other.add_special_tokens(["<new>"])
+    other.save(f"{tmp_path}/a/tokenizer.json")
+    assert "the token '<new>' is " in difference(tmp_path / "a" / "tokenizer.json", loaded)
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    assert difference(tmp_path / "a" / "tokenizer.json", loaded) is None
