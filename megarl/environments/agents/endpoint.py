@@ -87,9 +87,7 @@ class _KeyCheck:
             check_key(scope["headers"], self._session)
         except RequestError as error:
             return await error_response(error, scope["path"])(scope, receive, send)
-        with contextlib.suppress(asyncio.CancelledError):  # the endpoint was closed: nobody waits for the answer
-            await self._app({**scope, "session": self._session}, receive, send)
-        return None
+        return await self._app({**scope, "session": self._session}, receive, send)
 
 
 def check_key(headers: Headers, session: Session):
