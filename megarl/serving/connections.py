@@ -52,7 +52,7 @@ class LimitedProtocol(H11Protocol):
             transport.abort()
         elif len(self.connections) > self._limit:
             self.app, self._head_seconds = _reserved(self.app), min(self._head_seconds, RESERVED_SECONDS)
-        self.app = _read_to_the_end(self.app, self._head_seconds)
+        self.app = _while_open(_read_to_the_end(self.app, self._head_seconds), transport)
         self._wait_for_head()
 
     def data_received(self, data: bytes):
@@ -62,6 +62,13 @@ class LimitedProtocol(H11Protocol):
             self._stop_timer()
         elif self._head_timer is None and self.conn.trailing_data[0]:
             self._wait_for_head()
+
+    def send_400_response(self, msg: str):
+        """Answers what is no HTTP; in the middle of another answer it can only close the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None):
         self._stop_timer()
@@ -90,6 +97,35 @@ def _reserved(app):
             raise RequestError(503, "too many connections", code="too_many_connections", headers=headers)
 
     return checked(app, check)
+
+
+def _while_open(app, transport: asyncio.Transport):
+    """The application, of which nothing is sent once the connection is closed; where it gives up, the connection ends.
+
+    No client can fill the log so: asyncio logs each write to a connection that its client has reset, and uvicorn each
+    answer that breaks off. And an application that always has more to send lets the loop find out that nobody reads.
+    """
+
+    async def answer(scope, receive, send):
+        """The ASGI application."""
+        begun = ended = cancelled = False
+
+        async def send_open(message):
+            nonlocal begun, ended
+            if transport.is_closing():
+                return await asyncio.sleep(0)  # then the loop says to the application that the client has gone
+            begun, ended = True, message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        try:
+            await app(scope, receive, send_open)
+        except asyncio.CancelledError:  # the server ends: nobody waits for the answer
+            cancelled = True
+        if (begun or cancelled) and not ended:
+            transport.abort()
+            await asyncio.sleep(0)  # uvicorn takes it for a client that has gone
+
+    return answer
 
 
 def _read_to_the_end(app, seconds: float):

@@ -1,6 +1,6 @@
 """Every error answer of the server is OpenAI's object: {"error": {"message", "type", "param", "code"}}."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -70,6 +70,20 @@ def internal() -> RequestError:
     return RequestError(500, "internal error", code="internal_error")
 
 
+def unknown_path(path: str, known: Iterable[str]) -> RequestError:
+    """The error of a path that does not exist, status 404; says which do, below /v1 those of OpenAI's API."""
+    listed = list(dict.fromkeys(known))
+    if path == "/v1" or path.startswith("/v1/"):
+        listed = [each for each in listed if each.startswith("/v1/")] or listed
+        return RequestError(404, f"{echo(path)} is not built; of OpenAI's API there are {', '.join(listed)}")
+    return RequestError(404, f"{echo(path)}: no such path; there are {', '.join(listed)}")
+
+
+def wrong_method(method: str, path: str, allowed: str) -> RequestError:
+    """The error of a method that a path does not have, status 405."""
+    return RequestError(405, f"{echo(method)} {echo(path)}: allowed is {allowed}", headers={"Allow": allowed})
+
+
 def echo(value: Any) -> str:
     """What a client sent, for a message: its `repr`, cut at 100 characters."""
     if isinstance(value, str | bytes | list):
@@ -80,41 +94,63 @@ def echo(value: Any) -> str:
     return text if len(text) <= _MAX_ECHO_LENGTH else f"{text[:_MAX_ECHO_LENGTH]}…"
 
 
-def validation_error(errors: Sequence[Any]) -> RequestError:
+def validation_error(errors: Sequence[Any], body: Any = None) -> RequestError:
     """The error of a request that does not match its schema: names the first wrong field, says what is allowed.
 
-    `errors` are those of pydantic or FastAPI.
+    `errors` are those of pydantic or FastAPI; `body`: the request as JSON values.
     """
     first = errors[0]
-    location = [str(part) for part in first["loc"] if part not in ("body", "query")]
     if first["type"] == "json_invalid":
         return invalid("the body is no JSON", code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        name = _clean(".".join(part for part in location if "[" not in part), _MAX_ECHO_LENGTH)
-        return invalid(f"{name}: unknown field; it is not supported", name, "unknown_field")
-    if not location:
+    if not _location(first):
         return invalid("the body must be a JSON object, with Content-Type: application/json")
-    field, name = location[0], _name(first)
-    # Each type that a field may have reports errors of its own.
-    same = [error for error in errors if _name(error) == name]
-    messages = list(dict.fromkeys(_message(error) for error in same))[:3]
-    given = "" if first["type"] == "missing" else f" (got {echo(first.get('input'))})"
+    field, begin = str(_location(first)[0]), _path(first, body)[:2]
+    # Each type that a field may have reports errors of its own; the innermost ones are of the type that fits best.
+    paths = [(_path(error, body), error) for error in errors]
+    path = max((path for path, _ in paths if path[: len(begin)] == begin), key=len)
+    same = [error for each, error in paths if each == path]
+    name = ".".join(map(str, path))
+    if same[0]["type"] == "extra_forbidden":
+        name = _clean(name, _MAX_ECHO_LENGTH)
+        return invalid(f"{name}: unknown field; it is not supported", name, "unknown_field")
+    messages = list(dict.fromkeys(map(_message, same)))[:3]
+    given = "" if same[0]["type"] == "missing" else f" (got {echo(same[0].get('input'))})"
     return invalid(f"{name}: {'; or: '.join(messages)}{given}", field, "invalid_value")
 
 
-def _name(error: Any) -> str:
-    """The field that is wrong; of a message with its number, from 0, and its own field: `messages.1.content`."""
-    location = [part for part in error["loc"] if part not in ("body", "query")]
-    if location[:1] != ["messages"]:
-        return str(location[0]) if location else ""
-    # After the number is the kind of the message, after that its field.
-    return ".".join(map(str, [*location[:2], *location[3:4]]))
+def _location(error: Any) -> Sequence[str | int]:
+    return error["loc"][1:] if error["loc"][:1] in (("body",), ("query",)) else error["loc"]
+
+
+def _path(error: Any, body: Any) -> tuple[str | int, ...]:
+    """Where an error is: the names of fields, and the numbers of objects in lists, from 0: `messages.1.content`.
+
+    The error's own location also has the names of the types that a value may have, which no client knows.
+    """
+    location = _location(error)
+    found: list[str | int] = []
+    value, tagged = body, None
+    for number, part in enumerate(location, start=1):
+        if value is not tagged and number < len(location) and _is_tag(value, part):
+            tagged = value
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+            found.append(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+            found += [part] if isinstance(value, dict) else []
+    if error["type"] == "missing":
+        found.append(location[-1])
+    return tuple(found) or (location[0],)
+
+
+def _is_tag(value: Any, part: str | int) -> bool:
+    """Whether a part of a location is the kind of an object, such as `text`, and not its field of that name."""
+    return isinstance(value, dict) and part == value.get("type") and not isinstance(value.get(part), dict | list)
 
 
 def _message(error: Any) -> str:
-    if error["type"] == "missing":
-        return f"{'.'.join(str(part) for part in error['loc'][1:])} is missing"
-    return error["msg"].removeprefix("Value error, ")
+    return "it is missing" if error["type"] == "missing" else error["msg"].removeprefix("Value error, ")
 
 
 def _clean(text: str, max_length: int) -> str:

@@ -125,7 +125,6 @@ def main() -> int:
     rank_0 = parent(dies_with_thread=False)  # clients get an answer when rank 0 is gone
     sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.WARNING, format="megarl.serving: %(levelname)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a line for each malformed request would fill disks
 
     def prepare(config: FrontendConfig):
         context = ServingContext(config)

@@ -19,9 +19,9 @@ _BACKLOG = 1024  # connections that wait to be accepted
 
 SERVER: dict[str, Any] = {
     "ws": "none", "loop": "asyncio", "lifespan": "off", "access_log": False, "log_config": None,
-    "server_header": False, "proxy_headers": False,
+    "server_header": False, "proxy_headers": False, "log_level": "error",
 }  # fmt: skip
-"""What all servers tell uvicorn."""
+"""What all servers tell uvicorn. Its warnings are about what clients send, so clients could fill disks with them."""
 
 
 class HttpServer(uvicorn.Server):

@@ -1,10 +1,12 @@
 """Requests of all endpoints: OpenAI's fields and vLLM's, each with its limits; unknown fields are errors.
 
-Fields whose neutral value clients often send, but which have no effect here, are allowed with that value only.
+Fields whose neutral value clients often send, but which have no effect here, are allowed with that value only. Wishes
+to a service, which change neither the prompt nor the answer, are allowed with any value: `ServiceFields`,
+`CacheFields`, and `strict` of a tool.
 """
 
 # mypy: disable-error-code="valid-type"
-# `_neutral(…)` makes a type when the module is imported.
+# `neutral(…)` makes a type when the module is imported.
 
 import json
 from typing import Annotated, Any, Literal
@@ -21,13 +23,13 @@ MAX_PROMPTS = 4096
 _MAX_DEPTH, _MAX_FREE_VALUES = 64, 2**16  # levels and values of free-form JSON
 
 
-def _neutral(*values: Any) -> Any:
-    """The type of a field that only has values without effect."""
+def neutral(*values: Any, why: str = "") -> Any:
+    """The type of a field that only has values without effect. `why`: another is refused."""
 
     def check(value: Any) -> Any:
         if not any(type(value) is not bool and value == each or value is each for each in values):
             allowed = ", ".join(json.dumps(each) for each in values)
-            raise ValueError(f"{echo(value)} is not supported; allowed: {allowed}")
+            raise ValueError(f"{echo(value)} is not supported{why and f', because {why}'}; allowed: {allowed}")
         return value
 
     return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": list(values)})]
@@ -78,6 +80,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
 FreeObject = Annotated[dict[str, Any], AfterValidator(check_json)]
+Unread = Annotated[Any, AfterValidator(check_json)]  # what a client has added to an answer for itself
 TemplateValues = Annotated[dict[str, Any], AfterValidator(check_json), AfterValidator(_check_template_values)]
 
 
@@ -87,11 +90,29 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class ServiceFields(StrictModel):
+    """Wishes to a service: what it stores of a request, whom it bills, how fast it answers."""
+
+    metadata: FreeObject | None = None
+    store: bool | None = None
+    service_tier: Name | None = None
+    safety_identifier: Name | None = None
+    prompt_cache_retention: Name | None = None
+    prompt_cache_options: FreeObject | None = None
+
+
+class CacheFields(StrictModel):
+    """Marks of what a service should cache: Anthropic's, which clients also send to others, and OpenAI's."""
+
+    cache_control: FreeObject | None = None
+    prompt_cache_breakpoint: FreeObject | None = None
+
+
 class StreamOptions(StrictModel):
     """Options of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: _neutral(None, False) = None
+    include_obfuscation: neutral(None, False) = None
 
 
 class SamplingFields(StrictModel):
@@ -119,12 +140,12 @@ class OpenAIFields(SamplingFields):
     user: Name | None = None
     prompt_cache_key: Name | None = None
     include_stop_str_in_output: bool = False
-    frequency_penalty: _neutral(None, 0) = None
-    presence_penalty: _neutral(None, 0) = None
-    repetition_penalty: _neutral(None, 1) = None
-    logit_bias: _neutral(None, {}) = None
-    min_tokens: _neutral(None, 0) = None
-    skip_special_tokens: _neutral(None, True) = None
+    frequency_penalty: neutral(None, 0) = None
+    presence_penalty: neutral(None, 0) = None
+    repetition_penalty: neutral(None, 1) = None
+    logit_bias: neutral(None, {}) = None
+    min_tokens: neutral(None, 0) = None
+    skip_special_tokens: neutral(None, True) = None
 
 
 class CompletionRequest(OpenAIFields):
@@ -140,11 +161,11 @@ class CompletionRequest(OpenAIFields):
     logprobs: Annotated[int, Field(ge=0, le=2**10)] | None = None
     echo: bool | None = False
     add_special_tokens: bool = True
-    best_of: _neutral(None, 1) = None
-    suffix: _neutral(None, "") = None
+    best_of: neutral(None, 1) = None
+    suffix: neutral(None, "") = None
 
 
-class TextPart(StrictModel):
+class TextPart(CacheFields):
     """A part of a message's content."""
 
     type: Literal["text"]
@@ -159,6 +180,7 @@ class FunctionCall(StrictModel):
 
     name: Name
     arguments: Text
+    parsed_arguments: Unread = None  # of openai's helpers, from `arguments`
 
 
 class AssistantToolCall(StrictModel):
@@ -170,7 +192,7 @@ class AssistantToolCall(StrictModel):
     index: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
 
 
-class PlainMessage(StrictModel):
+class PlainMessage(CacheFields):
     """Instructions, or what the user says."""
 
     role: Literal["system", "developer", "user"]
@@ -184,10 +206,10 @@ class TokenFields(StrictModel):
     prompt_token_ids: TokenIds | None = None
     generation_token_ids: TokenIds | None = None
     generation_log_probs: Annotated[list[float], Field(max_length=MAX_TOKENS, fail_fast=True)] | None = None
-    routed_experts: _neutral(None) = None  # what NeMo Gym adds to the others
+    routed_experts: neutral(None) = None  # what NeMo Gym adds to the others
 
 
-class AssistantMessage(TokenFields):
+class AssistantMessage(TokenFields, CacheFields):
     """What the assistant has said; the fields of an answer that are null may stay."""
 
     role: Literal["assistant"]
@@ -197,13 +219,14 @@ class AssistantMessage(TokenFields):
     name: Name | None = None
     tool_calls: Annotated[list[AssistantToolCall], Field(max_length=128)] | None = None
     tool_call_errors: Annotated[list[Text], Field(max_length=1024)] | None = None  # of an agent's endpoint
-    refusal: _neutral(None) = None
-    audio: _neutral(None) = None
-    annotations: _neutral(None, []) = None
-    function_call: _neutral(None) = None
+    refusal: neutral(None) = None
+    audio: neutral(None) = None
+    annotations: neutral(None, []) = None
+    function_call: neutral(None) = None
+    parsed: Unread = None  # of openai's helpers, from `content`
 
 
-class ToolMessage(StrictModel):
+class ToolMessage(CacheFields):
     """What a tool has returned."""
 
     role: Literal["tool"]
@@ -216,28 +239,26 @@ ChatMessage = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(dis
 
 
 class FunctionDefinition(StrictModel):
-    """A function that may be called; `parameters` is a JSON Schema."""
+    """A function that may be called; `parameters` is a JSON Schema. `strict`: no grammar makes the answer fit it."""
 
     name: Annotated[str, Field(min_length=1, max_length=512)]
     description: Text | None = None
     parameters: FreeObject | None = None
-    strict: _neutral(None, False) = None
+    strict: bool | None = None
 
 
-class ToolDefinition(StrictModel):
+class ToolDefinition(CacheFields):
     """A tool that the assistant may use."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class ResponseFormat(StrictModel):
-    """Only free text."""
-
-    type: Literal["text"]
+_UNCONSTRAINED = "nothing constrains what the policy writes"
+_NOT_READ = "no chat template reads it; chat_template_kwargs gives a template its variables"
 
 
-class ChatCompletionRequest(OpenAIFields):
+class ChatCompletionRequest(OpenAIFields, ServiceFields):
     """A request for /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
@@ -246,14 +267,19 @@ class ChatCompletionRequest(OpenAIFields):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=2**10)] | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: neutral(None, "none", "auto", why=_UNCONSTRAINED) = None
     chat_template_kwargs: TemplateValues | None = None
-    response_format: ResponseFormat | None = None
-    parallel_tool_calls: _neutral(None, True) = None
-    modalities: _neutral(None, ["text"]) = None
-    service_tier: _neutral(None, "auto", "default") = None
-    store: _neutral(None, False) = None
-    metadata: _neutral(None, {}) = None
+    response_format: neutral(None, {"type": "text"}, why=_UNCONSTRAINED) = None
+    parallel_tool_calls: neutral(None, True, why=_UNCONSTRAINED) = None
+    modalities: neutral(None, ["text"]) = None
+    reasoning_effort: neutral(None, why=_NOT_READ) = None
+    verbosity: neutral(None, why=_NOT_READ) = None
+    audio: neutral(None) = None
+    prediction: neutral(None) = None
+    moderation: neutral(None) = None
+    web_search_options: neutral(None) = None
+    functions: neutral(None, [], why="it is called tools") = None
+    function_call: neutral(None, "none", "auto", why="it is called tool_choice") = None
 
 
 class GenerateSampling(SamplingFields):

@@ -61,8 +61,14 @@ def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def template_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """Tools as the client gave them, without what it left out."""
-    return [tool.model_dump(exclude_unset=True) for tool in tools]
+    """Tools with what describes them; wishes to the server (`strict`, `cache_control`) and nulls are not shown."""
+    return [function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools]
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """A tool as chat templates read it."""
+    fields = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from megarl.environments.agents.program import ProgramEnvironment
 from megarl.environments.pool import Asked, EnvironmentPool, PoolOptions
 from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_turn
+from tests.helpers import rude_clients
 from tests.helpers.waiting import SAFETY_SECONDS
 
 HERE = "tests.helpers.odd_agents"
@@ -230,6 +231,14 @@ async def many_connections(task, client) -> float:
     await asyncio.sleep(0)
     async with AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=50) as other:
         return float((await other.chat.completions.create(model="m", messages=USER)).id != "")
+
+
+async def breaks_off(task, client) -> float:
+    """Breaks its requests off at every place, and then asks."""
+    body = {"model": "m", "messages": USER, "stream": True}
+    path = f"{client.base_url.path}chat/completions"
+    await asyncio.to_thread(rude_clients.visit_all, client.base_url.port, path, body, client.api_key)
+    return float((await client.chat.completions.create(model="m", messages=USER)).id != "")
 
 
 async def times_out(task, client) -> float:

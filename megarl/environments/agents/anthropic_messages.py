@@ -9,11 +9,12 @@ from pydantic import Field
 from starlette.responses import Response
 
 from megarl.data.messages import tool_call, with_tool_names
-from megarl.environments.agents.dialect import function_tool, name_forced_call, name_ignored, respond, written
+from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, written
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
-from megarl.serving.schemas import FreeObject, Name, Stop, StrictModel, Text
+from megarl.serving.schemas import FreeObject, Name, Stop, StrictModel, Text, neutral
+from megarl.serving.tokenization import function_tool
 
 _IGNORED = ("temperature", "top_p", "top_k")
 
@@ -46,6 +47,7 @@ class ToolUseBlock(_Block):
     name: Name
     input: FreeObject
     caller: FreeObject | None = None
+    toolset_name: None = None
 
 
 class ToolResultBlock(_Block):
@@ -55,6 +57,7 @@ class ToolResultBlock(_Block):
     tool_use_id: Name
     content: Text | Annotated[list[TextBlock], Field(max_length=1024)] | None = None
     is_error: bool | None = None
+    toolset_name: None = None
 
 
 UserContent = (
@@ -90,6 +93,10 @@ class Tool(StrictModel):
     input_schema: FreeObject
     type: Literal["custom"] | None = None
     cache_control: FreeObject | None = None
+    strict: bool | None = None  # no grammar makes the answer fit the schema
+    eager_input_streaming: bool | None = None
+    defer_loading: neutral(None, False) = None  # type: ignore[valid-type]
+    allowed_callers: neutral(None, ["direct"]) = None  # type: ignore[valid-type]
 
 
 class ToolChoice(StrictModel):
@@ -117,6 +124,11 @@ class MessagesRequest(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: FreeObject | None = None
+    cache_control: FreeObject | None = None
+    service_tier: Name | None = None
+    inference_geo: Name | None = None
+    speed: Name | None = None
+    thinking: neutral(None, {"type": "disabled"}, why="the policy thinks as its template has it think") = None  # type: ignore[valid-type]
 
 
 async def complete_messages(session: Session, request: MessagesRequest) -> Response:

@@ -4,37 +4,25 @@ import asyncio
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
 from starlette.responses import Response
 
 from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, token_fields, written
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
-from megarl.serving.schemas import ChatCompletionRequest, FreeObject, FunctionDefinition, ToolDefinition
+from megarl.serving.schemas import ChatCompletionRequest, FreeObject
 from megarl.serving.tokenization import template_messages, template_tools
 
 MAX_CHOICES = 64
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed")
 
 
-class _Function(FunctionDefinition):
-    strict: bool | None = None  # the policy writes what it writes
-
-
-class _Tool(ToolDefinition):
-    function: _Function
-
-
 class AgentChatRequest(ChatCompletionRequest):
-    """A request of an agent; that a call is required, or has to fit its schema, has no effect."""
+    """A request of an agent; that a call is required has no effect."""
 
-    tools: Annotated[list[_Tool], Field(max_length=128)] | None = None  # type: ignore[assignment]  # of more
-    tool_choice: Literal["none", "auto", "required"] | FreeObject | None = None  # type: ignore[assignment]  # of more
-    metadata: FreeObject | None = None  # of the client's own
-    store: bool | None = None  # nothing is stored
+    tool_choice: Literal["none", "auto", "required"] | FreeObject | None = None
     return_tokens_as_token_ids: bool | None = None  # of vLLM: log-probs name tokens so
     return_token_ids: bool | None = None  # of vLLM
 

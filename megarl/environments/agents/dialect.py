@@ -50,12 +50,6 @@ def token_fields(session: Session, reply: Reply) -> dict[str, Any]:
     }
 
 
-def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A tool as chat templates read it."""
-    function = {"name": name, "description": description or "", "parameters": parameters or {}}
-    return {"type": "function", "function": function}
-
-
 def respond(events: Sequence[Any], streams: bool = False, ends: bytes = b"data: [DONE]\n\n") -> Response:
     """The only object as JSON; or all events as a stream: objects, or (name, object)."""
     if not streams:

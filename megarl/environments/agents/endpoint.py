@@ -22,7 +22,7 @@ from megarl.environments.agents.chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Address, Session
 from megarl.serving.connections import LimitedProtocol
-from megarl.serving.errors import RequestError, internal, invalid, validation_error
+from megarl.serving.errors import RequestError, internal, invalid, unknown_path, validation_error, wrong_method
 from megarl.serving.listening import SERVER
 from megarl.serving.middleware import BodyAndDisconnect, check_body, checked, one_length
 
@@ -87,9 +87,7 @@ class _KeyCheck:
             check_key(scope["headers"], self._session)
         except RequestError as error:
             return await error_response(error, scope["path"])(scope, receive, send)
-        with contextlib.suppress(asyncio.CancelledError):  # the endpoint was closed: nobody waits for the answer
-            await self._app({**scope, "session": self._session}, receive, send)
-        return None
+        return await self._app({**scope, "session": self._session}, receive, send)
 
 
 def check_key(headers: Headers, session: Session):
@@ -131,9 +129,9 @@ async def _answer(session: Session, method: str, path: str, body: bytes) -> Resp
     schema, complete = _COMPLETIONS.get(path, (None, None))
     try:
         if schema is None and path != _MODELS and not path.startswith(f"{_MODELS}/"):
-            raise RequestError(404, "Not Found")
-        if method != ("GET" if schema is None else "POST"):
-            raise RequestError(405, "Method Not Allowed")
+            raise unknown_path(path, [*_COMPLETIONS, _MODELS])
+        if method != (allowed := "GET" if schema is None else "POST"):
+            raise wrong_method(method, path, allowed)
         if schema is not None:
             return await complete(session, _parsed(schema, body))
         if path == _MODELS:
@@ -152,11 +150,12 @@ def _card(name: str) -> dict[str, Any]:
 
 def _parsed(schema: type[_Request], body: bytes) -> _Request:
     """A request's body. RequestError 400 if it does not match the schema."""
+    given = None
     try:
-        return schema.model_validate(json.loads(body) if body else None)
+        given = json.loads(body) if body else None
+        return schema.model_validate(given)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in found]) from None
+        raise validation_error(error.errors(include_url=False), given) from None
     except (ValueError, RecursionError):
         raise invalid("the body is no JSON", code="invalid_json") from None
 

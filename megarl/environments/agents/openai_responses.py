@@ -6,12 +6,11 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from megarl.data.messages import tool_call, with_tool_names
 from megarl.environments.agents.dialect import (
-    function_tool,
     name_forced_call,
     name_ignored,
     respond,
@@ -21,19 +20,30 @@ from megarl.environments.agents.dialect import (
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
 from megarl.serving.errors import invalid
-from megarl.serving.schemas import FreeObject, Name, StrictModel, Text, TokenFields
-from megarl.serving.tokenization import call_arguments
+from megarl.serving.schemas import (
+    CacheFields,
+    FreeObject,
+    Name,
+    ServiceFields,
+    StrictModel,
+    Text,
+    TokenFields,
+    Unread,
+    neutral,
+)
+from megarl.serving.tokenization import call_arguments, function_tool
 
 _IGNORED = ("temperature", "top_p")
 
 
-class InputText(StrictModel):
+class InputText(CacheFields):
     """A text in a message."""
 
     type: Literal["input_text", "output_text"]
     text: Text
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Unread = None  # of openai's helpers, from `text`
 
 
 class InputMessage(TokenFields):
@@ -58,6 +68,8 @@ class CallItem(TokenFields):
     status: Name | None = None
     namespace: None = None
     caller: FreeObject | None = None
+    async_: None = None  # so openai's client writes `async`
+    parsed_arguments: Unread = None  # of openai's helpers, from `arguments`
 
 
 class CallOutput(StrictModel):
@@ -68,20 +80,44 @@ class CallOutput(StrictModel):
     output: Text | Annotated[list[InputText], Field(max_length=1024)]
     id: Name | None = None
     status: Name | None = None
+    name: Name | None = None
+    namespace: None = None
+    caller: FreeObject | None = None
+
+
+class ReasoningText(StrictModel):
+    """A part of thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: Text
 
 
 class ReasoningItem(TokenFields):
-    """Thoughts of an earlier answer; the policy's own tokens have them."""
+    """Thoughts of an earlier answer; a summary of them is not read."""
 
     type: Literal["reasoning"]
     id: Name | None = None
     summary: list[Any] = []  # noqa: RUF012  # pydantic copies it
-    content: list[Any] | None = None
+    content: Annotated[list[ReasoningText], Field(max_length=1024)] | None = None
     encrypted_content: None = None
     status: Name | None = None
 
 
-class FunctionTool(StrictModel):
+def _kind_of(item: Any) -> str | None:
+    """The type of an item; a message may leave it out."""
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind_of),
+]
+
+
+class FunctionTool(CacheFields):
     """A tool that the assistant may use."""
 
     type: Literal["function"]
@@ -91,14 +127,11 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(ServiceFields):
     """A request for /v1/responses."""
 
     model: Name | None = None
-    input: (
-        Text
-        | Annotated[list[InputMessage | CallItem | CallOutput | ReasoningItem], Field(min_length=1, max_length=4096)]
-    )
+    input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["auto", "none", "required"] | FreeObject | None = None
@@ -107,13 +140,17 @@ class ResponsesRequest(StrictModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    store: bool | None = None
-    metadata: FreeObject | None = None
     include: Annotated[list[Name], Field(max_length=16)] | None = None
     reasoning: FreeObject | None = None
     truncation: Literal["disabled"] | None = None
     user: Name | None = None
     prompt_cache_key: Name | None = None
+    text: neutral(None, {}, {"format": {"type": "text"}}) = None  # type: ignore[valid-type]
+    top_logprobs: neutral(None, 0) = None  # type: ignore[valid-type]
+    background: neutral(None, False) = None  # type: ignore[valid-type]
+    previous_response_id: neutral(None, why="nothing is stored between requests") = None  # type: ignore[valid-type]
+    conversation: neutral(None, why="nothing is stored between requests") = None  # type: ignore[valid-type]
+    prompt: neutral(None, why="nothing is stored between requests") = None  # type: ignore[valid-type]
 
 
 async def complete_response(session: Session, request: ResponsesRequest) -> Response:
@@ -150,7 +187,13 @@ def _add(messages: list[dict[str, Any]], item: Any):
     """Adds an item: a call belongs to the message of the assistant before it."""
     if isinstance(item, InputMessage):
         role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": _text(item.content)})
+        if role == "assistant" and messages and _has_only_thoughts(messages[-1]):
+            messages[-1]["content"] = _text(item.content)
+        else:
+            messages.append({"role": role, "content": _text(item.content)})
+    elif isinstance(item, ReasoningItem):
+        if thoughts := "".join(part.text for part in item.content or ()):
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
     elif isinstance(item, CallOutput):
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     elif isinstance(item, CallItem):
@@ -160,6 +203,10 @@ def _add(messages: list[dict[str, Any]], item: Any):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, arguments))
+
+
+def _has_only_thoughts(message: dict[str, Any]) -> bool:
+    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
 def _answer(request: ResponsesRequest, reply: Reply) -> dict[str, Any]:
@@ -175,7 +222,8 @@ def _answer(request: ResponsesRequest, reply: Reply) -> dict[str, Any]:
         "metadata": request.metadata or {}, "previous_response_id": None,
         "usage": {
             "input_tokens": prompt, "output_tokens": written, "total_tokens": prompt + written,
-            "input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0},
         },
     }  # fmt: skip
 

@@ -86,7 +86,6 @@ def main() -> int:
     """Runs the process; returns its exit status."""
     rank_0 = parent()
     logging.basicConfig(level=logging.WARNING, format="megarl.sessions: %(levelname)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # clients that go away would fill disks
 
     def prepare(config: SessionsConfig):
         if config.record is not None and not config.goes_on:

@@ -14,6 +14,7 @@ from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
 from tests.helpers.odd_agents import CALL, HERE, MARK, USER, marked, play, pool_of
+from tests.helpers.serving import stderr_in
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS, wait_until
 
@@ -43,6 +44,17 @@ def test_requests_are_answered(name, texts, count, pool):
         assert asks[1].max_tokens == 9 and asks[1].tools[0]["function"]["name"] == "add"
     if name in ("chats", "messages"):
         assert asks[-1].stops == (("7", "8") if name == "chats" else ("7",))
+
+
+def test_an_agent_that_breaks_its_requests_off_leaves_no_lines(tmp_path):
+    with stderr_in(tmp_path / "log"):
+        pool = pool_of()
+        try:
+            event, asks = play(pool, "breaks_off", turns=999)
+        finally:
+            pool.close()
+    assert event.failure is None and event.observation.reward == 1.0 and len(asks) > 5
+    assert (tmp_path / "log").read_text() == ""
 
 
 @pytest.mark.parametrize("name, reward", [("gives_up", 0.0), ("never_gives_up", 0.0)])

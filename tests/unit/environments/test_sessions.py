@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megarl.environments.agents.exchange import Reply
 from megarl.environments.pool import Event
 from megarl.environments.protocol import Observation
 from megarl.environments.sessions.registry import Registry
+from megarl.environments.turn_parsing import parse_turn
 from megarl.serving.errors import RequestError
+from tests.helpers import rude_clients
 from tests.helpers.open_sessions import API_KEY, LOGPROBS, PROMPT, TOKENS, Leader, open_sessions
+from tests.helpers.serving import stderr_in
 from tests.helpers.session_driver import post
 from tests.helpers.waiting import wait_until
 
@@ -192,6 +196,27 @@ def test_a_thousand_connections_shut_out_drivers_only_while_they_last(leader):
     assert wait_until(lambda: post_or_none(f"{leader.url}/sessions/{found['id']}/finish", found["key"]) == 400)
     assert finish(leader, found, {"reward": 1})[0] == 200
     assert leader.next().observation.reward == 1.0
+
+
+def test_drivers_that_break_off_leave_no_lines(tmp_path, threads):
+    with stderr_in(tmp_path / "log"), open_sessions() as leader:
+        found, port = taken(leader, 0), int(leader.url.rpartition(":")[2])
+        body = {"model": "policy", "messages": HELLO, "stream": True}
+        clients = [
+            threads.submit(rude_clients.visit_all, port, *each)
+            for each in ((found["path"] + "/chat/completions", body, found["key"]), ("/sessions", {}, API_KEY))
+        ]
+        asked = 0
+        while not all(client.done() for client in clients):
+            for each in leader.pool.poll(0.01):
+                asked += 1
+                common = each.number, each.ticket, each.request
+                leader.pool.reply(*common, Reply(parse_turn("5", 0), "stop", PROMPT, TOKENS, LOGPROBS))
+        assert all(client.result() is None for client in clients) and asked > 5
+        assert finish(leader, found, {"reward": 1})[0] == 200
+        leader.child.connection.close()
+        assert leader.child.status(20.0) == 0
+    assert (tmp_path / "log").read_text() == ""
 
 
 def post_or_none(url: str, key: str) -> int | None:

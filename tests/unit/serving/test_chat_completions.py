@@ -141,6 +141,49 @@ def test_what_clients_of_other_servers_send(server, fields):
     assert server.post("/v1/chat/completions", **{"messages": say("hi")} | fields).status_code == 200
 
 
+HERMES = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}{{ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("text", ["Hello world", f"Let me.\n{CALL}", f"Both.\n{CALL}\n{CALL}"])
+def test_an_answer_that_a_client_sends_back_is_the_policys_own_text(text, streams, tmp_path):
+    (tmp_path / "hermes.jinja").write_text(HERMES)
+    with served(tmp_path, chat_template=str(tmp_path / "hermes.jinja")) as server, openai_client(server) as client:
+        server.leaders[0].script = Answers(server.tokenizer, {}, text)
+        asked = {"model": "tiny", "messages": say("add"), "tools": TOOLS}
+        if streams:
+            with client.chat.completions.stream(**asked) as stream:
+                answer = stream.get_final_completion().choices[0].message
+        else:
+            answer = client.chat.completions.create(**asked).choices[0].message
+        assert answer.content == text.partition("\n<tool_call>")[0]
+        assert len(answer.tool_calls or ()) == text.count("</tool_call>")
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in answer.tool_calls or ()]
+        client.chat.completions.create(**asked | {"messages": [*say("add"), answer.model_dump(), *results, *say("b")]})
+        first, second = [each["prompt"] for each in server.leaders[0].wait_for(2)]
+        own = [*server.tokenizer.encode(text), server.tokenizer.eos_id]
+        assert second[: len(first) + len(own)] == first + own
+
+
+def test_wishes_to_a_service_change_nothing_in_the_prompt(server):
+    plain = server.post("/tokenize", messages=history(), tools=TOOLS).json()["tokens"]
+    mark, (tool,) = {"cache_control": {"type": "ephemeral"}}, TOOLS
+    for wish in ({"strict": True}, {"strict": False}, {"strict": None}, {"description": None}):
+        tools = [{**tool, **mark, "function": {**tool["function"], **wish}}]
+        messages = [{**message, **mark} for message in history()]
+        assert server.post("/tokenize", messages=messages, tools=tools).json()["tokens"] == plain
+    fields = {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "safety_identifier": "me"}
+    assert server.post("/v1/chat/completions", messages=say("hi"), tools=TOOLS, **fields).status_code == 200
+
+
 def test_a_model_by_name(server, client):
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="the model 'a/b' does not exist"):

@@ -1,5 +1,6 @@
 """Connections that say nothing, are too many, or come from a page of another origin."""
 
+import asyncio
 import contextlib
 import resource
 import select
@@ -8,7 +9,8 @@ import time
 
 import pytest
 
-from megarl.serving.connections import RESERVED, max_connections
+from megarl.serving.connections import RESERVED, _while_open, max_connections
+from tests.helpers import rude_clients
 from tests.helpers.serving import LIMIT, served
 from tests.helpers.tiers import long
 
@@ -94,6 +96,50 @@ def test_a_crowd_that_says_nothing_leaves_no_lines(tmp_path):
                 stack.enter_context(connect(server)).sendall(b"\x00garbage\r\n\r\n")
         assert server.client.get("/health").status_code == 200
     assert server.stderr == ""
+
+
+def test_clients_that_break_off_leave_no_lines(tmp_path):
+    long_answer = {"max_tokens": 400, "stream": True, "ignore_eos": True}
+    with served(tmp_path) as server:
+        rude_clients.visit_all(server.port, "/v1/completions", {"prompt": "a", "logprobs": 3, **long_answer})
+        rude_clients.visit_all(server.port, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        rude_clients.visit_all(server.port, "/v1/nothing", {})
+        assert server.post("/v1/completions", prompt="a").status_code == 200  # after all that the leader has answered
+        assert len(server.leaders[0].wait_for(10)) >= 10
+        server.leaders[0].send(type="drain")
+        assert server.exit_status() == 0
+        assert server.stderr == ""
+
+
+class _Connection(asyncio.Transport):
+    """A connection of a client."""
+
+    closed = False
+
+    def is_closing(self):
+        return self.closed
+
+    def abort(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("ends", ["gives up", "is cancelled", "is whole"])
+def test_an_answer_that_breaks_off_ends_its_connection_in_silence(ends):
+    connection, sent = _Connection(), []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start"})
+        await send({"type": "http.response.body", "more_body": ends != "is whole"})
+        if ends == "is cancelled":
+            raise asyncio.CancelledError
+
+    async def send(message):
+        sent.append(message["type"])
+
+    asyncio.run(_while_open(app, connection)({"type": "http"}, None, send))
+    assert sent == ["http.response.start", "http.response.body"] and connection.closed == (ends != "is whole")
+    asyncio.run(_while_open(app, connection)({"type": "http"}, None, send))
+    assert len(sent) == (4 if ends == "is whole" else 2), "nothing is sent to a client that has gone"
 
 
 @pytest.mark.parametrize("headers, expected", [

@@ -2,10 +2,12 @@
 
 import asyncio
 import pickle
+import re
 import socket
 import subprocess
 import sys
 from multiprocessing.connection import Client
+from pathlib import Path
 
 import httpx
 import openai
@@ -265,3 +267,28 @@ def test_the_http_process_loads_neither_torch_nor_megatron(tmp_path):
     )
     found = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True)
     assert found.stdout == b"set()\n", found.stderr
+
+
+def paths_of_openais_client() -> list[str]:
+    """The paths without parameters that the client's resources ask for."""
+    folder = Path(openai.__file__).parent / "resources"
+    texts = "".join(file.read_text() for file in sorted(folder.rglob("*.py")))
+    return sorted(set(re.findall(r'self\._(?:post|get|get_api_list|delete)\(\s*"(/[^"{?]*)["?]', texts)))
+
+
+def test_what_is_not_built_of_openais_api_is_said(server):
+    asked = paths_of_openais_client()
+    assert {"/embeddings", "/responses", "/chat/completions"} <= set(asked)
+    built = {"/chat/completions", "/completions", "/models"}
+    for path in sorted({*asked, ""} - built):
+        for answer in (server.post(f"/v1{path}"), server.client.get(f"/v1{path}?a=b")):
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (404, "not_found_error")
+            assert error["message"].startswith(f"'/v1{path}' is not built; of OpenAI's API there are /v1/completions, ")
+            assert "/v1/chat/completions" in error["message"]
+    error = server.client.get("/embed").json()["error"]
+    assert error["message"].startswith("'/embed': no such path; there are /v1/completions, ")
+    assert "/admin" not in error["message"]
+    answer = server.client.get("/v1/chat/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert answer.json()["error"]["message"] == "'GET' '/v1/chat/completions': allowed is POST"
