@@ -118,7 +118,7 @@ def read_config(path: str) -> JudgeConfig:
         mode=mode,
         pairs=values["pairs"],
         messages=_messages(values["messages"], where),
-        read=numbers_rule(values["number"], where, of_several=mode == "group"),
+        read=numbers_rule(values["number"], where, of_several=mode == "group", highest=high),
         low=low,
         high=high,
         correct_from=float(correct_from),

@@ -1,4 +1,7 @@
-"""How a number is read from a judgement: a JSON field, a regular expression, the last number, or a choice of labels."""
+"""How a number is read from a judgement: a JSON field, a regular expression, the last number, or a choice of labels.
+
+What the judge quotes is not its verdict, since a response chooses what there is to quote; a part of a number is none.
+"""
 
 import json
 import math
@@ -7,16 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import UsageError
+from megarl.rewards.judge.judgement_text import last_number, numbers_of_matches, own_words
 
 NumbersRule = Callable[[str], list[float] | None]  # judgement -> its number, or one for each response; None: none
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_BROKEN = re.compile(r"""\{\s*["'}]""")
+_LETTER = re.compile(r"[^\W\d_]{2}")
+_TAG = re.compile(r"</?[A-Za-z][\w-]*>")
 
 
-def numbers_rule(value: Any, where: str, of_several: bool) -> NumbersRule:
+def numbers_rule(value: Any, where: str, of_several: bool, highest: float | None = None) -> NumbersRule:
     """The rule of the key `number`, a mapping of one kind to its option; `where` begins error messages.
 
-    `of_several`: a judgement has a number for each of several responses, not a single one.
+    `of_several`: a judgement has a number for each of several responses, not a single one. `highest`: the end of the
+    scale, the only whole out of which a number may be given; None: any.
 
     Raises:
         UsageError: no rule, several, an unknown kind, or an option that is not allowed.
@@ -26,17 +33,17 @@ def numbers_rule(value: Any, where: str, of_several: bool) -> NumbersRule:
         raise UsageError(f"{where}: number: allowed is one of {', '.join(rules)} with its option")
     (kind, option), = value.items()  # fmt: skip
     try:
-        return rules[kind](option)
+        return rules[kind](option, highest)
     except ValueError as error:
         raise UsageError(f"{where}: number: {kind}: {error}") from None
 
 
-def _json_field(name: Any) -> NumbersRule:
+def _json_field(name: Any, _: float | None) -> NumbersRule:
     find = _field_finder(name)
     return lambda text: _all([_number(find(text))])
 
 
-def _json_list(name: Any) -> NumbersRule:
+def _json_list(name: Any, _: float | None) -> NumbersRule:
     find = _field_finder(name)
 
     def read(text: str) -> list[float] | None:
@@ -47,53 +54,76 @@ def _json_list(name: Any) -> NumbersRule:
 
 
 def _field_finder(name: Any) -> Callable[[str], Any]:
-    """Finds the field `name` of the last JSON object that has it; objects inside others do not count."""
+    """Finds the field `name` of the last JSON object that has it and is a verdict; objects inside others are none.
+
+    An object inside a line of words is a verdict at the end of the text only. After the beginning of an object that is
+    no JSON nothing is: what it quotes cannot be told from what follows it.
+    """
     if not isinstance(name, str) or not name:
         raise ValueError("allowed is the name of a field")
     decoder = json.JSONDecoder()
 
     def read(text: str) -> Any:
+        text = _after_reasoning(text)
         found, start = None, text.find("{")
         while start >= 0:
             try:
                 item, end = decoder.raw_decode(text, start)
             except (ValueError, RecursionError):
+                if _BROKEN.match(text, start):
+                    return None
                 end = start + 1
             else:
-                found = item.get(name, found)
+                if name in item and _is_verdict(text, start, end):
+                    found = item[name]
             start = text.find("{", end)
         return found
 
     return read
 
 
-def _last_match(pattern: Any) -> NumbersRule:
-    find = _match_finder(pattern)
-    return lambda text: _all([_float(match) for match in find(text)[-1:]])
+def _is_verdict(text: str, start: int, end: int) -> bool:
+    """Whether a JSON object has a line to itself, or ends a line of words and the text, outside quotation marks."""
+    before, after = text[:start].rpartition("\n")[2], text[end:].partition("\n")
+    alone = not _LETTER.search(before) and not _LETTER.search(after[0])
+    last = not _LETTER.search(text[end:])
+    return (alone or last) and not before.lstrip().startswith(">") and not before.endswith(("`", '"', "'", "“"))
 
 
-def _all_matches(pattern: Any) -> NumbersRule:
-    find = _match_finder(pattern)
-    return lambda text: _all([_float(match) for match in find(text)])
+def _after_reasoning(text: str) -> str:
+    """A judgement without `<think>...</think>`; nothing of reasoning without an end."""
+    unfinished = text.lstrip().startswith("<think>") and "</think>" not in text
+    return "" if unfinished else text.rpartition("</think>")[2]
 
 
-def _match_finder(pattern: Any) -> Callable[[str], list[str | None]]:
-    """Finds the first group of each match, or all of it without a group."""
+def _last_match(pattern: Any, highest: float | None) -> NumbersRule:
+    expression = _compiled(pattern)
+    return lambda text: _all(numbers_of_matches(expression, own_words(text), highest, of_several=False)[-1:])
+
+
+def _all_matches(pattern: Any, highest: float | None) -> NumbersRule:
+    expression = _compiled(pattern)
+    return lambda text: _all(numbers_of_matches(expression, own_words(text), highest, of_several=True))
+
+
+def _compiled(pattern: Any) -> re.Pattern[str]:
     try:
-        expression = re.compile(pattern)
+        return re.compile(pattern)
     except (re.error, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
-    return lambda text: [match[min(expression.groups, 1)] for match in expression.finditer(text)]
 
 
-def _last_number(option: Any) -> NumbersRule:
+def _last_number(option: Any, highest: float | None) -> NumbersRule:
     if option is not True:
         raise ValueError("allowed is true")
-    return lambda text: _all([_float(number.replace(",", "")) for number in _NUMBER.findall(text)[-1:]])
+    return lambda text: _all([last_number(own_words(text), highest)])
 
 
-def _choice(values: Any) -> NumbersRule:
-    """The value of the label that stands last in the text as whole words, in upper or lower case."""
+def _choice(values: Any, _: float | None) -> NumbersRule:
+    """The value of the label that stands last in the text as whole words, in upper or lower case.
+
+    Labels with a sign, a slash or `or` between them, as in A>B and yes/no, are no choice.
+    """
     if not isinstance(values, dict) or len(values) < 2:
         raise ValueError("allowed is a mapping of two or more labels to numbers")
     for label, value in values.items():
@@ -104,10 +134,18 @@ def _choice(values: Any) -> NumbersRule:
     by_label = {label.casefold(): float(value) for label, value in values.items()}
     if len(by_label) < len(values):
         raise ValueError("two labels differ only in upper and lower case")
-    longest_first = sorted(by_label, key=len, reverse=True)
-    pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
+    any_label = "|".join(map(re.escape, sorted(by_label, key=len, reverse=True)))
+    pattern = re.compile(
+        rf"(?<!\w)({any_label})(?!\w)(?:(?P<undecided>\s*(?:[<>=~]+|/|\||\bor\b)\s*)(?=(?:{any_label})(?!\w)))?"
+    )
 
-    return lambda text: _all([by_label[label] for label in pattern.findall(text.casefold())[-1:]])
+    def read(text: str) -> list[float] | None:
+        found = list(pattern.finditer(_TAG.sub(" ", own_words(text)).casefold()))
+        if not found or (len(found) > 1 and found[-2]["undecided"]):
+            return None
+        return [by_label[found[-1][1]]]
+
+    return read
 
 
 def is_number(value: Any) -> bool:
@@ -116,8 +154,13 @@ def is_number(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """A number of JSON as a float; None if it is none."""
-    return _float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A number of JSON as a float; None if it is none, or too large."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def _all(numbers: list[float | None]) -> list[float] | None:
@@ -126,15 +169,7 @@ def _all(numbers: list[float | None]) -> list[float] | None:
     return found if found and len(found) == len(numbers) else None
 
 
-def _float(value: str | float | None) -> float | None:
-    """The value as a float; None if it is none."""
-    try:
-        return None if value is None else float(value)
-    except (ValueError, OverflowError):
-        return None
-
-
-_RULES: dict[str, Callable[[Any], NumbersRule]] = {
+_RULES: dict[str, Callable[[Any, float | None], NumbersRule]] = {
     "json": _json_field, "regex": _last_match, "last-number": _last_number, "choice": _choice,
 }  # fmt: skip
-_RULES_OF_SEVERAL: dict[str, Callable[[Any], NumbersRule]] = {"json": _json_list, "regex": _all_matches}
+_RULES_OF_SEVERAL: dict[str, Callable[[Any, float | None], NumbersRule]] = {"json": _json_list, "regex": _all_matches}
