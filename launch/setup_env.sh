@@ -194,6 +194,9 @@ install_packages() {
     if [[ ,$WANTED, == *,test,* ]]; then install_references; fi
     if [[ $(cd -- "$VENV" && pwd -P) == "$ROOT/.venv" ]]; then
         pip_install --no-deps --no-build-isolation -e "$ROOT" || failed 'installing megarl'
+        # pip compiles packages, but not an editable one. With PYTHONDONTWRITEBYTECODE, as many images set it, each
+        # process would compile megarl's modules again. A checkout that cannot be written is no error.
+        "$PY" -I -m compileall -q "$ROOT/megarl" "$ROOT/tools" >>"$LOG" 2>&1 || true
     fi
 }
 

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -21,13 +21,17 @@ from megarl.cluster import numa
 class Child:
     """One child process, in a session of its own, so that it ends with all that it has started."""
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None):
+    def __init__(
+        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
+    ):  # fmt: skip
         """Starts it.
 
         Args:
             module: that the process runs.
             arguments: of its command line, after the connection's file descriptor.
             environment: its variables, without PYTHONPATH; None: those of this process.
+            descriptors: file descriptors that it inherits beside the connection's.
         """
         self.connection, theirs = Pipe()
         variables = dict(os.environ if environment is None else environment)
@@ -36,7 +40,7 @@ class Child:
         with theirs, stop_signals.blocked(), numa.unbound():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
-                stdout=2, pass_fds=[theirs.fileno()], start_new_session=True, env=variables,
+                stdout=2, pass_fds=[theirs.fileno(), *descriptors], start_new_session=True, env=variables,
             )  # fmt: skip
 
     def send(self, message: object):

@@ -57,8 +57,11 @@ def main(argv: list[str]) -> int:
     from megarl.data import node_files  # imports numpy
 
     with node_files.folder_for_ranks():
-        os.environ[CHECKS_FIRST] = "1"
-        if status := run(module, [*options.flags, "--check"]):
+        is_check = "--check" in options.flags
+        if not is_check or os.environ[WARNED]:
+            os.environ[CHECKS_FIRST] = "1"  # it prints no summary
+        status = run(module, options.flags if is_check else [*options.flags, "--check"])
+        if is_check or status:
             return status
         del os.environ[CHECKS_FIRST]
         os.environ[WARNED] = "1"  # the ranks parse the flags again and must not print them

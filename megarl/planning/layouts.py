@@ -66,7 +66,7 @@ def best_layouts(question: Question, cluster: Cluster, memory: float) -> Found:
 def _price(question: Question, cluster: Cluster, flags, available: int, given: str | None) -> Layout:
     """The layout with the least recomputation with which it fits, or the most; then with a larger cache."""
     more, price = least_recompute(question, flags, available, given)
-    cache, price = _larger_cache(question, price, (*flags, *more), available)
+    cache, price = _larger_cache(question, price, available)
     return Layout((*flags, *more, *cache), price.fullest.bytes, _seconds(price, cluster))
 
 
@@ -80,23 +80,26 @@ def least_recompute(
         available: bytes of a rank.
         given: kind that the question's flags set; it stays.
     """
-    for more in [()] if given else RECOMPUTE:
-        price = question.price((*flags, *more))
-        if price.fullest.bytes <= available:
-            break
-    return more, price
+    if given:
+        return (), question.price(flags)
+    # Parsing takes longer than pricing, and most layouts of a search do not fit with any kind.
+    full = question.price((*flags, *FULL_RECOMPUTE))
+    for more, granularity in zip(RECOMPUTE[:-1], (None, "selective"), strict=True):
+        if question.with_recompute(full, granularity).fullest.bytes <= available:
+            return more, question.price((*flags, *more))
+    return FULL_RECOMPUTE, full
 
 
-def _larger_cache(question: Question, price: Price, flags, available: int) -> tuple[tuple[str, ...], Price]:
+def _larger_cache(question: Question, price: Price, available: int) -> tuple[tuple[str, ...], Price]:
     """(flags, price) of a cache that is doubled while it fits and a replica needs fewer rounds with it."""
     cache: tuple[str, ...] = ()
-    while (now := price.roles["rollout"].cache) is not None and now.rounds > 1:
-        more = ("--rollout-buffer-gb", f"{2 * price.program.settings.rollout_buffer_gb:g}")
-        larger = question.price((*flags, *more))
+    while (now := price.roles["rollout"].cache) is not None and now.rounds > 1 and price.fullest.bytes <= available:
+        size = float(f"{2 * price.program.settings.rollout_buffer_gb:g}")  # as the printed flag says
+        larger = question.with_cache(price, size)
         found = larger.roles["rollout"].cache
         if larger.fullest.bytes > available or found is None or found.rounds >= now.rounds:
             break
-        cache, price = more, larger
+        cache, price = ("--rollout-buffer-gb", f"{size:g}"), larger
     return cache, price
 
 

@@ -1,6 +1,7 @@
 """A run that is to be planned, with the flags that a plan may add, and its price without process groups."""
 
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megarl import arguments
@@ -46,6 +47,22 @@ class Question:
 
     def price(self, more: tuple[str, ...] = ()) -> Price:
         """What the run with further flags needs. UsageError for flags that the run refuses."""
-        program = self.program(more)
+        return self._price(self.program(more))
+
+    def with_cache(self, price: Price, size: float) -> Price:
+        """What a run that is priced needs with `--rollout-buffer-gb size`, which nothing else depends on."""
+        settings = replace(price.program.settings, rollout_buffer_gb=size)
+        return self._price(replace(price.program, settings=settings))
+
+    def with_recompute(self, price: Price, granularity: str | None) -> Price:
+        """What a run that is priced needs with another `--recompute-granularity`, not full."""
+        values = {"recompute_granularity": granularity, "recompute_method": None, "recompute_num_layers": None}
+        roles = {
+            name: replace(role, megatron=argparse.Namespace(**vars(role.megatron) | values))
+            for name, role in price.program.roles.items()
+        }
+        return self._price(replace(price.program, roles=roles))
+
+    def _price(self, program: arguments.RunConfig) -> Price:
         roles = summary.role_plans(program, self.vocab_size, self.reward_vocab_size)
         return Price(program, roles, summary.sets_of(roles, self.world_size))

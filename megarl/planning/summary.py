@@ -1,5 +1,6 @@
 """The plan of a role map: sizes, parameters, memory and traffic of every role, and the memory of every rank."""
 
+import itertools
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import ceil
@@ -224,19 +225,22 @@ def models_of(role, settings) -> int:
 def sets_of(roles: dict[str, RolePlan], world_size: int) -> list[RankSet]:
     """Sets of ranks with the same roles; bytes: resident of all roles, the largest transient, as roles take turns."""
     resident, transient = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
-    members = [[] for _ in range(world_size)]
-    for name, role in roles.items():
+    for role in roles.values():
         own, stage_size = slice(role.ranks.start, role.ranks.stop), len(role.ranks) // len(role.stages)
         resident[own] += np.repeat([m.resident for m in role.stages], stage_size)
         transient[own] = np.maximum(transient[own], np.repeat([m.transient for m in role.stages], stage_size))
-        for rank in role.ranks:
-            members[rank].append(name)
     total = resident + transient
-    sets: dict[tuple[str, ...], list[int]] = {}
-    for rank, names in enumerate(members):
-        sets.setdefault(tuple(names), []).append(rank)
+    # Between two neighbouring ends of ranges all ranks have the same roles.
+    ends = {0, world_size, *(end for role in roles.values() for end in (role.ranks.start, role.ranks.stop))}
+    sets: dict[tuple[str, ...], list[range]] = {}
+    for start, stop in itertools.pairwise(sorted(ends)):
+        names = tuple(name for name, role in roles.items() if start in role.ranks)
+        sets.setdefault(names, []).append(range(start, stop))
     result = []
-    for names, ranks in sets.items():
-        fullest = max(ranks, key=lambda rank: total[rank])
-        result.append(RankSet(roles=names, ranks=len(ranks), fullest=fullest, bytes=int(total[fullest])))
+    for names, parts in sets.items():
+        fullest = max(
+            (part.start + int(total[part.start : part.stop].argmax()) for part in parts), key=total.__getitem__
+        )
+        count = sum(len(part) for part in parts)
+        result.append(RankSet(roles=names, ranks=count, fullest=fullest, bytes=int(total[fullest])))
     return result

@@ -1,9 +1,11 @@
-"""The process of `isolated.py`: `python -m megarl.rewards.scorer FD NAME`, which scores with the verifier NAME.
+"""The process of `isolated.py`: `python -m megarl.rewards.scorer FD DOOR NAME`, which scores with the verifier NAME.
 
 Requests and replies are JSON on the parent's connection. This process itself handles nothing but the prompts' own data;
 responses are scored by forked children that confine themselves (`compute_only`). Where a verifier
 parses or evaluates a response, each has a child of its own: what a response does to the child ends with it, and no
 later sample sees it. Where a verifier only compares text, one child serves many responses: a fork takes longer.
+
+For each connection that arrives through the socket DOOR this process forks itself; the fork serves that connection.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import socket
 import sys
 import time
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection, wait
 
 from megarl.child_process import parent
 from megarl.rewards import compute_only
@@ -27,20 +30,52 @@ _MAX_RESULT = 1 << 22  # bytes; a response's answer is part of it
 def main():
     """Serve until the connection ends."""
     connection = parent(dies_with_thread=False)  # any thread of the caller may use a scorer that another one started
-    module = _module(sys.argv[2])
+    door, module = socket.socket(fileno=int(sys.argv[2])), _module(sys.argv[3])
+    os.set_inheritable(door.fileno(), False)
     problem = compute_only.works()
     if problem is None:
         module.warm_up()
-    connection.send_bytes(json.dumps({"problem": problem}).encode())
-    scorer = Scorer(module, connection.fileno())
+    _serve_caller(module, problem, connection, door)
+
+
+def _serve_caller(module, problem: str | None, connection: Connection, door: socket.socket | None):
+    """Answers requests until the connection ends, and forks for each connection that arrives at the door.
+
+    Args:
+        problem: why this machine cannot confine a process; the first message of the connection.
+    """
+    scorer, forks = Scorer(module, connection.fileno()), []
     with contextlib.suppress(EOFError, ConnectionError):
+        connection.send_bytes(json.dumps({"problem": problem}).encode())
         while True:
+            ready = wait([connection] if door is None else [connection, door])
+            if door in ready:
+                _, descriptors, _, _ = socket.recv_fds(door, 16, 1)
+                forks = [fork for fork in forks if not os.waitpid(fork, os.WNOHANG)[0]]
+                forks += [_fork(module, problem, descriptor, (connection, door)) for descriptor in descriptors]
+            if connection not in ready:
+                continue
             request = json.loads(connection.recv_bytes())
             try:
                 answer = scorer.answer(request)
             except Exception as error:
                 answer = {"problem": f"{type(error).__name__}: {error}"}
             connection.send_bytes(json.dumps(answer).encode())
+
+
+def _fork(module, problem: str | None, descriptor: int, inherited: tuple) -> int:
+    """Forks a process that serves the connection of a descriptor, without the connections of this one; its number."""
+    child = os.fork()
+    if child:
+        os.close(descriptor)
+        return child
+    try:
+        os.setsid()  # the caller of this process may kill its group
+        for other in inherited:
+            other.close()
+        _serve_caller(module, problem, Connection(descriptor), None)
+    finally:
+        os._exit(0)
 
 
 def _module(name: str):

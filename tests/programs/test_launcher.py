@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megarl import launcher
 from megarl.cluster import cores
+from megarl.errors import CHECKS_FIRST
 from megarl.planning import ranks
 from megarl.stop_signals import STOP_SIGNALS
 from tests.helpers.programs import environment
@@ -215,6 +216,21 @@ def test_ranks_divide_the_cores_and_only_ranks_collect_garbage(given, threads, m
     module = "megarl.evaluate"
     assert seen == [(module, ["--seed", "1", "--check"], False), (module, ["--seed", "1"], True), 2]
     assert os.environ["OMP_NUM_THREADS"] == str(threads) and gc.isenabled() == collects and not gc.get_freeze_count()
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize("node, prints", [("0", True), ("1", False)])
+def test_check_ends_after_the_launchers_own_check(node, prints, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        launcher, "run", lambda module, flags: seen.append((flags, CHECKS_FIRST not in os.environ)) or 0
+    )
+    monkeypatch.setattr(os, "execv", lambda *_: seen.append("torchrun"))
+    monkeypatch.setattr(launcher, "run_ranks", lambda *_: seen.append("ranks") or 0)
+    flags = ["--seed", "1", "--check"]
+    nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node]
+    assert launcher.main([*nodes, "evaluate", *flags]) == 0
+    assert seen == [(flags, prints)]
 
 
 @pytest.mark.parametrize(("program", "given", "wanted"), [

@@ -25,6 +25,7 @@ PACKAGES = {"reasoning-gym": ["reasoning_gym"], "math-verify": ["math_verify"]}
 def fresh_scorers(monkeypatch):
     """Those of earlier tests were born before the signals."""
     monkeypatch.setattr(isolated, "_idle", {})
+    monkeypatch.setattr(isolated, "_doors", {})
 
 
 @pytest.mark.parametrize(

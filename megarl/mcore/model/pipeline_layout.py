@@ -1,11 +1,10 @@
 """What the layers of a model have, and which layers each pipeline stage holds."""
 
+import functools
 from typing import NamedTuple
 
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-from megarl.mcore.config.megatron_flags import transformer_config
 
 
 def moe_layer_pattern(args) -> list[bool]:
@@ -79,7 +78,37 @@ def virtual_stage_numbers(args) -> list[int | None]:
     return list(range(virtual)) if virtual else [None]
 
 
-def stage_layers(args) -> list[list[range]]:
+class Division(NamedTuple):
+    """What divides layers among pipeline stages, under the names of a model's config, which Megatron reads."""
+
+    num_layers: int
+    pipeline_model_parallel_size: int
+    virtual_pipeline_model_parallel_size: int | None
+    num_layers_in_first_pipeline_stage: int | None
+    num_layers_in_last_pipeline_stage: int | None
+    account_for_embedding_in_pipeline_split: bool
+    account_for_loss_in_pipeline_split: bool
+    pipeline_model_parallel_layout: None = None  # refused
+
+
+def stage_layers(args) -> tuple[tuple[range, ...], ...]:
     """Returns a range of layers for each chunk of every pipeline stage, numbered from 0 over the whole model."""
-    config, stages = transformer_config(args), range(args.pipeline_model_parallel_size)
-    return [[layers_of_chunk(config, stage, chunk) for chunk in virtual_stage_numbers(args)] for stage in stages]
+    return _stage_layers(
+        Division(
+            args.num_layers,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            args.decoder_first_pipeline_num_layers,
+            args.decoder_last_pipeline_num_layers,
+            args.account_for_embedding_in_pipeline_split,
+            args.account_for_loss_in_pipeline_split,
+        )
+    )
+
+
+@functools.cache  # the planner asks thousands of times
+def _stage_layers(division: Division) -> tuple[tuple[range, ...], ...]:
+    return tuple(
+        tuple(layers_of_chunk(division, stage, chunk) for chunk in virtual_stage_numbers(division))
+        for stage in range(division.pipeline_model_parallel_size)
+    )

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 
 import pytest
@@ -113,28 +115,58 @@ def test_nothing_of_a_response_stays():
 def test_each_process_has_scorers_of_its_own():
     verify = tasks.reasoning_gym(60.0)
     assert verify(SUM).correct
-    mine = isolated._idle[os.getpid(), "reasoning-gym"][0].process.pid
+    mine = isolated._idle[os.getpid(), "reasoning-gym"][0]
+    assert fork_verifies(verify) == [True, True]  # a fork of the warm process
+    assert verify(SUM).correct and isolated._idle[os.getpid(), "reasoning-gym"] == [mine]
+    mine.process.process.kill()
+    mine.process.process.wait()
+    assert fork_verifies(verify) == [True, False]  # a process of its own, since that one has ended
+    with pytest.raises((ScoringError, OSError)):
+        verify(SUM)
+    assert verify(SUM).correct
+
+
+def fork_verifies(verify):
+    """In a forked process: whether a sum is correct, and whether a fork of an earlier process has scored it."""
     read, write = os.pipe()
-    if os.fork() == 0:
+    if (child := os.fork()) == 0:
         try:
-            verify(SUM)
-            other = isolated._idle[os.getpid(), "reasoning-gym"][0]
-            os.write(write, json.dumps(other.process.pid).encode())
-            other.end()
+            is_correct = verify(SUM).correct
+            scorer = isolated._idle[os.getpid(), "reasoning-gym"][0]
+            os.write(write, json.dumps([is_correct, scorer.process is None]).encode())
+            scorer.end()
         finally:
             os._exit(0)
     os.close(write)
     with open(read) as stream:
-        assert json.load(stream) != mine
-    os.wait()
-    assert verify(SUM).correct and isolated._idle[os.getpid(), "reasoning-gym"][0].process.pid == mine
+        found = json.load(stream)
+    os.waitpid(child, 0)
+    return found
+
+
+def test_threads_share_one_warm_process(monkeypatch):
+    monkeypatch.setattr(isolated, "_idle", {})
+    monkeypatch.setattr(isolated, "_doors", {})
+    started = []
+    monkeypatch.setattr(isolated, "_start", lambda name, start=isolated._start: started.append(name) or start(name))
+    verify, barrier = Isolated("reasoning-gym", 60.0), threading.Barrier(3)
+    real_ask = isolated._Scorer.ask
+
+    def ask(scorer, request):  # all three have a scorer before one of them asks
+        barrier.wait(timeout=60)
+        return real_ask(scorer, request)
+
+    monkeypatch.setattr(isolated._Scorer, "ask", ask)
+    with ThreadPoolExecutor(3) as threads:
+        assert all(score.correct for score in threads.map(verify, [SUM] * 3))
+    assert started == ["reasoning-gym"] and len(isolated._idle[os.getpid(), "reasoning-gym"]) == 3
 
 
 def test_one_that_died_is_replaced():
     verify = Isolated("math-verify", 60.0)
     half = Sample("q", "$\\frac{1}{2}$", "0.5")
     assert verify(half) == Isolated("math-verify", 60.0)(half) == Score(1.0, True, {"math_verify": 1.0}, "1/2")
-    process = isolated._idle[os.getpid(), "math-verify"][0].process
+    process = isolated._idle[os.getpid(), "math-verify"][0].process.process
     process.kill()
     process.wait()
     with pytest.raises((ScoringError, OSError)):
@@ -148,7 +180,7 @@ def test_it_ends_with_its_caller():
         from megarl.rewards.base import Sample
         isolated.Isolated("math-verify", 60.0)(Sample("q", "1", "1"))
         (scorers,) = isolated._idle.values()
-        print(scorers[0].process.pid)
+        print(scorers[0].process.process.pid)
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     # It holds standard error, too, so that `run` has waited for its end.
