@@ -22,6 +22,10 @@ def largest_gap_allowed(dtype: torch.dtype = torch.float32) -> float:
     return 0.0
 
 
+# What a decode step and a training forward of PyTorch's attention may differ by where `sums_ignore_zeros` is false.
+ROUNDING = 1e-6
+
+
 @functools.cache
 def sums_ignore_zeros(terms: int) -> bool:
     """Whether a product of so many terms is the same, to the bit, with terms of 0 after them.
