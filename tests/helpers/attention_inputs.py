@@ -1,26 +1,37 @@
 """Packed attention of one layer, and random queries, keys and values for it, packed or in a block cache."""
 
+import importlib
 import math
 import random
 from types import SimpleNamespace
 
+import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.packed_attention import PackedAttention
 from megarl.mcore.attention.packing import pack_sequences
+from megarl.mcore.kernels import native
 
 D = 8  # channels of a head
+needs_kernels = pytest.mark.skipif(not native.is_built(), reason="no compiled kernels: no C++ compiler, or CUDA")
+
+
+def module_of(backend: str):
+    """The module of a backend, or the compiled kernels ("native")."""
+    name = "native_attention" if backend == "native" else f"backends.{backend}"
+    return importlib.import_module(f"megarl.mcore.attention.{name}")
 
 
 def packed_attention(scale=None, backend="sdpa", window=None, softcap=None, sinks=None):
-    """The attention of one layer with 4 heads; a token sees `window` tokens; sinks [H]."""
+    """The attention of one layer with 4 heads, by that backend; a token sees `window` tokens; sinks [H]."""
     size = None if window is None else (window - 1, 0)
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, window_size=size)
-    config.attention_kernel = backend
+    config.attention_kernel = "sdpa"
     groups = SimpleNamespace(tp=None, cp=None)
     attention = PackedAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
+    attention.backend = module_of(backend)
     attention.options = score_options(softcap, sinks)
     return attention
 

@@ -52,10 +52,10 @@ class InLayout(NamedTuple):
     gap: float | None  # of the rollout's log-probs from the training forward
 
 
-def role_of(folder: Path, flags: str, size: int, is_reward: bool):
-    """RoleSettings of the actor, or of the reward role, that a folder describes."""
+def role_of(folder: Path, flags: str, size: int, is_reward: bool, longest: int = 40):
+    """RoleSettings of the actor, or of the reward role, of a folder; prompts have at most `longest` tokens."""
     program = "reward" if is_reward else "sft"
-    argv = f"--hf-model {folder} --max-prompt-length 40 --max-response-length 64 --global-batch-size 2 {flags}"
+    argv = f"--hf-model {folder} --max-prompt-length {longest} --max-response-length 64 --global-batch-size 2 {flags}"
     (role,) = arguments.parse(argv.split(), size, program).roles.values()
     return role
 
@@ -72,13 +72,14 @@ def run_cases(rank: int, flags: str, folders: dict[str, Path], exports: Path, co
 _meshes = {}  # one set of groups for all cases of a kind, as programs have it
 
 
-def build(folder: Path, flags: str, is_reward: bool, load: bool = True):
-    """(RoleSettings, role groups, chunks, PretrainedWeights) of a folder's model; `load`: with its weights."""
+def build(folder: Path, flags: str, is_reward: bool, load: bool = True, longest: int = 40):
+    """(RoleSettings, role groups, chunks, PretrainedWeights) of a folder's model; `load`: with its weights; `longest`:
+    as of `role_of`."""
     from megarl.checkpoint.pretrained import find_pretrained
     from megarl.mcore.model import gpt
 
     size = dist.get_world_size()
-    role = role_of(folder, flags, size, is_reward)
+    role = role_of(folder, flags, size, is_reward, longest)
     if is_reward not in _meshes:
         _meshes[is_reward] = role_mesh.create_mesh({role.name: role}, SAFETY)[role.name]
     groups = _meshes[is_reward]

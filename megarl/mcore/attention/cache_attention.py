@@ -42,12 +42,16 @@ class CacheAttention(abc.ABC):
         """
         if reads.only_decodes:
             return self._decode(query, cache, reads.decodes[0], scale, **options).flatten(1)
-        result = query.new_zeros(query.shape)
+        result = self._new_result(query, cache)
         for decodes in reads.decodes:
             result[decodes.tokens] = self._decode(query[decodes.tokens], cache, decodes, scale, **options)
         if reads.prefills:
             self._prefill(query, cache, reads.prefills, scale, result, **options)
         return result.flatten(1)
+
+    def _new_result(self, query: Tensor, cache) -> Tensor:
+        """Zeros for the outputs of all tokens."""
+        return query.new_zeros(query.shape)
 
     @abc.abstractmethod
     def _decode(self, query: Tensor, cache: Tensor, reads, scale: float | None) -> Tensor:

@@ -19,7 +19,8 @@ class Latents(NamedTuple):
     """The cache of one layer."""
 
     rows: Tensor  # [blocks, block, W]
-    expand: Callable[[Tensor], tuple[Tensor, Tensor]]  # rows […, W] -> keys and values, both […, G, D]
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]]  # rows […, W] -> keys […, G, D] and values […, G, V]
+    value_channels: int  # V; D unless the backend takes values of another size
 
 
 class _Expanding:
@@ -41,5 +42,7 @@ def _by_head(expanded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def latent_attention(backend) -> CacheAttention:
-    """Returns the attention of a backend's module over `Latents`."""
+    """Returns the attention of a backend's module over `Latents`: its own, or the one over keys and values, changed."""
+    if hasattr(backend, "LatentAttention"):
+        return backend.LatentAttention()
     return type("LatentAttention", (_Expanding, backend.PagedAttention), {})()

@@ -1,68 +1,80 @@
 """Attention by the compiled kernels (`kernels.native`): no copies of keys and values, in training and in rollout.
 
-`--attention-backend sdpa` uses it for models in fp32 on a CPU without a window, softcap, sinks or latents. A query's
-result depends on its query and its keys alone, and is the same in a decode step, a prefill and a training forward.
-Shapes: as in `sdpa`.
+`--attention-backend auto` and `sdpa` use it for models in fp32 on a CPU, with windows, softcaps, sinks or latents too.
+A query's result depends on its query and its keys alone, and is the same in a decode step, a prefill and a training
+forward, however many keys there are. Values may have other channels than keys.
+Shapes: as in `sdpa`; V channels of a value.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from megatron.core.transformer import MLATransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, softmax_scale
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
-from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels import native
 
 
 def supports(config) -> bool:
     """Whether the kernels compute the attention of a model with this config."""
-    is_plain = window_of(config) is None and not isinstance(config, MLATransformerConfig)
-    is_fp32 = config.params_dtype is torch.float32
-    return native.is_used() and is_plain and is_fp32 and config.kv_channels % native.VECTOR == 0
+    return native.is_used() and config.params_dtype is torch.float32
 
 
 plan_attention = sdpa.plan_attention
 
 
 class _PackedAttention(torch.autograd.Function):
-    """query [T, H, D], key, value [T', G, D] -> [T, H, D]; each query is a real one of one segment batch."""
+    """query [T, H, D], key [T', G, D], value [T', G, V] and sinks [H] or None -> [T, H, V]; each query is a real one of
+    one segment batch."""
 
     @staticmethod
-    def forward(ctx, query, key, value, batches, scale):
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    def forward(ctx, query, key, value, sinks, batches, scale, softcap):
+        out = query.new_empty(*query.shape[:2], value.shape[2])
         sums = query.new_empty(query.shape[:2])
         for batch in batches:
-            native.ops.segment_attention(query, key, value, *_indices(batch), scale, out, sums)
-        ctx.save_for_backward(query, key, value, out, sums)
-        ctx.batches, ctx.scale = batches, scale
+            _attend(query, key, value, batch, scale, softcap, sinks, out, sums)
+        ctx.save_for_backward(query, key, value, sinks, out, sums)
+        ctx.batches, ctx.scale, ctx.softcap = batches, scale, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        query, key, value, out, sums = ctx.saved_tensors
+        query, key, value, sinks, out, sums = ctx.saved_tensors
         grad, total = grad.contiguous(), None
         for batch in reversed(ctx.batches):
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
             native.ops.segment_attention_backward(
-                grad, query, key, value, *_indices(batch), out, sums, ctx.scale, *grads
+                grad, query, key, value, *_indices(batch), out, sums, ctx.scale, batch.window, ctx.softcap, *grads
             )
             total = grads if total is None else [x.add_(y) for x, y in zip(total, grads, strict=True)]
-        return *total, None, None
+        of_sinks = None
+        if sinks is not None:  # −share · ∂y·y, with the share of the softmax that a sink takes
+            of_sinks = -((sinks - sums).exp() * (grad * out).sum(-1)).sum(0)
+        return *total, of_sinks, None, None, None
 
 
 def _indices(segments: SegmentBatch) -> tuple:
     return segments.queries, segments.keys, segments.last_keys, segments.real_queries
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None) -> Tensor:
+def _attend(query, key, value, segments: SegmentBatch, scale, softcap, sinks, out: Tensor, sums: Tensor | None):
+    """Writes to the real queries' rows of `out` [T, H, V], and of `sums` [T, H] their log-sums."""
+    options = scale, segments.window, softcap, sinks
+    native.ops.segment_attention(query, key, value, *_indices(segments), *options, out, sums)
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads; value [T', G, V] -> [T, H, V]."""
     scale = softmax_scale(query.shape[-1], scale)
-    return _PackedAttention.apply(query, key, value, segments.batches, scale)
+    return _PackedAttention.apply(query, key, value, sinks, segments.batches, scale, softcap)
 
 
 class NativeDecodes(NamedTuple):
@@ -70,42 +82,136 @@ class NativeDecodes(NamedTuple):
 
     tokens: slice | Tensor  # [n] indices of their tokens in the step
     pages: Tensor  # [n, P] int64 cache blocks
-    keys: Tensor  # [n] int64 keys that each token sees
+    keys: Tensor  # [n] int64 keys up to each token
     starts: Tensor  # int64 first token of each run of tokens with the same pages, which share their reads; then n
+    window: int | None  # keys that a token sees, the last ones; None: all
+
+
+class LatentDecodes(NamedTuple):
+    """The n decodes of a step over latents, whose rows are expanded part by part."""
+
+    tokens: slice | Tensor  # as of `NativeDecodes`
+    parts: list[tuple[Tensor, SegmentBatch]]  # rows [m] of the flattened cache; segments whose keys are among them
 
 
 def plan_cache_reads(
-    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: None = None,
+    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None,
     token_bytes: int | None = None,
 ) -> CacheReads:  # fmt: skip
+    """As that of `sdpa`. `token_bytes`: of a token's keys and values when its latent is expanded."""
     first, single = queries.cumsum(0) - queries, queries == 1
     if bool(single.all()):
-        return CacheReads([_decode_reads(slice(0, len(keys)), keys, pages, cache)], [], total)
+        return CacheReads([_decode_reads(slice(0, len(keys)), keys, pages, cache, window, token_bytes)], [], total)
     decodes, prompts = single.nonzero().flatten(), (~single).nonzero().flatten()
-    prefills = sdpa.plan_prefills(first[prompts], queries[prompts], keys[prompts], pages[prompts], cache)
-    decoding = [_decode_reads(first[decodes], keys[decodes], pages[decodes], cache)] if len(decodes) else []
+    request = first[prompts], queries[prompts], keys[prompts], pages[prompts]
+    prefills = sdpa.plan_prefills(*request, cache, window, token_bytes)
+    decoding = []
+    if len(decodes):
+        decoding = [_decode_reads(first[decodes], keys[decodes], pages[decodes], cache, window, token_bytes)]
     return CacheReads(decoding, prefills, total)
 
 
-def _decode_reads(tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> NativeDecodes:
+def _decode_reads(
+    tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None, token_bytes: int | None
+) -> NativeDecodes | LatentDecodes:  # fmt: skip
     pages = pages[:, : -(-int(keys.max()) // cache.shape[1])].contiguous()
     is_new = (pages[1:] != pages[:-1]).any(1).nonzero().flatten() + 1
     starts = torch.cat([is_new.new_zeros(1), is_new, is_new.new_full((1,), len(keys))])
-    return NativeDecodes(tokens, pages, keys.contiguous(), starts)
+    if token_bytes is None:
+        return NativeDecodes(tokens, pages, keys.contiguous(), starts, window)
+    lengths = torch.stack([part.max() for part in keys.split(starts.diff().tolist())])
+    limit = sdpa.SCRATCH_BYTES // token_bytes
+    parts = [
+        _latent_part(pages, keys, starts[part.start : part.stop + 1], lengths[part], cache.shape[1], window)
+        for part in _parts(lengths.tolist(), limit)
+    ]
+    return LatentDecodes(tokens, parts)
+
+
+def _parts(lengths: list[int], limit: int) -> Iterator[slice]:
+    """Cuts runs of `lengths` rows into parts of at most `limit` rows, or of one run."""
+    start, rows = 0, 0
+    for end, length in enumerate(lengths):
+        if end > start and rows + length > limit:
+            yield slice(start, end)
+            start, rows = end, 0
+        rows += length
+    yield slice(start, len(lengths))
+
+
+def _latent_part(pages: Tensor, keys: Tensor, starts: Tensor, lengths: Tensor, block: int, window: int | None):
+    """Rows of the cache, and segments of the decodes that read them: one for each run of decodes with the same pages.
+
+    starts [r + 1]: the first decode of each run, then their end; lengths [r]: keys of a run. The last decode of a run
+    stands for padding.
+    """
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    base = lengths.cumsum(0) - lengths
+    position = torch.arange(len(owner)) - base[owner]
+    rows = pages[starts[:-1][owner], position // block] * block + position % block
+    counts, width = starts.diff(), int(lengths.max())
+    place = torch.arange(int(counts.max()))
+    queries = starts[:-1, None] + torch.minimum(place, counts[:, None] - 1)
+    real = (place < counts[:, None]).flatten().nonzero().flatten()
+    segments = SegmentBatch(
+        queries=queries,
+        keys=base[:, None] + torch.minimum(torch.arange(width), lengths[:, None] - 1),
+        last_keys=keys[queries] - 1,
+        real_queries=real,
+        window=window,
+    )
+    return rows, segments
 
 
 class NativePagedAttention(CacheAttention):
     """Attention over the paged cache."""
 
-    def _decode(self, query: Tensor, cache: Tensor, reads: NativeDecodes, scale: float | None) -> Tensor:
-        scale = softmax_scale(query.shape[-1], scale)
-        return native.ops.cache_attention(query, cache, reads.pages, reads.keys, reads.starts, scale).view(query.shape)
+    def _decode(
+        self, query: Tensor, cache: Tensor, reads: NativeDecodes, scale: float | None, softcap=None, sinks=None
+    ) -> Tensor:
+        options = softmax_scale(query.shape[-1], scale), reads.window, softcap, sinks
+        out = native.ops.cache_attention(query, cache, reads.pages, reads.keys, reads.starts, *options)
+        return out.view(query.shape)
 
-    def _prefill(self, query: Tensor, cache: Tensor, reads: list[SegmentBatch], scale: float | None, result: Tensor):
+    def _prefill(
+        self, query: Tensor, cache: Tensor, reads: list[SegmentBatch], scale: float | None, result: Tensor,
+        softcap=None, sinks=None,
+    ):  # fmt: skip
         (key, value), scale = cache.flatten(0, 1).unbind(2), softmax_scale(query.shape[-1], scale)
         heads, out = query.flatten(1, 2), result.flatten(1, 2)
         for segments in reads:
-            native.ops.segment_attention(heads, key, value, *_indices(segments), scale, out, None)
+            _attend(heads, key, value, segments, scale, softcap, sinks, out, None)
 
 
 PagedAttention = NativePagedAttention  # the name of a backend's
+
+
+class NativeLatentAttention(CacheAttention):
+    """Attention over a cache of latents (`latent_cache.Latents`); a read expands the rows that it needs, each once."""
+
+    def _new_result(self, query: Tensor, cache) -> Tensor:
+        return query.new_zeros(*query.shape[:-1], cache.value_channels)
+
+    def _decode(self, query: Tensor, cache, reads: LatentDecodes, scale: float | None, softcap=None, sinks=None):
+        out, heads = self._new_result(query, cache), query.flatten(1, 2)
+        for rows, segments in reads.parts:
+            key, value = cache.expand(cache.rows.flatten(0, 1).index_select(0, rows))
+            _attend(heads, key, value, segments, softmax_scale(query.shape[-1], scale), softcap, sinks,
+                    out.flatten(1, 2), None)  # fmt: skip
+        return out
+
+    def _prefill(
+        self, query: Tensor, cache, reads: list[SegmentBatch], scale: float | None, result: Tensor,
+        softcap=None, sinks=None,
+    ):  # fmt: skip
+        heads, out, flat = query.flatten(1, 2), result.flatten(1, 2), cache.rows.flatten(0, 1)
+        for segments in reads:
+            key, value = cache.expand(flat.index_select(0, segments.keys.flatten()))
+            places = torch.arange(segments.keys.numel()).view_as(segments.keys)
+            expanded = SegmentBatch(
+                segments.queries, places, segments.last_keys, segments.real_queries, segments.window
+            )
+            _attend(heads, key, value, expanded, softmax_scale(query.shape[-1], scale), softcap, sinks, out, None)
+
+
+LatentAttention = NativeLatentAttention  # of a backend that reads `Latents` in its own way

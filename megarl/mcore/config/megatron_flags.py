@@ -97,9 +97,9 @@ def _check_only(role: str, values, cause: str = ""):
 
 
 def _automatic_attention(args, has_score_options: bool) -> str:
-    """The attention backend that `auto` stands for."""
+    """The attention backend that `auto` stands for; `backends.load` says what `sdpa` stands for."""
     if has_score_options:
-        return model_flags.SCORE_BACKENDS[0]
+        return "sdpa"
     if exact_rules.applies(args):
         return exact_rules.BACKEND
     is_half = args.bf16 or args.fp16

@@ -3,7 +3,7 @@
 Parameters have Megatron's names, so that its checkpoints fit; the rest is megarl's own, because Megatron's module needs
 sequences that start at position 0, and its cache needs CUDA kernels with other bits than training.
 Projections to the latents are whole on each tensor-parallel rank, and so are the latents: their size does not depend on
-the number of heads. Keys, queries and values are padded to one width, because fused kernels need it.
+the number of heads. PyTorch's fused kernels need keys, queries and values of one width: they are padded to it.
 Shapes: T tokens, A heads of this rank with D channels for scores (the last r of them rotated) and V for values, L
 channels of a latent.
 """
@@ -41,7 +41,9 @@ class LatentAttention(Attention):
         self.kv_channels = config.qk_head_dim, config.v_head_dim
         self.latent_channels = config.kv_lora_rank, config.qk_pos_emb_head_dim
         self.score_channels = config.qk_head_dim, config.qk_pos_emb_head_dim
-        self.width = max(sum(self.score_channels), config.v_head_dim)
+        width = max(sum(self.score_channels), config.v_head_dim)
+        takes_unequal = hasattr(self.core_attention.backend, "LatentAttention")
+        self.widths = (sum(self.score_channels), config.v_head_dim) if takes_unequal else (width, width)
         self.concentration = rotary.concentration(config, self.core_attention.kind)
         heads, hidden = config.num_attention_heads, config.hidden_size
         latent = config.kv_lora_rank
@@ -108,18 +110,18 @@ class LatentAttention(Attention):
         query, latents = self._query(hidden, rotation), self._latents(hidden, rotation)
         latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, latents)
-        reads, cached = plan.reads[core.kind], Latents(cache, self.expand)
+        reads, cached = plan.reads[core.kind], Latents(cache, self.expand, self.widths[1])
         attended = plan.attend(query.unsqueeze(2), cached, reads, core.softmax_scale, **core.options)
         return apply_linear(self.linear_proj, self._values(attended))
 
     def _query(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, A, width]."""
+        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, A, D, or more by padding]."""
         if self.has_query_latent:
             projected, _ = apply_linear(self.linear_q_up_proj, self.q_layernorm(self.linear_q_down_proj(hidden)))
         else:
             projected, _ = apply_linear(self.linear_q_proj, hidden)
         plain, turned = projected.unflatten(-1, (-1, sum(self.score_channels))).split(self.score_channels, -1)
-        return self._padded(torch.cat([plain, rotate_pairs(turned, rotation)], -1)).squeeze(1)
+        return _padded(torch.cat([plain, rotate_pairs(turned, rotation)], -1), self.widths[0]).squeeze(1)
 
     def _latents(self, hidden: Tensor, rotation: Rotation) -> Tensor:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, L + r]: normed latents, rotated keys."""
@@ -130,16 +132,17 @@ class LatentAttention(Attention):
         return torch.cat([latent, rotate_pairs(shared.unsqueeze(2), rotation).squeeze(2)], -1).squeeze(1)
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """[…, L + r] -> keys and values, both […, A, width]."""
+        """[…, L + r] -> keys and values […, A, D or V, or more by padding]."""
         latent, shared = latents.split(self.latent_channels, -1)
         expanded, _ = apply_linear(self.linear_kv_up_proj, latent.contiguous())
         key, value = expanded.unflatten(-1, (-1, sum(self.kv_channels))).split(self.kv_channels, -1)
         shared = shared.unsqueeze(-2).expand(*key.shape[:-1], -1)
-        return self._padded(torch.cat([key, shared], -1)), self._padded(value)
-
-    def _padded(self, heads: Tensor) -> Tensor:
-        return pad(heads, (0, self.width - heads.shape[-1]))
+        return _padded(torch.cat([key, shared], -1), self.widths[0]), _padded(value, self.widths[1])
 
     def _values(self, attended: Tensor) -> Tensor:
-        """[T, A·width] -> [T, 1, A·V]."""
-        return attended.unflatten(-1, (-1, self.width))[..., : self.kv_channels[1]].flatten(1).unsqueeze(1)
+        """Attended values of A heads [T, A·V, or more by padding] -> [T, 1, A·V]."""
+        return attended.unflatten(-1, (-1, self.widths[1]))[..., : self.kv_channels[1]].flatten(1).unsqueeze(1)
+
+
+def _padded(heads: Tensor, width: int) -> Tensor:
+    return heads if heads.shape[-1] == width else pad(heads, (0, width - heads.shape[-1]))

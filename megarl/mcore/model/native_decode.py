@@ -1,7 +1,8 @@
 """The layers of an engine's step; decode steps of plain dense layers are one compiled operator, on a CPU in fp32.
 
-Plain layers have RMSNorms before attention and MLP, grouped-query attention, SwiGLU and no biases but those of queries,
-keys and values. The operator calls the kernels that the layers of a training forward call, so the bits are the same.
+Plain layers have RMSNorms before attention and MLP, grouped-query attention without a window, SwiGLU and no biases but
+those of queries, keys and values. The operator calls the kernels that the layers of a training forward call, so the
+bits are the same.
 """
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.attention.packed_attention import PackedAttention
+from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
 from megarl.mcore.kernels.norm import RMSNorm
@@ -72,7 +74,7 @@ def _weights(block: TransformerBlock) -> list[Tensor]:
     made_for, weights = getattr(block, "_native_weights", (None, []))
     if packed is None or made_for is packed:
         return [] if packed is None else weights
-    is_plain = all(map(_is_plain, block.layers)) and not block.config.no_rope_freq
+    is_plain = all(map(_is_plain, block.layers)) and not block.config.no_rope_freq and window_of(block.config) is None
     weights = [weight for layer in block.layers for weight in _weights_of(layer)] if is_plain else []
     block._native_weights = packed, weights
     return weights

@@ -5,18 +5,22 @@ training, and for rollout `plan_cache_reads` and the class `PagedAttention`, a `
 documents their arguments. If it has `reads_of_table`, too, decode steps are planned on the device
 (`inference.device_decode`). Layers do not know which backend runs. Only for models with softcaps or sinks they also
 hand over `softcap` and `sinks`. Over latents (`attention.latent_cache`) a `PagedAttention` reads through other versions
-of `_gather_pages` and `_gather_keys`.
+of `_gather_pages` and `_gather_keys`; a module with a class `LatentAttention` has its own reads there, and takes values
+with other channels than keys.
 """
 
 import importlib
 import types
 
 from megarl.mcore.attention import native_attention
+from megarl.mcore.config.model_flags import has_score_options
 
 
 def load(config) -> types.ModuleType:
     """The backend that a model's config names (`megatron_flags.transformer_config` sets it); for `sdpa` the compiled
-    kernels, if they compute this model's attention."""
-    if config.attention_kernel == "sdpa" and native_attention.supports(config):
+    kernels, if they compute this model's attention, and `eager` for scores that SDPA does not compute."""
+    name = config.attention_kernel
+    if name == "sdpa" and native_attention.supports(config):
         return native_attention
-    return importlib.import_module(f"{__name__}.{config.attention_kernel}")
+    name = "eager" if name == "sdpa" and has_score_options(config) else name
+    return importlib.import_module(f"{__name__}.{name}")

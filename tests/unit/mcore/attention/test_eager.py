@@ -7,14 +7,45 @@ import torch
 
 from megarl.mcore.attention.backends import eager
 from megarl.mcore.attention.packing import pack_sequences
-from tests.helpers.attention_inputs import PagedRequests, exact_attention, packed_attention, random_heads, score_options
-from tests.helpers.exactness import largest_gap_allowed, sums_ignore_zeros
+from megarl.mcore.kernels import native as kernels
+from tests.helpers.attention_inputs import (
+    PagedRequests,
+    exact_attention,
+    module_of,
+    needs_kernels,
+    packed_attention,
+    random_heads,
+    score_options,
+)
+from tests.helpers.exactness import ROUNDING, sums_ignore_zeros
 from tests.helpers.tiers import by_default
 from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
 
 SINKS = torch.tensor([0.7, -1.5, 0.0, 2.0])
 KINDS = {"softcap": (0.4, None), "sinks": (None, SINKS), "both": (0.4, SINKS), "neither": (None, None)}
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "lengths, window", [([33, 2, 16, 17], None), ([3, 1100, 40], None), ([600, 700], 530)], ids=str
+)
+def test_output_and_gradients_of_the_compiled_kernels_are_those_of_this_backend(lengths, window, kind):
+    softcap, sinks = KINDS[kind]
+    weight, layout = (
+        random_heads(sum(lengths), 4, torch.float32, 3),
+        pack_sequences(torch.tensor(lengths), window=window),
+    )
+    found = []
+    for backend in ("native", "eager"):
+        inputs = [random_heads(sum(lengths), h, torch.float32, i).requires_grad_() for i, h in enumerate((4, 2, 2))]
+        sink = None if sinks is None else sinks.clone().requires_grad_()
+        trained = inputs if sinks is None else [*inputs, sink]
+        out = packed_attention(0.8, backend, window, softcap, sink)(*inputs, None, packed_seq_params=layout)
+        found.append([out.detach(), *torch.autograd.grad((out.view_as(weight) * weight).sum(), trained)])
+    for ours, theirs in zip(*found, strict=True):
+        assert theirs.abs().max() > 0 and (ours - theirs).abs().max() <= 1e-5 * max(1.0, float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("scores", [1, eager.MAX_SCORES])
@@ -46,18 +77,20 @@ MIXES = {
 }
 
 
-ROWS = list(itertools.product(MIXES, [None, 5, 530], KINDS, [4, 2, 1]))
-CHOSEN = [row for row in ROWS if row[0] != "long" or row[2:] == ("both", 2)]
+ROWS = list(itertools.product(MIXES, [None, 5, 530], KINDS, [4, 2, 1], ["eager", "native"]))
+CHOSEN = [row for row in ROWS if row[0] != "long" or row[2:4] == ("both", 2)]
 
 
-@pytest.mark.parametrize("mix, window, kind, groups", by_default(ROWS, CHOSEN))
-def test_paged_attention_has_the_bits_of_the_training_forward(mix, window, kind, groups):
+@pytest.mark.parametrize("mix, window, kind, groups, backend", by_default(ROWS, CHOSEN))
+def test_paged_attention_has_the_bits_of_the_training_forward(mix, window, kind, groups, backend):
+    if backend == "native" and not kernels.is_built():
+        pytest.skip("no compiled kernels: no C++ compiler, or CUDA")
     softcap, sinks = KINDS[kind]
     requests = PagedRequests(MIXES[mix], 16, 4, groups, 4)
-    out = requests.attend(window=window, backend=eager, **score_options(softcap, sinks))
-    packed = requests.packed(window, backend="eager", softcap=softcap, sinks=sinks)
-    is_exact = sums_ignore_zeros(530) or window != 530
-    assert (out - packed).abs().max() <= (largest_gap_allowed() if is_exact else 1e-6)
+    out = requests.attend(window=window, backend=module_of(backend), **score_options(softcap, sinks))
+    packed = requests.packed(window, backend=backend, softcap=softcap, sinks=sinks)
+    is_exact = backend == "native" or sums_ignore_zeros(530) or window == 5 or mix != "long"
+    assert (out - packed).abs().max() <= (0.0 if is_exact else ROUNDING)
     assert (out - requests.expected(window=window, softcap=softcap, sinks=sinks)).abs().max() <= 1e-5
 
 

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention import native_attention
-from megarl.mcore.attention.backends import sdpa
+from megarl.mcore.attention.backends import eager, sdpa
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.attention.windows import FULL
 from megarl.mcore.kernels import native as kernels
@@ -20,7 +20,8 @@ def inputs(tokens, heads, groups, channels):
     return [torch.randn(tokens, n, channels, generator=generator).requires_grad_() for n in sizes]
 
 
-@pytest.mark.parametrize(("heads", "groups", "channels"), [(4, 2, 16), (6, 1, 48), (3, 3, 64), (8, 2, 80), (2, 2, 128)])
+@pytest.mark.parametrize(("heads", "groups", "channels"), [(4, 2, 16), (6, 1, 48), (3, 3, 64), (8, 2, 80), (2, 2, 128),
+                                                            (4, 2, 20)])  # fmt: skip
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_outputs_and_gradients_are_those_of_sdpa(heads, groups, channels, shares, scale):
@@ -61,13 +62,15 @@ def test_models_that_the_kernels_do_not_compute_take_another_backend():
     from tests.helpers.attention_inputs import packed_attention
 
     config = packed_attention().config
-    fits, other = (16, torch.float32, None), [(8, torch.float32, None), (16, torch.bfloat16, None)]
-    for channels, dtype, window in (fits, *other, (16, torch.float32, (3, 0))):
-        config.kv_channels, config.params_dtype, config.window_size = channels, dtype, window
-        assert backends.load(config) is (native_attention if (channels, dtype, window) == fits else sdpa)
-    config.kv_channels, config.window_size = 16, None
-    kernels.enable(False)
-    try:
-        assert backends.load(config) is sdpa
-    finally:
-        kernels.enable(True)
+    for channels, window, softcap in ((16, None, None), (8, None, None), (16, (3, 0), None), (16, None, 5.0)):
+        config.kv_channels, config.window_size, config.attn_logit_softcapping = channels, window, softcap
+        other = sdpa if softcap is None else eager
+        for dtype, is_on, backend in (
+            (torch.float32, True, native_attention), (torch.bfloat16, True, other), (torch.float32, False, other),
+        ):  # fmt: skip
+            config.params_dtype = dtype
+            kernels.enable(is_on)
+            try:
+                assert backends.load(config) is backend
+            finally:
+                kernels.enable(True)

@@ -163,11 +163,12 @@ def results(threads):
     heads, indices = torch.randn(3, 700, 2, 64), torch.arange(700).view(7, 100)
     logits, numbers = torch.randn(64, 3000), torch.rand(64, dtype=torch.float64)
     attended, turned, sums = torch.empty(700, 2, 64), torch.empty(700, 2, 64), torch.empty(700, 2)
-    native.ops.segment_attention(*heads, indices, indices, None, torch.arange(700), 0.1, attended, sums)
+    scores, real = (0.1, 60, 3.0), torch.arange(700)
+    native.ops.segment_attention(*heads, indices, indices, None, real, *scores, few[0, :2].clone(), attended, sums)
     native.ops.rotate(heads[0], *heads[1:, :, 0].contiguous(), False, turned)
     grads = [torch.zeros_like(x) for x in heads]
     native.ops.segment_attention_backward(
-        heads[2], *heads, indices, indices, None, torch.arange(700), attended, sums, 0.1, *grads
+        heads[2], *heads, indices, indices, None, real, attended, sums, *scores, *grads
     )
     return [
         *(native.ops.linear(x, w, None) for w in (weight, weight[:40])),

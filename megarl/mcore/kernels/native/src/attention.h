@@ -1,8 +1,10 @@
 // Softmax attention of query rows over the keys and values of one sequence and one group of heads, fp32.
 //
 // A score is one chain of fused multiply-adds over the channels, an output one chain over the keys, both in ascending
-// order; the softmax sums keys in W chains. Keys after a row's last one have weight 0, which changes no bit. So a
-// row's bits depend only on its query and its keys: a decode step and a training forward give the same.
+// order; the softmax sums keys in W chains. Keys that a row does not see have weight 0, which changes no bit. So a
+// row's bits depend only on its query and its keys: a decode step and a training forward give the same. A row sees keys
+// up to its last one, with a window the last ones of them. Whoever leaves out keys before a window leaves out a multiple
+// of W, so that each key stays in its chain.
 #pragma once
 
 #include <algorithm>
@@ -19,15 +21,45 @@ constexpr int TILE = W == 16 ? 4 : 6;  // query rows that share loads of keys an
 constexpr int BLOCKS = 2;              // blocks of W keys whose scores of a tile are computed together
 constexpr int SPANS = W == 16 ? 4 : 2;  // blocks of W channels whose sums of a tile fill the registers
 
+constexpr float NO_SINK = -std::numeric_limits<float>::infinity();
+
+// What makes scores of products q · k.
+struct Scores {
+    float scale;
+    float softcap;  // c: scores s become c · tanh(s / c) (2408.00118 §2); 0: none
+};
+
 // Query rows of one group of heads.
 struct QueryRow {
     const float* query;
     float* out;
-    float* log_sum;  // receives max + log Σ e^(score − max); may be null
-    int64_t keys;    // the row sees keys 0 … keys − 1
+    float* log_sum;       // receives max + log Σ e^(score − max); may be null
+    int64_t first, keys;  // the row sees keys first … keys − 1
+    float sink;           // score of one more key, whose value is 0 (2309.17453); NO_SINK: none
 };
 
 inline int64_t padded_keys(int64_t keys) { return (keys + W - 1) / W * W; }
+inline int64_t first_of(int64_t keys, int64_t window) { return window && keys > window ? keys - window : 0; }
+inline int64_t whole(int64_t channels) { return padded_keys(channels); }
+
+// Vectors whose size is no multiple of W, copied with zeros after them, and copied back. Zeros at the end of a chain
+// change no bit.
+class WholeVectors {
+  public:
+    WholeVectors(int64_t count, int channels) : channels_(channels), width_(int(whole(channels))) {
+        data_.resize(count * width_);
+    }
+    float* at(int64_t i) { return data_.data() + i * width_; }
+    const float* load(int64_t i, const float* from) {
+        std::copy_n(from, channels_, at(i));
+        return at(i);
+    }
+    void store(int64_t i, float* to) { std::copy_n(at(i), channels_, to); }
+
+  private:
+    int channels_, width_;
+    std::vector<float> data_;
+};
 
 // Vectors of `channels` floats (a multiple of W), of which W lie next to each other channel by channel.
 class Transposed {
@@ -42,11 +74,12 @@ class Transposed {
             for_columns(at, [&](int c, Vec column) { store(data_.data() + at * channels + c * W, column); });
     }
 
-    // Products of N rows with all vectors up to `width` (of `padded_keys`), times `scale` -> out [N, width]; those after
-    // the last vector mean nothing.
+    // Products of N rows with vectors `start` (a multiple of W) to `width` (of `padded_keys`), times `scale` -> those
+    // columns of out [N, width]; those after the last vector mean nothing.
     template <int N>
-    void products(const float* const* rows, int64_t width, float scale, float* out) const {
-        is_copied_ ? copied_products<N>(rows, width, scale, out) : direct_products<N>(rows, width, scale, out);
+    void products(const float* const* rows, int64_t start, int64_t width, float scale, float* out) const {
+        is_copied_ ? copied_products<N>(rows, start, width, scale, out)
+                   : direct_products<N>(rows, start, width, scale, out);
     }
 
   private:
@@ -63,8 +96,8 @@ class Transposed {
     }
 
     template <int N>
-    void direct_products(const float* const* rows, int64_t width, float scale, float* out) const {
-        for (int64_t at = 0; at < width; at += W) {
+    void direct_products(const float* const* rows, int64_t start, int64_t width, float scale, float* out) const {
+        for (int64_t at = start; at < width; at += W) {
             Vec acc[N];
             for (int r = 0; r < N; ++r) acc[r] = zero();
             for_columns(at, [&](int c, Vec column) {
@@ -75,8 +108,8 @@ class Transposed {
     }
 
     template <int N>
-    void copied_products(const float* const* rows, int64_t width, float scale, float* out) const {
-        int64_t at = 0;
+    void copied_products(const float* const* rows, int64_t start, int64_t width, float scale, float* out) const {
+        int64_t at = start;
         for (; at + BLOCKS * W <= width; at += BLOCKS * W) products_at<N, BLOCKS>(at, rows, width, scale, out);
         for (; at < width; at += W) products_at<N, 1>(at, rows, width, scale, out);
     }
@@ -151,55 +184,88 @@ void for_tiles(int64_t count, const F& f) {
     for (int64_t i = 0; i < count; i += TILE) for_tile(i, count - i, f);
 }
 
+// c · tanh(x / c) of a vector of scores.
+inline Vec capped(Vec x, Vec softcap) { return mul(softcap, tanh(div(x, softcap))); }
+
+// Keys of a tile of rows: from the first one that any of them sees, rounded down to whole vectors, to the last one.
+struct TileKeys {
+    int64_t start, width, longest;  // width: `longest` rounded up
+    template <typename Row>
+    TileKeys(const Row* rows, int n) : start(rows[0].first), longest(0) {
+        for (int r = 0; r < n; ++r) start = std::min(start, rows[r].first), longest = std::max(longest, rows[r].keys);
+        start = start / W * W, width = padded_keys(longest);
+    }
+};
+
 class GroupAttention {
   public:
-    // keys[i] and values[i]: where key and value i of `key_count` are.
+    // keys[i] and values[i]: where key and value i of `key_count` are, of `channels` and `value_channels` floats.
     void attend(const float* const* keys, const float* const* values, int64_t key_count, int channels,
-                const QueryRow* rows, int64_t row_count, float scale) {
-        values_ = values, channels_ = channels;
+                int value_channels, const QueryRow* rows, int64_t row_count, Scores scores) {
+        if (channels % W || value_channels % W)
+            return attend_whole(keys, values, key_count, channels, value_channels, rows, row_count, scores);
+        values_ = values, channels_ = value_channels;
         keys_.load_vectors(keys, key_count, channels, row_count <= TILE);
-        for_tiles(row_count, [&](int64_t i, auto n) { attend_tile<n.value>(rows + i, scale); });
+        for_tiles(row_count, [&](int64_t i, auto n) { attend_tile<n.value>(rows + i, scores); });
     }
 
   private:
-    template <int N>
-    void attend_tile(const QueryRow* rows, float scale) {
-        int64_t longest = 0;
-        const float* queries[N];
-        float* out[N];
-        for (int r = 0; r < N; ++r) {
-            longest = std::max(longest, rows[r].keys);
-            queries[r] = rows[r].query, out[r] = rows[r].out;
-        }
-        int64_t width = padded_keys(longest);
-        scores_.resize(TILE * width);
-        keys_.products<N>(queries, width, scale, scores_.data());
-        float inverse[N];
-        for (int r = 0; r < N; ++r) inverse[r] = softmax(rows[r], scores_.data() + r * width, width);
-        weighted_sums<N>(channels_, scores_.data(), width, values_, longest, inverse, out);
+    // The same with sizes that are no multiple of W.
+    void attend_whole(const float* const* keys, const float* const* values, int64_t key_count, int channels,
+                      int value_channels, const QueryRow* rows, int64_t row_count, Scores scores) {
+        WholeVectors key_copies(key_count, channels), value_copies(key_count, value_channels);
+        WholeVectors queries(row_count, channels), outs(row_count, value_channels);
+        std::vector<const float*> at_key(key_count), at_value(key_count);
+        std::vector<QueryRow> copies(rows, rows + row_count);
+        for (int64_t i = 0; i < key_count; ++i)
+            at_key[i] = key_copies.load(i, keys[i]), at_value[i] = value_copies.load(i, values[i]);
+        for (int64_t i = 0; i < row_count; ++i)
+            copies[i].query = queries.load(i, rows[i].query), copies[i].out = outs.at(i);
+        attend(at_key.data(), at_value.data(), key_count, int(whole(channels)), int(whole(value_channels)),
+               copies.data(), row_count, scores);
+        for (int64_t i = 0; i < row_count; ++i) outs.store(i, rows[i].out);
     }
 
-    // Replaces a row's scores by e^(score − max); returns 1 / their sum.
-    static float softmax(const QueryRow& row, float* scores, int64_t width) {
+    template <int N>
+    void attend_tile(const QueryRow* rows, Scores scores) {
+        TileKeys seen(rows, N);
+        const float* queries[N];
+        float* out[N];
+        for (int r = 0; r < N; ++r) queries[r] = rows[r].query, out[r] = rows[r].out;
+        weights_.resize(TILE * seen.width);
+        keys_.products<N>(queries, seen.start, seen.width, scores.scale, weights_.data());
+        float inverse[N];
+        for (int r = 0; r < N; ++r) inverse[r] = softmax(rows[r], weights_.data() + r * seen.width, seen, scores.softcap);
+        weighted_sums<N>(channels_, weights_.data() + seen.start, seen.width, values_ + seen.start,
+                         seen.longest - seen.start, inverse, out);
+    }
+
+    // Replaces a row's scores by e^(score − max); returns 1 / their sum, in which the sink's is one more.
+    static float softmax(const QueryRow& row, float* scores, const TileKeys& seen, float softcap) {
         const float none = -std::numeric_limits<float>::infinity();
-        std::fill(scores + row.keys, scores + width, none);
+        if (softcap != 0.0f)
+            for (int64_t i = seen.start; i < seen.width; i += W) store(scores + i, capped(load(scores + i), all(softcap)));
+        std::fill(scores + seen.start, scores + row.first, none);
+        std::fill(scores + row.keys, scores + seen.width, none);
         Vec top = all(none), total = zero();
-        for (int64_t i = 0; i < width; i += W) top = max(load(scores + i), top);
+        for (int64_t i = seen.start; i < seen.width; i += W) top = max(load(scores + i), top);
         float best = largest(top);
-        for (int64_t i = 0; i < width; i += W) {
+        if (row.sink > best) best = row.sink;
+        for (int64_t i = seen.start; i < seen.width; i += W) {
             Vec e = exp(sub(load(scores + i), all(best)));
             total = add(total, e);
             store(scores + i, e);
         }
         float whole = sum(total);
+        if (row.sink != NO_SINK) whole += largest(exp(all(row.sink - best)));
         if (row.log_sum) *row.log_sum = best + std::log(whole);
         return 1.0f / whole;
     }
 
     const float* const* values_ = nullptr;
-    int channels_ = 0;
+    int channels_ = 0;  // of values
     Transposed keys_;
-    std::vector<float> scores_;
+    std::vector<float> weights_;
 };
 
 // A query row in backward.
@@ -209,74 +275,127 @@ struct QueryGradient {
     const float* out;
     float* grad_query;  // is written
     float log_sum;
-    int64_t keys;
+    int64_t first, keys;
 };
 
 class GroupAttentionBackward {
   public:
     // Adds to grad_keys[i] and grad_values[i].
-    void run(const float* const* keys, const float* const* values, int64_t count, int channels,
-             const QueryGradient* rows, int64_t row_count, float scale, float* const* grad_keys,
+    void run(const float* const* keys, const float* const* values, int64_t count, int channels, int value_channels,
+             const QueryGradient* rows, int64_t row_count, Scores scores, float* const* grad_keys,
              float* const* grad_values) {
+        if (channels % W || value_channels % W)
+            return run_whole(keys, values, count, channels, value_channels, rows, row_count, scores, grad_keys,
+                             grad_values);
+        channels_ = channels, value_channels_ = value_channels;
         keys_.load_vectors(keys, count, channels);
-        values_.load_vectors(values, count, channels);
-        for_tiles(row_count, [&](int64_t i, auto n) {
-            tile<n.value>(keys, channels, rows + i, scale, grad_keys, grad_values);
-        });
+        values_.load_vectors(values, count, value_channels);
+        for_tiles(row_count,
+                  [&](int64_t i, auto n) { tile<n.value>(keys, rows + i, scores, grad_keys, grad_values); });
     }
 
   private:
+    // The same with sizes that are no multiple of W.
+    void run_whole(const float* const* keys, const float* const* values, int64_t count, int channels,
+                   int value_channels, const QueryGradient* rows, int64_t row_count, Scores scores,
+                   float* const* grad_keys, float* const* grad_values) {
+        WholeVectors key_copies(count, channels), value_copies(count, value_channels);
+        WholeVectors key_sums(count, channels), value_sums(count, value_channels);
+        WholeVectors queries(row_count, channels), grad_queries(row_count, channels);
+        WholeVectors grads(row_count, value_channels), outs(row_count, value_channels);
+        std::vector<const float*> at_key(count), at_value(count);
+        std::vector<float*> to_key(count), to_value(count);
+        std::vector<QueryGradient> copies(rows, rows + row_count);
+        for (int64_t i = 0; i < count; ++i) {
+            at_key[i] = key_copies.load(i, keys[i]), at_value[i] = value_copies.load(i, values[i]);
+            key_sums.load(i, grad_keys[i]), value_sums.load(i, grad_values[i]);
+            to_key[i] = key_sums.at(i), to_value[i] = value_sums.at(i);
+        }
+        for (int64_t i = 0; i < row_count; ++i) {
+            copies[i].query = queries.load(i, rows[i].query), copies[i].grad_query = grad_queries.at(i);
+            copies[i].grad = grads.load(i, rows[i].grad), copies[i].out = outs.load(i, rows[i].out);
+        }
+        run(at_key.data(), at_value.data(), count, int(whole(channels)), int(whole(value_channels)), copies.data(),
+            row_count, scores, to_key.data(), to_value.data());
+        for (int64_t i = 0; i < count; ++i) key_sums.store(i, grad_keys[i]), value_sums.store(i, grad_values[i]);
+        for (int64_t i = 0; i < row_count; ++i) grad_queries.store(i, rows[i].grad_query);
+    }
+
     template <int N>
-    void tile(const float* const* keys, int channels, const QueryGradient* rows, float scale, float* const* grad_keys,
+    void tile(const float* const* keys, const QueryGradient* rows, Scores scores, float* const* grad_keys,
               float* const* grad_values) {
-        int64_t longest = 0;
+        TileKeys seen(rows, N);
         const float *queries[N], *grads[N];
         float *grad_queries[N], factors[N];
         for (int r = 0; r < N; ++r) {
-            longest = std::max(longest, rows[r].keys);
             queries[r] = rows[r].query, grads[r] = rows[r].grad, grad_queries[r] = rows[r].grad_query;
-            factors[r] = scale;
+            factors[r] = scores.scale;
         }
-        int64_t width = padded_keys(longest);
-        weights_.resize(TILE * width), slopes_.resize(TILE * width);
-        keys_.products<N>(queries, width, scale, weights_.data());
-        values_.products<N>(grads, width, 1.0f, slopes_.data());
-        for (int r = 0; r < N; ++r) {
-            float *p = weights_.data() + r * width, *d = slopes_.data() + r * width;
-            Vec parts = zero();
-            for (int c = 0; c < channels; c += W) parts = fma(load(rows[r].grad + c), load(rows[r].out + c), parts);
-            Vec mean = all(sum(parts)), top = all(rows[r].log_sum);
-            for (int64_t i = 0; i < width; i += W) {
-                Vec weight = exp(sub(load(p + i), top));
-                store(p + i, weight);
-                store(d + i, mul(weight, sub(load(d + i), mean)));
+        weights_.resize(TILE * seen.width), slopes_.resize(TILE * seen.width);
+        keys_.products<N>(queries, seen.start, seen.width, scores.scale, weights_.data());
+        values_.products<N>(grads, seen.start, seen.width, 1.0f, slopes_.data());
+        for (int r = 0; r < N; ++r)
+            score_slopes(rows[r], seen, scores.softcap, weights_.data() + r * seen.width, slopes_.data() + r * seen.width);
+        weighted_sums<N>(channels_, slopes_.data() + seen.start, seen.width, keys + seen.start,
+                         seen.longest - seen.start, factors, grad_queries);
+        for (int c = 0; c < std::max(channels_, value_channels_); c += W) {
+            if (c < channels_ && c < value_channels_)
+                add_gradients<N, true, true>(c, queries, grads, seen, scores.scale, grad_keys, grad_values);
+            else if (c < channels_)
+                add_gradients<N, true, false>(c, queries, grads, seen, scores.scale, grad_keys, grad_values);
+            else
+                add_gradients<N, false, true>(c, queries, grads, seen, scores.scale, grad_keys, grad_values);
+        }
+    }
+
+    // Of a row: scores p before the softcap become weights, the gradients d of weights those of scores.
+    void score_slopes(const QueryGradient& row, const TileKeys& seen, float softcap, float* p, float* d) const {
+        Vec parts = zero();
+        for (int c = 0; c < value_channels_; c += W) parts = fma(load(row.grad + c), load(row.out + c), parts);
+        Vec mean = all(sum(parts)), top = all(row.log_sum), one = all(1.0f);
+        for (int64_t i = seen.start; i < seen.width; i += W) {
+            Vec score = load(p + i), slope = one;
+            if (softcap != 0.0f) {
+                Vec bent = tanh(div(score, all(softcap)));
+                score = mul(all(softcap), bent), slope = sub(one, mul(bent, bent));
             }
-            std::fill(p + rows[r].keys, p + width, 0.0f);
-            std::fill(d + rows[r].keys, d + width, 0.0f);
+            Vec weight = exp(sub(score, top));
+            store(p + i, weight);
+            Vec of_score = mul(weight, sub(load(d + i), mean));
+            store(d + i, softcap != 0.0f ? mul(of_score, slope) : of_score);
         }
-        weighted_sums<N>(channels, slopes_.data(), width, keys, longest, factors, grad_queries);
-        for (int c = 0; c < channels; c += W)
-            add_gradients<N>(c, queries, grads, width, longest, scale, grad_keys, grad_values);
+        for (float* each : {p, d}) {
+            std::fill(each + seen.start, each + row.first, 0.0f);
+            std::fill(each + row.keys, each + seen.width, 0.0f);
+        }
     }
 
     // W channels from `channel` on of the gradients of keys and values, whose loop leaves the rows in registers.
-    template <int N>
-    void add_gradients(int channel, const float* const* queries, const float* const* grads, int64_t width,
-                       int64_t count, float scale, float* const* grad_keys, float* const* grad_values) const {
+    template <int N, bool HAS_KEY, bool HAS_VALUE>
+    void add_gradients(int channel, const float* const* queries, const float* const* grads, const TileKeys& seen,
+                       float scale, float* const* grad_keys, float* const* grad_values) const {
         Vec query[N], grad[N];
-        for (int r = 0; r < N; ++r) query[r] = load(queries[r] + channel), grad[r] = load(grads[r] + channel);
-        for (int64_t i = 0; i < count; ++i) {
-            float *to_key = grad_keys[i] + channel, *to_value = grad_values[i] + channel;
-            Vec key = zero(), value = load(to_value);
-            for (int r = 0; r < N; ++r) {
-                key = fma(all(slopes_[r * width + i]), query[r], key);
-                value = fma(all(weights_[r * width + i]), grad[r], value);
+        for (int r = 0; r < N; ++r) {
+            if constexpr (HAS_KEY) query[r] = load(queries[r] + channel);
+            if constexpr (HAS_VALUE) grad[r] = load(grads[r] + channel);
+        }
+        for (int64_t i = seen.start; i < seen.longest; ++i) {
+            if constexpr (HAS_KEY) {
+                float* to_key = grad_keys[i] + channel;
+                Vec key = zero();
+                for (int r = 0; r < N; ++r) key = fma(all(slopes_[r * seen.width + i]), query[r], key);
+                store(to_key, fma(key, all(scale), load(to_key)));
             }
-            store(to_key, fma(key, all(scale), load(to_key)));
-            store(to_value, value);
+            if constexpr (HAS_VALUE) {
+                float* to_value = grad_values[i] + channel;
+                Vec value = load(to_value);
+                for (int r = 0; r < N; ++r) value = fma(all(weights_[r * seen.width + i]), grad[r], value);
+                store(to_value, value);
+            }
         }
     }
 
+    int channels_ = 0, value_channels_ = 0;
     Transposed keys_, values_;
     std::vector<float> weights_, slopes_;
 };

@@ -17,17 +17,20 @@ struct PagedReads {
     int64_t block_tokens, groups, channels;
     const int64_t* pages;  // [rows, pages_per_row]
     int64_t pages_per_row;
-    const int64_t* keys;  // [rows] keys that a row sees
+    const int64_t* keys;  // [rows] keys of a row's sequence up to the row
+    int64_t window;       // how many of them a row sees, the last ones; 0: all
 
     int64_t token_stride() const { return groups * 2 * channels; }
-    // The first `count` keys that a row sees of a group, and their values. They are far from each other, so the
+    // Keys `start` … `end` − 1 of a row's sequence in a group, and their values. They are far from each other, so the
     // processor does not foresee them: without the prefetch a step with 80 keys a row takes a fifth longer.
-    void find(int64_t row, int64_t group, int64_t count, const float** keys_at, const float** values_at) const {
-        const int64_t* page = pages + row * pages_per_row;
-        for (int64_t first = 0; first < count; first += block_tokens, ++page) {
-            const float* key = cache + *page * block_tokens * token_stride() + group * 2 * channels;
-            for (int64_t i = first; i < std::min(first + block_tokens, count); ++i, key += token_stride()) {
-                keys_at[i] = key, values_at[i] = key + channels;
+    void find(int64_t row, int64_t group, int64_t start, int64_t end, const float** keys_at,
+              const float** values_at) const {
+        const int64_t* page = pages + row * pages_per_row + start / block_tokens;
+        for (int64_t i = start; i < end; ++page) {
+            int64_t place = i % block_tokens, stop = std::min(i - place + block_tokens, end);
+            const float* key = cache + (*page * block_tokens + place) * token_stride() + group * 2 * channels;
+            for (; i < stop; ++i, key += token_stride()) {
+                *keys_at++ = key, *values_at++ = key + channels;
                 for (int64_t c = 0; c < 2 * channels; c += 16) __builtin_prefetch(key + c);
             }
         }
@@ -35,29 +38,37 @@ struct PagedReads {
 };
 
 // query [rows] with `row_stride`, group g's R heads at g · group_stride -> out [rows, G, R, D]. `starts` [n + 1]: rows
-// starts[i] … starts[i + 1] − 1 have the same pages, and share their reads.
+// starts[i] … starts[i + 1] − 1 have the same pages, and share their reads. `sinks` [G · R] of the heads; null: none.
 inline void paged_attention(const float* query, int64_t row_stride, int64_t group_stride, const PagedReads& reads,
-                            const int64_t* starts, int64_t n, int64_t heads, float scale, float* out) {
+                            const int64_t* starts, int64_t n, int64_t heads, Scores scores, const float* sinks,
+                            float* out) {
     int64_t groups = reads.groups, channels = reads.channels, seen = 0;
-    for (int64_t row = 0; row < starts[n]; ++row) seen += reads.keys[row];
+    for (int64_t row = 0; row < starts[n]; ++row) seen += reads.keys[row] - first_of(reads.keys[row], reads.window);
     int64_t work = 2 * seen * groups * (heads + 1) * channels;
     parallel_parts(n * groups, threads_for(work), [&](int64_t first, int64_t last) {
         static thread_local GroupAttention attention;
         std::vector<const float*> keys, values;
         std::vector<QueryRow> rows;
         for (int64_t task = first; task < last; ++task) {
-            int64_t i = task / groups, g = task % groups, longest = 0;
-            rows.clear();
+            int64_t i = task / groups, g = task % groups, longest = 0, start = reads.keys[starts[i]];
             for (int64_t row = starts[i]; row < starts[i + 1]; ++row) {
                 longest = std::max(longest, reads.keys[row]);
+                start = std::min(start, first_of(reads.keys[row], reads.window));
+            }
+            start = start / W * W;
+            rows.clear();
+            for (int64_t row = starts[i]; row < starts[i + 1]; ++row) {
+                int64_t count = reads.keys[row];
                 for (int64_t h = 0; h < heads; ++h)
                     rows.push_back({query + row * row_stride + g * group_stride + h * channels,
-                                    out + ((row * groups + g) * heads + h) * channels, nullptr, reads.keys[row]});
+                                    out + ((row * groups + g) * heads + h) * channels, nullptr,
+                                    first_of(count, reads.window) - start, count - start,
+                                    sinks ? sinks[g * heads + h] : NO_SINK});
             }
-            keys.resize(longest), values.resize(longest);
-            reads.find(starts[i], g, longest, keys.data(), values.data());
-            attention.attend(keys.data(), values.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
-                             scale);
+            keys.resize(longest - start), values.resize(longest - start);
+            reads.find(starts[i], g, start, longest, keys.data(), values.data());
+            attention.attend(keys.data(), values.data(), longest - start, int(channels), int(channels), rows.data(),
+                             int64_t(rows.size()), scores);
         }
     });
 }
@@ -93,7 +104,7 @@ class DecodeLayers {
         PagedReads reads = s_.reads;
         reads.cache = layer.cache;
         paged_attention(qkv_.data(), qkv_width(), (s_.heads + 2) * s_.channels, reads, s_.starts, s_.requests, s_.heads,
-                        s_.scale, attended_.data());
+                        {s_.scale, 0.0f}, nullptr, attended_.data());
         product(attended_, query_width(), layer.proj, s_.hidden, output_, nullptr);
         add_output(hidden);
         norm(hidden, layer.mlp_norm);

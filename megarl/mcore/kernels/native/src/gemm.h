@@ -139,7 +139,11 @@ inline void gemm_panels(Matrix x, int64_t m, int64_t k, Panels packed, int64_t n
     static thread_local std::vector<float> packed_rows;
     // Far columns of x push each other out of the first-level cache. An AMD EPYC with AVX-512 is faster without the copy,
     // an Intel Xeon 1.4 to 1.9 times as fast with it (tools/bench/products.py, weight gradients).
+#if defined(__x86_64__)
     static const bool is_worth_a_copy = W == 8 || __builtin_cpu_is("intel");
+#else
+    static const bool is_worth_a_copy = true;
+#endif
     bool is_copied = is_worth_a_copy && x.row_stride == 1 && x.column_stride > 1;
     for (int64_t m0 = 0; m0 < m; m0 += M_BLOCK) {
         int64_t rows = std::min(M_BLOCK, m - m0), tiles = (rows + ROWS - 1) / ROWS;

@@ -133,7 +133,7 @@ struct SegmentRows {
         for (int64_t i = 0; i <= n; ++i) bounds[i] = std::lower_bound(this->real, this->real + m, i * q) - this->real;
     }
     int64_t seen(int64_t i, int64_t j) const { return (last_keys ? last_keys[i * q + j] : j) + 1; }
-    // Calls f(query among the rank's tokens, keys that it sees) for the real queries of segment i.
+    // Calls f(query among the rank's tokens, keys up to its last one) for the real queries of segment i.
     template <typename F>
     void for_queries(int64_t i, const F& f) const {
         for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r) f(queries[real[r]], seen(i, real[r] - i * q));
@@ -151,19 +151,32 @@ struct HeadView {  // [T, heads, D] whose last dimension is contiguous
     int64_t token, head;
     explicit HeadView(const Tensor& x)
         : data(const_cast<float*>(x.const_data_ptr<float>())), token(x.stride(0)), head(x.stride(1)) {
-        TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == 3 && x.stride(2) == 1 && x.size(2) % W == 0,
-                    "megarl kernels: heads [T, heads, D] in float32, D a multiple of the vector");
+        TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == 3 && x.stride(2) == 1,
+                    "megarl kernels: heads [T, heads, D] in float32");
     }
     float* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
 };
 
-// Writes the outputs of the real queries to their rows of `out` [T, H, D], and their log-sums to those of `sums` [T, H].
+Scores scores_of(double scale, std::optional<double> softcap) { return {float(scale), float(softcap.value_or(0.0))}; }
+
+const float* sinks_of(const std::optional<Tensor>& sinks, int64_t heads) {
+    TORCH_CHECK(!sinks || sinks->numel() == heads, "megarl kernels: a sink for each head");
+    return sinks ? floats(*sinks) : nullptr;
+}
+
+// query [T, H, D], key [T', G, D], value [T', G, V]. A query sees the last `window` keys up to its last one. Writes the
+// outputs of the real queries to their rows of `out` [T, H, V], and their log-sums to those of `sums` [T, H].
 void segment_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& queries,
                        const Tensor& keys, const std::optional<Tensor>& last_keys, const Tensor& real, double scale,
+                       std::optional<int64_t> window, std::optional<double> softcap, const std::optional<Tensor>& sinks,
                        const Tensor& out, const std::optional<Tensor>& sums) {
     SegmentRows s(queries, keys, last_keys, real);
     int64_t heads = query.size(1), groups = key.size(1), channels = query.size(2), shared = heads / groups;
+    int64_t value_channels = value.size(2), limit = window.value_or(0);
+    TORCH_CHECK(key.size(2) == channels && value.size(1) == groups && out.size(2) == value_channels,
+                "megarl::segment_attention: sizes do not fit");
     HeadView q(query), k(key), v(value), to(out);
+    const float* sink = sinks_of(sinks, heads);
     float* log_sums = sums ? mutable_floats(*sums) : nullptr;
     int64_t work = s.m * s.k * heads * channels;
     parallel_parts(s.n * groups, threads_for(work), [&](int64_t first, int64_t last) {
@@ -179,22 +192,25 @@ void segment_attention(const Tensor& query, const Tensor& key, const Tensor& val
             }
             s.for_queries(i, [&](int64_t at, int64_t seen) {
                 for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
-                    rows.push_back({q.at(at, h), to.at(at, h), log_sums ? log_sums + at * heads + h : nullptr, seen});
+                    rows.push_back({q.at(at, h), to.at(at, h), log_sums ? log_sums + at * heads + h : nullptr,
+                                    first_of(seen, limit), seen, sink ? sink[h] : NO_SINK});
             });
-            attention.attend(at_key.data(), at_value.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
-                             float(scale));
+            attention.attend(at_key.data(), at_value.data(), longest, int(channels), int(value_channels), rows.data(),
+                             int64_t(rows.size()), scores_of(scale, softcap));
         }
     });
 }
 
-// Gradients of query, key and value [T, heads, D]; `grad`, `out` and `sums` as in `segment_attention`.
+// Gradients of query, key and value; `grad`, `out` and `sums` as in `segment_attention`, whose sinks `sums` have.
 // A query may be in one segment only; keys may be in several, whose gradients are added in their order.
 void segment_attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
                                 const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& last_keys,
                                 const Tensor& real, const Tensor& out, const Tensor& sums, double scale,
+                                std::optional<int64_t> window, std::optional<double> softcap,
                                 const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value) {
     SegmentRows s(queries, keys, last_keys, real);
     int64_t heads = query.size(1), groups = key.size(1), channels = query.size(2), shared = heads / groups;
+    int64_t value_channels = value.size(2), limit = window.value_or(0);
     HeadView q(query), k(key), v(value), g_out(grad), o(out), g_query(grad_query), g_key(grad_key), g_value(grad_value);
     const float* log_sums = floats(sums);
     int64_t work = 2 * s.m * s.k * heads * channels;
@@ -216,29 +232,33 @@ void segment_attention_backward(const Tensor& grad, const Tensor& query, const T
                 s.for_queries(i, [&](int64_t at, int64_t seen) {
                     for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
                         rows.push_back({q.at(at, h), g_out.at(at, h), o.at(at, h), g_query.at(at, h),
-                                        log_sums[at * heads + h], seen});
+                                        log_sums[at * heads + h], first_of(seen, limit), seen});
                 });
-                backward.run(at_key.data(), at_value.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
-                             float(scale), to_key.data(), to_value.data());
+                backward.run(at_key.data(), at_value.data(), longest, int(channels), int(value_channels), rows.data(),
+                             int64_t(rows.size()), scores_of(scale, softcap), to_key.data(), to_value.data());
             }
     });
 }
 
 // ---- the paged cache and decode steps ----
 
-PagedReads paged_reads(const Tensor& cache, const Tensor& pages, const Tensor& keys) {
-    TORCH_CHECK(cache.dim() == 5 && cache.size(3) == 2 && cache.size(4) % W == 0, "megarl kernels: cache [B, b, G, 2, D]");
-    return {floats(cache), cache.size(1), cache.size(2), cache.size(4), integers(pages), pages.size(1), integers(keys)};
+PagedReads paged_reads(const Tensor& cache, const Tensor& pages, const Tensor& keys, int64_t window = 0) {
+    TORCH_CHECK(cache.dim() == 5 && cache.size(3) == 2, "megarl kernels: cache [B, b, G, 2, D]");
+    return {floats(cache), cache.size(1), cache.size(2), cache.size(4), integers(pages), pages.size(1), integers(keys),
+            window};
 }
 
 // query [T, G, R, D] (channels and heads contiguous), a layer's cache, pages [T, P], keys [T] and starts [n + 1] of the
 // rows with the same pages -> [T, G · R · D].
 Tensor cache_attention(const Tensor& query, const Tensor& cache, const Tensor& pages, const Tensor& keys,
-                       const Tensor& starts, double scale) {
+                       const Tensor& starts, double scale, std::optional<int64_t> window, std::optional<double> softcap,
+                       const std::optional<Tensor>& sinks) {
     TORCH_CHECK(query.stride(3) == 1 && query.stride(2) == query.size(3), "megarl::cache_attention: heads not adjacent");
     Tensor out = at::empty({query.size(0), query.numel() / query.size(0)}, cache.options().memory_format(std::nullopt));
-    paged_attention(query.const_data_ptr<float>(), query.stride(0), query.stride(1), paged_reads(cache, pages, keys),
-                    integers(starts), starts.numel() - 1, query.size(2), float(scale), out.mutable_data_ptr<float>());
+    paged_attention(query.const_data_ptr<float>(), query.stride(0), query.stride(1),
+                    paged_reads(cache, pages, keys, window.value_or(0)), integers(starts), starts.numel() - 1,
+                    query.size(2), scores_of(scale, softcap), sinks_of(sinks, query.size(1) * query.size(2)),
+                    out.mutable_data_ptr<float>());
     return out;
 }
 
@@ -337,15 +357,16 @@ TORCH_LIBRARY(megarl, m) {
     m.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor", &swiglu_rows_backward);
     m.def(
         "segment_attention(Tensor query, Tensor key, Tensor value, Tensor queries, Tensor keys, Tensor? last_keys, "
-        "Tensor real, float scale, Tensor(a!) out, Tensor(b!)? sums) -> ()",
+        "Tensor real, float scale, int? window, float? softcap, Tensor? sinks, Tensor(a!) out, Tensor(b!)? sums) -> ()",
         &segment_attention);
     m.def(
         "segment_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor queries, Tensor keys, "
-        "Tensor? last_keys, Tensor real, Tensor out, Tensor sums, float scale, Tensor(a!) grad_query, "
-        "Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()",
+        "Tensor? last_keys, Tensor real, Tensor out, Tensor sums, float scale, int? window, float? softcap, "
+        "Tensor(a!) grad_query, Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()",
         &segment_attention_backward);
     m.def(
-        "cache_attention(Tensor query, Tensor cache, Tensor pages, Tensor keys, Tensor starts, float scale) -> Tensor",
+        "cache_attention(Tensor query, Tensor cache, Tensor pages, Tensor keys, Tensor starts, float scale, int? window, "
+        "float? softcap, Tensor? sinks) -> Tensor",
         &cache_attention);
     m.def(
         "decode_layers(Tensor(a!) hidden, Tensor[] weights, Tensor(b!)[] caches, Tensor cosines, Tensor sines, "

@@ -1,10 +1,13 @@
-// Vectors of W floats, for AVX-512 and for AVX2 with FMA. The compiler must not contract products and sums by itself
-// (-ffp-contract=off): a function gives the same bits wherever it is inlined.
+// Vectors of W floats, for AVX-512, for AVX2 with FMA, and in general code for other processors. The compiler must not
+// contract products and sums by itself (-ffp-contract=off): a function gives the same bits wherever it is inlined.
 #pragma once
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
+#include <cstring>
 
 namespace megarl {
 
@@ -19,7 +22,8 @@ inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 inline void store(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), x); }
 inline Vec all(float x) { return _mm512_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }  // a · b + c, rounded once
-inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b if one is NaN, as in min
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 inline Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec times_power_of_2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 inline Vec zero_below(Vec x, float limit, Vec y) {  // y where x ≥ limit, else 0
@@ -54,6 +58,7 @@ inline void store(float* p, Vec x, int n) { _mm256_maskstore_ps(p, mask_of(n), x
 inline Vec all(float x) { return _mm256_set1_ps(x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 inline Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec times_power_of_2(Vec x, Vec n) {  // for results that are normal numbers
     return _mm256_castsi256_ps(
@@ -74,7 +79,43 @@ inline Vec low_halves(Vec a, Vec b) { return _mm256_shuffle_ps(a, b, 0x44); }
 inline Vec high_halves(Vec a, Vec b) { return _mm256_shuffle_ps(a, b, 0xEE); }
 
 #else
-#error "these kernels need AVX-512, or AVX2 with FMA"
+
+#define MEGARL_GENERAL_CODE
+constexpr int W = 8;
+using Vec [[gnu::vector_size(4 * W)]] = float;  // the compiler divides it into the processor's vectors
+using Integers [[gnu::vector_size(4 * W)]] = int32_t;
+
+inline Vec all(float x) { return x - Vec{}; }
+inline Vec load(const float* p) {
+    Vec x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+inline Vec load(const float* p, int n) {
+    Vec x{};
+    std::memcpy(&x, p, n * sizeof *p);
+    return x;
+}
+inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+inline void store(float* p, Vec x, int n) { std::memcpy(p, &x, n * sizeof *p); }
+inline Vec fma(Vec a, Vec b, Vec c) {
+#ifdef __FP_FAST_FMAF
+    for (int i = 0; i < W; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;  // rounded twice, wherever it is used
+#endif
+}
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+inline Vec round(Vec x) { return (x + all(12582912.0f)) - all(12582912.0f); }  // 1.5 · 2^23; for |x| < 2^22
+inline Vec times_power_of_2(Vec x, Vec n) { return Vec(Integers(x) + (__builtin_convertvector(n, Integers) << 23)); }
+inline Vec zero_below(Vec x, float limit, Vec y) { return x < all(limit) ? Vec{} : y; }
+inline Vec first(int n, Vec x, Vec other) {
+    for (int i = 0; i < n; ++i) other[i] = x[i];
+    return other;
+}
+
 #endif
 
 // GCC's vectors have these operators; names make call sites read alike.
@@ -87,6 +128,10 @@ inline Vec zero() { return all(0.0f); }
 // Elements start … start + W − 1 of W rows -> columns[i] holds element start + i of all rows. Inlined, `columns` stays in
 // registers.
 [[gnu::always_inline]] inline void transpose(const float* const* rows, int64_t start, Vec* columns) {
+#ifdef MEGARL_GENERAL_CODE
+    for (int c = 0; c < W; ++c)
+        for (int r = 0; r < W; ++r) columns[c][r] = rows[r][start + c];
+#else
     for (int c = 0; c < W; c += 4) {
         Vec r[4];
         for (int i = 0; i < 4; ++i) r[i] = quarters(rows + i, start + c);
@@ -95,6 +140,7 @@ inline Vec zero() { return all(0.0f); }
         columns[c] = low_halves(low[0], low[1]), columns[c + 1] = high_halves(low[0], low[1]);
         columns[c + 2] = low_halves(high[0], high[1]), columns[c + 3] = high_halves(high[0], high[1]);
     }
+#endif
 }
 
 // Elements in a fixed tree: halves are added until one number is left.
@@ -114,10 +160,9 @@ inline float largest(Vec x) {
     return v[0];
 }
 
-// e^x for x ≤ 88, within 2 units in the last place; 0 below the smallest normal result; NaN for NaN.
-inline Vec exp(Vec x) {
-    const float smallest = -87.33654f;
-    Vec n = round(mul(x, all(1.44269504f)));
+// e^x = 2^n · (1 + q): writes n, a whole number, and returns q.
+inline Vec reduced_exp(Vec x, Vec& n) {
+    n = round(mul(x, all(1.44269504f)));
     Vec r = fma(n, all(-0.693145752f), x);  // ln 2 in two parts, the first of which has zeros in its last bits
     r = fma(n, all(-1.42860677e-6f), r);
     Vec p = all(1.98756918e-4f);  // minimax polynomial of (e^r − 1 − r) / r² on ±ln 2 / 2
@@ -126,8 +171,23 @@ inline Vec exp(Vec x) {
     p = fma(p, r, all(4.16657962e-2f));
     p = fma(p, r, all(1.66666657e-1f));
     p = fma(p, r, all(5.0e-1f));
-    p = add(fma(p, mul(r, r), r), all(1.0f));
+    return fma(p, mul(r, r), r);
+}
+
+// e^x for x ≤ 88, within 2 units in the last place; 0 below the smallest normal result; NaN for NaN.
+inline Vec exp(Vec x) {
+    const float smallest = -87.33654f;
+    Vec n, p = add(reduced_exp(x, n), all(1.0f));
     return zero_below(x, smallest, times_power_of_2(p, max(n, all(-126.0f))));
+}
+
+// tanh x = (e^2x − 1) / (e^2x + 1), within 4 units in the last place; NaN for NaN. The numerator is no difference of
+// rounded numbers, which would lose small x.
+inline Vec tanh(Vec x) {
+    const float largest = 20.0f;  // 2x from which the result is 1
+    Vec n, q = reduced_exp(max(all(-largest), min(all(largest), add(x, x))), n), power = times_power_of_2(all(1.0f), n);
+    Vec e = fma(q, power, sub(power, all(1.0f)));
+    return div(e, add(e, all(2.0f)));
 }
 
 }  // namespace megarl
