@@ -1,0 +1,69 @@
+"""The example of docs/huggingface.md: a family that megarl lacks, as a file, against the model's class in transformers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.mcore.weights.hf import families
+from tests.helpers import documents, hf_layouts, small_tokenizers
+from tests.helpers.programs import ROOT
+from tests.helpers.worlds import run_world
+
+SEQUENCES = [[5, 9, 40, 7, 23, 11, 60, 2], [31, 8, 8, 14]]
+
+
+@pytest.fixture
+def example() -> str:
+    """The file that the page shows."""
+    blocks = documents.blocks(documents.text_of(ROOT / "docs" / "huggingface.md"))
+    (code,) = (block.text for block in blocks if block.language == "python")
+    return code
+
+
+@pytest.fixture
+def folder_of_families(tmp_path, monkeypatch):
+    """A folder whose modules are families, too, as those of the package's own folder."""
+    place = tmp_path / "families"
+    place.mkdir()
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(place)])
+    families.families.cache_clear()
+    yield place
+    families.families.cache_clear()
+    sys.modules.pop(f"{families.__name__}.helium", None)
+
+
+def difference(rank: int, folder: Path) -> float:
+    """The largest difference of log-probs between transformers' class and megarl with the family, on one rank."""
+    from transformers import HeliumConfig, HeliumForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shape = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = HeliumConfig(**shape, **heads, initializer_range=0.3, max_position_embeddings=256, pad_token_id=None)
+    model = HeliumForCausalLM(config).eval()
+    small_tokenizers.characters(folder)
+    model.save_pretrained(folder)
+    expected = []
+    for tokens in SEQUENCES:
+        with torch.no_grad():
+            rows = model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        expected.append(rows.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0])
+    assert torch.cat(expected).std() > 0.1  # the model tells tokens apart
+    role, groups, built, _ = hf_layouts.build(folder, "", False)
+    found = hf_layouts.logprobs(built, groups, SEQUENCES, role.model_vocab_size(0))
+    return max(float((row - other).abs().max()) for row, other in zip(found, expected, strict=True))
+
+
+def test_the_family_of_the_page_computes_what_transformers_computes(example, folder_of_families, tmp_path):
+    (folder_of_families / "helium.py").write_text(example)
+    assert families.families()["helium"].model_type == "helium"
+    (found,) = run_world(difference, 1, tmp_path / "model")
+    assert found < 1e-5
+
+
+def test_the_mistake_that_the_page_names_is_seen(example, folder_of_families, tmp_path):
+    (folder_of_families / "helium.py").write_text(example.replace("NeighbourHeads", "Heads"))
+    (found,) = run_world(difference, 1, tmp_path / "model")
+    assert found > 1e-2
