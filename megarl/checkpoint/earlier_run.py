@@ -14,8 +14,8 @@ from megarl.arguments import RunConfig, Settings
 from megarl.errors import UsageError, flag_of, warn
 from megarl.observe.files import sync_directory
 
-# All that a program writes into a run's folder, but for the stores of trackers, which hold several runs. The checkpoints
-# go first: without them nothing can be resumed.
+# All that a program writes into a run's folder, but for the stores of trackers, which hold several runs. The
+# checkpoints go first: without them nothing can be resumed.
 CHECKPOINTS = "checkpoints"
 EXPORTS = ("hf", "peft")
 LAST_WRITTEN = "timeline.json"  # of a run that has ended

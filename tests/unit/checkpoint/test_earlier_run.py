@@ -78,8 +78,10 @@ def test_what_a_failed_start_left_needs_no_flag(tmp_path):
 
 def test_the_new_run_cannot_read_what_moves(tmp_path):
     written_run(tmp_path)
-    for flag, value in (("--prompts", f"{tmp_path}/samples/x.jsonl"), ("--reward-model", f"a,{tmp_path}/checkpoints"),
-                        ("--load-rollouts", f"{tmp_path}"), ("--load", f"{tmp_path}/checkpoints/abandoned-1/step_3")):  # fmt: skip
+    named = {"--prompts": "/samples/x.jsonl", "--reward-model": "/checkpoints,other", "--load-rollouts": "",
+             "--load": "/checkpoints/abandoned-1/step_3"}  # fmt: skip
+    for flag, rest in named.items():
+        value = f"{tmp_path}{rest}"
         name = flag.removeprefix("--").replace("-", "_")
         assert problem(save=tmp_path, overwrite=True, **{name: value}).startswith(f"{flag} {value}: is in the earlier")
 
