@@ -259,6 +259,8 @@ class Settings(
                                  when="engine")  # fmt: skip
     deterministic: bool = flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = flag(None, "run folder for metrics, samples, report and checkpoints", programs=DATA)
+    overwrite: bool = flag(False, "start anew in a --save that holds an earlier run, which moves to old-N there;"
+                            " without this flag such a start is refused", programs=TRAINING, when="saved")  # fmt: skip
     save_interval: int = not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
     async_save: bool = flag(False, "write checkpoints during training, from a copy in host memory",
                              programs=TRAINING, when="saved")  # fmt: skip

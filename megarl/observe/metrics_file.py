@@ -7,7 +7,7 @@ from pathlib import Path
 from megarl.errors import UsageError
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.trackers.base import TrackerOptions
-from megarl.observe.trackers.open import IDS_FILE, open_trackers
+from megarl.observe.trackers.open import open_trackers
 
 FILE_NAME = "metrics.jsonl"
 
@@ -16,9 +16,9 @@ class MetricsWriter:
     """Appends one line per step to `directory/metrics.jsonl` and hands the scalars to trackers (`observe/trackers/`).
 
     directory    the run's directory; made when missing.
-    resume_step  None starts a new run: `start_fresh` moves the files of an older run aside. An integer resumes after
-                 that step: lines of later steps, written before the interruption, are dropped and hidden in
-                 TensorBoard, so that every step has one line.
+    resume_step  None starts a new run, whose folder must hold no metrics. An integer resumes after that step: lines of
+                 later steps, written before the interruption, are dropped and hidden in TensorBoard, so that every
+                 step has one line.
     trackers     TensorBoard in `directory/tensorboard` by default.
 
     Only one process may write to a directory (rank 0).
@@ -28,13 +28,10 @@ class MetricsWriter:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / FILE_NAME
-        rewinds = False
-        if resume_step is None:
-            start_fresh(directory)
-        else:
-            rewinds = _drop_after(self.path, resume_step)
+        rewinds = resume_step is not None and _drop_after(self.path, resume_step)
         self._last_step = resume_step
-        self._file = open(self.path, "a", encoding="utf-8", newline="\n")
+        mode = "x" if resume_step is None else "a"  # x: an earlier run would be read as part of this one
+        self._file = open(self.path, mode, encoding="utf-8", newline="\n")
         self._trackers = open_trackers(trackers, directory, resume_step, rewinds)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -61,22 +58,6 @@ class MetricsWriter:
         self._file.close()
         while self._trackers:
             self._trackers.pop().close()
-
-
-def start_fresh(directory: Path) -> Path | None:
-    """Move what an older run wrote aside to `<name>.old-N`: metrics, samples, tokens, rollouts, ids of trackers, the
-    schedule.
-
-    N is the first free number. Never deletes anything. Returns the new path of metrics.jsonl, or None if there is none.
-    """
-    names = (FILE_NAME, "tensorboard", "samples", "tokens", "rollouts", "schedule", IDS_FILE)
-    number = 1
-    while any((directory / f"{name}.old-{number}").exists() for name in names):
-        number += 1
-    moved = {name: directory / f"{name}.old-{number}" for name in names if (directory / name).exists()}
-    for name, target in moved.items():
-        (directory / name).rename(target)
-    return moved.get(FILE_NAME)
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -11,12 +11,15 @@ from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.flags.group_rules import expected_responses, group_sizes
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.observe.files import step_name
 from megarl.observe.terminal import printable
 from megarl.planning.parameters import frozen_total, parameter_totals
 from megarl.planning.table import count, span
+from megarl.trainers.events import RunEvents, events_of
 from megarl.trainers.prompt_inputs import notes_of
 
 _SHOWN = 300  # characters of a text
+_LISTED = 8  # steps
 
 
 def summary(config: RunConfig, inputs: Any) -> list[str]:
@@ -36,8 +39,8 @@ def summary(config: RunConfig, inputs: Any) -> list[str]:
     if factory is not None and factory.judge_prompts is not None:
         tokens = factory.judge_prompts.example(next(iter(sets.values()))[0])
         rows.append(("judge reads", _shown(tokens, text_with_special(factory.encoder.tokenizer, tokens))))
-    if config.trained:
-        rows += _training(config)
+    if config.trained or config.settings.debug_rollout_only:
+        rows += _training(config, getattr(inputs, "manifest", {}).get("step", 0))
     width = max(len(name) for name, _ in rows)
     return [
         f"megarl: all input is valid for {world} rank{'s' * (world > 1)}",
@@ -146,9 +149,10 @@ def text_with_special(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     return "".join(name * len(list(run)) if name else tokenizer.decode(list(run)) for name, run in runs)
 
 
-def _training(config: RunConfig) -> list[tuple[str, str]]:
+def _training(config: RunConfig, done: int) -> list[tuple[str, str]]:
+    """`done`: as of `events_of`."""
     s, rows = config.settings, []
-    if "actor" in config.trained and "rollout" in config.roles:
+    if "rollout" in config.roles:
         losses = f"--advantage {s.advantage}, --policy-loss {s.policy_loss}, --loss-aggregation {s.loss_aggregation}"
         responses = expected_responses(s)
         size = f"{min(s.minibatch_size or responses, responses):,}"
@@ -162,8 +166,33 @@ def _training(config: RunConfig) -> list[tuple[str, str]]:
             rows.append(("algorithm", f"--preference-loss {s.preference_loss}"))
         batch = next(config.roles[name].megatron.global_batch_size for name in config.trained)
         rows.append(("step", f"--global-batch-size {batch}"))
-    run = f"{s.train_iters:,} steps"
-    run += f" from {s.load}" if s.load else ""
-    run += f", evaluation every {s.eval_interval}" if s.eval_interval else ", no evaluation"
+    return [*rows, *_run(config, events_of(config, done))]
+
+
+def _run(config: RunConfig, events: RunEvents) -> list[tuple[str, str]]:
+    """What the run does and leaves, step by step."""
+    s = config.settings
+    run = f"{events.last - events.first + 1:,} steps"
+    run += f", {events.first:,} to {events.last:,}, from {s.load}" if s.load else ""
     run += f", in {s.save}" if s.save else ", nothing is saved (--save)"
-    return [*rows, ("run", run + (f", a checkpoint every {s.save_interval}" if s.save_interval else ""))]
+    targets = {"--target-eval-loss": s.target_eval_loss, "--target-eval-accuracy": s.target_eval_accuracy}
+    run += "".join(f", ends at {flag} {value:g}" for flag, value in targets.items() if value is not None)
+    evaluations, best = _steps(events.evaluations(), events.eval_interval), ""
+    if events.keeps_best and events.eval_interval:
+        best = ", and after the best evaluation so far"
+    rows = [("run", run), ("evaluation", evaluations if events.evaluates else "none (--eval-prompts)")]
+    if events.saves:
+        rows.append(("checkpoints", _steps(events.checkpoints(), events.save_interval) + best))
+        rows += [(name, f"an export with each checkpoint, {name}/{step_name(events.last)} the last")
+                 for name in events.exports]  # fmt: skip
+    return rows + ([("trackers", s.trackers)] if s.save else [])
+
+
+def _steps(steps: list[int], interval: int) -> str:
+    """When something happens: the steps if they are few, else their rule."""
+    before, after = "before the first step, " * (0 in steps), [f"{step:,}" for step in steps if step]
+    if len(after) > _LISTED:
+        return f"{before}every {interval:,} steps and after the last, {len(after):,} times"
+    *others, last = after or [""]
+    named = f"steps {', '.join(others)} and {last}" if others else f"step {last}"
+    return f"{before}after {named}" if after else f"{before}none"

@@ -37,10 +37,10 @@ def parse(argv: list[str], size: int, program: str, ranks_per_node: int) -> tupl
     try:
         manifest = folders.read_manifest(folders.find(save, "--save"), "--save")
     except UsageError:  # none has been saved yet: start as the first time
-        return config, False
+        return arguments.parse([*argv, "--overwrite"], size, program, ranks_per_node), False
     if manifest["step"] >= config.settings.train_iters:
         return config, True
-    return arguments.parse([*argv, "--load", save], size, program, ranks_per_node), False
+    return arguments.parse([*argv, "--overwrite", "false", "--load", save], size, program, ranks_per_node), False
 
 
 def finish_report(config: arguments.RunConfig):

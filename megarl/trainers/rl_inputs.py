@@ -138,9 +138,6 @@ def _check_debug_flags(s: Settings, actor: RoleSettings):
             raise UsageError(
                 "--debug-rollout-only: needs weights to generate with, in --load, --pretrained-checkpoint or --hf-model"
             )
-    rollouts = Path(s.load_rollouts).resolve() if s.debug_train_only and s.load_rollouts else None
-    if s.save and rollouts and Path(s.save).resolve() in (rollouts, rollouts.parent):
-        raise UsageError(f"--save {s.save}: is the run of --load-rollouts; give a debug run another folder")
 
 
 def _check_debug_folder(s: Settings, resumed: Path | None):

@@ -49,8 +49,6 @@ class RLTrainer(Trainer):
     def __init__(self, config: RunConfig, timers: Timers):
         inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config), folder=config.settings.save)
         super().__init__(config, mesh, inputs, timers, config.settings.best_metric or ACCURACY)
-        if self.settings.debug_rollout_only:
-            self.checkpoints = None  # nothing of the weights changes
         if inputs.saved_rollouts:
             damaged = integrity.find_damage(inputs.saved_rollouts.folders, "--load-rollouts")
             for folder, problem in damaged.items():
@@ -87,7 +85,7 @@ class RLTrainer(Trainer):
         if self.settings.serve_policy:
             service = (config, inputs.frontend_config, mesh, self.rollout, self.tokenizer, timers)
             self.policy_service = PolicyService(*service)
-        if not inputs.resume and self.evaluator:
+        if self.events.evaluates_before:
             self._evaluate_before_training()
         timers.end_step(0)
 
@@ -120,7 +118,7 @@ class RLTrainer(Trainer):
         generation = (s, mesh, self.rollout, self.reward)
         self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
         self.evaluator = None
-        if s.evaluates:
+        if self.events.evaluates:
             self.evaluator = Evaluations(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
@@ -244,7 +242,7 @@ class RLTrainer(Trainer):
         if not self.evaluator or not self.is_due(self.settings.eval_interval):
             return
         metrics = self._evaluated()
-        self._is_best = bool(self.settings.keep_best and self.folder) and self.best.update(metrics, self.step)
+        self._is_best = self.events.keeps_best and self.best.update(metrics, self.step)
         if metrics is not None:
             self._metrics |= metrics
             self._accuracy_after = metrics["eval/accuracy"]

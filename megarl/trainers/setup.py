@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import arguments
-from megarl.checkpoint import folders, integrity
+from megarl.checkpoint import earlier_run, folders, integrity
 from megarl.comm import role_mesh
 from megarl.data import node_files
 from megarl.data.chat import TemplateOptions
@@ -58,6 +58,7 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
         targets = ",".join(name for name in trained.lora.targets if name != "out_proj")
         raise UsageError(f"--export-peft: PEFT refuses the out_proj of Mamba-2; give --lora-targets {targets}")
     check_save(s)
+    earlier_run.check(config)
     _check_profile_ranks(config)
     if s.save:
         check_installed(s.trackers)
@@ -152,7 +153,7 @@ def read_inputs(
     Args:
         read: reads and checks the inputs, `prompt_sets` among them if there are prompts; raises UsageError.
         notes: where lines about the kernels and the inputs go; None: standard output.
-        folder: of a training run, which gets a lock and a status.json.
+        folder: of a training run, which gets a lock and a status.json; what it holds of an earlier one moves aside.
 
     Returns:
         The inputs, the role mesh, and the checkpoints among the inputs.
@@ -165,6 +166,7 @@ def read_inputs(
         _report_check(config, inputs)
         raise SystemExit(0)
     run_lock.take(folder)
+    earlier_run.begin(config, folder)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
     choose_kernels(config, mesh.rank, notes)
     print_notes(getattr(inputs, "prompt_sets", {}), mesh.rank, notes)  # a server has none

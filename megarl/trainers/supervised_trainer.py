@@ -182,11 +182,11 @@ class SupervisedTrainer(Trainer, abc.ABC):
     def evaluate(self, step: int):
         """Evaluates on held-out examples every `--eval-interval` steps; the run ends at its target. Collective."""
         s, self._is_best = self.settings, False
-        if s.eval_prompts and self.is_due(s.eval_interval):
+        if self.events.evaluates and self.is_due(s.eval_interval):
             lines = range(len(self.inputs.held_out))[: s.eval_samples]
             with self.trainable_model.averaged() if s.evaluate_ema else contextlib.nullcontext():
                 self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out, lines))
-            self._is_best = bool(s.keep_best and self.folder) and self.best.update(self.metrics, step)
+            self._is_best = self.events.keeps_best and self.best.update(self.metrics, step)
             if self.has_reached_target():
                 self.last_step = step
 
@@ -197,7 +197,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
     def save(self, step: int):
         """Saves a checkpoint every `--save-interval` steps, and after the best evaluation so far. Collective."""
         is_due = self.is_due(self.settings.save_interval)
-        if self.folder and (is_due or self._is_best):
+        if self.checkpoints and (is_due or self._is_best):
             manifest = self.manifest_entries(self.program, self.vocab_size, is_due)
             manifest["prompt_order"] = self.order.state_dict()
             states = {self.trained_role: self.trainable_model.state({})}

@@ -34,6 +34,7 @@ from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import restart
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 from megarl.trainers.best_checkpoint import BestCheckpoint
+from megarl.trainers.events import events_of, is_due
 from megarl.trainers.export_files import text_files
 from megarl.trainers.prompt_inputs import notes_of
 from megarl.trainers.setup import step_profiler, tracker_options
@@ -47,14 +48,15 @@ class Trainer(abc.ABC):
     def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, best_metric: str):
         """
         Args:
-            inputs: of the program; `data` are the `resume.data_fingerprints`, `resume` and `manifest` the checkpoint
-                or None, `prompt_sets` the sets of prompts by setting.
+            inputs: of the program; `data` are the `resume.data_fingerprints`, `resume` and `manifest` the checkpoint,
+                None and {} without one, `prompt_sets` the sets of prompts by setting.
             best_metric: as of `BestCheckpoint`.
         """
         self.config, self.settings = config, config.settings
         self.mesh, self.timers = mesh, timers
         self.inputs = inputs
-        self.checkpoints = CheckpointWriter(self.folder, mesh, self.settings) if self.folder else None
+        self.events = events_of(config, inputs.manifest.get("step", 0))
+        self.checkpoints = CheckpointWriter(self.folder, mesh, self.settings) if self.events.saves else None
         self.step = 0  # the last one that this rank has begun to end
         self.lead = 0  # iterations by which this rank is ahead of the step that it ends
         self.ends_step = True  # whether the running iteration ends a step
@@ -183,7 +185,7 @@ class Trainer(abc.ABC):
 
     def is_due(self, interval: int) -> bool:
         """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""
-        return self.step == self.last_step or bool(interval and self.step % interval == 0)
+        return is_due(self.step, interval, self.last_step)
 
     def manifest_entries(self, program: str, vocab_size: int, is_due: bool) -> dict:
         """The run's entries in a checkpoint's manifest, besides the step and the data position.
@@ -208,9 +210,9 @@ class Trainer(abc.ABC):
 
     def export(self, model: TrainableModel, step: int):
         """Writes a model as Hugging Face folder `hf/step_N` and adapter `peft/step_N` by flag. Collective of it."""
-        if self.settings.export_hf:
+        if "hf" in self.events.exports:
             model.export_hf(self.folder / "hf" / step_name(step), text_files(model.role, self.inputs.encoder))
-        if self.settings.export_peft:
+        if "peft" in self.events.exports:
             model.export_peft(self.folder / "peft" / step_name(step))
 
     def restore_progress(self, order: PromptOrder | MixtureOrder | None):

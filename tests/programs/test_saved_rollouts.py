@@ -192,7 +192,7 @@ def test_other_prompts_and_the_runs_own_folder_are_refused(folder, tmp_path):
     assert "was written with another --prompts (" in refused(folder, f"--prompts {tmp_path}/fewer.jsonl")
     run = saved(folder, "ppo")
     line = error_of(folder, rl_argv(run, f"{STEPS} {GRADED} {ONLY} --load-rollouts {run}/rollouts"))
-    assert f"--save {run}: is the run of --load-rollouts; give a debug run another folder" in line
+    assert f"--load-rollouts {run}/rollouts: is in the earlier run of --save {run}" in line
 
 
 def flip(path: Path):
@@ -265,5 +265,5 @@ def test_no_rank_writes_before_an_older_runs_files_are_moved_aside(tmp_path):
     older.mkdir(parents=True)
     found = run_world(generates_late, 2, program("rl", rl_argv(save, f"{flags} --save-rollouts"), 2))
     assert found == [[True], [True]]
-    assert [path.name for path in (save / "rollouts.old-1" / "step_00000001").iterdir()] == []
+    assert [path.name for path in (save / "old-1" / "rollouts" / "step_00000001").iterdir()] == []
     assert (save / "rollouts" / "step_00000001" / FILE).exists()

@@ -1,4 +1,4 @@
-"""A run that starts in a folder with other checkpoints: the new branch is the folder's at once, nothing is deleted."""
+"""A run that resumes from an earlier step: the new branch is the folder's at once, nothing is deleted."""
 
 import contextlib
 import json
@@ -70,25 +70,17 @@ def test_best_names_no_checkpoint_of_the_other_branch(best, named, tmp_path):
     assert (pointer and pointer.name) == named
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_folder_of_another_run_is_emptied_by_moving(resumes, tmp_path):
-    other, run = tmp_path / "other", tmp_path / "run"
-    source = saved(other, 2) if resumes else None
-    written_run(run, best=1)
-    branch.begin(run, 2 if resumes else 0, source, [source] if resumes else [])
-    assert names(run / "checkpoints") == ["abandoned-1"] and len(names(run / "checkpoints" / "abandoned-1")) == 4
-    assert names(run) == ["checkpoints", "hf", "metrics.jsonl.old-1", "samples.old-1", "tensorboard.old-1",
-                          "tokens.old-1"]  # fmt: skip
-    branch.begin(run, 2 if resumes else 0, source, [source] if resumes else [])  # started again
-    assert names(run / "checkpoints") == ["abandoned-1"]
-
-
-def test_weights_that_a_new_run_starts_from_stay(tmp_path):
-    source = saved(tmp_path, 0)
-    saved(tmp_path, 1)
-    branch.begin(tmp_path, 0, None, [source])
-    assert names(tmp_path / "checkpoints") == ["abandoned-1", "step_00000000"]
-    assert found(tmp_path) == "step_00000000"
+def test_exports_of_steps_without_a_checkpoint_are_not_the_resumed_runs(tmp_path, capsys):
+    written_run(tmp_path)
+    (tmp_path / "peft" / "step_00000006").mkdir(parents=True)
+    (tmp_path / "samples" / "step_00000005.jsonl").write_text("")
+    source = folders.step_folder(tmp_path, 4)
+    branch.begin(tmp_path, 4, source, [source])
+    aside = tmp_path / "checkpoints" / "abandoned-1"
+    assert names(aside) == ["metrics.jsonl", "peft", "samples"] and names(aside / "samples") == ["step_00000005.jsonl"]
+    assert names(tmp_path / "peft") == [] and names(tmp_path / "hf") == ["step_00000003"]
+    assert "exports of steps without a checkpoint (step_00000006 to step_00000006)" in capsys.readouterr().err
+    assert found(tmp_path) == "step_00000004"
 
 
 def test_killed_at_any_instant_the_branch_that_starts_is_the_one_that_resumes(tmp_path, monkeypatch):

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megarl.errors import UsageError
-from megarl.observe.metrics_file import MetricsWriter, read_metrics, start_fresh
-from megarl.observe.samples import write_samples
+from megarl.observe.metrics_file import MetricsWriter, read_metrics
 
 
 def _write(directory, resume_step, steps, value=lambda step: step / 3):
@@ -103,18 +102,11 @@ def test_malformed_middle_line_is_rejected_with_its_number(tmp_path, line):
     assert line in path.read_text()
 
 
-def test_fresh_start_moves_old_files_aside_and_deletes_nothing(tmp_path):
-    for first in (10, 20, 30):
-        _write(tmp_path, None, [first])
-        write_samples(tmp_path, first, [{"prompt": "1+1="}])
-    names = ["metrics.jsonl.old-1", "metrics.jsonl.old-2", "metrics.jsonl"]
-    assert [json.loads((tmp_path / name).read_text())["step"] for name in names] == [10, 20, 30]
-    assert _tensorboard_scalars(tmp_path, "reward/mean") == [(30, 10.0)]
-    assert (tmp_path / "tensorboard.old-1").is_dir() and (tmp_path / "tensorboard.old-2").is_dir()
-    samples = [next((tmp_path / name).iterdir()).name for name in ("samples.old-1", "samples.old-2", "samples")]
-    assert samples == ["step_00000010.jsonl", "step_00000020.jsonl", "step_00000030.jsonl"]
-    assert start_fresh(tmp_path) == tmp_path / "metrics.jsonl.old-3"
-    assert start_fresh(tmp_path) is None
+def test_a_new_run_never_appends_to_an_earlier_ones_metrics(tmp_path):
+    _write(tmp_path, None, [10])
+    with pytest.raises(FileExistsError):
+        MetricsWriter(tmp_path, None)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["step"] == 10
 
 
 def test_steps_must_grow_and_step_is_no_metric(tmp_path):

@@ -12,6 +12,7 @@ import types
 import pytest
 
 from megarl import stop_signals
+from megarl.checkpoint import earlier_run
 from megarl.errors import UsageError
 from megarl.observe.metrics_file import MetricsWriter, read_metrics
 from megarl.observe.trackers import base
@@ -151,9 +152,10 @@ def test_a_resumed_run_keeps_its_id_and_is_rewound_only_if_it_had_gone_further(f
     assert first["id"] == second["id"] and (first["resume"], second["resume"]) == (None, "allow")
     assert third["resume_from"] == f"{first['id']}?_step=2" and "id" not in third
     assert {one["mode"] for one in (first, second, third)} == {"offline"} and third["name"] == "name"
+    earlier_run.move_aside(folder)
     write(folder, None, [1], options())  # a new run in the same folder
     assert inits(fake)[-1]["id"] != first["id"]
-    assert json.loads((folder / "trackers.json.old-1").read_text()) == {"wandb": first["id"]}
+    assert json.loads((folder / "old-1" / "trackers.json").read_text()) == {"wandb": first["id"]}
 
 
 def test_a_server_that_does_not_rewind_gets_the_rest_of_the_run(fake, tmp_path, capfd):
