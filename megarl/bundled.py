@@ -4,6 +4,7 @@ In a checkout they are folders of its root; an installed wheel has copies in the
 (setup.py makes them).
 """
 
+import os
 from pathlib import Path
 
 COPIES = "_bundle"
@@ -22,6 +23,12 @@ def find(path: str) -> Path:
         own = root() / given
         return own if own.is_file() else given
     return given
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of setup.py: that of a checkout, or of an installed wheel."""
+    setup = root() / "launch" / "setup_env.sh"
+    return f"bash {os.path.relpath(setup)} {extra}" if setup.exists() else f"pip install 'megarl[{extra}]'"
 
 
 def tools() -> dict[str, Path]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl import probe
+from megarl import bundled, probe
 from megarl.data.arrow_values import Converters, features_of, holds_bytes, is_json
 from megarl.data.content_limit import ContentLimit, compressed_buffers, decoded_bytes, parquet_columns
 from megarl.data.sources import printable
@@ -199,9 +199,8 @@ def _import_pyarrow(where: str):
         import pyarrow.ipc
         import pyarrow.types
     except ImportError:
-        raise UsageError(
-            f"{where}: the package pyarrow reads this file and is not installed: pip install pyarrow"
-        ) from None
+        command = bundled.install_command("parquet")
+        raise UsageError(f"{where}: the package pyarrow reads this file and is not installed: run {command}") from None
     return pyarrow
 
 

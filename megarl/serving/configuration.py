@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from megarl import bundled
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError, warn_as_first
@@ -86,7 +87,7 @@ def check_listening(settings: "Settings") -> list[str]:
     """Checks packages and address of a process that listens; returns the keys of `--api-key-file`. UsageError."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"the server needs {', '.join(missing)}: install the extra `serve` (megarl[serve])")
+        raise UsageError(f"the server needs {', '.join(missing)}: run {bundled.install_command('serve')}")
     api_keys = _read_keys("--api-key-file", settings.api_key_file)
     if not _is_loopback(settings.host) and not api_keys:
         raise UsageError(f"--host {settings.host}: others can reach it; needs --api-key-file, or a loopback address")

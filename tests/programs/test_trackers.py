@@ -74,5 +74,5 @@ def test_a_package_that_is_missing_is_refused_before_work(tmp_path, monkeypatch)
         importlib.util, "find_spec", lambda name, *more: None if name == "mlflow" else find(name, *more)
     )
     line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", "--trackers mlflow")))
-    assert "--trackers mlflow: its package is not installed; run pip install mlflow-skinny" in line
+    assert "--trackers mlflow: its package is not installed; run bash launch/setup_env.sh trackers" in line
     assert not (tmp_path / "run").exists()

@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from megarl import bundled
 from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
@@ -97,11 +98,11 @@ class CoroutineAgent(Agent):
 
 def check_packages(agent: Agent):
     """UsageError if a package is missing that the agent's endpoint or client needs."""
-    needed = {"fastapi": "megarl[serve]", "uvicorn": "megarl[serve]"}
-    needed |= {"openai": "openai"} if isinstance(agent, CoroutineAgent) else {}
-    for name, package in needed.items():
+    needed = dict.fromkeys(("fastapi", "uvicorn"), bundled.install_command("serve"))
+    needed |= {"openai": "pip install openai"} if isinstance(agent, CoroutineAgent) else {}
+    for name, command in needed.items():
         if importlib.util.find_spec(name) is None:
-            raise UsageError(f"agents need the package {name}: pip install '{package}'")
+            raise UsageError(f"agents need the package {name}: run {command}")
 
 
 def as_agent(factory: Callable) -> Agent | None:

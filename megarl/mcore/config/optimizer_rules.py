@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 
+from megarl import bundled
 from megarl.mcore.config.layout_rules import LayoutRule, defaults, min_value, positive, rule, value_of
 
 SGD, MUON = "sgd", "muon"
@@ -68,7 +69,7 @@ def _muon(args) -> list[LayoutRule]:
     has_groups = args.group_query_attention and not args.multi_latent_attention
     return [
         rule(args, "--optimizer", not is_on or has_muon(),
-                   f"adam or sgd without the package {PACKAGE}; pip install 'megarl[optimizers]' has it"),
+                   f"adam or sgd without the package {PACKAGE}; run {bundled.install_command('optimizers')}"),
         LayoutRule("--muon-no-split-qkv", True, is_on or args.muon_split_qkv, "none without --optimizer muon"),
         *defaults(args, MUON_FLAGS, is_on, "none without --optimizer muon"),
         rule(args, "--muon-momentum", 0 <= args.muon_momentum < 1, "from 0 to below 1"),

@@ -4,6 +4,7 @@ such models cannot be combined with.
 A rule is data, as in `layout_rules`.
 """
 
+from megarl import bundled
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.config.layout_rules import LayoutRule, defaults, is_pattern, min_value, only, rule, value_of
@@ -134,7 +135,7 @@ def check_backend(role: str, args):
     if fused_chunks.version() is None:
         raise UsageError(
             f"{role}: {RULE} {fused_chunks.BACKEND}: needs the package {fused_chunks.PACKAGE}"
-            f" {fused_chunks.MIN_VERSION} or later; pip install 'megarl[recurrent]' has it"
+            f" {fused_chunks.MIN_VERSION} or later; run {bundled.install_command('recurrent')}"
         )
 
 

@@ -5,10 +5,11 @@ import importlib.util
 from pathlib import Path
 from typing import Protocol
 
+from megarl import bundled
 from megarl.errors import UsageError
 
 NONE, TENSORBOARD = "none", "tensorboard"
-REMOTE = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # trackers that need another package -> its name for pip
+REMOTE = ("wandb", "mlflow")  # trackers that need a package of that name
 NAMES = (TENSORBOARD, *REMOTE)
 
 
@@ -70,11 +71,13 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def has_remote(text: str) -> bool:
     """Whether a valid text of `parse_names` names a tracker other than TensorBoard."""
-    return bool(set(parse_names(text)) & REMOTE.keys())
+    return bool(set(parse_names(text)).intersection(REMOTE))
 
 
 def check_installed(text: str) -> None:
     """UsageError if the package of a tracker is missing, with the command that installs it."""
     for name in parse_names(text):
         if name in REMOTE and importlib.util.find_spec(name) is None:
-            raise UsageError(f"--trackers {name}: its package is not installed; run pip install {REMOTE[name]}")
+            raise UsageError(
+                f"--trackers {name}: its package is not installed; run {bundled.install_command('trackers')}"
+            )

@@ -263,7 +263,7 @@ def test_without_pyarrow(tmp_path):
         command = [sys.executable, "-c", code, str(tmp_path / name)]
         ended = subprocess.run(command, env=environment(), capture_output=True, text=True)
         assert ended.stderr.endswith(
-            "the package pyarrow reads this file and is not installed: pip install pyarrow\n"
+            "the package pyarrow reads this file and is not installed: run bash launch/setup_env.sh parquet\n"
         ), ended.stderr
 
 

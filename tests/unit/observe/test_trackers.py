@@ -115,7 +115,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     base.check_installed("tensorboard")
     base.check_installed("none")
-    with pytest.raises(UsageError, match="^--trackers mlflow: .* run pip install mlflow-skinny$"):
+    with pytest.raises(UsageError, match="^--trackers mlflow: .* run bash .*launch/setup_env.sh trackers$"):
         base.check_installed("tensorboard,mlflow")
 
 

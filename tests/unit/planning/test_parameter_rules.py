@@ -60,8 +60,8 @@ REFUSED = [  # flags, ranks, what the message says
     ("--no-pin-cpu-params", 1, "--no-pin-cpu-params is a Megatron flag that megarl does not use"),
     ("--muon-momentum 0.5", 1, "--muon-momentum 0.5: allowed is none without --optimizer muon"),
     ("--muon-no-split-qkv", 1, "--muon-no-split-qkv True: allowed is none without --optimizer muon"),
-    *(("--optimizer muon", 1, "--optimizer muon: allowed is adam or sgd without the package emerging-optimizers; pip "
-       "install 'megarl[optimizers]' has it"),) * (not has_muon()),
+    *(("--optimizer muon", 1, "--optimizer muon: allowed is adam or sgd without the package emerging-optimizers; run "
+       "bash "),) * (not has_muon()),
     *(row for row in (
         ("--optimizer muon --fp16", 1, "--fp16 True: allowed is none with --optimizer muon"),
         ("--optimizer muon --use-torch-fsdp2", 2, "--use-torch-fsdp2 True: allowed is none with --optimizer muon"),

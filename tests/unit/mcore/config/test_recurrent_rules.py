@@ -112,7 +112,7 @@ def test_kernels_need_a_device_and_their_package(monkeypatch, capsys):
     monkeypatch.setattr(device, "has_cuda", lambda: True)
     for version in (None, "0.5.9"):
         monkeypatch.setattr(fused_chunks, "version", lambda version=version: fused_chunks.supported(version))
-        with pytest.raises(UsageError, match="fla: needs the package fla-core 0.6 or later; pip install 'mega"):
+        with pytest.raises(UsageError, match="fla: needs the package fla-core 0.6 or later; run bash"):
             setup.check_device(config)
     monkeypatch.setattr(fused_chunks, "version", lambda: fused_chunks.supported("0.6.1"))
     setup.check_device(config)
