@@ -29,6 +29,8 @@ _COMMANDS = [
     (re.compile(r"\\(?:quad|qquad)(?![A-Za-z])"), " "),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
     (re.compile(r"\\(?:degree|textdegree)(?![A-Za-z])"), r"^{\\circ}"),
+    (re.compile(r"(?<=[\w)}])\s*(?:\*\*|\^)\s*(-?\d{2,}|-\w)(?![\w}])"), r"^{\1}"),  # powers of plain text
+    (re.compile(r"(?<=[\w)}])\*\*(?=[\w({])"), "^"),
     # Money. A dollar sign without a backslash is a delimiter, see `unmarked`.
     (re.compile(r"\\\$|[€£¥₹₽₩₪₫]|\\(?:pounds|euro|textdollar|yen)(?![A-Za-z])"), ""),
 ]  # fmt: skip

@@ -31,11 +31,9 @@ _WORDS = re.compile(
 # At least one of three letters or more, not all capital: `xy` and `ABC` are products or names of points.
 _ONLY_WORDS = re.compile(r"(?=.*[A-Za-z]{2}[a-z])(?!(?:sin|cos|tan|cot|sec|csc|log|exp)\b)[A-Za-z][A-Za-z\s,.'~-]*")
 _TEXTS = re.compile(r"(?<![_^{])(?<!_\{)\\text\s*\{([^{}]*)\}")
-# Units, one or several, as in \text{ m} / \text{s}^2.
-_UNITS = re.compile(
-    r"(?:\s|~|/|\\[,;:! ]|\\cdot|\^\{?-?\d\}?|\\text\s*\{[^{}\\\d]*\})*"
-    r"\\text\s*\{[^{}\\\d]*\}(?:\s*\^?\s*(?:\{-?\d\}|-?\d))?\s*"
-)
+# Units at the end, one or several, as in \text{ m} / \text{s}^2.
+_UNIT = r"(?:\s|~|/|\\[,;:! ]|\\cdot)*\\text\s*\{[^{}\\\d]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?"
+_UNITS = re.compile(rf"(?:{_UNIT})+\s*$")
 _NO_UNIT = re.compile(
     r"\b(?:if|when|unless|for|or|and|is|are|not|no|where|otherwise|to|between|from|than|least|most|plus|minus|times|"
     r"am|pm|[ap]\s?\.\s?m)\b",
@@ -193,8 +191,6 @@ def _value(text: str) -> list[Any]:
         return []
     formula = _with_marked_words(percent[1] if percent else text)
     units = _UNITS.search(formula)
-    while units is not None and units.end() < len(formula):
-        units = _UNITS.search(formula, units.start() + 1)
     if units is not None and formula[: units.start()].strip() and not _NO_UNIT.search(units[0]):
         formula = formula[: units.start()]
     formula = re.sub(r"^\\text\s*\{[^{}]*\}\s*=(?!=)", "", formula)  # what the number is of: \text{Area} = 5
