@@ -104,8 +104,8 @@ declare -A RECOMPUTE_FLAGS=(
     [none]="" [selective]="--recompute-granularity selective"
     [full]="--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 )
-if [[ " $* " == *" --recompute-granularity"* ]]; then
-    recompute= # the given flags are used
+if [[ " $* " == *" --recompute-granularity"* || " $* " == *" --best-layouts"* ]]; then
+    recompute= # the given flags are used; a search for layouts adds its own
 elif [[ $RECOMPUTE == auto ]]; then
     fits=1
     recompute=$(least_recompute "${MODEL_ARGS[@]}" "${ROLE_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${ALGORITHM_ARGS[@]}" \
@@ -113,8 +113,10 @@ elif [[ $RECOMPUTE == auto ]]; then
     # Python also ends with status 1 after an error of its own.
     [[ $recompute == "recompute:"* ]] || exit 2
     recompute=${recompute#recompute:}
+    help="DRY_RUN=1 says"
+    [[ -z ${DRY_RUN:-} ]] || help="the end of the plan below says"
     [[ -n $fits ]] || echo "$SCRIPT: the plan does not fit into GPU_MEMORY=$GPU_MEMORY GiB even with RECOMPUTE=full;" \
-        "DRY_RUN=1 says what would help" >&2
+        "$help what would help" >&2
 else
     recompute=${RECOMPUTE_FLAGS[$RECOMPUTE]}
 fi

@@ -145,11 +145,16 @@ def recompute(question, program, _cluster, memory: float) -> tuple[str, dict, bo
 
 def describe(question, program, cluster, memory: float | None) -> tuple[str, dict, bool]:
     """(text, data, whether it fits) of the plan of the given flags; it fits if no memory is given."""
-    from megarl.planning import step_time, summary, table, verdict
+    from megarl.planning import hardware, step_time, summary, table, verdict
     from megarl.planning.question import Price
 
     plan = summary.make_plan(program, question.world_size, question.vocab_size, question.reward_vocab_size)
     price, texts, data = Price(program, plan.roles, plan.rank_sets), [table.text(plan)], table.data(plan)
+    per_node = question.ranks_per_node or hardware.RANKS_PER_NODE
+    for name, role in program.roles.items():
+        if role.has_model and (nodes := hardware.expert_nodes(role.megatron, per_node)) > 1:
+            where = f"goes over {nodes} nodes of {per_node} ranks in each layer"
+            texts.append(f"The all-to-all of the {name}'s experts {where}; up to EP {per_node} it stays in a node")
     if cluster is not None:
         seconds = step_time.estimate(price, cluster)
         texts.append(step_time.text(seconds, cluster))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.planning.memory import GIB
 
 RESERVE = 0.1  # of a GPU's memory: CUDA context, NCCL buffers, workspaces, fragmentation, errors of the estimates
@@ -59,6 +60,12 @@ class Cluster:
             f"{gpu.bandwidth / 1e12:.2f} TB/s memory, {gpu.link / 1e9:.0f} GB/s in nodes of {self.ranks_per_node}, "
             f"{network:.0f} GB/s between"
         )
+
+
+def expert_nodes(args, ranks_per_node: int) -> int:
+    """Nodes over which the all-to-all of a role's experts goes, whose groups are consecutive ranks; 1 without one."""
+    sizes = parallel_sizes(args)
+    return -(-sizes.expert * sizes.expert_tensor // ranks_per_node) if sizes.expert > 1 else 1
 
 
 def available(memory_gib: float) -> int:

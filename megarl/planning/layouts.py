@@ -6,24 +6,25 @@ from typing import NamedTuple
 
 from megarl.errors import UsageError, flag_of
 from megarl.planning import hardware, step_time
+from megarl.planning.changes import RECOMPUTE
 from megarl.planning.hardware import Cluster
 from megarl.planning.memory import GIB
 from megarl.planning.question import Price, Question
-from megarl.planning.verdict import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 
 SHOWN = 3
 MAX_PIPELINE, MAX_CONTEXT = 16, 8
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
          "expert_model_parallel_size")  # fmt: skip
-RECOMPUTE = ((), SELECTIVE_RECOMPUTE, FULL_RECOMPUTE)  # each takes more time than the one before
 
 
 class Layout(NamedTuple):
-    """Flags of a layout, the bytes of its fullest rank, and estimated seconds of a step."""
+    """Flags of a layout, the bytes of its fullest rank, and estimated seconds of a step; `expert_nodes`: nodes over
+    which the all-to-all of its experts goes."""
 
     flags: tuple[str, ...]
     bytes: int
     seconds: float
+    expert_nodes: int = 1
 
 
 class Found(NamedTuple):
@@ -67,7 +68,8 @@ def _price(question: Question, cluster: Cluster, flags, available: int, given: s
     """The layout with the least recomputation with which it fits, or the most; then with a larger cache."""
     more, price = least_recompute(question, flags, available, given)
     cache, price = _larger_cache(question, price, available)
-    return Layout((*flags, *more, *cache), price.fullest.bytes, _seconds(price, cluster))
+    nodes = hardware.expert_nodes(price.program.roles["actor"].megatron, cluster.ranks_per_node)
+    return Layout((*flags, *more, *cache), price.fullest.bytes, _seconds(price, cluster), nodes)
 
 
 def least_recompute(
@@ -156,7 +158,9 @@ def text(found: Found, cluster: Cluster) -> str:
         f"({cluster.assumptions})",
     ]
     for layout in found.best:
-        lines.append(f"  {layout.seconds:,.0f} s, fullest rank {layout.bytes / GIB:.2f} GiB: {' '.join(layout.flags)}")
+        far = f" (all-to-all over {layout.expert_nodes} nodes)" if layout.expert_nodes > 1 else ""
+        size = f"{layout.bytes / GIB:.2f} GiB"
+        lines.append(f"  {layout.seconds:,.0f} s, fullest rank {size}{far}: {' '.join(layout.flags)}")
     return "\n".join(lines)
 
 

@@ -3,25 +3,12 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megarl.errors import UsageError
-from megarl.planning import hardware
+from megarl.planning import combination, hardware
+from megarl.planning.changes import Change, helpful_changes
 from megarl.planning.memory import GIB, Memory
 from megarl.planning.question import Price, Question
 
-SHOWN = 3  # changes
-MIN_SAVING = 0.01  # of the fullest rank's bytes, of a change that is shown
 RESIDENT = ("weights", "gradients", "optimizer", "kv_cache", "sent_weights", "teacher_data")
-FULL_RECOMPUTE = (
-    "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
-)  # fmt: skip
-SELECTIVE_RECOMPUTE = ("--recompute-granularity", "selective")
-
-
-class Change(NamedTuple):
-    """Flags that would be added, and the bytes of the fullest rank with them."""
-
-    flags: tuple[str, ...]
-    bytes: int
 
 
 class Component(NamedTuple):
@@ -43,6 +30,7 @@ class Verdict:
     bytes: int
     largest: Component
     changes: list[Change] = field(default_factory=list)
+    together: Change | None = None  # several changes with which it fits, if no single one is enough
 
     @property
     def left(self) -> int:
@@ -58,8 +46,13 @@ class Verdict:
 def verdict(question: Question, price: Price, memory: float) -> Verdict:
     """The verdict for GPUs of `memory` GiB, with changes that help if the run does not fit."""
     fullest, available = price.fullest, hardware.available(memory)
-    changes = helpful_changes(question, price, available) if fullest.bytes > available else []
-    return Verdict(memory, available, fullest.fullest, fullest.roles, fullest.bytes, largest_component(price), changes)
+    changes, together = [], None
+    if fullest.bytes > available:
+        changes = helpful_changes(question, price, available)
+        if not any(change.bytes <= available for change in changes):
+            together = combination.fitting(question, price, available)
+    largest = largest_component(price)
+    return Verdict(memory, available, fullest.fullest, fullest.roles, fullest.bytes, largest, changes, together)
 
 
 def largest_component(price: Price) -> Component:
@@ -83,44 +76,14 @@ def _components(memory: Memory, computes: bool) -> dict[str, int]:
     return sizes
 
 
-def possible_changes(price: Price) -> list[tuple[str, ...]]:
-    """Changes of flags that can save memory, those that cost least time first; some may be refused."""
-    settings, actor = price.program.settings, price.program.roles["actor"]
-    args, longest = actor.megatron, settings.max_prompt_length + settings.max_response_length
-    twice = {
-        kind: (f"--{kind}-model-parallel-size", str(2 * getattr(args, f"{kind}_model_parallel_size")))
-        for kind in ("tensor", "pipeline", "expert")
-    }
-    changes: list[tuple[str, ...]] = [
-        ("--use-distributed-optimizer",),
-        ("--rollout-buffer-gb", f"{settings.rollout_buffer_gb / 2:g}"),
-        ("--max-tokens-per-microbatch", str(max(longest, actor.max_tokens_per_microbatch // 2))),
-        SELECTIVE_RECOMPUTE,
-        ("--offload",),
-        FULL_RECOMPUTE,
-        ("--use-distributed-optimizer", "--optimizer-cpu-offload"),
-        (*twice["tensor"], "--sequence-parallel"),
-    ]
-    changes += [twice["expert"]] if args.num_experts else []
-    changes += [("--context-parallel-size", str(2 * args.context_parallel_size)), twice["pipeline"]]
-    return [flags for flags in changes if flags != SELECTIVE_RECOMPUTE or args.recompute_granularity is None]
-
-
-def helpful_changes(question: Question, price: Price, available: int) -> list[Change]:
-    """Those with which the run fits, in the order of `possible_changes`; then those that save most."""
-    now, changes = price.fullest.bytes, []
-    for flags in possible_changes(price):
-        try:
-            changes.append(Change(flags, question.price(flags).fullest.bytes))
-        except UsageError:  # the run would refuse it
-            continue
-    changes = [change for change in changes if now - change.bytes >= MIN_SAVING * now]
-    changes.sort(key=lambda change: 0 if change.bytes <= available else change.bytes)
-    return changes[:SHOWN]
+def _line(found: Verdict, change: Change) -> str:
+    note = "fits" if change.bytes <= found.available else "does not fit yet"
+    saved = (found.bytes - change.bytes) / GIB
+    return f"  {change.bytes / GIB:.2f} GiB ({saved:.2f} less, {note}): {' '.join(change.flags)}"
 
 
 def text(found: Verdict, searches: bool) -> str:
-    """The verdict as text. `searches`: whether to name the search for layouts."""
+    """The verdict as text. `searches`: whether the kind of GPU is given, which a search for layouts needs."""
     gib, reserve = found.available / GIB, found.memory - found.available / GIB
     head = f"Verdict for GPUs of {found.memory:g} GiB, of which {reserve:.2f} stay free for what is not counted: "
     where = f"rank {found.rank} ({'+'.join(found.roles)})"
@@ -132,13 +95,18 @@ def text(found: Verdict, searches: bool) -> str:
         f"The fullest, {where}, needs {found.bytes / GIB:.2f} GiB, {-found.left / GIB:.2f} more than {gib:.2f}; its "
         f"largest component: {name.replace('_', ' ')} of {role}, {size / GIB:.2f} GiB",
     ]
-    if found.changes:
+    if found.together is not None:
+        lines.append("The fullest rank with the least change that was found to fit:")
+        lines.append(_line(found, found.together))
+    elif found.changes:
         lines.append("The fullest rank with one change:")
-    for change in found.changes:
-        note = "fits" if change.bytes <= found.available else "does not fit yet"
-        saved = (found.bytes - change.bytes) / GIB
-        lines.append(f"  {change.bytes / GIB:.2f} GiB ({saved:.2f} less, {note}): {' '.join(change.flags)}")
-    lines += ["Layouts that fit: --best-layouts"] if searches else []
+        lines += [_line(found, change) for change in found.changes]
+    if found.together is None and not any(change.bytes <= found.available for change in found.changes):
+        lines.append("No combination of parallel sizes in a node, pipeline stages, recomputation and host memory fits: "
+                     "it takes more ranks, larger GPUs or shorter sequences")  # fmt: skip
+    lines.append(
+        f"Layouts that fit, by an estimate of a step's time: {'' if searches else '--gpu NAME '}--best-layouts"
+    )
     return "\n".join(lines)
 
 
@@ -152,4 +120,5 @@ def data(found: Verdict) -> dict:
         "memory_gib": found.memory, "available": found.available, "fits": found.fits, "left": found.left,
         "rank": found.rank, "roles": list(found.roles), "bytes": found.bytes, "largest": found.largest._asdict(),
         "changes": changes,
+        "together": found.together and {"flags": list(found.together.flags), "bytes": found.together.bytes},
     }  # fmt: skip

@@ -21,3 +21,10 @@ def launch(arguments: list[str], name: str = "run", root: Path = ROOT, seconds: 
     env = environment(MEGARL_VENV=sys.prefix, **own | variables)
     command = ["bash", str(root / "launch" / f"{name}.sh"), *arguments]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
+
+
+def model_flags(name: str) -> tuple[list[str], int]:
+    """(Megarl's flags, size of the vocabulary) of a shape of launch/models."""
+    script = f'source launch/models/{name}.sh; printf "%s\\n" "$VOCAB_SIZE" "${{MODEL_ARGS[@]}}"'
+    vocab_size, *flags = subprocess.check_output(["bash", "-c", script], cwd=ROOT, text=True).splitlines()
+    return flags, int(vocab_size)

@@ -15,7 +15,7 @@ from megarl.errors import UsageError
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.parallel import fake_world
 from megarl.planning import summary
-from megarl.planning.verdict import FULL_RECOMPUTE
+from megarl.planning.changes import FULL_RECOMPUTE
 from tests.helpers import judges
 from tests.helpers.tiny_models import LENGTHS, SHAPES
 

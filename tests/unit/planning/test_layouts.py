@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from megarl.errors import UsageError
-from megarl.planning import hardware, layouts, memory, parameters, step_time, traffic
+from megarl.planning import changes, hardware, layouts, memory, parameters, step_time, traffic
 from megarl.planning.memory import GIB
 from megarl.planning.question import Question
 from tests.helpers.tiers import long
@@ -42,7 +42,7 @@ def test_the_best_is_that_of_all_layouts_tried_one_by_one():
         flags = (TENSOR, str(tensor), PIPELINE, str(pipeline), *SHARDED, *again)
         price = question.price((*flags, "--sequence-parallel") if tensor > 1 else flags)
         tried[tensor, pipeline, again] = price.fullest.bytes, step_time.estimate(price, CLUSTER).total
-    available = tried[1, 1, layouts.FULL_RECOMPUTE][0] - 1
+    available = tried[1, 1, changes.FULL_RECOMPUTE][0] - 1
     fits = {key: value for key, value in tried.items() if value[0] <= available}
     needed = {key: min((k for k in fits if k[:2] == key), key=lambda k: layouts.RECOMPUTE.index(k[2]), default=None)
               for key in itertools.product((1, 2), (1, 2))}  # fmt: skip
@@ -59,7 +59,7 @@ def test_activations_are_recomputed_as_little_as_the_memory_allows():
     for more, bytes_ in zip(layouts.RECOMPUTE, needs, strict=True):
         found, price = layouts.least_recompute(question, (), bytes_, None)
         assert (found, price.fullest.bytes) == (more, bytes_)
-    assert layouts.least_recompute(question, (), needs[-1] - 1, None)[0] == layouts.FULL_RECOMPUTE
+    assert layouts.least_recompute(question, (), needs[-1] - 1, None)[0] == changes.FULL_RECOMPUTE
     assert layouts.least_recompute(question, (), 0, "full")[0] == ()
 
 
@@ -128,7 +128,7 @@ def test_the_cache_takes_memory_that_is_left_until_one_round_is_enough():
 def test_if_none_fits_the_closest_is_named():
     found = search(question_of(), 1000)
     assert found.best == [] and found.fitting == 0 and found.closest.bytes > 1000
-    assert set(layouts.FULL_RECOMPUTE) < set(found.closest.flags)
+    assert set(changes.FULL_RECOMPUTE) < set(found.closest.flags)
     text = layouts.text(found, CLUSTER)
     assert "None of" in text and " ".join(found.closest.flags) in text
 

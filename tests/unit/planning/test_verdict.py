@@ -1,6 +1,6 @@
 """The verdict of the plan: a GPU that is just large enough, the largest component, and changes that help."""
 
-from megarl.planning import hardware, verdict
+from megarl.planning import changes, hardware, verdict
 from megarl.planning.memory import GIB
 from megarl.planning.question import Question
 from tests.helpers.tiny_models import LENGTHS, SHAPES
@@ -39,7 +39,8 @@ def test_the_largest_component_and_the_cheapest_change_that_fits():
 def test_changes_that_the_run_refuses_or_that_save_nothing_are_not_shown():
     question, found = ask("--rollout-buffer-gb 0.001", gib=1e-3)
     flags = [change.flags for change in found.changes]
-    assert len(flags) == verdict.SHOWN and ("--rollout-buffer-gb", "0.0005") not in flags
+    assert found.together is None and "No combination of " in verdict.text(found, searches=False)
+    assert len(flags) == changes.SHOWN and ("--rollout-buffer-gb", "0.0005") not in flags
     assert not any("parallel" in each[0] for each in flags)  # one rank
-    assert all(found.bytes - change.bytes >= verdict.MIN_SAVING * found.bytes for change in found.changes)
+    assert all(found.bytes - change.bytes >= changes.MIN_SAVING * found.bytes for change in found.changes)
     assert [change.bytes for change in found.changes] == [question.price(each).fullest.bytes for each in flags]
