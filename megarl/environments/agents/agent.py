@@ -3,16 +3,15 @@
 import asyncio
 import importlib.util
 import inspect
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
+from megarl.numbers import is_finite
 from megarl.rewards.base import Score
 
 
@@ -120,6 +119,6 @@ def observation_of(score: Any) -> Observation:
         return Observation(score.messages, score.reward, True, score.correct, score.parts)
     if isinstance(score, Score):
         return Observation(reward=score.reward, done=True, correct=score.correct, parts=score.parts)
-    if isinstance(score, Real) and math.isfinite(score):
+    if is_finite(score):
         return Observation(reward=float(score), done=True)
     raise TypeError(f"an agent's score is a number or a Score, not {score!r}"[:200])

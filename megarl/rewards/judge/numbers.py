@@ -1,12 +1,12 @@
 """How a number is read from a judgement: a JSON field, a regular expression, the last number, or a choice of labels."""
 
 import json
-import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import UsageError
+from megarl.numbers import is_plain_number
 
 NumbersRule = Callable[[str], list[float] | None]  # judgement -> its number, or one for each response; None: none
 
@@ -99,7 +99,7 @@ def _choice(values: Any) -> NumbersRule:
     for label, value in values.items():
         if not isinstance(label, str) or not label.strip():
             raise ValueError(f"the label {label!r} is no text; write it in quotes")
-        if not is_number(value):
+        if not is_plain_number(value):
             raise ValueError(f"the value {value!r} of {label} is no number")
     by_label = {label.casefold(): float(value) for label, value in values.items()}
     if len(by_label) < len(values):
@@ -108,11 +108,6 @@ def _choice(values: Any) -> NumbersRule:
     pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
     return lambda text: _all([by_label[label] for label in pattern.findall(text.casefold())[-1:]])
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a YAML file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _number(value: Any) -> float | None:
