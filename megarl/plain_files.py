@@ -1,23 +1,118 @@
-"""Reading files that a user names: only regular ones, and no more of them than is sensible.
+"""The one reader of files that a user names: regular ones, of bounded size, in UTF-8; and the one line for any failure.
 
-A pipe would block for ever, and a device such as /dev/zero never ends.
+A pipe would block for ever, and a device such as /dev/zero never ends. A file made for harm can make a parser raise
+anything, so `reading` turns every exception into a UsageError.
 """
 
+import codecs
+import contextlib
 import errno
+import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
+
+from megarl.errors import UsageError, one_line
+from megarl.numbers import MAX_DIGITS
+
+MAX_BYTES = 2**28  # of a file that a program writes
+MAX_WRITTEN = 2**20  # of a text that a person writes
+MAX_REASON = 300  # characters of an exception in a message
 
 
-def check_regular(path: str | Path):
-    """OSError unless the path is a regular file, or a link to one."""
-    if not stat.S_ISREG(os.stat(path).st_mode):
+def check_regular(path: str | Path, max_bytes: int | None = None):
+    """OSError unless the path is a regular file, or a link to one, of at most `max_bytes`; None: of any size.
+
+    For files that a library opens by their path.
+    """
+    _check(os.stat(path), max_bytes)
+
+
+def _check(found: os.stat_result, max_bytes: int | None):
+    if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "is no regular file")
+    if max_bytes is not None and found.st_size > max_bytes:
+        raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes; allowed are {max_bytes:,}")
 
 
-def read_bytes(path: str | Path, max_bytes: int | None = None) -> bytes:
-    """The content of a regular file. OSError for others, and for one of more than `max_bytes`."""
-    check_regular(path)
-    if max_bytes is not None and (size := os.path.getsize(path)) > max_bytes:
-        raise OSError(errno.EFBIG, f"has {size:,} bytes; allowed are {max_bytes:,}")
-    return Path(path).read_bytes()
+def open_bytes(path: str | Path, max_bytes: int | None = None) -> BinaryIO:
+    """A regular file, open for reading. OSError for others, and for one of more than `max_bytes`; None: of any size."""
+    # Opened first and checked then: in between, another process might put a pipe there, on which `open` would wait.
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    try:
+        _check(os.fstat(file.fileno()), max_bytes)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """The content of a regular file. OSError as `open_bytes`."""
+    with open_bytes(path, max_bytes) as file:
+        return file.read(max_bytes)
+
+
+def read_text(path: str | Path, max_bytes: int = MAX_WRITTEN) -> str:
+    """The text of a regular file in UTF-8, without a byte order mark. OSError as `read_bytes`; UnicodeDecodeError."""
+    return read_bytes(path, max_bytes).removeprefix(codecs.BOM_UTF8).decode("utf-8")
+
+
+def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
+    """The value in a JSON file. OSError as `read_bytes`; ValueError or RecursionError if it is none."""
+    return parse_json(read_text(path, max_bytes))
+
+
+def parse_json(text: str) -> Any:
+    """A value of JSON. ValueError for a whole number that no float holds, and for a name that has two values."""
+    return json.loads(text, parse_int=_whole_number, object_pairs_hook=_object)
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(text):,} digits; allowed are {MAX_DIGITS}")
+    return int(text)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for name, value in pairs:
+            if repr(found[name]) != repr(value):  # NaN is not equal to itself
+                raise ValueError(f"{name!r} appears twice, with two values")
+    return found
+
+
+@contextlib.contextmanager
+def reading(where: str, problem: str = "cannot be read", missing: str | None = None) -> Iterator[None]:
+    """Context that reads and checks files: whatever is raised in it becomes one line. A UsageError stays as it is.
+
+    Args:
+        where: flag and file, the start of the line.
+        problem: what the line says before the reason.
+        missing: what it says of a file that does not exist; default: the same.
+
+    Raises:
+        UsageError: "WHERE: PROBLEM (REASON)".
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:  # a file made for harm can raise anything
+        is_missing = missing is not None and isinstance(error, FileNotFoundError)
+        raise UsageError(one_line(f"{where}: {missing if is_missing else f'{problem} ({reason_of(error)})'}")) from None
+
+
+def reason_of(error: Exception) -> str:
+    """What an exception says about a file, on one line of bounded length."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8: byte {error.start}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = " ".join(str(error).split())[:MAX_REASON]
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"

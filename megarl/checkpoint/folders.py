@@ -12,9 +12,11 @@ from megarl.checkpoint import manifest as manifests
 from megarl.errors import WARNED, UsageError, warn
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.files import step_name, write_atomically
+from megarl.plain_files import read_text
 
 MANIFEST = manifests.NAME
 LATEST, BEST = "latest", "best"
+MAX_POINTER = 4096  # bytes of these files
 FROZEN = "frozen"  # folder of weights that many checkpoints share, and the manifest's entry that names them by role
 
 _damaged: dict[Path, str] = {}  # checkpoints in which this process found damage, with what it is
@@ -38,7 +40,7 @@ def named(checkpoints: Path, pointer: str) -> Path | None:
     if not path.is_file():
         return None
     # Damage may make it a path that leads elsewhere.
-    return checkpoints / Path(path.read_text(encoding="utf-8").strip().replace("\0", "") or "nothing").name
+    return checkpoints / Path(read_text(path, MAX_POINTER).strip().replace("\0", "") or "nothing").name
 
 
 def point(checkpoints: Path, pointer: str, folder: Path | None):
@@ -86,7 +88,7 @@ def _newest_intact(checkpoints: Path, path: str, flag: str) -> Path:
     problems: list[str] = []
     try:
         latest = named(checkpoints, LATEST)
-    except UnicodeDecodeError:
+    except (OSError, UnicodeDecodeError):
         latest = None
         problems.append(f"{flag} {checkpoints / LATEST}: is damaged")
     newest_first = complete(checkpoints)[::-1]

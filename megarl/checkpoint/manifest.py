@@ -14,7 +14,7 @@ from megarl.checkpoint.manifest_schema import wrong_entry
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
 from megarl.observe.settings_file import installed_version
-from megarl.plain_files import read_bytes
+from megarl.plain_files import open_bytes, read_text
 
 NAME = "manifest.json"
 FORMAT = 3
@@ -41,7 +41,7 @@ def read(folder: Path, flag: str) -> dict:
         UsageError: no manifest, so no complete checkpoint; one of another format; or a damaged one.
     """
     try:
-        text = read_bytes(folder / NAME, MAX_BYTES).decode("utf-8")
+        text = read_text(folder / NAME, MAX_BYTES)
         manifest = json.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{flag} {folder}: holds no complete checkpoint ({NAME} is missing)") from None
@@ -77,6 +77,8 @@ def check_sizes(folder: Path, manifest: dict) -> str | None:
     for name in sorted(found.keys() - files.keys() - {NAME}):
         return f"{name} is not a file of this checkpoint"
     for name, entry in sorted(files.items()):
+        if not found[name].is_file():
+            return f"{name} is no regular file"
         size = found[name].stat().st_size
         if size != entry["size"]:
             return f"{name} has {size} bytes, and was written with {entry['size']}"
@@ -86,7 +88,7 @@ def check_sizes(folder: Path, manifest: dict) -> str | None:
 def check_content(folder: Path, name: str, entry: dict) -> str | None:
     """What is wrong with the content of one file of a checkpoint; reads it whole."""
     try:
-        with open(folder / name, "rb") as file:
+        with open_bytes(folder / name) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"{name} cannot be read ({error.strerror})"

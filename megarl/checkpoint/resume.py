@@ -12,6 +12,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError, flag_of
 from megarl.flags.distill_settings import SIBLING
+from megarl.plain_files import read_bytes
 
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
 SETTINGS = "settings"  # the manifest's entry with the settings that decide the numbers
@@ -81,10 +82,10 @@ def settings_entry(config: RunConfig) -> dict[str, object]:
     settings = config.settings
     found = {flag_of(name): value for name, value in vars(settings).items() if name not in _NOT_NUMBERS}
     if settings.judge_config:  # whose content decides
-        content = bundled.find(settings.judge_config).read_bytes()
+        content = read_bytes(bundled.find(settings.judge_config))
         found["--judge-config"] = f"of sha256 {hashlib.sha256(content).hexdigest()[:12]}"
     if settings.teacher_context == SIBLING:
-        content = bundled.find(settings.teacher_context_template).read_bytes()
+        content = read_bytes(bundled.find(settings.teacher_context_template))
         found[flag_of("teacher_context_template")] = f"of sha256 {hashlib.sha256(content).hexdigest()[:12]}"
     for role in config.trained:
         args = config.roles[role].megatron

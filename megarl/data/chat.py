@@ -17,7 +17,7 @@ from megarl.data import message_forms
 from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
-from megarl.plain_files import read_bytes
+from megarl.plain_files import read_text, reading
 
 
 class _Generation(jinja2.ext.Extension):
@@ -249,12 +249,8 @@ def load_template(
         if not tokenizer.template:
             raise UsageError(f"{flag} tokenizer: the tokenizer has no chat template; give a Jinja file")
         return probed(tokenizer.template, tokenizer, f"{flag} tokenizer", options)
-    try:
-        source = read_bytes(value, MAX_BYTES).decode("utf-8")
-    except FileNotFoundError:
-        raise UsageError(f'{flag} {value}: no such file; allowed: "tokenizer" or a Jinja file') from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {value}: cannot be read: {_line(error)}") from None
+    with reading(f"{flag} {value}", missing='no such file; allowed: "tokenizer" or a Jinja file'):
+        source = read_text(value, MAX_BYTES)
     return probed(source, tokenizer, f"{flag} {value}", options)
 
 

@@ -9,6 +9,7 @@ from megarl.data.places import filled, names_in
 from megarl.data.prompt import Prompt
 from megarl.data.turns import valid_unicode
 from megarl.errors import UsageError
+from megarl.plain_files import read_text, reading
 
 FLAG = "--teacher-context-template"
 PLACES = ("question", "response")
@@ -37,11 +38,8 @@ def for_teacher(prompt: Prompt) -> Prompt:
 def read_context_template(path: str) -> ContextTemplate:
     """Reads the file; the ends of its last lines do not count. UsageError unless it has just the two places."""
     where = f"{FLAG} {path}"
-    try:
-        text = bundled.find(path).read_text(encoding="utf-8").rstrip("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UsageError(f"{where}: cannot be read ({reason})") from None
+    with reading(where):
+        text = read_text(bundled.find(path)).rstrip("\n")
     found = set(names_in(text))
     if found != {*PLACES}:
         names = ", ".join(f"{{{name}}}" for name in sorted(found)) or "none"

@@ -22,6 +22,7 @@ from typing import Any
 
 from megarl.data.columns import RL
 from megarl.errors import UsageError
+from megarl.numbers import is_plain_number
 from megarl.yaml_files import read_mapping
 
 SUFFIXES = (".yaml", ".yml")
@@ -125,6 +126,6 @@ def _limit(value: Any, where: str) -> int:
 
 
 def _weight(value: Any, where: str) -> Fraction:
-    if type(value) in (int, float) and math.isfinite(value) and Fraction(1, MAX_WEIGHT) <= value <= MAX_WEIGHT:
+    if is_plain_number(value) and Fraction(1, MAX_WEIGHT) <= value <= MAX_WEIGHT:
         return Fraction(str(value))  # the decimal that the user wrote
     raise UsageError(f"{where}: {value}: allowed is a number above 0, from 1e-9 to 1e9")

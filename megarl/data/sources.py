@@ -6,12 +6,12 @@ A value holds one name or several with commas. A name is a file; a pattern with 
 """
 
 import glob
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UsageError
+from megarl.plain_files import read_json
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".arrow")
 _DESCRIPTIONS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")  # hold no rows
@@ -119,7 +119,7 @@ def _saved_files(folder: Path, split: str | None, where: str) -> list[str]:
 def _description(path: Path, key: str, where: str, list_expected: bool = True) -> Any:
     """An entry of a JSON file that describes a dataset."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get(key)
+        found = read_json(path).get(key)
     except (OSError, ValueError, RecursionError, AttributeError):
         raise UsageError(f"{where}: {path.name} is not a JSON object that can be read") from None
     is_right = isinstance(found, list) and all(key != "splits" or isinstance(n, str) and _is_plain(n) for n in found)

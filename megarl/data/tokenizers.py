@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import sentencepiece
@@ -10,6 +9,7 @@ import sentencepiece
 from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
 from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 from megarl.errors import UsageError
+from megarl.plain_files import read_bytes, reading
 
 
 class Tokenizer(Protocol):
@@ -112,12 +112,8 @@ class SentencePieceTokenizer:
 
 
 def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProcessor:
-    try:
-        model = Path(model_path).read_bytes()
-    except FileNotFoundError:
-        raise UsageError(f"{where}: no such file") from None
-    except OSError as error:
-        raise UsageError(f"{where}: cannot be read: {error.strerror}") from None
+    with reading(where, missing="no such file"):
+        model = read_bytes(model_path)
     pieces = sentencepiece.SentencePieceProcessor()
     try:
         pieces.LoadFromSerializedProto(model)

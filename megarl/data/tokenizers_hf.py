@@ -4,6 +4,7 @@ Of transformers come the vocabulary, the special tokens and their names, the rul
 all forms of files that it knows. Own is what happens to special tokens' strings in ordinary text.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -17,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
 from megarl.data.tokenizer_files import difference
 from megarl.errors import UsageError
-from megarl.plain_files import check_regular
+from megarl.plain_files import MAX_BYTES, check_regular, parse_json, read_text, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ FILES = (
 
 _BATCH = 1024
 LONG_TEXT = 20_000  # characters
+_TEXTS = (".json", ".jinja", ".txt", ".model")  # that transformers reads whole
 _SHOWN = 200  # characters of a library's error
 
 
@@ -273,13 +275,11 @@ def _read_with_transformers(path: Path, where: str) -> "PreTrainedTokenizerBase"
 
 
 def _check_regular(path: Path, where: str):
-    """UsageError for files that would be read without end: pipes and devices."""
+    """UsageError for files that would be read without end: pipes, devices, and texts far above any tokenizer's."""
     for file in _folder_of(path).glob("*") if _is_folder(path) else [path]:
         if file.exists() and not file.is_dir():
-            try:
-                check_regular(file)
-            except OSError as error:
-                raise UsageError(f"{where}: {file.name} cannot be read: {error.strerror}") from None
+            with reading(f"{where}: {file.name}"):
+                check_regular(file, MAX_BYTES if file.suffix in _TEXTS or file == path else None)
 
 
 def _check_files(folder: Path, where: str):
@@ -306,19 +306,14 @@ def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
 
 def _read(path: Path, where: str) -> str:
     """The text of a file; an empty JSON object if there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return "{}"
-    except OSError as error:
-        raise UsageError(f"{where}: {path.name} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{where}: {path.name} is not UTF-8") from None
+    with reading(f"{where}: {path.name}"), contextlib.suppress(FileNotFoundError):
+        return read_text(path, MAX_BYTES)
+    return "{}"
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(text)
+        parsed = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: malformed JSON: {_line(error)}") from None
     if not isinstance(parsed, dict):

@@ -2,11 +2,10 @@
 
 import dataclasses
 import json
-import math
-from numbers import Real
 from typing import Any
 
 from megarl.environments.protocol import Observation
+from megarl.numbers import is_finite
 
 ROLES = ("user", "system", "tool")
 MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
@@ -27,7 +26,7 @@ def checked(observation: Any) -> Observation:
     if not isinstance(parts, dict):
         raise ValueError(f"parts are {type(parts).__name__}, not a dict")
     for name, value in [("reward", reward), *parts.items()]:
-        if not isinstance(value, Real) or not math.isfinite(value):
+        if not is_finite(value):
             raise ValueError(f"{name} is {value!r}, not a finite number"[:200])
     messages = [_message(message) for message in observation.messages]
     size = sum(len(json.dumps(message)) for message in messages)

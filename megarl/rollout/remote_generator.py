@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import urllib3
@@ -14,6 +13,7 @@ from megarl.arguments import Settings
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
+from megarl.plain_files import read_text, reading
 
 FLAG = "--rollout-server"
 BATCH = 32  # requests in one HTTP request
@@ -44,10 +44,12 @@ class RemoteGenerator:
         """The generator that `--rollout-server` names. UsageError for a wrong key file."""
         key, path = None, settings.rollout_server_key_file
         if path is not None:
-            try:
-                key = Path(path).read_text(encoding="utf-8").split()[0]
-            except (OSError, UnicodeDecodeError, IndexError):
-                raise UsageError(f"--rollout-server-key-file {path}: no readable file with a key") from None
+            where = f"--rollout-server-key-file {path}"
+            with reading(where):
+                words = read_text(path).split()
+            if not words or not (words[0].isascii() and words[0].isprintable()):
+                raise UsageError(f"{where}: has no key of letters, digits and signs")
+            key = words[0]
         return cls(settings.rollout_server, key)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:

@@ -21,11 +21,12 @@ from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate
 from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.resume import is_held_out
 from megarl.comm.role_mesh import RoleGroups
-from megarl.errors import UsageError
+from megarl.errors import UsageError, one_line
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.files import step_name, step_of, sync_directory
 from megarl.observe.terminal import ranges_text
+from megarl.plain_files import reason_of
 from megarl.rollout.replica_batch import gather_layers, own_share
 from megarl.rollout.round_scores import GenerationRound
 
@@ -178,13 +179,15 @@ class SavedRollouts:
 
     def _error(self, problem: str, step: int | None = None) -> UsageError:
         where = self.path if step is None else self._folder / step_name(step)
-        return UsageError(f"--load-rollouts {where}: {problem}")
+        return UsageError(one_line(f"--load-rollouts {where}: {problem}"))
 
     def _record(self, step: int) -> RolloutRecord:
         try:
             return self._checked_record(step)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise self._error(f"{manifests.NAME} is damaged ({type(error).__name__}: {error})", step) from None
+        except UsageError:
+            raise
+        except Exception as error:  # a manifest made for harm can raise anything
+            raise self._error(f"{manifests.NAME} is damaged ({reason_of(error)})", step) from None
 
     def _checked_record(self, step: int) -> RolloutRecord:
         folder = self._folder / step_name(step)

@@ -8,22 +8,44 @@ and of all lines before it. A line `run` says with which settings the lines afte
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl import plain_files
 from megarl.arguments import Settings
-from megarl.errors import UsageError, one_line
+from megarl.entry_kinds import Each, fits, is_count
+from megarl.errors import UsageError
+from megarl.numbers import is_whole
 from megarl.observe.files import write_atomically
+from megarl.plain_files import open_bytes, parse_json, reading
 
 FOLDER = "schedule"
+MAX_LINE = 2**28  # bytes
+MAX_REPLICAS = 2**20
 _SHA = ', "sha": "'  # between a line's content and its checksum
 
 Round = tuple[int, int]  # a step, and the number of the round in it, from 0
 Segments = dict[int, list[tuple[int, int]]]  # sequence id -> (weights, new tokens) in order; responses with new tokens
+
+
+def _is_pair(value: Any) -> bool:
+    return fits(value, [is_count]) and len(value) == 2
+
+
+def _is_id(name: str) -> bool:
+    return name == "0" or name.isascii() and name.isdigit() and name[0] != "0" and len(name) < 16
+
+
+# What lines are (`entry_kinds`). A schema, since whoever edits a line can write its checksum, too.
+_RUN = {"run": {"seed": int, "data": Each(str), "settings": dict}}
+_ROUND = {
+    "step": is_count, "round": is_count, "weights": _is_pair, "groups": (None, [is_count]),
+    "segments": Each([_is_pair], _is_id), "replica": is_count,
+    "replicas": lambda value: is_whole(value, 1, MAX_REPLICAS),
+}  # fmt: skip
 
 
 class RoundRecord(NamedTuple):
@@ -44,15 +66,10 @@ class RoundRecord(NamedTuple):
 
     @classmethod
     def decode(cls, line: dict[str, Any]) -> "RoundRecord":
-        """The record of a line. KeyError, TypeError or ValueError for anything that `encode` does not write."""
+        """The record of a line that fits `_ROUND`."""
         first, last = line["weights"]
         segments = {int(i): [(weights, count) for weights, count in found] for i, found in line["segments"].items()}
-        record = cls((line["step"], line["round"]), first, last, line["groups"], segments)
-        numbers = [*record.round, first, last, *(record.groups or ())]
-        numbers += [number for found in segments.values() for segment in found for number in segment]
-        if not all(type(number) is int for number in numbers):
-            raise TypeError("has something else than whole numbers")
-        return record
+        return cls((line["step"], line["round"]), first, last, line["groups"], segments)
 
 
 def bounds(settings: Settings, step: int, start: int) -> tuple[int, int]:
@@ -101,21 +118,30 @@ class _Line(NamedTuple):
 
 def _read_lines(path: Path, flag: str) -> Iterator[_Line]:
     """The whole lines of a replica's file. A last line that a kill cut is left out. UsageError if one is damaged."""
-    try:
-        content = plain_files.read_bytes(path)
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: cannot be read ({error})") from None
-    sha, end = "", 0
-    for number, raw in enumerate(content.split(b"\n")[:-1], 1):
-        end += len(raw) + 1
-        text, _, tail = raw.decode("utf-8", errors="replace").rpartition(_SHA)
-        expected, sha = _sha(sha, text), tail[:-2]
-        try:
-            if sha != expected or tail[-2:] != '"}':
-                raise ValueError("its checksum is wrong")
-            yield _Line(json.loads(text + "}"), sha, end)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(one_line(f"{flag} {path}: line {number} is damaged ({error})")) from None
+    with reading(f"{flag} {path}"), open_bytes(path) as file:
+        sha, end = "", 0
+        for number in itertools.count(1):
+            raw = file.readline(MAX_LINE)
+            if not raw.endswith(b"\n") and len(raw) < MAX_LINE:
+                return
+            end += len(raw)
+            with reading(f"{flag} {path}", f"line {number} is damaged"):
+                content, sha = _line_of(raw, sha)
+            yield _Line(content, sha, end)
+
+
+def _line_of(raw: bytes, before: str) -> tuple[dict[str, Any], str]:
+    """The content of a line and its checksum; `before`: that of the line before it. ValueError if it is damaged."""
+    if len(raw) == MAX_LINE:
+        raise ValueError(f"it has {MAX_LINE:,} bytes or more")
+    text, _, tail = raw[:-1].decode("utf-8", errors="replace").rpartition(_SHA)
+    sha = tail[:-2]
+    if sha != _sha(before, text) or tail[-2:] != '"}':
+        raise ValueError("its checksum is wrong")
+    content = parse_json(text + "}")
+    if not fits(content, _RUN if "run" in content else _ROUND):
+        raise ValueError("it is not what megarl writes")
+    return content, sha
 
 
 def _sha(before: str, text: str) -> str:
@@ -139,11 +165,7 @@ class Recording(NamedTuple):
                 if "run" in line.content:
                     run = line.content["run"]
                     continue
-                try:
-                    record, key = RoundRecord.decode(line.content), (line.content["replica"], line.content["replicas"])
-                except (AttributeError, KeyError, TypeError, ValueError) as error:
-                    problem = one_line(f"has a line that is no round ({type(error).__name__}: {error})")
-                    raise UsageError(f"{flag} {file}: {problem}") from None
+                record, key = RoundRecord.decode(line.content), (line.content["replica"], line.content["replicas"])
                 shares.setdefault(record.round, {})[key], runs[record.round] = record, run
         rounds = {}
         for number in sorted(shares):
@@ -218,7 +240,9 @@ class Schedule:
             if is_round and (line.content["step"], line.content["round"]) > last:
                 break
             self._sha, end, run = line.sha, line.end, run if is_round else line.content["run"]
-        write_atomically(self._file, self._file.read_bytes()[:end])
+        with open_bytes(self._file) as file:
+            kept = file.read(end)
+        write_atomically(self._file, kept)
         if run != self._run:
             self._write({"run": self._run})
 

@@ -12,6 +12,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError, warn_as_first
 from megarl.flags.server_settings import ServerSettings
+from megarl.plain_files import read_text, reading
 from megarl.tool_formats.by_template import FALLBACK, name_of, unread_calls
 from megarl.tool_formats.table import AUTO, FORMATS
 from megarl.tool_formats.thinking_budget import ThoughtReader
@@ -125,10 +126,8 @@ def _is_built_in(parser: str) -> bool:
 def _read_keys(flag: str, path: str | None) -> list[str]:
     if path is None:
         return []
-    try:
-        keys = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {path}: cannot be read ({error.__class__.__name__})") from None
+    with reading(f"{flag} {path}"):
+        keys = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     if not keys:
         raise UsageError(f"{flag} {path}: has no key; write one a line")
     if any(len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key for key in keys):

@@ -69,9 +69,9 @@ def _run_entry(config: RunConfig, data: dict[str, dict[str, str]]) -> dict:
 def _check(recording: Recording, steps: range, run: dict, settings: Settings, start: int):
     """UsageError unless the run, which begins after `start`, can follow the rounds of these steps."""
     there, where = {step for step, _ in recording.rounds}, recording.path
-    if missing := [step for step in steps if step not in there]:
+    if missing := next((step for step in steps if step not in there), None):
         raise UsageError(
-            f"{where}: the schedule has no step {missing[0]}, but steps {min(there, default=0)} to "
+            f"{where}: the schedule has no step {missing}, but steps {min(there, default=0)} to "
             f"{max(there, default=0)}; this run follows it from step {steps[0]} to {steps[-1]}"
         )
     held = 0

@@ -6,13 +6,14 @@ batches that wait for training.
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megarl import plain_files
 from megarl.comm.role_mesh import RoleMesh
+from megarl.entry_kinds import Each, fits
 from megarl.errors import UsageError
+from megarl.plain_files import read_json, reading
 
 FILE = "queued_records.json"  # in a checkpoint: metrics and samples of the steps whose batches it holds
 
@@ -73,7 +74,19 @@ def _read(path: Path, reporting_rank: int) -> dict[int, tuple[dict, list]]:
     if not path.exists():
         return {}
     try:
-        records = json.loads(plain_files.read_bytes(path))
-        return {int(step): (dict(metrics), list(samples)) for step, (metrics, samples) in records.items()}
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"--load {path}: is damaged ({type(error).__name__}: {error})", reporting_rank) from None
+        with reading(f"--load {path}", "is damaged"):
+            records = read_json(path)
+            if not fits(records, Each(_is_record, str.isdecimal)):
+                raise ValueError("it is not what megarl writes")
+    except UsageError as error:
+        raise UsageError(str(error), reporting_rank) from None
+    return {int(step): (metrics, samples) for step, (metrics, samples) in records.items()}
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and fits(value[0], Each((None, int, float)))
+        and fits(value[1], [dict])
+    )

@@ -185,12 +185,12 @@ FAMILIES = {
 TOKENIZERS = {
     "missing": (remove("tokenizer.json"), ["tokenizer.json", "no such file"]),
     "a pipe": (in_order(remove("tokenizer.json"), lambda folder: os.mkfifo(folder / "tokenizer.json")),
-               ["tokenizer.json cannot be read: is no regular file"]),
+               ["tokenizer.json: cannot be read (is no regular file)"]),
     "a device": (in_order(remove("tokenizer.json"), lambda folder: (folder / "tokenizer.json").symlink_to("/dev/zero")),
-                 ["tokenizer.json cannot be read: is no regular file"]),
+                 ["tokenizer.json: cannot be read (is no regular file)"]),
     "configuration a pipe": (in_order(remove("tokenizer_config.json"),
                                       lambda folder: os.mkfifo(folder / "tokenizer_config.json")),
-                             ["tokenizer_config.json cannot be read: is no regular file"]),
+                             ["tokenizer_config.json: cannot be read (is no regular file)"]),
     "empty": (text("tokenizer.json", ""), ["tokenizer.json", "malformed JSON"]),
     "no tokenizer": (text("tokenizer.json", "{}"), ["transformers cannot read the tokenizer"]),
     "a list": (text("tokenizer.json", "[]"), ["tokenizer.json", "expected a JSON object"]),
@@ -212,7 +212,7 @@ TOKENIZERS = {
     "template that fails": (text(TEMPLATE, "{{ messages[9].content }}"), ["the template fails"]),
     "template that refuses": (text(TEMPLATE, "{{ raise_exception('not these') }}"), ["the template fails", "these"]),
     "template without EOS": (text(TEMPLATE, "{% for m in messages %}{{ m.content }}{% endfor %}"), ["without", "EOS"]),
-    "template not UTF-8": (text(TEMPLATE, b"\xff"), ["chat_template.jinja is not UTF-8"]),
+    "template not UTF-8": (text(TEMPLATE, b"\xff"), ["chat_template.jinja: cannot be read (it is not UTF-8: byte 0)"]),
 }  # fmt: skip
 
 

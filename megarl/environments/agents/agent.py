@@ -3,10 +3,8 @@
 import asyncio
 import importlib.util
 import inspect
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from megarl import bundled
 from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
+from megarl.numbers import is_finite
 from megarl.rewards.base import Score
 
 
@@ -121,6 +120,6 @@ def observation_of(score: Any) -> Observation:
         return Observation(score.messages, score.reward, True, score.correct, score.parts)
     if isinstance(score, Score):
         return Observation(reward=score.reward, done=True, correct=score.correct, parts=score.parts)
-    if isinstance(score, Real) and math.isfinite(score):
+    if is_finite(score):
         return Observation(reward=float(score), done=True)
     raise TypeError(f"an agent's score is a number or a Score, not {score!r}"[:200])

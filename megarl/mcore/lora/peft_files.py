@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,8 @@ from megarl.mcore.lora.settings import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import MAX_BYTES
 from megarl.mcore.weights.hf.safetensors_file import DTYPES
-from megarl.plain_files import check_regular, read_bytes
+from megarl.numbers import is_plain_number
+from megarl.plain_files import check_regular, read_json, reason_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, HEAD = "base_model.model.", "score.weight"
@@ -30,7 +30,7 @@ LINEAR_INIT = (True, False, "gaussian", "orthogonal")  # other initializations c
 
 
 def _is_positive(value) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    return is_plain_number(value) and value > 0
 
 
 def _are_names(value) -> bool:
@@ -106,11 +106,11 @@ def _error(path: str):
 
 def _read_config(folder: Path, error) -> dict:
     try:
-        config = json.loads(read_bytes(folder / CONFIG, MAX_BYTES).decode("utf-8"))
+        config = read_json(folder / CONFIG, MAX_BYTES)
     except FileNotFoundError:
         raise error(f"{CONFIG} is missing; allowed is a folder of PEFT's save_pretrained") from None
     except (OSError, ValueError, RecursionError) as problem:
-        raise error(f"{CONFIG} cannot be read ({' '.join(str(problem).split())})") from None
+        raise error(f"{CONFIG} cannot be read ({reason_of(problem)})") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise error(f"{CONFIG} describes no LoRA adapter (peft_type)")
     for name, (holds, allowed) in ALLOWED.items():

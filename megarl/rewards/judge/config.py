@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from megarl.data.places import names_in
 from megarl.errors import UsageError
-from megarl.rewards.judge.numbers import NumbersRule, is_number, numbers_rule
+from megarl.numbers import is_plain_number
+from megarl.rewards.judge.numbers import NumbersRule, numbers_rule
 from megarl.yaml_files import read_mapping
 
 # Mode -> the places of the responses that are judged together: one, two, or a group.
@@ -71,7 +72,7 @@ def _is_whole(low: int, high: int = 2**31) -> Callable[[Any], bool]:
 
 
 def _is_range(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and value[0] < value[1]
+    return isinstance(value, list) and len(value) == 2 and all(map(is_plain_number, value)) and value[0] < value[1]
 
 
 def _one_of(*names: str) -> _Key:
@@ -85,8 +86,8 @@ _KEYS = {
     "messages": _Key(lambda value: isinstance(value, list) and bool(value), "a list of messages"),
     "number": _Key(lambda value: True, ""),  # see `numbers_rule`
     "range": _Key(_is_range, "the lowest and the highest number, as [1, 10]"),
-    "correct-from": _Key(is_number, "a number", None),
-    "temperature": _Key(lambda value: is_number(value) and value >= 0, "a number of 0 or more", 0),
+    "correct-from": _Key(is_plain_number, "a number", None),
+    "temperature": _Key(lambda value: is_plain_number(value) and value >= 0, "a number of 0 or more", 0),
     "max-tokens": _Key(_is_whole(1), "a whole number above 0", 256),
     "response-tokens": _Key(_is_whole(1), "a whole number above 0"),
     "samples": _Key(_is_whole(1, MAX_TRIES), f"a whole number, 1 to {MAX_TRIES}", 1),

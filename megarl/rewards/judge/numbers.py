@@ -4,12 +4,12 @@ What the judge quotes is not its verdict, since a response chooses what there is
 """
 
 import json
-import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import UsageError
+from megarl.numbers import is_plain_number
 from megarl.rewards.judge.judgement_text import last_number, numbers_of_matches, own_words
 
 NumbersRule = Callable[[str], list[float] | None]  # judgement -> its number, or one for each response; None: none
@@ -129,7 +129,7 @@ def _choice(values: Any, _: float | None) -> NumbersRule:
     for label, value in values.items():
         if not isinstance(label, str) or not label.strip():
             raise ValueError(f"the label {label!r} is no text; write it in quotes")
-        if not is_number(value):
+        if not is_plain_number(value):
             raise ValueError(f"the value {value!r} of {label} is no number")
     by_label = {label.casefold(): float(value) for label, value in values.items()}
     if len(by_label) < len(values):
@@ -146,11 +146,6 @@ def _choice(values: Any, _: float | None) -> NumbersRule:
         return [by_label[found[-1][1]]]
 
     return read
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a YAML file is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _number(value: Any) -> float | None:

@@ -1,7 +1,6 @@
 """One response of a step that `--save-rollouts` has written: its tokens, and what its environment has answered."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,12 +9,15 @@ from safetensors.torch import load_file
 
 from megarl.checkpoint import manifest as manifests
 from megarl.environments.protocol import Observation
-from megarl.errors import UsageError
+from megarl.errors import UsageError, one_line
 from megarl.groups import PromptGroups
 from megarl.observe.files import step_name, step_of
 from megarl.observe.terminal import ranges_text
+from megarl.plain_files import open_bytes, parse_json, read_bytes, reason_of
 from megarl.rollout.episodes.record import observations_of
 from megarl.rollout.rollout_files import EPISODES, FOLDER, RESPONSES, file_name
+
+MAX_RECORDS = 2**32  # bytes of a file of episodes
 
 
 class SavedResponse(NamedTuple):
@@ -84,8 +86,10 @@ def read_response(run: str, step: int, sample: int) -> SavedResponse:
         raise UsageError(f"--step {step}: {folder}: {problem}")
     try:
         return _response(folder, manifest, sample)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise UsageError(f"--step {step}: {folder}: is damaged ({type(error).__name__}: {error})") from None
+    except UsageError:
+        raise
+    except Exception as error:  # files made for harm can raise anything
+        raise UsageError(one_line(f"--step {step}: {folder}: is damaged ({reason_of(error)})")) from None
 
 
 def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedResponse:
@@ -137,8 +141,8 @@ def _record(folder: Path, manifest: dict[str, Any], number: int, sequence: int) 
     for replica in range(manifest["replicas"]):
         path = folder / file_name(number, EPISODES, replica)
         _check(path, manifest)
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        for line in read_bytes(path, MAX_RECORDS).splitlines():
+            record = parse_json(line.decode("utf-8"))
             if record["sequence"] == sequence:
                 return record
     raise UsageError(
@@ -148,6 +152,6 @@ def _record(folder: Path, manifest: dict[str, Any], number: int, sequence: int) 
 
 
 def _check(path: Path, manifest: dict[str, Any]):
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][path.name]["sha256"]:
             raise ValueError(f"{path.name} does not have its checksum")

@@ -50,7 +50,7 @@ def test_the_users_last_message_is_the_question():
 @pytest.mark.parametrize("text, message", [
     ("{question}", r"the places must be {question} and {response}; it has {question}"),
     ("{question}{response}{answer}", "it has {answer}, {question}, {response}"),
-    ("", "it has none"), (None, "cannot be read (No such file"), (b"\xff", "cannot be read (it is not UTF-8)"),
+    ("", "it has none"), (None, "cannot be read (No such file"), (b"\xff", "cannot be read (it is not UTF-8: byte 0)"),
 ])  # fmt: skip
 def test_wrong_files(text, message, tmp_path):
     path = tmp_path / "a.txt"

@@ -120,7 +120,7 @@ def test_the_unknown_token_may_be_the_padding(tmp_path):
         ("tokenizer.json", "{}", "transformers cannot read the tokenizer"),
         ("tokenizer.json", '{"model": 3}', "transformers cannot read the tokenizer"),
         ("tokenizer.json", '{"model": {"type": "BPE"}, "added_tokens": []}', "transformers cannot read the tokenizer"),
-        ("tokenizer.json", b"\xff", "tokenizer.json is not UTF-8"),
+        ("tokenizer.json", b"\xff", "tokenizer.json: cannot be read (it is not UTF-8: byte 0)"),
         ("tokenizer_config.json", "[" * 100000, "tokenizer_config.json: malformed JSON"),
     ],
 )

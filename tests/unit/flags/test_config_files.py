@@ -138,7 +138,7 @@ def test_an_error_names_the_file(tmp_path):
 
 def test_unreadable_config_files_are_rejected(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
-    for name, says in (("missing.yaml", "missing.yaml: cannot be read"), ("binary.yaml", "not YAML")):
+    for name, says in (("missing.yaml", "missing.yaml: cannot be read"), ("binary.yaml", "not UTF-8")):
         with pytest.raises(UsageError, match=says):
             parse([*MODEL, "--config", str(tmp_path / name)], 1)
 

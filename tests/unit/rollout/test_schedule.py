@@ -12,7 +12,7 @@ import pytest
 from megarl.rollout import schedule
 from megarl.rollout.schedule import Recording, RoundRecord, Schedule
 
-RUN, REPLICAS, ROUNDS = {"seed": 5}, 2, 4
+RUN, REPLICAS, ROUNDS = {"seed": 5, "data": {}, "settings": {}}, 2, 4
 CHANGES = ("open", "os.rename", "os.mkdir")
 
 

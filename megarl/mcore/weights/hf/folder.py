@@ -1,7 +1,6 @@
 """Reads a Hugging Face folder: config.json, and the names, types and shapes of its tensors."""
 
 import functools
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from megarl.errors import UsageError, one_line
 from megarl.mcore.weights.hf import quantized
 from megarl.mcore.weights.hf.stored_tensors import FolderTensor, StoredTensor
-from megarl.plain_files import read_bytes
+from megarl.plain_files import read_json, reason_of
 
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -90,11 +89,11 @@ class HFFolder:
     def _json(self, name: str) -> dict[str, Any] | None:
         """The object in a JSON file; None if there is no such file."""
         try:
-            content = json.loads(read_bytes(self.path / name, MAX_BYTES).decode("utf-8"))
+            content = read_json(self.path / name, MAX_BYTES)
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError) as error:
-            raise self.error(f"{name} is not JSON ({' '.join(str(error).split())})") from None
+            raise self.error(f"{name} is not JSON ({reason_of(error)})") from None
         except OSError as error:
             raise self.error(f"{name} cannot be read ({error.strerror})") from None
         if not isinstance(content, dict):
