@@ -1,4 +1,4 @@
-"""The example of docs/huggingface.md: a family that megarl lacks, as a file, against the model's class in transformers."""
+"""The example of docs/huggingface.md: a family that megarl lacks, as a file, against its class in transformers."""
 
 import sys
 from pathlib import Path
