@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megarl.errors import UsageError, flag_of
 from megarl.planning import hardware, step_time
-from megarl.planning.changes import RECOMPUTE
+from megarl.planning.changes import FULL_RECOMPUTE, RECOMPUTE
 from megarl.planning.hardware import Cluster
 from megarl.planning.memory import GIB
 from megarl.planning.question import Price, Question
