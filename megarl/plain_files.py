@@ -11,8 +11,9 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megarl.errors import UsageError, one_line
 from megarl.numbers import MAX_DIGITS
@@ -37,7 +38,7 @@ def _check(found: os.stat_result, max_bytes: int | None):
         raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes; allowed are {max_bytes:,}")
 
 
-def open_bytes(path: str | Path, max_bytes: int | None = None) -> BinaryIO:
+def open_bytes(path: str | Path, max_bytes: int | None = None) -> BufferedReader:
     """A regular file, open for reading. OSError for others, and for one of more than `max_bytes`; None: of any size."""
     # Opened first and checked then: in between, another process might put a pipe there, on which `open` would wait.
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

@@ -62,7 +62,7 @@ def _group(text: str, start: int) -> tuple[str, int]:
     """The group of braces at `start` without them, and where it ends; without a brace the word, unclosed the line."""
     if text[start : start + 1] != "{":
         word = re.compile(r"[^\s$]*").match(text, start)
-        return word[0], word.end()  # type: ignore[index, union-attr]  # it always matches
+        return word[0], word.end()
     depth = 0
     for place, character in enumerate(text[start:], start):
         escaped = text[place - 1] == "\\" and text[place - 2 : place] != "\\\\"
