@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
 
     with node_files.folder_for_ranks():
         is_check = "--check" in options.flags
-        if not is_check or os.environ[WARNED]:
+        if not is_check:
             os.environ[CHECKS_FIRST] = "1"  # it prints no summary
         status = run(module, options.flags if is_check else [*options.flags, "--check"])
         if is_check or status:

@@ -158,7 +158,10 @@ def check(argv: list[str], name: str = "rl", size: int = 1) -> Ended:
     """
     if not _checker().process.is_alive():  # a test has sent signals to all descendants of this process
         _checker.cache_clear()
-    return _checker().check(name, argv, _variables(0, size))
+    status, out, err = _checker().check(name, argv, _variables(0, size))
+    # The tests' small folders have tokenizers that transformers' classes change; test_tokenizers_hf has the notice.
+    lines = [line for line in err.splitlines(keepends=True) if "its tokenizer.json alone encodes otherwise" not in line]
+    return status, out, "".join(lines)
 
 
 def refusal(argv: list[str], name: str = "rl", size: int = 1) -> str:

@@ -204,7 +204,7 @@ def files(folder: Path, draw: random.Random) -> list[Case]:
         found.append(Case("pair", "reward", ("--prompts", str(path)), f"--prompts {path}:2:"))
     for name, content in CONFIGS.items():
         needle = {"wrong type": "--seed", "date": "--seed", "negative": "--clip-range", "unknown": "--learning-rate",
-                  "number key": "--3", "anchor": "--a", "null character": "null characters",
+                  "number key": "--3", "anchor": "--config", "null character": "null characters",
                   "huge": "--top-k 99999999999999999999999"}.get(name)  # fmt: skip
         path = written(f"config {name}", content)
         found.append(Case("config", "rl", ("--config", str(path)), needle or f"--config {path}"))

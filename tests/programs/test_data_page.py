@@ -150,7 +150,7 @@ def test_the_tables_of_the_page():
         purpose = programs.get(row[0]) or purpose  # noqa: F821  of the row above
         known.setdefault(purpose, {})[row[1]] = tuple(re.findall("`(.*?)`", row[2]))
     known[columns.LABELLED] |= known[columns.REWARD]
-    assert known == columns._NAMES
+    assert known == columns.NAMES
     own = TEXT.partition("## megarl's own fields")[2].partition("##")[0]
     rows = re.findall(r"^\| (`.*?`) \|", own, re.MULTILINE)
     assert {name for row in rows for name in re.findall("`(.*?)`", row)} == set(FIELD_TYPES)

@@ -61,7 +61,8 @@ def test_only_centring_moves_all_scores_together(folder):
 def run_of(folder: Path, shape: str = "", layout: str = "", size: int = 1) -> dict[int, dict]:
     """Metrics of three steps of three pairs, with margins and centring."""
     save = folder / f"{size}{shape}{layout}".replace("/", "")
-    flags = f"--train-iters 3 --global-batch-size 3 --preference-margin 0.3 --centring-coefficient 0.1 {held_out()}"
+    flags = "--overwrite --train-iters 3 --global-batch-size 3 --preference-margin 0.3 --centring-coefficient 0.1"
+    flags += f" {held_out()}"
     train("reward", reward_argv(save, f"{flags} {shape} {layout}"), size)
     return metrics(save)
 

@@ -136,7 +136,7 @@ def check_tokens(save: Path):
 def run_of(folder: Path, size: int = 1, layout: str = "", attempt: int = 0) -> Path:
     """Run folder of three steps in a layout; a rate at which Adam does not blow rounding up."""
     save = folder / f"{size} {layout[:50]} {attempt}"
-    train("rl", rl_argv(save, f"--train-iters 3 --lr 1e-4 --critic-lr 1e-3 {GRADED} {layout}"), size)
+    train("rl", rl_argv(save, f"--overwrite --train-iters 3 --lr 1e-4 --critic-lr 1e-3 {GRADED} {layout}"), size)
     return save
 
 

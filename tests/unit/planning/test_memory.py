@@ -252,7 +252,8 @@ def test_a_real_update_uses_the_planned_memory(ranks, cases):
         for case, (exact, peak, planned) in zip(cases, results, strict=True):
             assert exact, (rank, case)
             # Experts on a CPU keep less than Megatron's path, which the plan describes.
-            most = FACTOR * (1.2 if "--num-experts" in case[0] else 1)
+            # The compiled kernels keep values of latents with their own channels, other backends with the keys'.
+            most = FACTOR * (1.2 if "--num-experts" in case[0] or case[1] == "latent" else 1)
             assert peak / FACTOR < planned < peak * most, (rank, case, peak, planned)
 
 
