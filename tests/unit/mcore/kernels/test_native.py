@@ -207,13 +207,15 @@ sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[2:]]))
 
 
 @pytest.mark.long
-def test_the_kernels_for_avx2_pass_the_same_tests(tmp_path, monkeypatch):
-    """Vectors, tiles and blocks have other sizes there."""
-    monkeypatch.setenv("MEGARL_KERNELS_MARCH", "haswell")
-    library = tmp_path / "avx2.so"
+@pytest.mark.parametrize("march", ["haswell", "x86-64-v2"])
+def test_the_kernels_for_avx2_and_for_other_processors_pass_the_same_tests(march, tmp_path, monkeypatch):
+    """Vectors, tiles and blocks have other sizes there; the second has neither AVX nor fused multiply-adds."""
+    monkeypatch.setenv("MEGARL_KERNELS_MARCH", march)
+    library = tmp_path / "other.so"
     assert build.build(native.SOURCES, library) is None
     folders = Path(__file__).parents[1]
     tests = [folders / "kernels/test_native.py", folders / "kernels/test_segment_attention.py",
+             *(folders / "attention" / f"test_{name}.py" for name in ("native", "eager", "windows", "long_sequences")),
              folders / "inference/test_exact_rollout.py"]  # fmt: skip
     done = subprocess.run([sys.executable, "-c", WITH_LIBRARY, library, *tests], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
