@@ -150,7 +150,7 @@ def test_the_tables_of_the_page():
         purpose = programs.get(row[0]) or purpose  # noqa: F821  of the row above
         known.setdefault(purpose, {})[row[1]] = tuple(re.findall("`(.*?)`", row[2]))
     known[columns.LABELLED] |= known[columns.REWARD]
-    of_every_program = ("system", "tools", "environment")  # the page names them once
+    of_every_program = ("system", "tools")  # the page names them once
     assert known == {
         purpose: {name: words for name, words in names.items() if name not in of_every_program}
         for purpose, names in columns.NAMES.items()
