@@ -24,7 +24,7 @@ from tests.helpers.hf_damage import (
 from tests.helpers.hf_layouts import DENSE, FAMILIES, LONG, MOE, RECURRENT, REWARD, SHORT, SUPPORTED, run_cases
 from tests.helpers.hf_prediction import add_module, with_prediction
 from tests.helpers.tiers import by_default
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import RankFailed, run_world
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 UNEVEN_PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
@@ -217,6 +217,15 @@ def test_what_others_store_is_computed_and_exported_again(tmp_path):
             assert all(result.difference <= 1e-5 for result in found.values()), found
     for name, folder in folders.items():
         assert unequal_files(folder, tmp_path / "exports" / name) == [], name
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name(value, tmp_path):
+    """A run would skip each of its updates, and end well."""
+    folder, name = hf_folders.write_folder("llama3", tmp_path / "llama3"), "model.layers.1.mlp.up_proj.weight"
+    tensors(lambda held: held[name][3].index_fill_(0, torch.tensor(5), value))(folder)
+    with pytest.raises(RankFailed, match=f"UsageError: --hf-model {folder}: {name} has a NaN or an infinity"):
+        run_world(run_cases, 1, "", {"llama3": folder}, tmp_path / "exports", 0)
 
 
 def test_every_family_has_a_case():

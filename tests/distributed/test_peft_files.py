@@ -318,6 +318,16 @@ DAMAGES = {
     "no scale": ({"lora_alpha": 0}, "lora_alpha is 0; it must be a number above 0"),
     "scales of text": ({"alpha_pattern": {"q_proj": "x"}}, "it must be numbers above 0 by pattern"),
     "no pattern": ({"alpha_pattern": {"(": 1}}, "alpha_pattern: '(' is no regular expression"),
+    "a nested pattern": ({"alpha_pattern": {"(" * 3000 + ")" * 3000: 1}}, "is no regular expression"),
+    "a rank that no factor has": (
+        {"r": 10**9},
+        "q_proj has factors of rank 4, but adapter_config.json says 1000000000",
+    ),
+    "ranks by pattern": (
+        {"rank_pattern": {"q_proj": 2}},
+        "q_proj has factors of rank 4, but adapter_config.json says 2",
+    ),
+    "ranks of text": ({"rank_pattern": {"q_proj": "4"}}, "it must be whole numbers above 0 by pattern"),
     "an endless pattern": (
         {"alpha_pattern": {"([a-z_.0-9]+)+#": 1}},
         "takes more than 1 s, or 1 GiB of memory, to match",
@@ -327,6 +337,8 @@ DAMAGES = {
     "a deep config": (("adapter_config.json", b"[" * 10**5), "adapter_config.json cannot be read"),
     "a number for a matrix": (lambda t: t | {Q: torch.tensor(1.0)}, "q_proj.lora_A.weight is float32 []; factors are"),
     "whole numbers": (lambda t: t | {Q: t[Q].int()}, "q_proj.lora_A.weight is int32 [4, 64]; factors are matrices of"),
+    "no number": (lambda t: t | {Q: t[Q].fill_(float("nan"))}, "q_proj.lora_A.weight has a NaN or an infinity"),
+    "an infinity": (lambda t: t | {Q: t[Q].index_fill(1, torch.tensor(3), float("inf"))}, "has a NaN or an infinity"),
     "an embedding's": (lambda t: t | {EMBEDDING: t[Q].clone()}, "model.embed_tokens.lora_embedding_A is no factor of"),
     "a wrong rank": (lambda t: t | {Q: t[Q][:2].clone()}, FIT),
     "wrong columns": (lambda t: t | {Q: t[Q][:, :3].clone()}, FIT),

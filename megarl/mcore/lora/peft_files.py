@@ -23,6 +23,7 @@ from megarl.plain_files import check_regular, read_json, reason_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, HEAD = "base_model.model.", "score.weight"
+PATTERNS = ("alpha_pattern", "rank_pattern")
 OFF = ("use_dora", "fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices", "use_qalora",
        "alora_invocation_tokens", "arrow_config", "megatron_config", "loftq_config", "corda_config",
        "eva_config")  # fmt: skip
@@ -37,13 +38,21 @@ def _are_names(value) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
+def _is_rank(value) -> bool:
+    return type(value) is int and value > 0
+
+
 def _is_pattern(value) -> bool:
     return isinstance(value, dict) and all(map(_is_positive, value.values()))
 
 
+def _are_ranks(value) -> bool:
+    return isinstance(value, dict) and all(map(_is_rank, value.values()))
+
+
 # Entries of the config that are read, and what they must be, if they are there.
 ALLOWED = {
-    "r": (lambda value: type(value) is int and value > 0, "a whole number above 0"),
+    "r": (_is_rank, "a whole number above 0"), "rank_pattern": (_are_ranks, "whole numbers above 0 by pattern"),
     "lora_alpha": (_is_positive, "a number above 0"), "alpha_pattern": (_is_pattern, "numbers above 0 by pattern"),
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
     "modules_to_save": (_are_names, "a list of names"), "target_parameters": (_are_names, "a list of names"),
@@ -88,7 +97,14 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
                 f"{module.name} has factors of shapes {list(a.shape)} and {list(b.shape)}; its input is "
                 f"{module.columns}, its output {module.rows}"
             )
-        ratio = dataclasses.replace(stored, rank=rank, alpha=_alpha(config, module.name)).scale / stored.scale
+        if rank != (said := _of_module(config, "rank_pattern", module.name, config["r"])):
+            raise error(f"{module.name} has factors of rank {rank}, but {CONFIG} says {said} (r, rank_pattern)")
+        ratio = (
+            dataclasses.replace(
+                stored, rank=rank, alpha=_of_module(config, "alpha_pattern", module.name, config["lora_alpha"])
+            ).scale
+            / stored.scale
+        )
         factors |= unfuse(module, a, b if ratio == 1 else b * ratio)
     if tensors:
         raise error(f"{min(tensors)} is no factor of a layer that megarl adapts: {', '.join(TARGETS)}")
@@ -144,19 +160,22 @@ def _read_tensors(folder: Path, error) -> dict[str, Tensor]:
                 f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; factors are matrices of "
                 f"{', '.join(DTYPES)}"
             )
+        if not tensor.isfinite().all():
+            raise error(f"{name} has a NaN or an infinity")
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def _check_patterns(config: dict, modules: list[PeftModule], error):
     """UsageError for a pattern that is no regular expression, or takes too long to match."""
-    patterns = config.get("alpha_pattern") or {}
-    if not probe.ends(lambda: [_matches(pattern, module.name) for pattern in patterns for module in modules]):
-        raise error(f"{CONFIG}: alpha_pattern takes more than {probe.limits()}, to match")
-    for pattern in patterns:
-        try:
-            _matches(pattern, "")
-        except re.error as problem:
-            raise error(f"{CONFIG}: alpha_pattern: {pattern!r} is no regular expression ({problem})") from None
+    for entry in PATTERNS:
+        patterns = config.get(entry) or {}
+        if not probe.ends(lambda patterns=patterns: [_matches(p, each.name) for p in patterns for each in modules]):
+            raise error(f"{CONFIG}: {entry} takes more than {probe.limits()}, to match")
+        for pattern in patterns:
+            try:
+                _matches(pattern, "")
+            except (re.error, RecursionError, OverflowError) as problem:
+                raise error(f"{CONFIG}: {entry}: {pattern[:100]!r} is no regular expression ({problem})") from None
 
 
 def _take(module: PeftModule, tensors: dict[str, Tensor], config: dict) -> tuple[Tensor, Tensor, int] | None:
@@ -208,10 +227,10 @@ def _matches(pattern: str, name: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", name) is not None
 
 
-def _alpha(config: dict, name: str) -> float:
-    """α of a module."""
-    patterns = (config.get("alpha_pattern") or {}).items()
-    return next((alpha for pattern, alpha in patterns if _matches(pattern, name)), config["lora_alpha"])
+def _of_module(config: dict, entry: str, name: str, default: float) -> float:
+    """A module's value of an entry by pattern, the first that matches its name; without one the default."""
+    patterns = (config.get(entry) or {}).items()
+    return next((value for pattern, value in patterns if _matches(pattern, name)), default)
 
 
 def write_adapter(

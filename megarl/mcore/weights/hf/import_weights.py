@@ -65,7 +65,8 @@ def import_weights(weight_map: WeightMap, stages, pg_collection):
 def read_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[StoredBox, Tensor]]:
     """Yields everything that this rank needs of the folder, file by file, in boxes of bounded size.
 
-    A tensor must not be kept: it is a view of the mapped file, or the fp32 numbers of a quantized one.
+    A tensor must not be kept: it is a view of the mapped file, or the fp32 numbers of a quantized one. UsageError for
+    one with a number that is not finite: a run would skip every update.
     """
     by_file = defaultdict(list)
     folder = weight_map.model.folder
@@ -76,5 +77,7 @@ def read_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[S
         for box in by_file[file]:
             for part in box.split(folder_reader.MAPPED_BYTES // BYTES_PER_ELEMENT):
                 stored = part.rows.view_of(reader[part.rows.name], part.offset, part.shape)
+                if not stored.isfinite().all():
+                    raise folder.error(f"{part.rows.name} has a NaN or an infinity")
                 yield part, stored.reshape(part.shape)
         reader.close()
