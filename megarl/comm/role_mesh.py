@@ -17,7 +17,7 @@ from megarl.flags.role_flags import ROLES
 from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.parallel import process_groups
-from megarl.mcore.parallel.collectives import all_reduce
+from megarl.mcore.parallel.collectives import all_reduce, all_reduce_max
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
@@ -82,8 +82,8 @@ class RoleGroups:
         return all_reduce(values, self.pg_collection.dp)
 
     def dp_max(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest of each number over the role's replicas, in place."""
-        return all_reduce(values, self.pg_collection.dp, dist.ReduceOp.MAX)
+        """The largest of each number over the role's replicas, in place; NaN if a replica has NaN."""
+        return all_reduce_max(values, self.pg_collection.dp)
 
     def gather_rows(self, rows: torch.Tensor, values: torch.Tensor, count: int) -> torch.Tensor:
         """[count, …] int64 on the host: the `values` of all replicas, each at its own `rows`; 0 at others.

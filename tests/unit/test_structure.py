@@ -234,6 +234,22 @@ def test_no_test_module_loads_libraries_that_start_threads():
     assert not [name for name in modules if name.split(".")[0] in ("transformers", "peft")] and "torch" in modules
 
 
+# Who reduces by MAX or MIN without `all_reduce_max`, and why gloo cannot lose a NaN there.
+WITHOUT_NAN = {
+    "comm/microbatches.py": "counts", "mcore/inference/device_decode.py": "truth values",
+    "mcore/inference/session.py": "whole numbers", "mcore/kernel_choice.py": "truth values",
+    "mcore/kernels/head_divergence.py": "a sum of e^(logit − top) over the same ranks has the NaN",
+    "mcore/kernels/vocab_parallel_logprobs.py": "a sum of e^(logit − top) over the same ranks has the NaN",
+    "mcore/parallel/collectives.py": "defines it", "mcore/weights/reshard.py": "whole numbers",
+    "rollout/bank.py": "ranks", "serving/replica_service.py": "truth values",
+}  # fmt: skip
+
+
+def test_reductions_do_not_lose_nan():
+    found = [path for path in FILES if {"MAX", "MIN"} & {getattr(node, "attr", "") for node in nodes_of(path)}]
+    assert {str(path.relative_to(PACKAGE)) for path in found} == set(WITHOUT_NAN)
+
+
 def test_no_global_torch_function_mode():
     """Only a capture of a CUDA graph sees its operators, to hold the memory that they read."""
     captures = PACKAGE / "mcore" / "inference" / "step_graphs.py"

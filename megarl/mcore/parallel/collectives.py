@@ -18,6 +18,19 @@ def all_reduce(values: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
     return values
 
 
+def all_reduce_max(values: Tensor, group) -> Tensor:
+    """The largest of each number over the ranks of a group, in place; NaN if a rank has NaN.
+
+    gloo keeps a NaN of the first rank alone: of the others a comparison, which is false, takes the other number.
+    """
+    if dist.get_world_size(group) == 1 or not values.is_floating_point():
+        return all_reduce(values, group, dist.ReduceOp.MAX)
+    is_nan = values.isnan()
+    both = torch.stack([values.masked_fill(is_nan, -torch.inf), is_nan.to(values.dtype)])
+    largest, has_nan = all_reduce(both, group, dist.ReduceOp.MAX)
+    return values.copy_(largest.masked_fill(has_nan > 0, torch.nan))
+
+
 def all_reduce_number(value: int, group, op=dist.ReduceOp.SUM) -> int:
     """Reduces a number over the ranks of a group, and waits for the result."""
     if dist.get_world_size(group) == 1:

@@ -1,6 +1,7 @@
 """Role groups and process groups: sizes and members for several layouts, replicas, sharing between roles."""
 
 import itertools
+import math
 import os
 
 import pytest
@@ -252,6 +253,20 @@ def test_sums_and_gathers():
     assert [r[0] for r in results] == [[3.0, 0.0], [3.0, 2.0]] * 2
     assert [r[1] for r in results] == [[0, 2], None, [0, 2], None]
     assert [r[2] for r in results] == [[0, 1, 4, 9], None, None, None]
+
+
+def largest_of_replicas(rank, with_nan):
+    place = role_mesh.create_mesh(parse_roles("", 3, program="rl"), SAFETY)["actor"]
+    values = torch.tensor([float(rank), -float("inf"), float("nan") if rank in with_nan else -1.0], dtype=torch.float64)
+    return place.dp_max(values).tolist(), place.dp_max(torch.tensor([rank, 2**60 + rank])).tolist()
+
+
+@pytest.mark.parametrize("with_nan", [(), (0,), (1,), (2,), (0, 2)])
+def test_a_maximum_over_replicas_shows_nan_of_each(with_nan):
+    """gloo's own loses it, unless it is the first rank's."""
+    for found, whole in run_world(largest_of_replicas, 3, with_nan):
+        assert found[:2] == [2.0, -float("inf")] and whole == [2, 2**60 + 2]
+        assert math.isnan(found[2]) if with_nan else found[2] == -1.0
 
 
 def test_initializing_twice_is_initializing_once():
