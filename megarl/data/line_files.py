@@ -26,12 +26,14 @@ def read_files(files: Sequence[str], value: str, flag: str, columns: Columns) ->
     check_footers(files, flag)
     found = [_read_safely(file, flag, columns) for file in files]
     counts = [len(lines) for lines, _ in found]
+    maps = [None if map_ is None else map_.describe() for _, map_ in found]
     if not sum(counts):
         raise UsageError(f"{flag} {value}: the {'file holds' if len(files) == 1 else 'files hold'} no prompt")
     about = {
         "starts": np.cumsum([0, *counts[:-1]]).tolist(),
         "verbatim": len(files) == 1 and found[0][1] is None and not files[0].endswith((".gz", ".zst")),
-        "notes": _notes(files, counts, [description for _, description in found], value, flag),
+        "notes": _notes(files, counts, maps, value, flag),
+        "columns": [{} if map_ is None else map_.columns for _, map_ in found],
     }
     lines = found[0][0] if len(found) == 1 else _joined([lines for lines, _ in found])
     return lines.arrays() | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
@@ -55,7 +57,7 @@ def _joined(parts: list[Ragged]) -> Ragged:
     return Ragged(values, np.concatenate([[0], *offsets]).astype(np.int64))
 
 
-def _read_safely(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:
+def _read_safely(path: str, flag: str, columns: Columns) -> tuple[Ragged, ColumnMap | None]:
     """`_read_file`, with one line for whatever else a file made for harm raises in there."""
     try:
         return _read_file(path, flag, columns)
@@ -64,7 +66,7 @@ def _read_safely(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | 
         raise UsageError(f"{flag} {path}: cannot be read: {type(error).__name__}: {reason}") from None
 
 
-def _read_file(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:
+def _read_file(path: str, flag: str, columns: Columns) -> tuple[Ragged, ColumnMap | None]:
     """The checked lines of a file in megarl's own fields; and which columns they come from, None if from these."""
     where = f"{flag} {path}"
     if is_arrow(path):
@@ -81,7 +83,7 @@ def _read_file(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | No
     return _mapped(table, ColumnMap(table, columns, f"{where}:1"), where)
 
 
-def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> tuple[Ragged, str]:
+def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> tuple[Ragged, ColumnMap]:
     rows = enumerate(table.rows(columns.needed), start=1)
     lines = ragged_lines(json_line(columns.fields(row, f"{where}:{number}")) for number, row in rows)
-    return lines, columns.describe()
+    return lines, columns
