@@ -3,17 +3,21 @@
 import importlib
 from typing import TypeVar
 
+from megarl import user_results
 from megarl.errors import UsageError
 
 T = TypeVar("T")
 
 
-def load(flag: str, name: str, built_in: dict[str, T]) -> T:
+def load(flag: str, name: str, built_in: dict[str, T], awaits: bool = False) -> T:
     """The object of that name in `built_in`, otherwise the function `package.module:function`, which it imports.
 
+    Args:
+        awaits: the caller awaits what an async function gives.
+
     Raises:
-        UsageError: the name is neither, the import fails, or the module has no such function. The message starts with
-            flag and name.
+        UsageError: the name is neither, the import fails, or the module has no such function, or one whose result
+            nobody reads: a generator, or a coroutine. The message starts with flag and name.
     """
     if name in built_in:
         return built_in[name]
@@ -32,4 +36,8 @@ def load(flag: str, name: str, built_in: dict[str, T]) -> T:
     if not callable(function):
         problem = "has no" if function is None else "has a non-callable"
         raise UsageError(f"{flag} {name}: {module_name} {problem} {function_name}; a function is needed")
+    if user_results.is_generator(function):
+        raise UsageError(f"{flag} {name}: yields; allowed is a function that returns its result")
+    if not awaits and user_results.is_async(function):
+        raise UsageError(f"{flag} {name}: is async, and nothing awaits it; allowed is a plain function")
     return function

@@ -52,7 +52,7 @@ class StepData:
     logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     # [S, K] float64 rewards of the K terms of --reward that count and of the length penalty, before their weights [K],
-    # whose weighted sum is `raw_scores` up to rounding; None: the estimator does not need parts
+    # whose weighted sum is `raw_scores` up to rounding, NaN of a term that abstains; None: the estimator needs none
     parts: Tensor | None = None
     part_weights: Tensor | None = None
     # [T] of this rank's tokens, before the update; None: there was no pass for them, or the estimator needs none
@@ -146,8 +146,14 @@ def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
 
 def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_i = Σ_k w_k·(R_ki − mean_G) / (std_G + ε) over the parts k of the reward, then whitened: GDPO (arXiv
-    2601.05242). A part whose rewards are large or vary much does not hide the others."""
-    parts = [grpo(part.contiguous(), step.groups, std=options.group_std) for part in step.parts.unbind(1)]
+    2601.05242). A part whose rewards are large or vary much does not hide the others. A response without a part is none
+    of that part's group, and gets 0 for it."""
+    alone = len(step.groups) + torch.arange(len(step.groups), device=step.groups.device)
+    parts = []
+    for part in step.parts.unbind(1):
+        lacks = part.isnan()
+        groups = torch.where(lacks, int(step.groups.max() if len(step.groups) else 0) + 1 + alone, step.groups)
+        parts.append(grpo(part.nan_to_num(0.0), groups, std=options.group_std))
     return _on_tokens(step, options, torch.stack(parts, dim=1) @ step.part_weights)
 
 

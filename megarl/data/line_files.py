@@ -35,17 +35,20 @@ def read_files(files: Sequence[str], value: str, flag: str, columns: Columns) ->
         "starts": np.cumsum([0, *counts[:-1]]).tolist(),
         "verbatim": len(files) == 1 and found[0].description is None and not files[0].endswith((".gz", ".zst")),
         "notes": [*_notes(files, found, value, flag), *_warnings(files, found, flag)],
+        "columns": [each.columns or {} for each in found],
     }
     lines = found[0].lines if len(found) == 1 else _joined([each.lines for each in found])
     return lines.arrays() | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
 
 
 class _FileLines(NamedTuple):
-    """The lines of a file; which columns they come from, None of megarl's own fields; and what is not read of them."""
+    """The lines of a file; which columns they come from, None of megarl's own fields; what is not read of them; and the
+    names of their columns by field."""
 
     lines: Ragged
     description: str | None = None
     warnings: Sequence[str] = ()
+    columns: dict[str, str] | None = None
 
 
 def _notes(files: Sequence[str], found: Sequence[_FileLines], value: str, flag: str) -> list[str]:
@@ -104,4 +107,4 @@ def _read_file(path: str, flag: str, columns: Columns) -> _FileLines:
 def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> _FileLines:
     rows = enumerate(table.rows(columns.needed), start=1)
     lines = ragged_lines(json_line(columns.fields(row, f"{where}:{number}")) for number, row in rows)
-    return _FileLines(lines, columns.describe(), columns.warnings())
+    return _FileLines(lines, columns.describe(), columns.warnings(), columns.columns)

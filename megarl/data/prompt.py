@@ -1,7 +1,7 @@
 """One prompt of a file."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.data.messages import Message, MessageKey, conversation_of, key_of, text_of
@@ -26,6 +26,7 @@ class Prompt:
     environment: str | None = None
     teacher_prompt: str | list[Message] | None = None  # what a teacher reads instead of `prompt`
     teacher: str | None = None  # the name of its teacher
+    column_names: dict[str, str] | None = field(default=None, compare=False)  # in its file, by field
 
     @property
     def key(self) -> str | tuple[MessageKey, ...]:
@@ -36,6 +37,17 @@ class Prompt:
     def tools_key(self) -> str | None:
         """The tools as a hashable value."""
         return None if self.tools is None else json.dumps(self.tools, ensure_ascii=False)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What a reward may read of the row, by the names of its file: metadata, and answer, task and tools; the prompt
+        is there as `prompt`, too."""
+        fields = {"prompt": self.prompt, "answer": self.answer, "task": self.task, "tools": self.tools}
+        names = self.column_names or {}
+        named = {names.get(name, name): value for name, value in fields.items() if value is not None}
+        inner = [name for name in named if "." in name]  # the outer column is in the metadata
+        columns = {name: value for name, value in named.items() if name not in inner}
+        return {"prompt": self.prompt, **columns, **(self.metadata or {})}
 
     @property
     def conversation(self) -> list[Message]:

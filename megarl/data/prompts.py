@@ -47,7 +47,8 @@ class PromptFiles:
 
     `value`: what the user gave for `flag`. `starts`: number of each file's first line. `verbatim`: one file that is
     read as it is, so that its bytes are the lines'. `notes`: what was recognised in the files, for the user.
-    `entries`: of a mixture; `firsts`: number of each entry's first line.
+    `entries`: of a mixture; `firsts`: number of each entry's first line. `columns`: of each file, the names
+    of its columns by field.
     """
 
     flag: str
@@ -58,6 +59,7 @@ class PromptFiles:
     notes: tuple[str, ...] = ()
     entries: tuple[MixtureEntry, ...] = ()
     firsts: tuple[int, ...] = ()
+    columns: tuple[dict[str, str], ...] = dataclasses.field(default=(), compare=False)
 
 
 class PromptSet:
@@ -78,10 +80,15 @@ class PromptSet:
         fields = present_fields(json.loads(self._lines.view(self._line(index)).tobytes()))
         if (environment := self.entry_of(index).environment) is not None:
             fields.setdefault("environment", environment)
-        return Prompt(index=index, **fields)
+        return Prompt(index=index, **fields, column_names=self._column_names(index))
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
+
+    def _column_names(self, index: int) -> dict[str, str]:
+        """The names of columns by field, of the file of a prompt."""
+        columns = self._source.columns
+        return columns[bisect.bisect_right(self._source.starts, self._line(index)) - 1] if columns else {}
 
     def entry_of(self, index: int) -> MixtureEntry:
         """The entry of the mixture that a prompt is of; without a mixture, one that says nothing."""
@@ -327,6 +334,7 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
             raise UsageError(f"{flag} {value}: {entry.name}: the files hold no prompt")
     source = PromptFiles(
         flag=flag, value=value, files=files, starts=tuple(about["starts"]), verbatim=about["verbatim"],
+        columns=tuple(about["columns"]),
         notes=(*about["notes"], *shares(entries, firsts, f"{flag} {value}")), entries=entries,
         firsts=tuple(firsts[:-1]),
     )  # fmt: skip

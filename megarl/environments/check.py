@@ -7,9 +7,11 @@ from megarl.child_process import Child, parent
 from megarl.environments.agents.agent import Agent, as_agent, check_packages
 from megarl.environments.loading import load_factory
 from megarl.errors import UsageError
+from megarl.user_results import is_generator, settled
 
 # Who answers the policy's turns: an environment as the user or as tools, or an agent, which owns the loop.
 USER, TOOLS, AGENT = KINDS = ("user", "tool", "agent")
+METHODS = ("reset", "step", "restore", "close")
 
 
 def check_factories(names: Sequence[str]) -> dict[str, str]:
@@ -40,13 +42,15 @@ def main():
 def _kind(name: str) -> str:
     factory = load_factory(name)
     try:
-        environment = as_agent(factory) or factory()
+        environment = as_agent(factory) or settled(factory())
         if isinstance(environment, Agent):
             check_packages(environment)
             return AGENT
-        missing = [m for m in ("reset", "step", "restore", "close") if not callable(getattr(environment, m, None))]
+        missing = [m for m in METHODS if not callable(getattr(environment, m, None))]
         if missing or not isinstance(getattr(environment, "tools", None), list):
             raise TypeError(f"{type(environment).__name__} lacks {', '.join(missing) or 'tools'} of the protocol")
+        if yielding := [m for m in METHODS if is_generator(getattr(environment, m))]:
+            raise TypeError(f"{type(environment).__name__}.{yielding[0]} yields; it returns its result")
         return TOOLS if environment.tools else USER
     except UsageError as error:  # a package that is missing
         raise UsageError(f"--environment {name}: {error}") from None

@@ -27,4 +27,4 @@ def load_factory(name: str) -> Callable[[], Environment]:
     found = BUILT_IN.get(name, name)
     if ":" not in found:
         return plugins.load("--environment", name, dict.fromkeys(BUILT_IN))  # says what is allowed
-    return plugins.load("--environment", found, {})
+    return plugins.load("--environment", found, {}, awaits=True)

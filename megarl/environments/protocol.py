@@ -1,10 +1,11 @@
 """What an environment is: the protocol that users implement, and the records that pass between it and the rollout."""
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from megarl.user_results import is_async
 
 Message = dict[str, Any]  # role and content; of a tool also tool_call_id and name
 
@@ -116,7 +117,7 @@ class BaseEnvironment:
 
 async def called(function: Callable, *args, **kwargs) -> Any:
     """The result of a user's function; a plain one runs in a thread."""
-    if inspect.iscoroutinefunction(function):
+    if is_async(function):
         return await function(*args, **kwargs)
     return await resolved(await asyncio.to_thread(function, *args, **kwargs))
 

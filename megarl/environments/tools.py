@@ -3,9 +3,11 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn, called
 from megarl.environments.tool_schemas import mismatch, schema_of
+from megarl.user_results import is_generator, number_of
 
 MAX_RESULT_LENGTH = 100_000  # characters of a result; the rest is cut
 
@@ -18,7 +20,7 @@ class ToolEnvironment(BaseEnvironment):
 
     def __init__(
         self, functions: Sequence[Callable], max_calls: int = 16, timeout: float = 30.0,
-        reward: Callable[[Task, str], float] | None = None,
+        reward: Callable[[Task, str], Any] | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -26,11 +28,15 @@ class ToolEnvironment(BaseEnvironment):
                 between calls: an episode that is played again does not call them again.
             max_calls: that are made of a turn; others get a text that says so.
             timeout: seconds of a call.
-            reward: of (task, content of the last turn); None: 0, and the verifiers of `--reward` decide.
+            reward: of (task, content of the last turn), plain or async; None: 0, and the verifiers of `--reward`
+                decide.
 
         Raises:
-            TypeError: a function without the hints that its schema needs.
+            TypeError: a function without the hints that its schema needs, or that yields.
         """
+        for function in functions:
+            if is_generator(function):
+                raise TypeError(f"the tool {function.__name__} yields; allowed is a function that returns its result")
         self._functions = {function.__name__: function for function in functions}
         self.tools = [schema_of(function) for function in functions]
         self._max_calls, self._timeout, self._reward = max_calls, timeout, reward
@@ -48,7 +54,7 @@ class ToolEnvironment(BaseEnvironment):
     async def step(self, turn: Turn) -> Observation:
         """Makes the calls of a turn, together."""
         if not turn.calls and not turn.errors:
-            reward = 0.0 if self._reward is None else self._reward(self._task, turn.content)
+            reward = 0.0 if self._reward is None else await called(self._reward, self._task, turn.content)
             return Observation(reward=reward, done=True)
         results = await asyncio.gather(*(self._result(index, call) for index, call in enumerate(turn.calls)))
         messages: list[Message] = [
@@ -71,7 +77,7 @@ class ToolEnvironment(BaseEnvironment):
             return f"Error: {problem}"
         try:
             result = await asyncio.wait_for(called(function, **call.arguments), self._timeout)
-            return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))[:MAX_RESULT_LENGTH]
+            return _text_of(result)[:MAX_RESULT_LENGTH]
         except TimeoutError:
             return f"Error: no result within {self._timeout:g} seconds"
         except (Exception, SystemExit) as error:
@@ -89,3 +95,15 @@ class ToolEnvironment(BaseEnvironment):
             if problem := mismatch(value, schema["properties"][name]):
                 return f"the argument {name} of {call.name} {problem}"
         return None
+
+
+def _text_of(result: Any) -> str:
+    """A result as the policy reads it. TypeError for one that is no JSON."""
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch in a result, as JSON has it."""
+    if number_of(value) is None:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return value.item() if hasattr(value, "item") else number_of(value)

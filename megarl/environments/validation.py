@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.environments.protocol import Observation
 from megarl.numbers import is_finite
+from megarl.user_results import number_of
 
 ROLES = ("user", "system", "tool")
 MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
@@ -26,16 +27,16 @@ def checked(observation: Any) -> Observation:
     if not isinstance(parts, dict):
         raise ValueError(f"parts are {type(parts).__name__}, not a dict")
     for name, value in [("reward", reward), *parts.items()]:
-        if not is_finite(value):
+        if not is_finite(number_of(value)):
             raise ValueError(f"{name} is {value!r}, not a finite number"[:200])
     messages = [_message(message) for message in observation.messages]
     size = sum(len(json.dumps(message)) for message in messages)
     if size > MAX_MESSAGES_LENGTH:
         raise ValueError(f"the messages have {size:,} characters; allowed are {MAX_MESSAGES_LENGTH:,}")
     return dataclasses.replace(
-        observation, messages=messages, reward=float(reward), done=bool(observation.done),
+        observation, messages=messages, reward=number_of(reward), done=bool(observation.done),
         correct=None if correct is None else bool(correct),
-        parts={str(name): float(value) for name, value in parts.items()},
+        parts={str(name): number_of(value) for name, value in parts.items()},
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ are plain functions run in threads. It ends when the socket closes, and with its
 
 import asyncio
 import contextlib
-import inspect
 import os
 import queue
 import sys
@@ -23,6 +22,7 @@ from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
 from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Observation, resolved
 from megarl.environments.validation import checked
+from megarl.user_results import is_async
 
 THREADS = 512  # of plain methods; started when they are needed
 
@@ -139,7 +139,7 @@ class Worker:
 
     async def _limited(self, function, *args):
         """The result of a method, a coroutine or not. Raises Late(whether a thread still runs) at the limit."""
-        if inspect.iscoroutinefunction(function):
+        if is_async(function):
             try:
                 return await asyncio.wait_for(function(*args), self._seconds)
             except TimeoutError:

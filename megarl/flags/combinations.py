@@ -23,7 +23,7 @@ from megarl.flags.learning_rules import comparisons, distillation, parts, prefer
 from megarl.flags.reward_rules import rewards
 from megarl.flags.settings import Settings
 from megarl.observe.trackers.base import has_remote
-from megarl.rewards.expression import COSINE, INFALLIBLE, JUDGE, MODEL, REPETITION, UNVERIFIED
+from megarl.rewards.expression import COSINE, INFALLIBLE, JUDGE, MODEL, REPETITION, UNVERIFIED, is_plugin
 
 
 class Condition(NamedTuple):
@@ -97,6 +97,8 @@ CONDITIONS: dict[str, Condition] = {
                           "needs several folders in --reward-model"),
     "fallible": Condition(lambda context: bool(context.rewards - {*INFALLIBLE}),
                           "--reward {reward} has neither a verifier nor a judge"),
+    "concurrent": Condition(lambda context: "remote" in context.rewards or any(map(is_plugin, context.rewards)),
+                            "--reward {reward} has neither a remote term nor a plug-in, which may be async"),
     "local": Condition(lambda context: bool(context.rewards - {*UNVERIFIED, "remote"}),
                        "--reward {reward} has no verifier that runs locally"),
     "context": _when(lambda s: s.distill != NONE and s.teacher_context == SIBLING, "needs --teacher-context sibling"),

@@ -106,7 +106,8 @@ class Settings(
     reward_url: str | None = address("remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
     reward_retries: int = not_negative(3, "remote: retries of a failed request, with back-off", programs=GENERATING,
                                         when="remote")  # fmt: skip
-    reward_concurrency: int = positive(8, "remote: concurrent requests", programs=GENERATING, when="remote")
+    reward_concurrency: int = positive(8, "concurrent requests of remote, and calls of an async plug-in",
+                                        programs=GENERATING, when="concurrent")  # fmt: skip
     reward_memory_mb: int = positive(1024, "code: memory limit of a checked program, MiB", programs=GENERATING,
                                       when="code")  # fmt: skip
     reward_timeout: float = positive(30.0, "time limit of a verifier for one sample, seconds", **FALLIBLE)

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any
 
+from megarl import user_results
 from megarl.user_code import place_of
 
 _SHOWN = 80  # characters of prompt and response in a reason
@@ -20,6 +20,9 @@ class Sample:
     With an environment `response` is what the policy wrote in its last turn: an observation is not an answer of the
     policy. `turns` has a record of each turn: its `text`, the environment's `observation` after it as text (empty
     after the last), and its `reward`. Without an environment the response is the only turn.
+
+    `columns` has all that the prompt's row holds, by the names of its file: `metadata`, and `prompt` and `answer` as
+    the file calls them.
     """
 
     prompt: str
@@ -30,6 +33,7 @@ class Sample:
     messages: list[dict[str, Any]] | None = None
     tokens: int = 0
     turns: list[dict[str, Any]] = field(default_factory=list)
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 def only_turn(response: str) -> list[dict[str, Any]]:
@@ -43,7 +47,8 @@ class Score:
 
     `parts` are named reward components for the log; if any are given, they add up to the reward. `extracted` is the
     response's answer, right or wrong, for majority votes; None: no answer, so no vote. `timed_out`: a wrong answer,
-    because scoring the response took too long.
+    because scoring the response took too long. `abstains`: the function gave None, as it does not judge this sample;
+    the reward is 0.
     """
 
     reward: float
@@ -51,6 +56,7 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     extracted: str | None = None
     timed_out: bool = False
+    abstains: bool = False
 
 
 def reference_sample(sample: Sample) -> Sample:
@@ -110,27 +116,37 @@ def _shown(text: str) -> str:
 class Verifier:
     """One named reward function, with its results checked.
 
-    The function maps a Sample to a Score, or to a number x, short for Score(x, correct=x >= 1, extracted=the whole
-    response if finished). A function marked `batched` or `grouped` maps a list of samples to a list of these.
+    The function maps a Sample to a Score, or to one of the forms that `_score_of` reads. A function marked `batched` or
+    `grouped` maps a list of samples to a list of these. It may be async: one of single samples is then called for
+    all of them together.
     """
 
-    def __init__(self, name: str, function: Callable):
+    def __init__(self, name: str, function: Callable, seconds: float = math.inf, concurrency: int = 1):
+        """`seconds`: limit of an async call for one sample; `concurrency`: such calls at a time."""
         self.name = name
         self.batched = bool(getattr(function, "batched", False))
         self.grouped = bool(getattr(function, "grouped", False))
         self._takes_list = self.batched or self.grouped
-        self._function = function
+        self.concurrent = not self._takes_list and user_results.is_async(function)
+        self._function, self._seconds, self._concurrency = function, seconds, concurrency
 
     def outcomes(self, samples: list[Sample]) -> list[Score | str]:
         """For each sample a Score, or the reason for having none. A function of a list is called once; all samples
         fail if it raises."""
+        if self.concurrent:
+            limits = self._seconds, self._concurrency
+            results = user_results.run(user_results.together(self._function, samples, *limits))
+            return [self._checked(*item) for item in zip(samples, results, strict=True)]
         calls = [samples] if self._takes_list else [[sample] for sample in samples]
         return [outcome for call in calls for outcome in self._outcomes(call)]
 
     def _outcomes(self, samples: list[Sample]) -> list[Score | str]:
         """Those of one call."""
         try:
-            results = list(self._function(samples)) if self._takes_list else [self._function(*samples)]
+            if self._takes_list:
+                results = _listed(user_results.settled(self._function(samples)))
+            else:
+                results = [user_results.settled(self._function(*samples))]
             if len(results) != len(samples):
                 raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
         except (Exception, SystemExit) as error:
@@ -138,28 +154,71 @@ class Verifier:
         return [self._checked(*item) for item in zip(samples, results, strict=True)]
 
     def _checked(self, sample: Sample, result: Any) -> Score | str:
-        if isinstance(result, Real):
-            result = Score(float(result), float(result) >= 1.0, extracted=whole_response(sample))
-        if problem := _problem(result):
+        if isinstance(result, user_results.LateCall):
+            return TimedOut(failure(self.name, sample, ScoringError(result)))
+        if isinstance(result, BaseException):
+            return failure(self.name, sample, result)
+        score = _score_of(result, sample)
+        if problem := _problem(score):
             return failure(self.name, sample, problem)
-        parts = {str(name): float(value) for name, value in result.parts.items()}
+        parts = {str(name): user_results.number_of(value) for name, value in score.parts.items()}
         return replace(
-            result, reward=float(result.reward), correct=bool(result.correct), parts=parts,
-            timed_out=bool(result.timed_out),
+            score, reward=user_results.number_of(score.reward), correct=bool(score.correct), parts=parts,
+            timed_out=bool(score.timed_out), abstains=bool(score.abstains),
         )  # fmt: skip
+
+
+def _listed(results: Any) -> list[Any]:
+    """The results of a function of a list; a dictionary has them in `rewards` (OpenRLHF), an array in its first
+    dimension."""
+    return list(results["rewards"] if isinstance(results, dict) and "rewards" in results else results)
+
+
+def _score_of(result: Any, sample: Sample) -> Any:
+    """The Score of a result, or the result itself if it is none.
+
+    A number x is Score(x, correct=x >= 1, extracted=the whole response if finished). None abstains. A list of one
+    result is that (TRL). A dictionary has the number in `score` (verl), `reward` or `rewards` (OpenRLHF), and perhaps
+    `acc`, whether the response is correct, and `pred`, its answer; other keys are not read.
+    """
+    if isinstance(result, list | tuple) and len(result) == 1:
+        result = result[0]
+    if result is None:
+        return Score(0.0, False, abstains=True)
+    if isinstance(result, dict):
+        number = next((result[name] for name in ("score", "reward", "rewards") if name in result), None)
+        score = None if number is None else _score_of(number, sample)
+        if not isinstance(score, Score):
+            return result
+        correct, answer = user_results.number_of(result.get("acc")), result.get("pred")
+        return replace(
+            score, correct=score.correct if correct is None else correct > 0,
+            extracted=answer if isinstance(answer, str) else score.extracted,
+        )  # fmt: skip
+    number = user_results.number_of(result)
+    return result if number is None else Score(number, number >= 1.0, extracted=whole_response(sample))
 
 
 def _problem(result: object) -> str | None:
     """What is wrong with a verifier's result, or None."""
     if not isinstance(result, Score):
-        return f"returned {type(result).__name__}, not a Score or a number"
+        return f"returned {type(result).__name__}{_keys(result)}, not a Score or a number"
     if not isinstance(result.parts, dict):
         return f"parts is {result.parts!r}, not a dict"
-    for name, value in [("reward", result.reward), *result.parts.items()]:
-        if not isinstance(value, Real) or not math.isfinite(value):
-            return f"{name} is {value!r}, not a finite number"
-    if result.parts and not math.isclose(sum(result.parts.values()), result.reward, rel_tol=1e-6, abs_tol=1e-6):
+    numbers = {name: user_results.number_of(value) for name, value in result.parts.items()}
+    values = {"reward": result.reward, **result.parts}
+    for name, number in {"reward": user_results.number_of(result.reward), **numbers}.items():
+        if number is None or not math.isfinite(number):
+            return f"{name} is {values[name]!r:.200}, not a finite number"
+    if numbers and not math.isclose(
+        math.fsum(numbers.values()), user_results.number_of(result.reward), rel_tol=1e-6, abs_tol=1e-6
+    ):
         return f"parts {result.parts} do not add up to {result.reward}"
     if not isinstance(result.extracted, str | None):
         return f"extracted is {result.extracted!r}, neither a string nor None"
     return None
+
+
+def _keys(result: object) -> str:
+    """The keys of a dictionary that is no result, for its error."""
+    return f" with {', '.join(map(repr, list(result)[:5])) or 'no key'}" if isinstance(result, dict) else ""

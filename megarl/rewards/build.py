@@ -25,7 +25,7 @@ class Options:
     length: int
     url: str | None
     retries: int
-    concurrency: int
+    concurrency: int  # requests, or calls of an async function, at a time
     memory_mb: int
     timeout: float  # seconds per sample
     workers: int
@@ -93,7 +93,7 @@ _BUILT_IN = {
 }  # fmt: skip
 _PLUG_IN = _BuiltIn(make=None)
 # Parameters by which rewards of other frameworks are known.
-_SIGNATURES = {"verl": {"solution_str", "ground_truth"}, "TRL": {"completions"}, "OpenRLHF": {"queries", "prompts"}}
+_SIGNATURES = {"verl": {"solution_str", "ground_truth"}, "OpenRLHF": {"queries", "prompts"}, "TRL": {"completions"}}
 
 
 def build_verifiers(settings) -> VerifierSet:
@@ -134,10 +134,11 @@ def needs_whole_groups(settings) -> bool:
 def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, Verifier]:
     """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers` does."""
     built_in: dict[str, Any] = {name: _BUILT_IN[name].make(options) for name in names if name in _BUILT_IN}
-    functions = {name: plugins.load("--reward", name, built_in) for name in names}
+    functions = {name: plugins.load("--reward", name, built_in, awaits=True) for name in names}
     for name in functions.keys() - built_in.keys():
         _check_signature(name, functions[name])
-    verifiers = {name: Verifier(name, function) for name, function in functions.items()}
+    limits = options.timeout, options.concurrency
+    verifiers = {name: Verifier(name, function, *limits) for name, function in functions.items()}
     for name, verifier in verifiers.items():
         if verifier.batched and verifier.grouped:
             raise UsageError(f"--reward {name}: is marked both batched and grouped; keep the mark of the list it takes")
@@ -146,6 +147,8 @@ def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, V
 
 def _check_signature(name: str, function: Callable):
     """UsageError unless a plug-in can be called with one argument, or if it is written for another framework."""
+    if inspect.isclass(function):
+        raise UsageError(f"--reward {name}: is a class; allowed is a function, or an object that can be called")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of functions in C, which do not tell
@@ -158,9 +161,10 @@ def _check_signature(name: str, function: Callable):
         fits = False
     if not fits:
         of_peer = f", the signature of a reward of {peers[0]}" if peers else ""
+        wrapper = f", with megarl.rewards.of_{peers[0].lower()}" if peers else ""
         raise UsageError(
-            f"--reward {name}: takes {signature}{of_peer}; megarl calls it with one argument, a Sample: wrap it "
-            "(docs/extending.md)"
+            f"--reward {name}: takes {signature}{of_peer}; megarl calls it with one argument, a Sample: wrap it"
+            f"{wrapper} (docs/rewards.md)"
         )
 
 

@@ -15,7 +15,7 @@ class Workers:
     """`count` processes, started with the first jobs; `setup` is the first message to each (see `worker.py`)."""
 
     def __init__(self, count: int, setup: object):
-        self._count = count
+        self.count = count
         self._setup = setup
         self._workers: list[_Worker] = []
 
@@ -41,7 +41,7 @@ class Workers:
         waiting = deque(range(len(jobs)))
         done: list[list[Score | str]] = [[] for _ in jobs]
         while True:
-            for slot in range(self._count):
+            for slot in range(self.count):
                 self._assign(slot, jobs, waiting)
             busy = [worker for worker in self._workers if worker.busy]
             if not busy:

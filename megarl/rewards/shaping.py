@@ -85,9 +85,13 @@ class ShapingTerms:
         columns = dict(others)
         if COSINE in self.names:
             decides = others[correctness_term(self.terms)]
-            columns[COSINE] = [
+            shaped = [
                 Score(cosine_by_length(r.share, score.correct, r.is_finished, self._cosine), score.correct)
                 for r, score in zip(responses, decides, strict=True)
+            ]
+            columns[COSINE] = [
+                Score(0.0, False, abstains=True) if score.abstains else own
+                for own, score in zip(shaped, decides, strict=True)
             ]
         if REPETITION in self.names:
             columns[REPETITION] = [Score(0.0 - repeated_share(r.tokens, self._n), False) for r in responses]

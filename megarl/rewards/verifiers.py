@@ -91,6 +91,8 @@ class VerifierSet:
                 calls = [[samples[i] for i in group] for group in groups]
             elif self._verifiers[name].batched and samples:
                 calls = [samples]
+            elif self._verifiers[name].concurrent and samples:
+                calls = _shares(samples, 1 if self._workers is None else self._workers.count)
             jobs += [Job(name, call, seconds * len(call)) for call in calls]
         outcomes: dict[str, list[Score | str]] = {name: [] for name in limited}
         results = self._run(jobs)
@@ -122,3 +124,9 @@ class VerifierSet:
             return guard.call(self._verifiers[job.name].outcomes, job.samples, job.seconds)
         except TimeoutError as error:
             return [TimedOut(failure(job.name, sample, str(error))) for sample in job.samples]
+
+
+def _shares(samples: list[Sample], count: int) -> list[list[Sample]]:
+    """The samples in their order, in at most `count` lists of nearly one length."""
+    size = -(-len(samples) // count)
+    return [samples[start : start + size] for start in range(0, len(samples), size)]

@@ -1,6 +1,7 @@
 """The reward role: scores responses with verifiers and a reward model or a judge, each replica its own."""
 
 import dataclasses
+import math
 from itertools import compress
 from typing import Any
 
@@ -22,7 +23,7 @@ from megarl.errors import warn
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, failure, only_turn
-from megarl.rewards.composition import compose
+from megarl.rewards.composition import compose, fail_unscored
 from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
 from megarl.rewards.shaping import Shaped
 from megarl.rewards.verifiers import VerifierSet
@@ -202,6 +203,7 @@ class Reward:
             columns[JUDGE], of_judge = self._judged(samples, judged, rows)
             failures = failures | {JUDGE: [reason for reason in of_judge if reason is not None]}
             reasons = [reason or other for reason, other in zip(reasons, of_judge, strict=True)]
+        failures, reasons = fail_unscored(terms, samples, columns, failures, reasons, self.settings.reward_fallback)
         for row, reason in zip(rows, reasons, strict=True):
             if reason is not None:
                 row["failure"] = reason
@@ -209,7 +211,7 @@ class Reward:
             columns[ENVIRONMENT] = _environment_scores(batch)
         self._warn(failures, len(samples), drops=self.drops and for_training)
         self._statistics.check_failures(failures, self.verifiers.timeouts, part.total, self._failure_windows)
-        values = {name: [score.reward for score in column] for name, column in columns.items()}
+        values = {name: list(map(_value, column)) for name, column in columns.items()}
         if model_scores is not None:
             values[MODEL], normalized = model_scores.tolist()
             pairs = zip(normalized, values[MODEL], strict=True)
@@ -219,9 +221,10 @@ class Reward:
             members = [[i for i in group if counted[i]] for group in groups]
             shaped = shaping.scores(self._shaped(batch, step_batch.prompts), columns, members)
             columns |= shaped
-            values |= {name: [score.reward for score in column] for name, column in shaped.items()}
+            values |= {name: list(map(_value, column)) for name, column in shaped.items()}
         if for_training:
-            self._statistics.add({name: list(compress(column, counted)) for name, column in values.items()})
+            known = {name: list(compress(column, counted)) for name, column in values.items()}
+            self._statistics.add({name: [v for v in column if v is not None] for name, column in known.items()})
         positions = range(len(batch))
         scores = [compose(terms, {name: column[i] for name, column in columns.items()}) for i in positions]
         penalties = self._overlong_penalties(batch, step_batch.prompts)
@@ -295,10 +298,11 @@ class Reward:
     def _parts_of(
         self, terms: tuple[Term, ...], columns: dict[str, list[Score]], penalties: Tensor | None, count: int
     ) -> list[list[float]]:  # fmt: skip
-        """Parts of each response's reward, in the order of `Settings.part_weights`; [] if there are not several."""
+        """Parts of each response's reward, in the order of `Settings.part_weights`, NaN of a term that abstains; [] if
+        there are not several."""
         if not self.settings.part_weights:
             return [[] for _ in range(count)]
-        parts = [[score.reward for score in columns[term.name]] for term in terms if term.weight]
+        parts = [[math.nan if s.abstains else s.reward for s in columns[term.name]] for term in terms if term.weight]
         parts += [] if penalties is None else [penalties.tolist()]
         if len(parts) != len(self.settings.part_weights):  # another reward of a mixture; then no estimator reads parts
             return [[0.0] * len(self.settings.part_weights) for _ in range(count)]
@@ -320,6 +324,11 @@ class Reward:
         prompts = [prompt for prompt, _ in texts]
         columns = zip(prompts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
         return [_sample(*item) for item in columns]
+
+
+def _value(score: Score) -> float | None:
+    """What a term gives in statistics and rows."""
+    return None if score.abstains else score.reward
 
 
 def _environment_scores(batch: Batch) -> list[Score]:
@@ -346,6 +355,7 @@ def _sample(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens:
     return Sample(
         prompt=prompt.text, response=turns[-1]["text"] if turns else "", answer=prompt.answer,
         metadata=prompt.metadata, finished=finished, messages=prompt.conversation, tokens=tokens, turns=turns,
+        columns=prompt.columns,
     )  # fmt: skip
 
 
@@ -366,8 +376,8 @@ def _row(number: int, sample: Sample) -> dict:
     }
 
 
-def _scored(score: Score, values: dict[str, float]) -> dict:
-    """The fields of a row that a score sets."""
+def _scored(score: Score, values: dict[str, float | None]) -> dict:
+    """The fields of a row that a score sets. `values`: what each term gave, None of one that abstains."""
     return {
         "reward": score.reward,
         "correct": score.correct,

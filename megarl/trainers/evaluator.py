@@ -58,7 +58,8 @@ def prompt_metrics(rows: list[dict], ks: Sequence[int]) -> dict[str, float]:
         metrics |= {f"maj@{k}": maj_at_k(answers, correct, count) for k, count in counts.items()}
     values = [row["reward_values"] for row in rows]
     if len(values[0]) > 1:
-        metrics |= {f"reward/{term}": fmean(value[term] for value in values) for term in values[0]}
+        by_term = {term: [value[term] for value in values if value[term] is not None] for term in values[0]}
+        metrics |= {f"reward/{term}": fmean(known) for term, known in by_term.items() if known}
     return metrics | {
         "reward": fmean(row["reward"] for row in rows),
         "response_length_mean": fmean(row["length"] for row in rows),

@@ -58,6 +58,7 @@ HOLDS = {
     "cosine": "--reward 0*exact-match+cosine", "repetition": "--reward repetition",
     "range": "--group-filter range", "pools": "--pool-bounds 0.1,0.9",
     "remote": "--reward remote --reward-url http://x", "local": "", "margin": "",
+    "concurrent": "--reward remote --reward-url http://x",
     "preference": ONLINE,
     "preference:beta": "", "preference:label_smoothing": "", "preference:gamma": "--preference-loss simpo",
     "preference:coefficient": "--preference-loss rpo", "labels": "--preference-loss kto",
@@ -87,7 +88,7 @@ FAILS = {
     "margin": "--preference-loss ipo", "preference:beta": "--preference-loss orpo",
     "preference:label_smoothing": "--preference-loss ipo", "preference:gamma": "", "preference:coefficient": "",
     "labels": "", "preference:desirable_weight": "", "preference:undesirable_weight": "",
-    "remote": "", "local": "--reward remote --reward-url http://x",
+    "remote": "", "concurrent": "", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
 
 # Fields whose value or required flags do not follow from their type and condition.

@@ -24,6 +24,14 @@ class Echo(BaseEnvironment):
         return Observation([{"role": "user", "content": f"{turn.number}: {turn.text}"}], reward=float(turn.number))
 
 
+class Yields(Echo):
+    """Gives its answers one by one."""
+
+    async def step(self, turn):
+        """A generator."""
+        yield super().step(turn)
+
+
 class Typed(Echo):
     """Has a tool, and answers with the calls of the turn as JSON."""
 

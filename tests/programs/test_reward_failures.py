@@ -1,5 +1,6 @@
 """Responses whose verifier failed: dropped from groups, losses and means, in every layout, and never silently."""
 
+import asyncio
 import json
 import os
 import sys
@@ -21,6 +22,12 @@ def picky(sample) -> float:
     if sample.response[:1] in set("26"):
         raise ValueError("a bad digit")
     return len(sample.response) / 10
+
+
+async def silent(sample) -> float | None:
+    """Is awaited, and judges all but what `picky` cannot score."""
+    await asyncio.sleep(0)
+    return None if sample.response[:1] in set("26") else len(sample.response) / 10
 
 
 def rude(sample) -> float:
@@ -56,6 +63,27 @@ def test_what_failed_counts_nowhere_and_is_said(dropped):
         assert found[name] == pytest.approx(fmean(row["reward"] for row in scored), abs=1e-6)
     assert found["rollout/response_length_mean"] == pytest.approx(fmean(row["length"] for row in scored))
     assert f" | {len(failed)} failed | " in out
+
+
+def test_a_lone_reward_of_none_is_dropped_as_a_failure_and_beside_others_adds_nothing(dropped, tmp_path):
+    """In training the response is no wrong answer: the run is that of a reward that raises for these."""
+    name = NAME.replace("picky", "silent")
+    train("rl", rl_argv(tmp_path / "lone", FLAGS.replace(NAME, name)))
+    failed = [row for row in rows_of(tmp_path / "lone") if "failure" in row]
+    assert failed and all("returned None, and no other term" in row["failure"] for row in failed)
+    rows = [{key.replace(name, NAME): value for key, value in row.items()}
+            for row in timeless_rows(tmp_path / "lone", (1, 2)).values()]  # fmt: skip
+    assert rows == list(timeless_rows(dropped[0], (1, 2)).values()) and rows[0]["actor/grad_norm"] > 0
+    several = f"--reward {name}+0.5*length --reward-length 2 --samples-per-prompt 4 --advantage gdpo --kl-coefficient 0"
+    train("rl", rl_argv(tmp_path / "several", f"{several} --train-iters 1"))
+    rows, found = rows_of(tmp_path / "several"), metrics(tmp_path / "several")[1]
+    silent_rows = [row for row in rows if row["response"][:1] in set("26")]
+    assert silent_rows and not any("failure" in row for row in rows)
+    assert all(row["reward"] == row["reward_parts"]["length"] for row in silent_rows)
+    assert all(row["reward_values"][name] is None for row in silent_rows)
+    known = [row["reward_values"][name] for row in rows if row not in silent_rows]
+    assert found[f"reward/{name}/mean"] == pytest.approx(fmean(known), abs=1e-6)
+    assert found[f"reward/{name}/failures"] == 0 and found["actor/grad_norm"] > 0
 
 
 def test_a_reward_that_changes_the_process_trains_the_same(dropped, tmp_path, capfd):

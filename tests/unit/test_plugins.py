@@ -8,6 +8,7 @@ from megarl.errors import UsageError
 from tests.helpers.tiny_models import SHAPES
 
 SOURCE = """
+import functools
 from megarl.algorithms.estimators import Advantages
 limit = 3
 def plain(step, options):
@@ -27,6 +28,15 @@ class Callable:
     def __call__(self, tokens, clip):
         return clip.dual
 instance = Callable()
+async def later(step, options):
+    return None
+partly = functools.partial(later, None)
+class Waiter:
+    async def __call__(self, step, options):
+        return None
+waiter = Waiter()
+def many(step, options):
+    yield None
 """
 BUILT_IN = {"one": 1, "two": 2}
 
@@ -67,6 +77,8 @@ def test_names_are_built_in_or_functions():
     ("leaving_plugins:f", "cannot import leaving_plugins: SystemExit: 3"),
     ("my_plugins:nothing", "my_plugins has no nothing"),
     ("my_plugins:limit", "my_plugins has a non-callable limit"),
+    ("my_plugins:later", "is async, and nothing awaits it"), ("my_plugins:partly", "is async, and nothing awaits it"),
+    ("my_plugins:waiter", "is async, and nothing awaits it"), ("my_plugins:many", "yields; allowed is a function that"),
 ])  # fmt: skip
 def test_anything_else_is_rejected_in_one_line(name, message):
     with pytest.raises(UsageError) as caught:

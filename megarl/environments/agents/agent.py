@@ -14,6 +14,7 @@ from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.numbers import is_finite
 from megarl.rewards.base import Score
+from megarl.user_results import is_async, number_of
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def check_packages(agent: Agent):
 
 def as_agent(factory: Callable) -> Agent | None:
     """The agent of a coroutine function of (task, client); None if `factory` is none, but makes environments."""
-    if not inspect.iscoroutinefunction(factory):
+    if not is_async(factory):
         return None
     names = list(inspect.signature(factory).parameters)
     if len(names) != 2:
@@ -120,6 +121,6 @@ def observation_of(score: Any) -> Observation:
         return Observation(score.messages, score.reward, True, score.correct, score.parts)
     if isinstance(score, Score):
         return Observation(reward=score.reward, done=True, correct=score.correct, parts=score.parts)
-    if is_finite(score):
-        return Observation(reward=float(score), done=True)
+    if (number := number_of(score)) is not None and is_finite(number):
+        return Observation(reward=number, done=True)
     raise TypeError(f"an agent's score is a number or a Score, not {score!r}"[:200])

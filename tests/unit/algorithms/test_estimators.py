@@ -168,6 +168,24 @@ def test_parts_that_are_equal_in_a_group_count_nothing():
         assert not run("gdpo", dataclasses.replace(data, parts=parts), WHITE).any()
 
 
+def test_a_response_without_a_part_is_none_of_its_group():
+    """As TRL's normalize_then_sum: mean and deviation of a part are over the responses that have it."""
+    for step in ragged_steps(lone=True, count=FEW):
+        data = step_data(step, 0.0)
+        lacks = torch.arange(len(data.groups)) % 3 == 0
+        parts = data.parts.clone()
+        parts[lacks, 0] = torch.nan
+        found = run("gdpo", dataclasses.replace(data, parts=parts), PLAIN)
+        apart = torch.where(lacks, 1000 + torch.arange(len(data.groups)), data.groups)
+        of_parts = [
+            dataclasses.replace(data, parts=data.parts[:, i : i + 1], part_weights=data.part_weights[i : i + 1],
+                                groups=apart if i == 0 else data.groups)
+            for i in range(parts.shape[1])
+        ]  # fmt: skip
+        assert lacks.any() and found.isfinite().all()
+        torch.testing.assert_close(found, sum(run("gdpo", one, PLAIN) for one in of_parts), rtol=1e-9, atol=1e-12)
+
+
 def test_gae_equals_its_building_blocks_to_the_bit():
     for step in ragged_steps(lone=True):
         data = step_data(step, 0.1, torch.float32)

@@ -24,6 +24,8 @@ def test_it_tells_who_answers():
                      " positional argument: 'environment'"),
     ("json:loads", "--environment json:loads: cannot be made: TypeError: loads() missing 1 required positional"
                    " argument: 's'"),
+    (f"{ODD}:Yields", f"--environment {ODD}:Yields: cannot be made: TypeError: Yields.step yields; it returns its"
+                      " result"),
     ("builtins:dict", "--environment builtins:dict: cannot be made: TypeError: dict lacks reset, step, restore, close"
                       " of the protocol"),
 ])  # fmt: skip

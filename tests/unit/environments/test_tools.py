@@ -4,11 +4,13 @@ import asyncio
 import json
 from typing import Any, Literal
 
+import numpy
 import pytest
 
 from megarl.environments.protocol import Observation, Task, ToolCall, Turn
 from megarl.environments.tool_schemas import mismatch, schema_of
 from megarl.environments.tools import ToolEnvironment
+from megarl.environments.validation import checked
 
 
 def multiply(first: int, second: int = 2) -> int:
@@ -168,3 +170,37 @@ def test_values_are_compared_with_their_types(value, hint, fits):
     from megarl.environments.tool_schemas import type_schema
 
     assert (mismatch(json.loads(json.dumps(value)), type_schema(hint, "")) is None) == fits
+
+
+async def paid_later(task, content):
+    """A reward that is awaited."""
+    await asyncio.sleep(0)
+    return numpy.float32(len(content))
+
+
+def table(size: int) -> dict:
+    """Numbers of numpy.
+
+    Args:
+        size: How many.
+    """
+    return {"sum": numpy.int64(size), "is_even": numpy.bool_(size % 2 == 0), "mean": numpy.float64(0.5)}
+
+
+def counts(up_to: int):
+    """Counts.
+
+    Args:
+        up_to: The last number.
+    """
+    yield from range(up_to)
+
+
+def test_a_reward_of_the_end_may_be_async_and_numbers_of_libraries_are_read():
+    environment = ToolEnvironment([table], reward=paid_later)
+    asked, end = Turn(0, "", "", calls=(ToolCall("c", "table", {"size": 4}),)), Turn(1, "four", "four")
+    found = asyncio.run(environment.step(asked))
+    assert json.loads(found.messages[0]["content"]) == {"sum": 4, "is_even": True, "mean": 0.5}
+    assert checked(asyncio.run(environment.step(end))) == Observation(reward=4.0, done=True)
+    with pytest.raises(TypeError, match="the tool counts yields"):
+        ToolEnvironment([counts])

@@ -6,14 +6,17 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy
 import pytest
+import torch
 
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
-from megarl.rewards.base import Sample, Score, Verifier
+from megarl.rewards.base import Sample, Score, Verifier, batched
 from megarl.rewards.build import Options, build_named_verifiers, build_verifiers, check_prompts
 
 
@@ -207,7 +210,11 @@ def test_wrong_reward_names(plugin, name, message):
         (math.nan, "reward is nan, not a finite number"),
         (-math.inf, "reward is -inf"),
         ("1", "returned str, not a Score or a number"),
-        (None, "returned NoneType"),
+        ({"points": 1.0}, "returned dict with 'points'"),
+        ([1.0, 2.0], "returned list"),
+        (10**400, "reward is inf"),
+        (numpy.array([1.0, 2.0]), "returned ndarray"),
+        (Decimal("sNaN"), "reward is nan"),
         (Score("1", True), "reward is '1'"),
         (Score(1.0, True, {"a": math.nan}), "a is nan"),
         (Score(1.0, True, {"a": 0.5}), "do not add up to 1.0"),
@@ -220,6 +227,36 @@ def test_bad_results_name_verifier_and_prompt(result, message):
         scored(reward, Sample("x" * 200, "a"))
     assert str(caught.value).startswith(f"reward mine on prompt '{'x' * 77}...': ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("result, score", [
+    (numpy.bool_(True), Score(1.0, True, extracted="a")),
+    (numpy.float16(0.5), Score(0.5, False, extracted="a")),
+    (numpy.array(1), Score(1.0, True, extracted="a")),
+    (torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True), Score(0.5, False, extracted="a")),
+    (torch.tensor([1.0]), Score(1.0, True, extracted="a")),
+    (Decimal("0.25"), Score(0.25, False, extracted="a")),
+    (Fraction(1, 2), Score(0.5, False, extracted="a")),
+    ([1.0], Score(1.0, True, extracted="a")),
+    (None, Score(0.0, False, abstains=True)),
+    ([None], Score(0.0, False, abstains=True)),
+    # verl's reward_score/math_dapo.py, its naive reward managers, and OpenRLHF's remote rewards
+    ({"score": -1.0, "acc": False, "pred": "7"}, Score(-1.0, False, extracted="7")),
+    ({"score": 0.0, "acc": True}, Score(0.0, True, extracted="a")),
+    ({"rewards": torch.tensor([0.5]), "extra_logs": {}}, Score(0.5, False, extracted="a")),
+])  # fmt: skip
+def test_what_published_rewards_return_is_read(result, score):
+    assert scored(Verifier("mine", lambda sample: result), Sample("q", "a")) == score
+
+
+@pytest.mark.parametrize("results", [
+    [0.5, None], (numpy.float32(0.5), None), numpy.array([0.5, 2.0]), torch.tensor([[0.5], [2.0]]),
+    {"rewards": torch.tensor([0.5, 2.0]), "extra_logs": {}},
+])  # fmt: skip
+def test_what_published_rewards_of_a_list_return_is_read(results):
+    verifier = Verifier("mine", batched(lambda samples: results))
+    first, second = verifier.outcomes([Sample("q", "a"), Sample("q", "b")])
+    assert first == Score(0.5, False, extracted="a") and (second.abstains or second.reward == 2.0)
 
 
 def test_an_exception_in_a_verifier_is_the_reason():

@@ -75,7 +75,7 @@ def hostile_scorer():
 ])  # fmt: skip
 def test_what_a_response_does_is_a_wrong_answer(response):
     assert answer(response) == {"score": {"reward": 0.0, "correct": False, "parts": {"part": 0.0}, "extracted": None,
-                                          "timed_out": False}}  # fmt: skip
+                                          "timed_out": False, "abstains": False}}  # fmt: skip
     assert not os.path.exists("/tmp/megarl-none")
 
 
@@ -86,7 +86,7 @@ def test_a_child_that_many_responses_share_is_replaced_when_it_fails(tmp_path):
         found = answer(response, seconds=20.0 if response != "while True: pass" else 0.5, shared=shared)["score"]
         seen.append((shared._shared and shared._shared[0], found["reward"], found["timed_out"]))
         if response == "pass":
-            assert found == {**right, "timed_out": False}
+            assert found == {**right, "timed_out": False, "abstains": False}
     pids, rewards, late = zip(*seen, strict=True)
     assert rewards == (0.5, 0.5, 0.0, 0.5, 0.0, 0.5, 0.0) and late == (*[False] * 6, True)
     assert pids[0] == pids[1] != pids[3] != pids[5]

@@ -21,7 +21,7 @@ from megarl.rewards.build import build_verifiers
 from tests.helpers.tiers import long
 
 PLUG_IN = """
-import os, signal, subprocess, sys, time
+import asyncio, functools, numpy, os, signal, subprocess, sys, time
 from megarl.rewards import Score, batched, grouped
 
 def moody(sample):
@@ -57,13 +57,45 @@ def lengths(samples):
     calls.append(len(samples))
     if samples[0].response == "short": return [1.0]
     if samples[0].response == "hang": time.sleep(600)
-    return [None if sample.response == "raise" else len(sample.response) for sample in samples]
+    return ["no" if sample.response == "raise" else len(sample.response) for sample in samples]
 
 @grouped
 def places(samples):
     if samples[0].response == "short": return [1.0]
     if samples[0].response == "hang": time.sleep(600)
-    return [None if sample.response == "raise" else len(samples) + i / 10 for i, sample in enumerate(samples)]
+    return ["no" if sample.response == "raise" else len(samples) + i / 10 for i, sample in enumerate(samples)]
+
+@batched
+async def together(samples):
+    return numpy.array([len(sample.response) for sample in samples])
+
+arrived = asyncio.Event()
+async def meeting(sample):
+    match sample.response:
+        case "wait": await arrived.wait()
+        case "come": arrived.set()
+        case "leave": sys.exit(3)
+        case "raise": raise KeyError("x")
+        case "hang": await asyncio.sleep(600)
+        case "own": raise TimeoutError("of its own")
+    return 0.5
+
+class Asker:
+    async def __call__(self, sample, factor=2):
+        await asyncio.sleep(0)
+        return factor * len(sample.response)
+    async def method(self, sample):
+        return await self(sample, 3)
+
+asker = Asker()
+method, part = asker.method, functools.partial(asker, factor=4)
+
+@functools.wraps(meeting)
+def wrapped(sample):
+    return asker(sample)
+
+def yields(sample): yield 1.0
+async def ayields(sample): yield 1.0
 
 @batched
 @grouped
@@ -118,7 +150,7 @@ def test_a_failure_affects_only_its_sample(build, workers, monkeypatch):
                "text": "returned str, not a Score or a number"}  # fmt: skip
     if workers:
         reasons["crash"] = f"its worker process ended with status {-signal.SIGSEGV}"
-    nothing = "returned NoneType, not a Score or a number"
+    nothing = "returned str, not a Score or a number"
     failures = {name: [without_place(line) for line in lines] for name, lines in verifiers.failures.items()}
     assert failures == {
         "moody_rewards:moody": [line("moody", reasons[text], text) for text in responses if text in reasons],
@@ -162,12 +194,41 @@ def test_a_grouped_verifier_fails_on_its_group_alone(build, workers):
     texts = ["a", "b", "raise", "short", "b", "hang", "b", "a"]
     scores = verifiers.score(samples(*texts), groups=[[0, 1, 2], [3, 4], [5, 6], [7]])
     assert [score.reward for score in scores["moody_rewards:places"]] == [3.0, 3.1, *[-2.0] * 5, 1.0]
-    reasons = ["returned NoneType, not a Score or a number", *["ValueError: returned 1 results for 2 samples"] * 2,
+    reasons = ["returned str, not a Score or a number", *["ValueError: returned 1 results for 2 samples"] * 2,
                *["no result within 1 s"] * 2]  # fmt: skip
     lines = [line("places", reason, text) for reason, text in zip(reasons, texts[2:7], strict=True)]
     assert verifiers.failures["moody_rewards:places"] == lines and verifiers.reasons == [None, None, *lines, None]
     assert [score.correct for score in scores["exact-match"]] == [text == "a" for text in texts]
     assert verifiers.needs_whole_groups and not build("moody_rewards:lengths").needs_whole_groups
+
+
+@pytest.mark.parametrize("workers", [0, long(1)])
+def test_calls_of_an_async_reward_run_together(build, workers):
+    verifiers = build("moody_rewards:meeting", workers, timeout=0.5)
+    texts = ["wait", "raise", "leave", "hang", "own", "come"]
+    for _ in range(2):  # the loop stays, so that a client of the module can be used again
+        scores = verifiers.score(samples(*texts))["moody_rewards:meeting"]
+        assert [score.reward for score in scores] == [0.5, -2.0, -2.0, -2.0, -2.0, 0.5]
+        reasons = ["KeyError: 'x'", "SystemExit: 3", "no result within 0.5 s", "TimeoutError: of its own"]
+        found = [without_place(reason) for reason in verifiers.failures["moody_rewards:meeting"]]
+        assert found == [line("meeting", *item) for item in zip(reasons, texts[1:5], strict=True)]
+
+
+@pytest.mark.parametrize("name, rewards", [
+    ("asker", [2.0, 4.0]), ("method", [3.0, 6.0]), ("part", [4.0, 8.0]), ("wrapped", [2.0, 4.0]),
+    ("together", [1.0, 2.0]),
+])  # fmt: skip
+def test_every_form_of_an_async_reward_is_awaited(build, name, rewards):
+    scores = build(f"moody_rewards:{name}").score(samples("a", "bb"))[f"moody_rewards:{name}"]
+    assert [score.reward for score in scores] == rewards
+
+
+@pytest.mark.parametrize("name, problem", [
+    ("yields", "yields; allowed"), ("ayields", "yields; allowed"), ("Asker", "is a class; allowed"),
+])  # fmt: skip
+def test_what_no_call_can_score_is_refused_before_the_run(build, name, problem):
+    with pytest.raises(UsageError, match=f"--reward moody_rewards:{name}: {problem}"):
+        build(f"moody_rewards:{name}")
 
 
 def test_a_plug_in_with_two_marks_is_refused(build):

@@ -33,6 +33,8 @@ def test_reward_components_are_reported_separately():
     rows = [row("7", True) | {"reward_values": {"model": value, "format": 1.0}} for value in (-1.0, 4.0)]
     found = prompt_metrics(rows, ())
     assert (found["reward/model"], found["reward/format"]) == (1.5, 1.0)
+    rows[0]["reward_values"]["model"] = None  # the term abstains
+    assert prompt_metrics(rows, ())["reward/model"] == 4.0
 
 
 def test_without_answers_there_is_no_majority():

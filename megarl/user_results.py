@@ -1,0 +1,109 @@
+"""What functions of the user give: numbers in the forms of any library, and results that must be awaited."""
+
+import asyncio
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Coroutine
+from decimal import Decimal
+from numbers import Real
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_runners: dict[int, asyncio.Runner] = {}  # by process, because a fork must not use its parent's loop
+
+
+def number_of(value: Any) -> float | None:
+    """The number that a value is; None if it is none.
+
+    Numbers are Python's, `Decimal` and `Fraction`, and those of numpy, torch and JAX: scalars, and arrays of one
+    element. A number that no float holds is infinite, and a signalling NaN is NaN.
+    """
+    if not isinstance(value, Real | Decimal):
+        item = getattr(value, "item", None)
+        if not callable(item) or isinstance(value, type):
+            return None
+        try:
+            value = item()
+        except (TypeError, ValueError, RuntimeError):  # of an array of several elements
+            return None
+        if not isinstance(value, Real | Decimal):
+            return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value > 0 or -1)  # type: ignore[operator]  # real numbers have an order
+    except ValueError:
+        return float("nan")
+
+
+def is_async(function: Any) -> bool:
+    """Whether a call gives a coroutine: of a coroutine function, a `partial` of one, or an object with such a call."""
+    return any(map(inspect.iscoroutinefunction, _called(function)))
+
+
+def is_generator(function: Any) -> bool:
+    """Whether a call gives a generator, plain or asynchronous."""
+    kinds = inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    return any(kind(each) for kind in kinds for each in _called(function))
+
+
+def _called(function: Any) -> tuple[Any, Any]:
+    """The function of a `partial`, and the method that a call of it runs if it is an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function, getattr(type(function), "__call__", None)  # noqa: B004  # the method itself, not whether it exists
+
+
+def settled(result: Any) -> Any:
+    """The result of a function; one that is awaitable is awaited here."""
+    return run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine in the event loop of this process, which stays: clients of a module belong to it.
+
+    What an alarm interrupts is cancelled when the loop runs again. For the main thread.
+    """
+    runner = _runners.get(os.getpid())
+    if runner is None:
+        runner = _runners[os.getpid()] = asyncio.Runner()
+    try:
+        return runner.run(work)
+    except BaseException:
+        for task in asyncio.all_tasks(runner.get_loop()):
+            task.cancel()
+        raise
+
+
+async def together(
+    function: Callable[[Any], Coroutine[Any, Any, T]], items: list[Any], seconds: float, concurrency: int
+) -> list[T | BaseException]:
+    """Results of an async function for each item, in their order; an exception instead where it raised.
+
+    Args:
+        seconds: limit of each call from its start on; a later one is a `LateCall`.
+        concurrency: calls that run at a time.
+    """
+    slots = asyncio.Semaphore(concurrency)
+
+    async def one(item: Any) -> T | BaseException:
+        async with slots:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    return await function(item)
+            except (Exception, SystemExit) as error:
+                return LateCall(f"no result within {seconds:g} s") if limit.expired() else error
+
+    return await asyncio.gather(*map(one, items))
+
+
+class LateCall(TimeoutError):
+    """A call took longer than allowed."""
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
