@@ -17,14 +17,16 @@ from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, group_rules, parser, role_flags
 from megarl.flags.command_line import CommandLine, named_function, named_policy_loss, read
-from megarl.flags.distill_settings import NONE, with_defaults_of_distillation
-from megarl.flags.environment_settings import SESSIONS
+from megarl.flags.conditions import OF_ROLES, SCORING_MODEL, FlagContext
+from megarl.flags.distillation import NONE, with_defaults_of_distillation
+from megarl.flags.environment import SESSIONS
 from megarl.flags.fields import GENERATING, SUPERVISED
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
-from megarl.flags.judge_settings import check_layout
+from megarl.flags.learning import MODELS
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
-from megarl.flags.settings import MODELS, Settings
+from megarl.flags.rewards import JUDGED, check_judge
+from megarl.flags.settings import Settings, rules
 from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, teacher_models
 from megarl.rewards import by_file, expression
 
@@ -139,7 +141,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     parser.check_values(command.values, command.flags)
     context = _context(program, command.flags, command.values)
 
-    absent = {r: combinations.reason(context, r) for r in role_flags.ROLES_OF[program] if r not in context.roles}
+    absent = {r: OF_ROLES[r].why_not(context) or "" for r in role_flags.ROLES_OF[program] if r not in context.roles}
     ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent, ranks_per_node)
 
     # What follows imports Megatron, so it comes after the check of megarl's own flags.
@@ -153,7 +155,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     context = _context(program, command.flags, values)
     combinations.check(context)
     if program == "rl":
-        group_rules.check_sizes(context, combinations.rules)
+        group_rules.check_sizes(context, rules)
 
     trained = () if context.settings.debug_rollout_only else role_flags.TRAINED_ROLES[program]
     options = *(f"--{name}" for name in values), *role_flags.with_prefix(command.others, ("teacher",), megatron)
@@ -178,7 +180,7 @@ def with_sources(error: UsageError, argv: list[str], program: str) -> UsageError
     return config_files.with_sources(error, argv, defaults)
 
 
-def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, object]) -> combinations.FlagContext:
+def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, object]) -> FlagContext:
     """The run that these values of megarl's own flags describe."""
     fields: dict[str, Any] = {flags[name].setting: value for name, value in values.items() if flags[name].setting}
     if fields.get("agent_sessions"):
@@ -195,7 +197,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     if "logprobs" in estimator.needs:
         has_reference |= PREFERENCE_LOSSES[settings.preference_loss].needs_reference
-    return combinations.FlagContext(
+    return FlagContext(
         program=program,
         settings=settings,
         roles=role_flags.roles_of(
@@ -210,9 +212,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
     )
 
 
-def _flags_without_effect(
-    command: CommandLine, context: combinations.FlagContext, absent: dict[str, str]
-) -> dict[str, str]:
+def _flags_without_effect(command: CommandLine, context: FlagContext, absent: dict[str, str]) -> dict[str, str]:
     """The given flags without effect, each with the reason. UsageError for one that only training would read.
 
     `absent`: roles that the run does not have.
@@ -222,9 +222,9 @@ def _flags_without_effect(
     megatron = megatron_flags.destinations()
     role_flags.check_trained_roles(command.others, context.program, megatron, supported_flags.training())
     given = {f"--{name}": command.flags[name].condition for name in command.values}
-    given |= dict.fromkeys(role_flags.reward_model_options(command.others, context.program, megatron), "scoring_model")
-    # For flags of an absent role, the condition has the role's name.
-    given |= role_flags.with_prefix([*given, *command.others], absent, megatron)
+    given |= dict.fromkeys(role_flags.reward_model_options(command.others, context.program, megatron), SCORING_MODEL)
+    of_absent = role_flags.with_prefix([*given, *command.others], absent, megatron)
+    given |= {option: OF_ROLES[role] for option, role in of_absent.items()}
     idle: dict[str, str] = {}
     while more := combinations.without_effect(context, given):
         idle |= more  # then without them others may have none
@@ -246,7 +246,7 @@ def _tokens_of_roles(command: CommandLine, program: str, idle: dict[str, str]) -
     return role_flags.split(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations(), unknown, idle)
 
 
-def _with_options(context: combinations.FlagContext, values: dict[str, object]) -> PolicyLoss:
+def _with_options(context: FlagContext, values: dict[str, object]) -> PolicyLoss:
     try:
         return context.policy_loss.with_options(values)
     except ValueError as error:
@@ -254,7 +254,7 @@ def _with_options(context: combinations.FlagContext, values: dict[str, object]) 
 
 
 def _roles_and_teachers(
-    context: combinations.FlagContext, values: dict[str, object], tokens: dict[str, list[str]], ranks: dict[str, range]
+    context: FlagContext, values: dict[str, object], tokens: dict[str, list[str]], ranks: dict[str, range]
 ) -> tuple[dict[str, RoleSettings], TeacherModels]:
     """The settings of each role of `ranks`, and those of each teacher; arguments as of `_role_settings`."""
     text = context.settings.teachers if "teacher" in ranks else None
@@ -274,7 +274,7 @@ def _roles_and_teachers(
 
 
 def _role_settings(
-    context: combinations.FlagContext, values: dict[str, object], tokens: dict[str, list[str]],
+    context: FlagContext, values: dict[str, object], tokens: dict[str, list[str]],
     ranks: dict[str, range], folder: TeacherFolder | None = None,
 ) -> dict[str, RoleSettings]:  # fmt: skip
     """The settings of each role of `ranks`, from the values of megarl's own flags and Megatron's tokens.
@@ -282,7 +282,7 @@ def _role_settings(
     `folder`: of the only role, one of several teachers.
     """
     settings = context.settings
-    is_judge = combinations.CONDITIONS["judge"].holds(context)
+    is_judge = JUDGED.holds(context)
     lengths = {role: role_flags.longest_sequence(settings, role, is_judge) for role in ranks}
     own = {role: _own_of_role(role, settings, values) for role in ranks}
     hf_models = read_hf_models(context.program, settings, own, lengths)
@@ -295,10 +295,10 @@ def _role_settings(
     offloads = {role: own[role]["offload"] for role in ranks if role in MODELS}
     role_flags.check_models(settings, offloads, megatron, lora, hf_models)
     if is_judge and "reward" in ranks:
-        check_layout(megatron["reward"])
+        check_judge(megatron["reward"])
     if "rollout" in ranks:
         lora["rollout"] = lora["actor"]
-    has_scoring_model = combinations.CONDITIONS["scoring_model"].holds(context)
+    has_scoring_model = SCORING_MODEL.holds(context)
     return {
         role: RoleSettings(
             name=role,
@@ -317,7 +317,7 @@ def _role_settings(
 
 
 def _megatron_namespace(
-    context: combinations.FlagContext, role: str, tokens: list[str], ranks: int, max_length: int,
+    context: FlagContext, role: str, tokens: list[str], ranks: int, max_length: int,
     hf_model: "HFModel | None", teacher: TeacherFolder | None = None,
 ) -> argparse.Namespace:  # fmt: skip
     """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
@@ -347,7 +347,7 @@ def _megatron_namespace(
         raise architecture.with_source(error, described, folder) from None
 
 
-def _generating_roles(context: combinations.FlagContext) -> set[str]:
+def _generating_roles(context: FlagContext) -> set[str]:
     """Roles whose model is the rollout's or a judge's."""
     return {"actor", "rollout"} | ({"reward"} if expression.JUDGE in context.rewards else set())
 

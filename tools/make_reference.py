@@ -19,18 +19,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megarl.flags import combinations, parser  # noqa: E402  the checkout's own code
+from megarl.flags import parser  # noqa: E402  the checkout's own code
+from megarl.flags.algorithm import of_estimator  # noqa: E402
+from megarl.flags.conditions import EVALUATION, SERVES  # noqa: E402
+from megarl.flags.serving import LISTENS  # noqa: E402
 from megarl.flags.settings import Settings  # noqa: E402
 from tools import _metric_catalog as metric_catalog  # noqa: E402
 
 DOCS = ROOT / "docs"
 MADE = "<!-- Made by tools/make_reference.py; do not edit. -->"
 KINDS: dict[object, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
-FIRST = {"Settings": "Roles, data and tokenizers"}  # title of a class's fields before its first comment
 IN_TRAINING = {
-    "evaluation": "--eval-prompts",
-    "serve_policy": "--serve-policy",
-    "listens": "--serve-policy` or `--agent-sessions",
+    EVALUATION: "--eval-prompts",
+    SERVES: "--serve-policy",
+    LISTENS: "--serve-policy` or `--agent-sessions",
 }  # condition -> flag that training needs
 TITLES = {
     "options": "Megatron: other flags",
@@ -111,17 +113,14 @@ def value_text(value) -> str:
 def titles() -> dict[str, str]:
     """Field of `Settings` -> title of its section: the comment line above it in its class, or what its class is for."""
     found = {}
-    for owner in reversed(Settings.__mro__[:-1]):
-        lines, first = inspect.getsource(owner).split("\n"), (inspect.getdoc(owner) or "").split("\n")[0].rstrip(".")
-        title = FIRST.get(owner.__name__, first)
+    for topic in Settings.__bases__:
+        lines, title = inspect.getsource(topic).split("\n"), (inspect.getdoc(topic) or "").split("\n")[0].rstrip(".")
         for line in lines:
             comment, field = re.fullmatch(r"    # (.+)", line), re.match(r"    (\w+): ", line)
             title = re.split(r"[.;]", comment[1])[0] if comment else title
-            if field:
+            if field and field[1] in vars(topic)["__annotations__"]:
                 found[field[1]] = title
-    own = [name for name in found if name in vars(Settings).get("__annotations__", {})]
-    others = [field.name for field in dataclasses.fields(Settings) if field.name not in own]
-    return {name: found[name] for name in (*own, *others)}
+    return found
 
 
 def without_effect(flag: parser.Flag) -> str:
@@ -129,19 +128,19 @@ def without_effect(flag: parser.Flag) -> str:
     from megarl.algorithms.estimators import ESTIMATORS
     from megarl.algorithms.policy_losses import POLICY_LOSSES
 
-    kind, _, option = (flag.condition or "").partition(":")
-    if kind == "loss":
+    condition = flag.condition
+    if condition is None:
+        return ""
+    if flag.setting is None and flag.name == flag.common:
         names = [name for name, loss in POLICY_LOSSES.items() if flag.name in loss.flags()]
         return f"`--policy-loss` other than {', '.join(names)}"
-    if kind == "estimator":
+    options = {option for estimator in ESTIMATORS.values() for option in estimator.options}
+    for option in (option for option in options if of_estimator(option) is condition):
         names = [name for name, estimator in ESTIMATORS.items() if option in estimator.options]
         return f"`--advantage` other than {', '.join(names)}"
-    if not kind:
-        return ""
-    if kind in IN_TRAINING:  # always with an effect in the programs evaluate or serve
-        return f"in training without `{IN_TRAINING[kind]}`"
-    reason = combinations.condition(flag.condition).reason
-    reason = re.sub(r" \{\w+\}", "", reason)
+    if condition in IN_TRAINING:  # always with an effect in the programs evaluate or serve
+        return f"in training without `{IN_TRAINING[condition]}`"
+    reason = re.sub(r" \{\w+\}", "", condition.reason)
     return prose(re.sub("^needs ", "without ", reason).replace("without several", "one folder instead of several"))
 
 

@@ -11,7 +11,7 @@ from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError, flag_of
-from megarl.flags.distill_settings import SIBLING
+from megarl.flags.distillation import SIBLING
 from megarl.plain_files import read_bytes
 
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template

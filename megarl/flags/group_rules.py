@@ -8,7 +8,7 @@ from fractions import Fraction
 from megarl.data.columns import RL
 from megarl.data.mixture import TRAINING, MixtureEntry, is_mixture, read_mixture
 from megarl.errors import UsageError
-from megarl.flags.flag_context import FlagContext, FlagRule
+from megarl.flags.conditions import FlagContext, Rule
 from megarl.flags.settings import Settings
 
 
@@ -25,7 +25,7 @@ def expected_responses(settings: Settings) -> int:
     return math.ceil(s.prompts_per_step * responses / weights)
 
 
-def check_sizes(context: FlagContext, rules: Callable[[FlagContext], Sequence[FlagRule]]):
+def check_sizes(context: FlagContext, rules: Callable[[FlagContext], Sequence[Rule]]):
     """UsageError for a file whose groups the run cannot have: `rules` as if all groups had their size."""
     s, size = context.settings, context.settings.minibatch_size
     for entry in _entries(s):
@@ -35,7 +35,7 @@ def check_sizes(context: FlagContext, rules: Callable[[FlagContext], Sequence[Fl
         where = f"{TRAINING} {s.prompts}: {entry.name}: samples-per-prompt {samples}"
         own = dataclasses.replace(s, samples_per_prompt=samples, minibatch_size=None)
         for rule in rules(context._replace(settings=own)):
-            if not rule.holds:
+            if rule.is_broken:
                 is_of_size = rule.flag == "--samples-per-prompt"
                 raise UsageError(f"{where}: {rule.reason if is_of_size else rule.problem(own)}")
         if size is not None and size % s.samples_per_prompt:

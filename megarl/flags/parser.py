@@ -16,7 +16,9 @@ from typing import Any
 from megarl.algorithms import policy_losses
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.errors import ArgumentParser, UsageError
-from megarl.flags import role_flags
+from megarl.flags import fields, role_flags
+from megarl.flags.algorithm import of_loss
+from megarl.flags.conditions import REWARD_MODEL, SCORING_MODEL, Condition
 from megarl.flags.settings import Settings
 
 # Module of each program.
@@ -46,7 +48,7 @@ class Flag:
     text: str
     check: Callable | None  # returns whether a value is allowed
     allowed: str | None  # the allowed values, in words
-    condition: str | None  # under which it has an effect, by name (`combinations.condition`)
+    condition: Condition | None  # under which it has an effect
     common: str
     setting: str | None = None  # field of `Settings` that it sets; None for an option of a loss
     several: bool = False  # it takes several words
@@ -78,9 +80,10 @@ def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag
 def _of_settings(program: str) -> dict[str, Flag]:
     """The flags of the fields of `Settings`, with those of roles."""
     roles, found = role_flags.ROLES_OF[program], {}
+    texts = {name: text for topic in Settings.__bases__ for name, text in fields.texts(topic).items()}
     for field in dataclasses.fields(Settings):
         if program in field.metadata["programs"]:
-            flag = _of_setting(field)
+            flag = _of_setting(field, texts[field.name])
             found[flag.name] = flag
             for role in field.metadata["roles"]:
                 if role in roles:
@@ -88,31 +91,31 @@ def _of_settings(program: str) -> dict[str, Flag]:
     return found
 
 
-def _flag(name: str, field: dataclasses.Field, kind: type, text: str, condition: str | None, **own: Any) -> Flag:
+def _flag(name: str, field: dataclasses.Field, kind: type, text: str, condition: Condition | None, **own: Any) -> Flag:
     """The flag of a field that `fields.flag`, `policy_loss.option` or a plug-in has made."""
     default, meta = None if field.default is dataclasses.MISSING else field.default, field.metadata
     check, allowed = meta.get("check"), meta.get("allowed")
     return Flag(name, kind, default, meta.get("help") or text, check, allowed, condition, common=name, **own)
 
 
-def _of_setting(field: dataclasses.Field) -> Flag:
+def _of_setting(field: dataclasses.Field, text: str) -> Flag:
     name, meta = field.name.replace("_", "-"), field.metadata
     kind: Any = next((t for t in typing.get_args(field.type) if t is not types.NoneType), field.type)
-    return _flag(name, field, kind, "", meta["when"], setting=field.name, several=meta["several"])
+    return _flag(name, field, kind, text, meta["when"], setting=field.name, several=meta["several"])
 
 
 def _of_role(flag: Flag, role: str) -> Flag:
     """The role's version of a common flag. The reward role's need a reward model; or a judge, if it reads them."""
     condition = flag.condition
     if role == "reward":
-        condition = "model" if flag.name == "max-tokens-per-microbatch" else "scoring_model"
+        condition = REWARD_MODEL if flag.name == "max-tokens-per-microbatch" else SCORING_MODEL
     return dataclasses.replace(flag, name=f"{role}-{flag.name}", condition=condition, setting=None)
 
 
 def _of_loss(loss: PolicyLoss) -> list[Flag]:
     kinds = policy_losses.option_kinds(loss)
     text = f"option of --policy-loss {loss.name}"
-    return [_flag(name, field, kinds[name], text, f"loss:{name}") for name, field in loss.flags().items()]
+    return [_flag(name, field, kinds[name], text, of_loss(name)) for name, field in loss.flags().items()]
 
 
 def _yes_or_no(text: str) -> bool:

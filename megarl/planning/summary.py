@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 
 from megarl.comm import role_mesh
-from megarl.flags.distill_settings import LOSS
+from megarl.flags.distillation import LOSS
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.parallel import fake_world

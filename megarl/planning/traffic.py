@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
 from megarl.comm.exchange import HEADER, PARTS, STATES
-from megarl.flags.correction_settings import RECOMPUTE
+from megarl.flags.correction import RECOMPUTE
 from megarl.flags.group_rules import expected_responses
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings

@@ -11,7 +11,7 @@ from megarl.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from megarl.algorithms.rollout_correction import CorrectionOptions, correction_weights
 from megarl.arguments import Settings
 from megarl.batch import Batch
-from megarl.flags.distill_settings import LOSS
+from megarl.flags.distillation import LOSS
 from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
 from megarl.roles.loss_mask import actor_mask
 from megarl.roles.teacher_metrics import (

@@ -12,8 +12,8 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
-from megarl.flags.distill_settings import REWARD
-from megarl.flags.preference_settings import preference_options
+from megarl.flags.distillation import REWARD
+from megarl.flags.preferences import preference_options
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.rewards import by_file, expression

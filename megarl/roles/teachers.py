@@ -18,7 +18,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import StepBatch
 from megarl.data.ragged import Ragged
-from megarl.flags.distill_settings import AVERAGE, REWARD
+from megarl.flags.distillation import AVERAGE, REWARD
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.timers import Timers

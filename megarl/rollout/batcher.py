@@ -22,7 +22,7 @@ from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
-from megarl.flags.distill_settings import SIBLING
+from megarl.flags.distillation import SIBLING
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward

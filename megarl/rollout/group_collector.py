@@ -20,7 +20,7 @@ from megarl.data.order import MixtureOrder
 from megarl.data.pools import DifficultyPools
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
-from megarl.flags.pool_settings import parse_shares, parse_weights
+from megarl.flags.selection import parse_shares, parse_weights
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers

@@ -7,8 +7,8 @@ from megarl.data.stop_strings import StopMatcher
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.flags.fields import parse_ints
+from megarl.flags.generation import parse_stops
 from megarl.flags.settings import Settings
-from megarl.flags.stop_settings import parse_stops
 from megarl.tool_formats.by_template import name_of
 from megarl.tool_formats.table import load_format
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader

@@ -17,7 +17,7 @@ from megarl.comm.early_responses import judges_early
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
-from megarl.flags.pool_settings import parse_bounds
+from megarl.flags.selection import parse_bounds
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers

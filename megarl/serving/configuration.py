@@ -11,7 +11,7 @@ from megarl import bundled
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError, warn_as_first
-from megarl.flags.server_settings import ServerSettings
+from megarl.flags.serving import Serving
 from megarl.plain_files import read_text, reading
 from megarl.tool_formats.by_template import FALLBACK, name_of, unread_calls
 from megarl.tool_formats.table import AUTO, FORMATS
@@ -45,7 +45,7 @@ class FrontendConfig:
     encoder: Encoder
     max_model_length: int
     max_response_length: int
-    settings: ServerSettings = ServerSettings()
+    settings: Serving = Serving()
     api_keys: list[str] = field(default_factory=list)
     admin_keys: list[str] = field(default_factory=list)
     model_name: str = ""
@@ -111,7 +111,7 @@ def frontend_config(config: "RunConfig", keys: Keys, encoder: Encoder) -> Fronte
         encoder=encoder,
         max_model_length=s.max_prompt_length + s.max_response_length,
         max_response_length=s.max_response_length,
-        settings=ServerSettings(**{each.name: getattr(s, each.name) for each in fields(ServerSettings)}),
+        settings=Serving(**{each.name: getattr(s, each.name) for each in fields(Serving)}),
         api_keys=keys.api,
         admin_keys=keys.admin,
         tool_format=form,

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 
 from megarl.errors import UsageError
-from megarl.flags.server_settings import ServerSettings
+from megarl.flags.serving import Serving
 from megarl.serving.connections import LimitedProtocol, max_connections
 
 _BACKLOG = 1024  # connections that wait to be accepted
@@ -27,7 +27,7 @@ SERVER: dict[str, Any] = {
 class HttpServer(uvicorn.Server):
     """Uvicorn's server with limits of connections, without its signal handlers."""
 
-    def __init__(self, app, settings: ServerSettings):
+    def __init__(self, app, settings: Serving):
         limits = max_connections(settings.max_connections), settings.connection_timeout
         protocol: Any = functools.partial(LimitedProtocol, *limits)
         super().__init__(uvicorn.Config(app, http=protocol, **SERVER))
@@ -58,7 +58,7 @@ def run_process(rank_0: Connection, prepare: Callable[[Any], Callable[..., Corou
     return asyncio.run(serve(http, listener, key))
 
 
-def listen_to_clients(settings: ServerSettings) -> tuple[socket.socket, str]:
+def listen_to_clients(settings: Serving) -> tuple[socket.socket, str]:
     """(socket, its URL). UsageError for an address that cannot be used."""
     host, port = settings.host, settings.port
     try:

@@ -7,7 +7,7 @@ before.
 
 from megarl.arguments import RoleSettings, Settings
 from megarl.errors import UsageError
-from megarl.flags.distill_settings import SIBLING
+from megarl.flags.distillation import SIBLING
 
 _TRAINED = ("actor", "critic")
 _FROZEN = ("reward", "reference", "teacher")

@@ -21,7 +21,7 @@ from megarl.data.examples import Examples
 from megarl.data.preferences import response_pairs
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError, flag_of
-from megarl.flags.preference_settings import preference_options
+from megarl.flags.preferences import preference_options
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.mcore.weights.safe_reading import load_plain

@@ -12,7 +12,7 @@ from megarl.checkpoint.pretrained import (
 )
 from megarl.data.context_template import read_context_template
 from megarl.errors import UsageError
-from megarl.flags.distill_settings import SIBLING
+from megarl.flags.distillation import SIBLING
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout import waiting_groups
 from megarl.rollout.response_ends import check_ends, thinking_budget_of

@@ -9,7 +9,7 @@ from megarl.checkpoint import integrity, resume, run_state
 from megarl.checkpoint.resume import PROMPTS
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
-from megarl.flags.distill_settings import AVERAGE, LOSS
+from megarl.flags.distillation import AVERAGE, LOSS
 from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor

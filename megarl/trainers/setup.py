@@ -21,7 +21,7 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import CHECKS_FIRST, UsageError, warn_as_first
 from megarl.faults import heartbeat, run_lock
 from megarl.flags import role_flags
-from megarl.flags.debug_settings import parse_step_range
+from megarl.flags.debug import parse_step_range
 from megarl.mcore import device, kernel_choice
 from megarl.mcore.config import optimizer_offload, recurrent_rules
 from megarl.mcore.kernels import native

@@ -17,7 +17,7 @@ from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
 from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
-from megarl.flags.distill_settings import AVERAGE, LOSS, REWARD
+from megarl.flags.distillation import AVERAGE, LOSS, REWARD
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS

@@ -10,7 +10,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError, flag_of
-from megarl.flags.distill_settings import GIVEN
+from megarl.flags.distillation import GIVEN
 from megarl.flags.teachers import DEFAULT, FLAG
 from megarl.mcore.config.supported_flags import ARCHITECTURE
 from megarl.trainers.setup import check_vocabulary

@@ -2,7 +2,12 @@
 
 import dataclasses
 
+from megarl.algorithms.estimators import AdvantageOptions
+from megarl.algorithms.preference_loss import PreferenceOptions
+from megarl.flags import algorithm, conditions, data, preferences, rewards, run, settings
+from megarl.flags.conditions import Condition
 from megarl.flags.settings import Settings
+from megarl.rewards import expression
 
 FOLDERS = (
     "hf_model",
@@ -27,68 +32,69 @@ STATES = (  # a model with recurrent states, whose prefixes are kept
     " --normalization RMSNorm --disable-bias-linear"
 )
 
-# Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
+# Name of a condition (`named_conditions`) -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
-    "estimator:length_alpha": "", "environment": "--environment x:y", "tool_calls": "--environment x:y",
-    "thinks": "--thinking-budget 9",
-    "workers": "--environment x:y", "branches": "--environment x:y --branch-turns 1", "listens": "--agent-sessions",
-    "critic": "", "reference": "", "kl": "", "refreshes": "--reference-update-interval 2",
-    "distill": "--distill loss", "distill-loss": "--distill loss", "teacher": "--distill loss",
-    "jsd": "--distill loss --distill-divergence jsd", "context": CONTEXT,
-    "average": "--ema-decay 0.5 --eval-prompts x",
-    "baselines": "--advantage remax", "norm": "--loss-aggregation seq-mean-token-sum-norm",
-    "adaptive": "--kl-controller adaptive --kl-target 1", "correction": "--rollout-correction tis",
-    "icepop": "--rollout-correction icepop --rollout-correction-floor 0.1",
-    "routes": "--router-replay rollout",
-    "partial": "--partial-rollouts --over-sampling 2 --rollout-correction tis",
-    "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
-    "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
-    "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
-    "keep_last": "--save y --keep-last 1", "exported": "--save y --export-hf", "rollout_server": "--rollout-server http://x",
-    "serve_policy": "--serve-policy", "engine": "", "prefixes": STATES, "evaluates": "",
-    "trained": "", "ahead": "",
-    "profile": "--save y --profile-steps 2-3",
-    "tracked": "--save y --trackers wandb",
-    "model": "--reward model --reward-model x",
-    "judge": "--reward judge --judge-config x --judge-load y", "scoring_model": "--reward model --reward-model x",
-    "fallible": "",
-    "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
-    "format": "--reward format", "length": "--reward length", "code": "--reward code",
-    "cosine": "--reward 0*exact-match+cosine", "repetition": "--reward repetition",
-    "range": "--group-filter range", "pools": "--pool-bounds 0.1,0.9",
-    "remote": "--reward remote --reward-url http://x", "local": "", "margin": "",
-    "concurrent": "--reward remote --reward-url http://x",
-    "preference": ONLINE,
+    "estimator:length_alpha": "", "ENVIRONMENT": "--environment x:y", "TOOL_CALLS": "--environment x:y",
+    "THINKS": "--thinking-budget 9",
+    "WORKERS": "--environment x:y", "BRANCHES": "--environment x:y --branch-turns 1", "LISTENS": "--agent-sessions",
+    "CRITIC": "", "REFERENCE": "", "KL": "", "REFRESHES": "--reference-update-interval 2",
+    "DISTILLS": "--distill loss", "DISTILL_LOSS": "--distill loss", "TEACHER": "--distill loss",
+    "OF_JSD": "--distill loss --distill-divergence jsd", "CONTEXT": CONTEXT,
+    "AVERAGES": "--ema-decay 0.5 --eval-prompts x",
+    "BASELINES": "--advantage remax", "NORM": "--loss-aggregation seq-mean-token-sum-norm",
+    "ADAPTIVE_KL": "--kl-controller adaptive --kl-target 1", "CORRECTION": "--rollout-correction tis",
+    "ICEPOP": "--rollout-correction icepop --rollout-correction-floor 0.1",
+    "ROUTES": "--router-replay rollout",
+    "PARTIAL": "--partial-rollouts --over-sampling 2 --rollout-correction tis",
+    "ROUNDS": "--dynamic-sampling --group-filter reward", "OVERLONG": "--overlong-buffer 4",
+    "SAMPLED": "--eval-prompts x --eval-temperature 1", "EVALUATION": "--eval-prompts x",
+    "BEST": "--eval-prompts x --eval-interval 1 --save y", "LOADED": "--load x", "SAVED": "--save y",
+    "KEEPS_LAST": "--save y --keep-last 1", "EXPORTED": "--save y --export-hf", "ROLLOUT_SERVER": "--rollout-server http://x",
+    "SERVES": "--serve-policy", "ENGINE": "", "PREFIXES": STATES, "EVALUATES": "",
+    "TRAINED": "", "AHEAD": "",
+    "PROFILE": "--save y --profile-steps 2-3",
+    "TRACKED": "--save y --trackers wandb",
+    "REWARD_MODEL": "--reward model --reward-model x",
+    "JUDGED": "--reward judge --judge-config x --judge-load y", "SCORING_MODEL": "--reward model --reward-model x",
+    "FALLIBLE": "",
+    "ENSEMBLE": "--reward model --reward-model x,y", "reward:regex": "--reward regex --reward-pattern x",
+    "reward:format": "--reward format", "reward:length": "--reward length", "reward:code": "--reward code",
+    "reward:cosine": "--reward 0*exact-match+cosine", "reward:repetition": "--reward repetition",
+    "RANGE": "--group-filter range", "POOLS": "--pool-bounds 0.1,0.9",
+    "reward:remote": "--reward remote --reward-url http://x", "LOCAL": "", "MARGIN": "",
+    "CONCURRENT": "--reward remote --reward-url http://x",
+    "PREFERENCES": ONLINE,
     "preference:beta": "", "preference:label_smoothing": "", "preference:gamma": "--preference-loss simpo",
-    "preference:coefficient": "--preference-loss rpo", "labels": "--preference-loss kto",
+    "preference:coefficient": "--preference-loss rpo", "LABELS": "--preference-loss kto",
     "preference:desirable_weight": "--preference-loss kto", "preference:undesirable_weight": "--preference-loss kto",
 }  # fmt: skip
 FAILS = {
-    "estimator:whiten": ONLINE, "preference": "",
+    "estimator:whiten": ONLINE, "PREFERENCES": "",
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
     "estimator:length_alpha": "--advantage grpo",
-    "environment": "", "workers": "--agent-sessions", "branches": "--environment x:y", "listens": "",
-    "distill": "", "distill-loss": "--distill reward", "jsd": "--distill loss", "teacher": "",
-    "context": "--distill loss",
-    "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "refreshes": "",
-    "average": "--ema-decay 0.5",
-    "baselines": "",
-    "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
-    "routes": "--router-replay old-logprob",
-    "partial": "--over-sampling 2", "ahead": "--debug-rollout-only",
-    "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
-    "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "exported": "--save y",
-    "rollout_server": "", "serve_policy": "", "tool_calls": "", "thinks": "",
-    "engine": "--debug-train-only --load-rollouts x", "prefixes": "", "evaluates": "--debug-rollout-only",
-    "trained": "--debug-rollout-only", "profile": "",
-    "model": "", "judge": "", "scoring_model": "", "fallible": "--reward model --reward-model x",
-    "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
-    "cosine": "", "repetition": "", "range": "--group-filter reward", "pools": "",
-    "margin": "--preference-loss ipo", "preference:beta": "--preference-loss orpo",
+    "ENVIRONMENT": "", "WORKERS": "--agent-sessions", "BRANCHES": "--environment x:y", "LISTENS": "",
+    "DISTILLS": "", "DISTILL_LOSS": "--distill reward", "OF_JSD": "--distill loss", "TEACHER": "",
+    "CONTEXT": "--distill loss",
+    "CRITIC": "--advantage grpo", "REFERENCE": "--kl-coefficient 0", "KL": "--kl-coefficient 0", "REFRESHES": "",
+    "AVERAGES": "--ema-decay 0.5",
+    "BASELINES": "",
+    "NORM": "", "ADAPTIVE_KL": "", "CORRECTION": "", "ICEPOP": "--rollout-correction mis",
+    "ROUTES": "--router-replay old-logprob",
+    "PARTIAL": "--over-sampling 2", "AHEAD": "--debug-rollout-only",
+    "ROUNDS": "--group-filter reward", "OVERLONG": "", "EVALUATION": "", "BEST": "--eval-prompts x --eval-interval 1",
+    "LOADED": "", "SAVED": "", "TRACKED": "--save y", "KEEPS_LAST": "--save y", "EXPORTED": "--save y",
+    "ROLLOUT_SERVER": "", "SERVES": "", "TOOL_CALLS": "", "THINKS": "",
+    "ENGINE": "--debug-train-only --load-rollouts x", "PREFIXES": "", "EVALUATES": "--debug-rollout-only",
+    "TRAINED": "--debug-rollout-only", "PROFILE": "",
+    "REWARD_MODEL": "", "JUDGED": "", "SCORING_MODEL": "", "FALLIBLE": "--reward model --reward-model x",
+    "ENSEMBLE": "--reward model --reward-model x", "reward:regex": "",
+    "reward:format": "", "reward:length": "", "reward:code": "",
+    "reward:cosine": "", "reward:repetition": "", "RANGE": "--group-filter reward", "POOLS": "",
+    "MARGIN": "--preference-loss ipo", "preference:beta": "--preference-loss orpo",
     "preference:label_smoothing": "--preference-loss ipo", "preference:gamma": "", "preference:coefficient": "",
-    "labels": "", "preference:desirable_weight": "", "preference:undesirable_weight": "",
-    "remote": "", "concurrent": "", "local": "--reward remote --reward-url http://x",
+    "LABELS": "", "preference:desirable_weight": "", "preference:undesirable_weight": "",
+    "reward:remote": "", "CONCURRENT": "", "LOCAL": "--reward remote --reward-url http://x",
 }  # fmt: skip
 
 # Fields whose value or required flags do not follow from their type and condition.
@@ -141,6 +147,25 @@ OUTSIDE = {
 }  # values that are rejected, where -1 is not
 
 
+def named_conditions() -> dict[Condition, str]:
+    """The conditions of all fields and roles, by what the source calls them."""
+    modules = (conditions, data, run, *settings.TOPICS)
+    found = {value: name for module in modules for name, value in vars(module).items() if isinstance(value, Condition)}
+    for kind, make, options in (
+        ("estimator", algorithm.of_estimator, [option.name for option in dataclasses.fields(AdvantageOptions)]),
+        ("preference", preferences.of_preference, PreferenceOptions._fields),
+        ("reward", rewards.of_reward, expression.NAMES),
+    ):
+        found = {make(option): f"{kind}:{option}" for option in options} | found
+    return found
+
+
+def condition_of(field) -> str | None:
+    """The name of the condition under which a flag has an effect."""
+    condition = field.metadata["when"]
+    return None if condition is None else named_conditions()[condition]
+
+
 def flag_of(field) -> str:
     """`--kl-target` of the field `kl_target`."""
     return "--" + field.name.replace("_", "-")
@@ -154,9 +179,11 @@ def value_of(field):
 
 def required_flags(field, program: str = "rl") -> list[str]:
     """Flags without which this one has no effect in a program."""
-    when = field.metadata["when"] or ""
+    when = condition_of(field) or ""
     if program == "serve":
-        return HOLDS[when].split() if when == "prefixes" else []
+        return HOLDS[when].split() if when == "PREFIXES" else []
     if when.startswith("preference:") and program == "rl":
         return [*ONLINE.split(), *HOLDS[when].split()]
-    return REQUIRED.get(field.name, "" if (when, program) == ("preference",) * 2 else HOLDS.get(when, "")).split()
+    return REQUIRED.get(
+        field.name, "" if (when, program) == ("PREFERENCES", "preference") else HOLDS.get(when, "")
+    ).split()

@@ -13,7 +13,7 @@ from megarl.environments.protocol import Task
 from megarl.environments.sessions.front import SessionsConfig
 from megarl.environments.sessions.pool import SessionPool
 from megarl.environments.turn_parsing import parse_turn
-from megarl.flags.server_settings import ServerSettings
+from megarl.flags.serving import Serving
 from megarl.serving import links
 from tests.helpers.waiting import SAFETY_SECONDS, wait_until
 
@@ -62,7 +62,7 @@ def open_sessions(api_keys: tuple[str, ...] = (API_KEY,), **settings) -> Iterato
         child = Child("megarl.environments.sessions.front")
         try:
             record = Path(folder) / "sessions.jsonl"
-            server = ServerSettings(**{"port": 0, **settings})
+            server = Serving(**{"port": 0, **settings})
             child.send(SessionsConfig(server, list(api_keys), SAFETY_SECONDS, record, True, f"{folder}/leaders"))
             found = child.connection.recv()
             assert not isinstance(found, str), found

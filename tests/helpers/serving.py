@@ -16,7 +16,7 @@ import openai
 from megarl.child_process import Child
 from megarl.data.conversations import build_encoder
 from megarl.data.tokenizers import build_tokenizer
-from megarl.flags.server_settings import ServerSettings
+from megarl.flags.serving import Serving
 from megarl.serving import links
 from megarl.serving.configuration import FrontendConfig
 from tests.helpers import small_tokenizers
@@ -137,8 +137,8 @@ class Served:
             replicas=leaders,
             ranks_address=str(folder / "leaders") if family == "unix" else ("127.0.0.1", 0),
         )  # fmt: skip
-        flags = {name: settings.pop(name) for name in list(settings) if hasattr(ServerSettings, name)}
-        flags = ServerSettings(**{"port": 0, "serve_routes": True, **flags})
+        flags = {name: settings.pop(name) for name in list(settings) if hasattr(Serving, name)}
+        flags = Serving(**{"port": 0, "serve_routes": True, **flags})
         config = FrontendConfig(**{**defaults, **settings}, settings=flags)
         self.leaders: list[ScriptedLeader] = []
         self._log = folder / "stderr"

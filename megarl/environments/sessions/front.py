@@ -19,7 +19,7 @@ from typing import Any
 from megarl.child_process import parent
 from megarl.environments.sessions.app import build_app
 from megarl.environments.sessions.registry import Registry
-from megarl.flags.server_settings import ServerSettings
+from megarl.flags.serving import Serving
 from megarl.serving import links
 from megarl.serving.listening import HttpServer, run_process
 
@@ -42,7 +42,7 @@ class SessionsConfig:
         ranks_address: where leaders connect: the path of a Unix socket, or host and port (0: any).
     """
 
-    settings: ServerSettings
+    settings: Serving
     api_keys: list[str]
     seconds: float
     record: Path | None
@@ -52,7 +52,7 @@ class SessionsConfig:
 
 def sessions_config(settings: Any, api_keys: list[str]) -> SessionsConfig:
     """The configuration of these flags. `api_keys`: of `--api-key-file`."""
-    server = ServerSettings(**{name: getattr(settings, name) for name in _NAMES})
+    server = Serving(**{name: getattr(settings, name) for name in _NAMES})
     record = Path(settings.save) / "sessions.jsonl" if settings.save else None
     return SessionsConfig(server, api_keys, settings.environment_timeout, record, goes_on=settings.load is not None)
 

@@ -8,7 +8,7 @@ import torch
 from megarl.data.prompt import Prompt
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
-from megarl.flags.environment_settings import SESSIONS
+from megarl.flags.environment import SESSIONS
 from megarl.mcore.inference.engine import RequestList
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.episodes.client import EnvironmentClient

@@ -11,7 +11,7 @@ import torch
 from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.pools import DifficultyPools
 from megarl.errors import RunStopped, UsageError
-from megarl.flags.pool_settings import parse_weights
+from megarl.flags.selection import parse_weights
 from megarl.rollout import pool_files
 
 BOUNDS = (0.25, 0.9)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megarl.data.stop_strings import StopMatcher
 from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.fields import parse_ints
-from megarl.flags.stop_settings import parse_stops
+from megarl.flags.generation import parse_stops
 from tests.helpers import small_tokenizers
 
 NAMES = [*small_tokenizers.HUGGING_FACE, "characters", "sentence_piece"]

@@ -7,7 +7,7 @@ import torch
 
 from megarl.arguments import Settings, build_parser, parse
 from megarl.errors import UsageError
-from megarl.flags.parser import MODULES
+from megarl.flags.parser import MODULES, own_flags
 from megarl.flags.role_flags import ROLES
 from tests.helpers.flag_cases import FIELDS, OUTSIDE, flag_of, required_flags, value_of
 from tests.helpers.tiny_models import SHAPES
@@ -137,7 +137,9 @@ def test_help_has_a_line_for_every_setting():
     for field in FIELDS:
         for program, text in texts.items():
             assert (flag_of(field) + " " in text) == (program in field.metadata["programs"]), (flag_of(field), program)
-        assert field.metadata["help"].split()[0] in texts[field.metadata["programs"][0]]
+        program = field.metadata["programs"][0]
+        text = own_flags(program)[field.name.replace("_", "-")].text
+        assert text and text.split()[0] in texts[program]
     modules = [text.split()[1] for text in texts.values()]
     assert modules == [f"megarl.{name}" for name in MODULES.values()]
 

@@ -8,7 +8,18 @@ from megarl.algorithms.estimators import ESTIMATORS
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags import combinations
-from tests.helpers.flag_cases import CONTEXT, FAILS, FIELDS, HOLDS, ONLINE, flag_of, value_of
+from megarl.flags.conditions import CRITIC, FlagContext
+from tests.helpers.flag_cases import (
+    CONTEXT,
+    FAILS,
+    FIELDS,
+    HOLDS,
+    ONLINE,
+    condition_of,
+    flag_of,
+    named_conditions,
+    value_of,
+)
 from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
@@ -79,14 +90,15 @@ def test_a_map_without_a_reference_that_the_kl_needs():
 
 
 def test_every_condition_is_used_and_tried():
-    named = {field.metadata["when"] for field in FIELDS} - {None}
-    assert named | {"critic", "reference", "teacher", "scoring_model"} == set(combinations.CONDITIONS) == set(HOLDS)
-    assert set(HOLDS) - set(FAILS) == {"sampled"}  # it has its own test
+    used = {condition_of(field) for field in FIELDS} - {None}
+    assert used | {"CRITIC", "REFERENCE", "TEACHER", "SCORING_MODEL"} == set(HOLDS)
+    assert {name for name in named_conditions().values() if ":" not in name} <= set(HOLDS)
+    assert set(HOLDS) - set(FAILS) == {"SAMPLED"}  # it has its own test
 
 
-@pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["when"] in FAILS], ids=lambda f: f.name)
+@pytest.mark.parametrize("field", [f for f in FIELDS if condition_of(f) in FAILS], ids=lambda f: f.name)
 def test_a_flag_without_effect_is_dropped_with_a_warning_even_at_its_default(field):
-    program, when = field.metadata["programs"][0], field.metadata["when"]
+    program, when = field.metadata["programs"][0], condition_of(field)
     without = parsed(FAILS[when], program)
     for value in {value_of(field), field.default} - {None}:
         found = parsed(f"{FAILS[when]} {flag_of(field)} {value}", program)
@@ -379,7 +391,7 @@ def test_each_rule_can_be_broken(monkeypatch):
     def recorded(case):
         found = rules(case)
         total.add(len(found))
-        stopped.update([i for i, rule in enumerate(found) if not rule.holds][:1])
+        stopped.update([i for i, rule in enumerate(found) if rule.is_broken][:1])
         return found
 
     monkeypatch.setattr(combinations, "rules", recorded)
@@ -390,8 +402,8 @@ def test_each_rule_can_be_broken(monkeypatch):
 
 
 def test_reasons_read_settings_that_exist():
-    case = combinations.FlagContext(
+    case = FlagContext(
         "rl", dataclasses.replace(parsed("").settings, advantage="mine"), (), ESTIMATORS["grpo"], None, ()
     )
-    assert combinations.reason(case, "critic") == "--advantage mine needs no critic"
-    assert all("{" not in combinations.reason(case, name) for name in combinations.CONDITIONS)
+    assert CRITIC.why_not(case) == "--advantage mine needs no critic"
+    assert all("{" not in condition.reason.format_map(vars(case.settings)) for condition in named_conditions())

@@ -1,0 +1,124 @@
+"""Flags of distillation: a teacher whose distributions the policy learns, on its own responses or on given ones."""
+
+import dataclasses
+from typing import Any
+
+from megarl.algorithms.divergence import DIVERGENCES, JSD
+from megarl.algorithms.estimators import NO_ADVANTAGE
+from megarl.flags.conditions import TRAINED, FlagContext, Rule, on
+from megarl.flags.fields import flag, not_negative, one_of, parses, positive
+from megarl.named_paths import ALLOWED, parse_named_paths
+from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
+from megarl.rewards import expression
+
+NONE, REWARD, LOSS = FORMS = ("none", "reward", "loss")
+GIVEN, START, AVERAGE = TEACHERS = ("given", "self", "ema")
+PROMPT, SIBLING = CONTEXTS = ("prompt", "sibling")
+STUDENTS = "rl sft"
+
+DISTILLS = on(lambda s: s.distill != NONE, "--distill is none")
+DISTILL_LOSS = on(lambda s: s.distill == LOSS, "needs --distill loss")
+OF_JSD = on(
+    lambda s: s.distill == LOSS and s.distill_divergence == JSD, "needs --distill loss and --distill-divergence jsd"
+)
+CONTEXT = on(lambda s: s.distill != NONE and s.teacher_context == SIBLING, "needs --teacher-context sibling")
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation:
+    """Distillation."""
+
+    distill: str = one_of(NONE, FORMS, programs=STUDENTS, when=TRAINED)
+    """learn from a teacher: its log-prob of each token adds to the advantage (reward), or a divergence over the whole
+    vocabulary is a loss (loss, 2306.13649)"""
+    teacher: str = one_of(GIVEN, TEACHERS, programs=STUDENTS, when=DISTILLS)
+    """the teacher's weights: those of --teacher-hf-model or --teacher-pretrained-checkpoint (given), those that the
+    policy starts from (self), or in train_rl its moving average, --ema-decay (ema)"""
+    teachers: str | None = flag(
+        None, parses(parse_named_paths), f"NAME=FOLDER …, {ALLOWED}", programs=STUDENTS, several=True, when=DISTILLS
+    )
+    """several teachers, NAME=FOLDER …: Hugging Face folders, or run folders of megarl; the field teacher of a prompt's
+    line names one, and a line without it has the one called default"""
+    teacher_temperature: float = positive(1.0, programs=STUDENTS, when=DISTILLS)
+    """temperature of the teacher's distributions, whatever the policy's is"""
+    teacher_max_prompt_length: int | None = positive(None, when=DISTILLS)
+    """maximum length of the prompt that a teacher reads, which may be a line's teacher_prompt or have a sibling's
+    response, tokens; default: --max-prompt-length"""
+    teacher_context: str = one_of(PROMPT, CONTEXTS, programs="rl", when=DISTILLS)
+    """what the teacher reads before a response: the prompt, or a correct response of the same group and then the
+    question (sibling)"""
+    teacher_context_reward: float = flag(0.0, when=CONTEXT)
+    """a sibling's response is read if its reward is the highest of its group and above this; 1 is that of a correct one
+    where no term of --reward counts"""
+    teacher_context_template: str = flag("configs/teacher_context.txt", when=CONTEXT)
+    """text file with the places {question} and {response}: what the teacher reads instead of the user's last message"""
+    distill_coefficient: float = positive(1.0, programs=STUDENTS, when=DISTILLS)
+    """weight of what the teacher says: of its share of the advantage, or of the divergence in the loss"""
+    distill_divergence: str = one_of("reverse", DIVERGENCES, programs=STUDENTS, when=DISTILL_LOSS)
+    """divergence of the loss: KL(teacher‖policy) (forward), KL(policy‖teacher) (reverse), or the generalized
+    Jensen-Shannon divergence (jsd)"""
+    distill_beta: float = flag(0.5, lambda v: 0 < v < 1, "between 0 and 1", programs=STUDENTS, when=OF_JSD)
+    """share β of the teacher in the mixture of jsd"""
+    distill_sft_coefficient: float = not_negative(0.0, programs="sft", when=DISTILL_LOSS)
+    """weight of the cross-entropy of the given tokens beside the divergence"""
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """The teachers of `--teachers`; none of a run with one teacher, or none."""
+        return () if self.teachers is None else tuple(parse_named_paths(self.teachers))
+
+    @property
+    def teacher_fields(self) -> tuple[str, ...]:
+        """Batch fields that the teacher computes for the actor; several say whose they are."""
+        found = {NONE: (), REWARD: ("teacher_logprobs",), LOSS: ("teacher_states",)}[self.distill]
+        return (*found, "teacher_ids") if found and self.teachers is not None else found
+
+
+def with_defaults_of_distillation(fields: dict[str, Any]) -> dict[str, Any]:
+    """Values of megarl's own flags of a run that has a teacher: without a reward that counts it has no advantages."""
+    reward = fields.get("reward", expression.NONE)
+    if any(term.weight for term in expression.parse(reward)):
+        return fields
+    of_teacher_alone = {"advantage": NO_ADVANTAGE, "kl_coefficient": 0.0, "alarms": ALARMS_WITHOUT_REWARD}
+    return of_teacher_alone | fields | {"reward": reward}
+
+
+def rules(run: FlagContext) -> list[Rule]:
+    """Rules of the teacher's weights, and of what it reads."""
+    s, is_average = run.settings, run.settings.teacher == AVERAGE
+    longest, reads_siblings = s.teacher_max_prompt_length or 0, s.teacher_context == SIBLING
+    return [
+        Rule("--teacher", is_average and s.ema_decay is None, "needs --ema-decay"),
+        Rule(
+            "--teacher",
+            is_average and s.generation_lag,
+            "needs --generation-lag 0: the average of a step is known when the step is trained",
+        ),
+        Rule(
+            "--teachers",
+            s.teachers is not None and s.teacher != GIVEN,
+            f"names the teachers' folders; not allowed with --teacher {s.teacher}",
+        ),
+        Rule(
+            "--teacher-context",
+            reads_siblings and s.samples_per_prompt == 1,
+            "needs --samples-per-prompt 2 or more: the sibling is another response to the prompt",
+        ),
+        Rule(
+            "--teacher-context",
+            reads_siblings and not run.terms,
+            "needs a --reward that says which responses are correct; one of weight 0, as "
+            f"0*{expression.EXACT_MATCH}, is not learnt",
+        ),
+        Rule(
+            "--teacher-context",
+            reads_siblings and longest <= s.max_prompt_length,
+            f"needs --teacher-max-prompt-length above --max-prompt-length {s.max_prompt_length}: a response is "
+            "before the question",
+        ),
+        Rule(
+            "--teacher-context",
+            reads_siblings and s.environment is not None,
+            "not allowed with --environment, whose responses hold its own texts",
+        ),
+    ]
