@@ -153,6 +153,7 @@ def main():
         packages=find_packages(include=["megarl", "megarl.*"]),
         package_data={
             "": ["py.typed", "*.html", "src/*.h", "src/*.cpp"],
+            "megarl.flags": ["megatron_options.json"],
             "megarl.observe": ["report_page/*", "report_page/vendor/*"],
         },
         entry_points={"console_scripts": ["megarl = megarl.__main__:main"]},

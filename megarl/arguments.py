@@ -24,6 +24,7 @@ from megarl.flags.fields import GENERATING, SUPERVISED
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.learning import MODELS
 from megarl.flags.lora import lora_of_roles
+from megarl.flags.megatron_options import options
 from megarl.flags.parser import build_parser
 from megarl.flags.rewards import JUDGED, check_judge
 from megarl.flags.settings import Settings, rules
@@ -144,12 +145,9 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     absent = {r: OF_ROLES[r].why_not(context) or "" for r in role_flags.ROLES_OF[program] if r not in context.roles}
     ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent, ranks_per_node)
 
-    # What follows imports Megatron, so it comes after the check of megarl's own flags.
-    from megarl.mcore.config import megatron_flags
-
     idle = _flags_without_effect(command, context, absent)
     tokens = _tokens_of_roles(command, program, idle)
-    megatron = megatron_flags.destinations()
+    megatron = options().destinations
     attributes = role_flags.attributes_set(command.others, role_flags.ROLES_OF[program], megatron)
     values = _without(command.values, idle)
     context = _context(program, command.flags, values)
@@ -158,8 +156,8 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
         group_rules.check_sizes(context, rules)
 
     trained = () if context.settings.debug_rollout_only else role_flags.TRAINED_ROLES[program]
-    options = *(f"--{name}" for name in values), *role_flags.with_prefix(command.others, ("teacher",), megatron)
-    check_flags(context.settings.teachers, options, megatron)
+    given = *(f"--{name}" for name in values), *role_flags.with_prefix(command.others, ("teacher",), megatron)
+    check_flags(context.settings.teachers, given, megatron)
     roles, teachers = _roles_and_teachers(context, values, tokens, ranks)
     folders = [role.hf_model for role in (*roles.values(), *teachers.models) if role.hf_model is not None]
     notes = dict.fromkeys(note for folder in folders for note in folder.notes)
@@ -217,10 +215,8 @@ def _flags_without_effect(command: CommandLine, context: FlagContext, absent: di
 
     `absent`: roles that the run does not have.
     """
-    from megarl.mcore.config import megatron_flags, supported_flags
-
-    megatron = megatron_flags.destinations()
-    role_flags.check_trained_roles(command.others, context.program, megatron, supported_flags.training())
+    megatron = options().destinations
+    role_flags.check_trained_roles(command.others, context.program, megatron, options().training)
     given = {f"--{name}": command.flags[name].condition for name in command.values}
     given |= dict.fromkeys(role_flags.reward_model_options(command.others, context.program, megatron), SCORING_MODEL)
     of_absent = role_flags.with_prefix([*given, *command.others], absent, megatron)
@@ -240,10 +236,8 @@ def _without(values: dict[str, object], idle: dict[str, str]) -> dict[str, objec
 
 def _tokens_of_roles(command: CommandLine, program: str, idle: dict[str, str]) -> dict[str, list[str]]:
     """Megatron's tokens of each role, without the idle flags."""
-    from megarl.mcore.config import megatron_flags
-
     unknown = functools.partial(parser.unknown_flag, command.flags, program)
-    return role_flags.split(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations(), unknown, idle)
+    return role_flags.split(command.others, role_flags.ROLES_OF[program], options().destinations, unknown, idle)
 
 
 def _with_options(context: FlagContext, values: dict[str, object]) -> PolicyLoss:

@@ -7,13 +7,14 @@ optionally the `margin` of the preference; with `--preference-loss kto` it may h
     torchrun --nproc-per-node 2 -m megarl.train_preference --config my_run.yaml --preference-loss dpo
 """
 
-from megarl.trainers.kto_trainer import KTOTrainer
 from megarl.trainers.launch import launch
-from megarl.trainers.preference_trainer import PairTrainer
 
 
 def train(config, timers):
     """Each step: one mini-batch of pairs, the log-probs of their responses, one update."""
+    from megarl.trainers.kto_trainer import KTOTrainer  # after the flags: it imports torch and Megatron
+    from megarl.trainers.preference_trainer import PairTrainer
+
     trainer = KTOTrainer if config.settings.preference_loss == "kto" else PairTrainer
     run = trainer(config, timers)
     for step in run.steps():

@@ -7,11 +7,14 @@ optionally the `margin` of the preference; `--global-batch-size` counts pairs. L
 """
 
 from megarl.trainers.launch import launch
-from megarl.trainers.reward_model_trainer import RewardModelTrainer
 
 
 def train(config, timers):
     """Each step: one mini-batch of pairs, their scores and loss, one update."""
+    from megarl.trainers.reward_model_trainer import (
+        RewardModelTrainer,  # after the flags: it imports torch and Megatron
+    )
+
     run = RewardModelTrainer(config, timers)
     for step in run.steps():
         batch = run.next_batch()

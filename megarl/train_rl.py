@@ -8,11 +8,12 @@ calls do nothing. Launch it with torchrun or srun:
 """
 
 from megarl.trainers.launch import launch
-from megarl.trainers.rl_trainer import RLTrainer
 
 
 def train(config, timers):
     """The whole algorithm."""
+    from megarl.trainers.rl_trainer import RLTrainer  # after the flags: it imports torch and Megatron
+
     run = RLTrainer(config, timers)
     batcher, rollout, reward = run.batcher, run.rollout, run.reward
     reference, teacher = run.reference, run.teacher

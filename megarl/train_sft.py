@@ -7,11 +7,12 @@ turn. Launch it with torchrun or srun:
 """
 
 from megarl.trainers.launch import launch
-from megarl.trainers.sft_trainer import SFTTrainer
 
 
 def train(config, timers):
     """Each step: one mini-batch, loss over its response tokens, one update."""
+    from megarl.trainers.sft_trainer import SFTTrainer  # after the flags: it imports torch and Megatron
+
     run = SFTTrainer(config, timers)
     for step in run.steps():
         batch = run.next_batch()

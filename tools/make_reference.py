@@ -1,4 +1,4 @@
-"""Writes the generated pages of the documentation: docs/flags.md and docs/metrics.md.
+"""Writes what is generated: docs/flags.md, docs/metrics.md, and the table of Megatron's options.
 
     python tools/make_reference.py            # writes both pages
     python tools/make_reference.py --check    # exit status 1 if a page is not what this program would write
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megarl.flags import parser  # noqa: E402  the checkout's own code
+from megarl.flags import megatron_options, parser  # noqa: E402  the checkout's own code
 from megarl.flags.algorithm import of_estimator  # noqa: E402
 from megarl.flags.conditions import EVALUATION, SERVES  # noqa: E402
 from megarl.flags.serving import LISTENS  # noqa: E402
@@ -292,8 +292,12 @@ def metrics_page() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """File -> its content."""
-    return {DOCS / "flags.md": flags_page(), DOCS / "metrics.md": metrics_page()}
+    """File -> its content, the table among them."""
+    return {
+        DOCS / "flags.md": flags_page(),
+        DOCS / "metrics.md": metrics_page(),
+        megatron_options.TABLE: megatron_options.table_text(),
+    }
 
 
 def main(argv: list[str]) -> int:

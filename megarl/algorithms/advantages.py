@@ -1,13 +1,11 @@
 """Token rewards with a KL penalty, and generalised advantage estimation, on packed batches."""
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import require_same_shape, response_tokens
 from megarl.algorithms.returns import discounted_to_go
+from megarl.deferred import Tensor, no_grad, torch
 
 
-@torch.no_grad()
+@no_grad
 def token_rewards(
     scores: Tensor, kl: Tensor, kl_coefficient: float, response_mask: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
@@ -40,7 +38,7 @@ def token_rewards(
     return rewards
 
 
-@torch.no_grad()
+@no_grad
 def gae(
     rewards: Tensor,
     values: Tensor,

@@ -5,10 +5,8 @@ count does not: summed over micro-batches and ranks it is the loss of the whole 
 functions raise ValueError where shapes differ.
 """
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import require_same_shape, response_counts, sums_by_sequence
+from megarl.deferred import Tensor, torch
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 

@@ -4,8 +4,7 @@ SplitMix64 (Steele, Lea, Flood 2014) as a counter-based generator: the n-th outp
 number can be computed alone, in any order, on any rank. Signed int64 tensors hold the unsigned arithmetic mod 2^64.
 """
 
-import torch
-from torch import Tensor
+from megarl.deferred import Tensor, torch
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -9,8 +9,7 @@ over the ranks. Where both distributions are equal, every term is exactly 0, and
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from megarl.deferred import Tensor, torch
 
 FORWARD, REVERSE, JSD = DIVERGENCES = ("forward", "reverse", "jsd")
 

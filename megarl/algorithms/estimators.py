@@ -10,9 +10,6 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.advantages import gae
 from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo, unequal_groups
 from megarl.algorithms.packed import broadcast_to_tokens
@@ -23,6 +20,7 @@ from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
 from megarl.algorithms.token_baseline import token_baseline_advantages
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
+from megarl.deferred import Tensor, no_grad, torch
 
 NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; others are of built-in ones
 NO_ADVANTAGE = "none"
@@ -229,7 +227,7 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
         raise ValueError(f"needs of {name} must be from {sorted(NEEDS)}, got {sorted(needs)}")
 
     @wraps(function)
-    @torch.no_grad()
+    @no_grad
     def checked(step: StepData, options: AdvantageOptions) -> Advantages:
         result = function(step, options)
         if not isinstance(result, tuple) or len(result) != 2:

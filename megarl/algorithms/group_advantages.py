@@ -14,13 +14,12 @@ equal: of responses that are equally good, the standard deviation of `scores` is
 Results do not depend, to the last bit, on the order of the responses or on the numbers of the groups.
 """
 
-import torch
-from torch import Tensor
+from megarl.deferred import Tensor, no_grad, torch
 
 EPSILON = 1e-6  # added to a group's standard deviation, as in verl and slime
 
 
-@torch.no_grad()
+@no_grad
 def centred(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Tensor:
     """R_i − mean_G: Dr. GRPO (arXiv 2503.20783, §3.2), the first step of REINFORCE++-baseline (arXiv 2501.03262)."""
     sizes = group_sizes(scores, groups)
@@ -28,7 +27,7 @@ def centred(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) ->
     return _with_exact_zeros(scores - means, scores if raw_scores is None else raw_scores, groups, sizes)
 
 
-@torch.no_grad()
+@no_grad
 def grpo(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | None = None) -> Tensor:
     """(R_i − mean_G) / (std_G + ε): GRPO (DeepSeekMath, arXiv 2402.03300, §4.1.2); without `std` the numerator alone.
 
@@ -44,7 +43,7 @@ def grpo(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | 
     return deviations / (_deviations(scores, groups, group_sizes(scores, groups), raw_scores) + EPSILON)
 
 
-@torch.no_grad()
+@no_grad
 def rloo(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Tensor:
     """R_i − mean of the others' R: REINFORCE leave-one-out (Back to Basics, arXiv 2402.14740).
 
@@ -55,7 +54,7 @@ def rloo(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Te
     return factors * centred(scores, groups, raw_scores)
 
 
-@torch.no_grad()
+@no_grad
 def opo(scores: Tensor, groups: Tensor, response_lengths: Tensor, raw_scores: Tensor | None = None) -> Tensor:
     """R_i − Σ|o|R / Σ|o| over the group: the length-weighted baseline of OPO (arXiv 2505.23585).
 
@@ -72,7 +71,7 @@ def opo(scores: Tensor, groups: Tensor, response_lengths: Tensor, raw_scores: Te
     return _with_exact_zeros(advantages, scores if raw_scores is None else raw_scores, groups, sizes)
 
 
-@torch.no_grad()
+@no_grad
 def maxrl(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Tensor:
     """(R_i − mean_G) / mean_G: MaxRL (arXiv 2602.02710), for rewards of 0 or more; the rarer success is, the more it
     counts. A group whose mean is 0 or less has advantages of 0.
@@ -83,7 +82,7 @@ def maxrl(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> T
     return torch.where(means > 0, own / torch.where(means > 0, means, 1.0), 0.0)
 
 
-@torch.no_grad()
+@no_grad
 def best_of_group(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | None = None) -> Tensor:
     """max(0, R_i − max of the others' R): what the response adds to the best of its group.
 

@@ -2,10 +2,8 @@
 
 import math
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import require_same_shape
+from megarl.deferred import Tensor, torch
 
 UNBIASED = "k3-unbiased"
 KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+", UNBIASED)

@@ -1,7 +1,6 @@
 """Running mean and deviation of scores. Every rank gets all scores in one order, so the layout does not matter."""
 
-import torch
-from torch import Tensor
+from megarl.deferred import Tensor, torch
 
 ENSEMBLES = ("mean", "min")  # ways to combine the scores of several models
 MIN_DEVIATION = 1e-8  # lower bound of the deviation in `normalize`

@@ -1,12 +1,10 @@
 """Off-policy sequence masking: bad responses that the policy has moved away from are not pushed down further."""
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.policy_loss import PolicyTokens, on_tokens, response_mean
+from megarl.deferred import Tensor, no_grad
 
 
-@torch.no_grad()
+@no_grad
 def off_policy_kept(tokens: PolicyTokens, threshold: float) -> Tensor:
     """[T] bool: False at response tokens with A < 0 of a response whose mean of log(μ/π_θ) is above the threshold.
 

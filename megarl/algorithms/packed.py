@@ -6,8 +6,7 @@ ValueError where shapes do not fit together.
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from megarl.deferred import Tensor, torch
 
 
 class ResponseTokens(NamedTuple):

@@ -10,10 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import broadcast_to_tokens, require_same_shape, response_counts, sums_by_sequence
+from megarl.deferred import Tensor, torch
 
 # Bound of log-ratios (a ratio of 4.9e8). Without it exp overflows, and an infinite ratio gives the gradient
 # 0·inf = NaN even where the loss is clipped.

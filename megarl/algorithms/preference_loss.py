@@ -8,10 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from megarl.algorithms.packed import require_same_shape
+from megarl.deferred import Tensor, torch
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, centring: float = 0.0) -> Tensor:
@@ -33,7 +31,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, centring: fl
         ValueError: shapes differ.
     """
     require_same_shape(chosen=chosen, rejected=rejected, margin=margin)
-    terms = -logsigmoid(chosen - rejected - margin.detach())
+    terms = -torch.nn.functional.logsigmoid(chosen - rejected - margin.detach())
     return terms + centring * (chosen + rejected).square() if centring else terms
 
 

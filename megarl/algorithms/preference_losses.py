@@ -3,10 +3,6 @@
 Each turns sums of log-probs, in float64, into the loss of each pair and the rewards that the policy gives implicitly.
 """
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
 from megarl.algorithms.preference_loss import (
     PairLogprobs,
     PreferenceLoss,
@@ -14,6 +10,7 @@ from megarl.algorithms.preference_loss import (
     PreferenceTerms,
     bradley_terry,
 )
+from megarl.deferred import Tensor, torch
 
 
 def dpo(pairs: PairLogprobs, options: PreferenceOptions) -> PreferenceTerms:
@@ -50,7 +47,7 @@ def orpo(pairs: PairLogprobs, options: PreferenceOptions) -> PreferenceTerms:
     Fine-tuning on the preferred response, with a penalty on the odds of the other.
     """
     chosen, rejected = _token_means(pairs)
-    penalty = -logsigmoid(log_odds(chosen) - log_odds(rejected))
+    penalty = -torch.nn.functional.logsigmoid(log_odds(chosen) - log_odds(rejected))
     return _terms(-chosen + options.coefficient * penalty, options.coefficient * chosen, options.coefficient * rejected)
 
 

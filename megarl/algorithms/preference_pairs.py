@@ -7,9 +7,6 @@ at the policy whose log-probs the c_i are computed from: exact for the first upd
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.group_advantages import group_sizes
 from megarl.algorithms.preference_loss import (
     PAIR_METRICS,
@@ -18,6 +15,7 @@ from megarl.algorithms.preference_loss import (
     PreferenceOptions,
     pair_metrics,
 )
+from megarl.deferred import Tensor, torch
 
 
 class GroupPairs(NamedTuple):

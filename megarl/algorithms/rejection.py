@@ -13,9 +13,6 @@ of each token, or on its sum, mean or maximum over a response's tokens, which is
 import math
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import (
     broadcast_to_tokens,
     require_same_shape,
@@ -24,6 +21,7 @@ from megarl.algorithms.packed import (
     token_sequences,
 )
 from megarl.algorithms.rollout_correction import LOG_WEIGHT_LIMIT
+from megarl.deferred import Tensor, no_grad, torch
 
 TOKEN, SUM, MEAN, MAX = SCOPES = ("token", "sum", "mean", "max")
 QUANTITIES = ("k1", "k2", "k3", "abs")
@@ -67,7 +65,7 @@ def _parse(word: str) -> Bound:
     return Bound(scope, quantity, math.log(limits[0]), math.log(limits[1]))
 
 
-@torch.no_grad()
+@no_grad
 def kept_tokens(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, bound: Bound
 ) -> Tensor:
@@ -108,7 +106,7 @@ def _of_responses(values: Tensor, scope: str, mask: Tensor, cu_seqlens: Tensor) 
     return sums if scope == SUM else sums / response_counts(mask, cu_seqlens).clamp(min=1)
 
 
-@torch.no_grad()
+@no_grad
 def rejection_sums(kept: list[Tensor], mask: Tensor, correct: Tensor, cu_seqlens: Tensor) -> Tensor:
     """float64 [3 + B], to be added over replicas, for `rejection_report`.
 

@@ -1,12 +1,10 @@
 """Discounted sums over the rest of a response: returns-to-go, and GAE's sum of temporal differences."""
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import require_same_shape, response_tokens, token_sequences
+from megarl.deferred import Tensor, no_grad, torch
 
 
-@torch.no_grad()
+@no_grad
 def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, factor: float | Tensor) -> Tensor:
     """G_t = x_t + factor·G_{t+1} over the response tokens of each sequence, G = 0 after the last one.
 
@@ -28,7 +26,7 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
         ValueError: shapes do not fit together, or the factor is outside [0, 1].
     """
     require_same_shape(terms=terms, response_mask=response_mask)
-    if not isinstance(factor, Tensor) and not 0 <= factor <= 1:
+    if not isinstance(factor, torch.Tensor) and not 0 <= factor <= 1:
         raise ValueError(f"factor must be in [0, 1], got {factor}")
     response = response_tokens(response_mask, cu_seqlens)
     number_of_sequences = response.counts.numel()
@@ -46,7 +44,7 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
     return to_go
 
 
-@torch.no_grad()
+@no_grad
 def discounted_sums(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, factor: float) -> Tensor:
     """`discounted_to_go` for losses: in log₂ T rounds and without waiting for the device, up to rounding.
 

@@ -17,12 +17,10 @@ zero in a mean over the samples of μ, so the scale of the loss does not depend 
 import dataclasses
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.packed import broadcast_to_tokens, require_same_shape, response_counts, sums_by_sequence
+from megarl.deferred import Tensor, no_grad, torch
 
 CORRECTIONS = ("none", "tis", "mis", "icepop")
 LEVELS = ("token", "sequence", "geometric")
@@ -39,7 +37,7 @@ class CorrectionOptions:
     floor: float | None = None  # in (0, cap], only for icepop
 
 
-@torch.no_grad()
+@no_grad
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, options: CorrectionOptions
 ) -> Tensor:
@@ -70,7 +68,7 @@ class CorrectionSums(NamedTuple):
     maxima: Tensor  # float64 [1], to be maximized over micro-batches
 
 
-@torch.no_grad()
+@no_grad
 def correction_sums(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, options: CorrectionOptions
 ) -> CorrectionSums:

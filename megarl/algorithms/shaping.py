@@ -1,6 +1,6 @@
 """Penalties added to a response's score before the advantages are computed."""
 
-from torch import Tensor
+from megarl.deferred import Tensor
 
 
 def overlong_penalty(response_lengths: Tensor, limit: int | Tensor, buffer: int) -> Tensor:

@@ -1,15 +1,13 @@
 """How far π_old is from the rollout policy μ, by staleness: the policy updates since a token was generated."""
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.rollout_correction import LOG_WEIGHT_LIMIT
+from megarl.deferred import Tensor, no_grad, torch
 
 NONE = -1.0  # stands for the largest gap of no tokens
 
 
-@torch.no_grad()
+@no_grad
 def proximal_logprobs(rollout_logprobs: Tensor, logprobs: Tensor, staleness: Tensor, progress: float) -> Tensor:
     """[T] log π_prox = log μ + a·(log π_θ − log μ): stands for π_old of tokens that an older policy generated.
 
@@ -26,7 +24,7 @@ def proximal_logprobs(rollout_logprobs: Tensor, logprobs: Tensor, staleness: Ten
     return torch.lerp(rollout_logprobs, logprobs, share)  # exact at 0 and 1
 
 
-@torch.no_grad()
+@no_grad
 def staleness_maxima(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, staleness: Tensor) -> Tensor:
     """float64 [2], to be maximized over replicas: largest |log π_old − log μ| of the tokens that are not stale, and
     largest staleness.
@@ -42,7 +40,7 @@ def staleness_maxima(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tenso
     return torch.stack([torch.cat([x, x.new_tensor([least])]).amax() for x, least in ((gaps, NONE), (stale, 0.0))])
 
 
-@torch.no_grad()
+@no_grad
 def staleness_sums(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, staleness: Tensor, largest: int
 ) -> Tensor:

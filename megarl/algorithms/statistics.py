@@ -9,10 +9,8 @@ relative error is about 1e-16 · (1 + mean²/variance): 1e-8 if the mean is 10,0
 beyond rewards, values and advantages. A variance below 1e-14 · mean² is indistinguishable from rounding and is 0.
 """
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import require_same_shape
+from megarl.deferred import Tensor, torch
 
 _ROUNDING = 1e-14  # relative rounding error of a float64 sum of squares, with a margin for the order of additions
 

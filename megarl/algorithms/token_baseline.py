@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import broadcast_to_tokens, response_tokens, sums_by_sequence
 from megarl.algorithms.returns import discounted_to_go
+from megarl.deferred import Tensor, no_grad, torch
 
 
-@torch.no_grad()
+@no_grad
 def token_baseline_advantages(
     rewards: Tensor, logprobs: Tensor, squares: Tensor, groups: Tensor, is_counted: Tensor,
     shape: tuple[int, int], response_mask: Tensor, cu_seqlens: Tensor, total: Callable[[Tensor], Tensor],

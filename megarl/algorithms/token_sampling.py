@@ -6,10 +6,8 @@ integers, which have one value in any order: a GPU then needs neither a host nor
 
 import math
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.deferred import Tensor, torch
 
 UNIT = 2.0**43  # a weight of 1 as an integer: sums over fewer than 2^20 tokens fit into 63 bits
 CHUNK = 2**24  # most elements of weights that become integers at a time: 128 MiB for each of a few buffers

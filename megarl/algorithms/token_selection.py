@@ -8,8 +8,7 @@ place at which the sorted tokens of all ranks are cut, without gathering them, i
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from megarl.deferred import Tensor, torch
 
 _DIGIT = 8  # bits that a round of the search finds
 _TIE_BITS = 31

@@ -7,14 +7,12 @@ Learning: An Introduction, 2nd ed., §13.4). Statistics over the episodes that r
 deviation at each turn, do not.
 """
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.group_advantages import rloo
 from megarl.algorithms.packed import require_same_shape, token_sequences, turn_numbers
+from megarl.deferred import Tensor, no_grad, torch
 
 
-@torch.no_grad()
+@no_grad
 def turn_sums(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tensor, max_turns: int) -> Tensor:
     """[N, K] float64: sum of the token rewards [T] of each turn; K = `max_turns`, 0 for turns that did not happen.
 

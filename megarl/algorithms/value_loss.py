@@ -2,10 +2,8 @@
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import require_same_shape
+from megarl.deferred import Tensor, torch
 
 
 class ValueTerms(NamedTuple):

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from megarl.data.sources import printable
 from megarl.errors import UsageError
 
@@ -91,7 +89,7 @@ class Converters:
             item = self.of(kind.value_field, _feature_of_items(feature), f"{path}[]")
             return _present(lambda value: [item(each) for each in value])
         if types.is_float32(kind) or types.is_float16(kind):
-            return _present(_short_float(np.float32 if types.is_float32(kind) else np.float16))
+            return _present(_short_float("float32" if types.is_float32(kind) else "float16"))
         for test, convert in (
             (types.is_decimal, _number),
             (types.is_timestamp, lambda value: TimeText(value.isoformat())),
@@ -161,9 +159,11 @@ def _feature_of_items(feature: Any) -> Any:
     return feature.get("feature") if isinstance(feature, dict) else None
 
 
-def _short_float(kind: type[np.floating]) -> Converter:
+def _short_float(kind: str) -> Converter:
     """Numbers of few bits as the shortest text that reads back gives them, not as fp64 continues their bits."""
-    return lambda value: float(str(kind(value)))
+    import numpy  # flags import this module, and need no numbers
+
+    return lambda value: float(str(getattr(numpy, kind)(value)))
 
 
 def _number(value: decimal.Decimal) -> int | float | str:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from megarl.data.columns import RL
+from megarl.data.column_names import RL
 from megarl.errors import UsageError
 from megarl.numbers import is_plain_number
 from megarl.yaml_files import read_mapping

@@ -9,7 +9,7 @@ from megarl import plugins, process_state
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
 from megarl.errors import UsageError
-from megarl.flags import config_files, parser, role_flags
+from megarl.flags import config_files, megatron_options, parser, role_flags
 from megarl.flags.fields import DATA
 
 
@@ -51,12 +51,10 @@ def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
     if program not in ("evaluate", "serve"):
         return lambda key: False
     own, absent = parser.own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
-    from megarl.mcore.config import megatron_flags, supported_flags
-
     others = (parser.own_flags(other) for other in DATA.split())
     names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
-    options = megatron_flags.destinations().items()
-    names |= {option.removeprefix("--") for option, dest in options if dest in supported_flags.training()}
+    destinations, training = megatron_options.options().destinations, megatron_options.options().training
+    names |= {option.removeprefix("--") for option, dest in destinations.items() if dest in training}
     prefixes = [f"{role}-" for role in absent]
     if ":" in policy_loss:
         prefixes.append(policy_loss.rpartition(":")[2].replace("_", "-") + "-")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from megarl.data.columns import RL
+from megarl.data.column_names import RL
 from megarl.data.mixture import TRAINING, MixtureEntry, is_mixture, read_mixture
 from megarl.errors import UsageError
 from megarl.flags.conditions import FlagContext, Rule

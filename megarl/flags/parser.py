@@ -19,6 +19,7 @@ from megarl.errors import ArgumentParser, UsageError
 from megarl.flags import fields, role_flags
 from megarl.flags.algorithm import of_loss
 from megarl.flags.conditions import REWARD_MODEL, SCORING_MODEL, Condition
+from megarl.flags.megatron_options import options
 from megarl.flags.settings import Settings
 
 # Module of each program.
@@ -177,10 +178,8 @@ def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> 
         flags: megarl's own flags of the program, without dashes.
         name: the option without a role's prefix.
     """
-    from megarl.mcore.config import megatron_flags
-
     own = [f"--{flag}" for flag in flags]
-    accepted = [*megatron_flags.accepted_options(), *own]
+    accepted = [*options().accepted, *own]
     if option.startswith("--judge-") and "--" + option.removeprefix("--judge-") in accepted:
         of_role = option.replace("--judge-", "--reward-", 1)
         return UsageError(f"{option}: unknown flag; the judge is the model of the role reward: {of_role}")

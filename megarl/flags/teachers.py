@@ -89,10 +89,12 @@ def check_flags(text: str | None, options: Collection[str], megatron: dict[str, 
         options: flags that are given.
         megatron: Megatron's option strings -> the attribute that each one sets.
     """
+    if text is None:
+        return
     from megarl.mcore.config.supported_flags import ARCHITECTURE  # imports Megatron
 
     described = {*ARCHITECTURE, "pretrained_checkpoint"}
-    for option in options if text is not None else ():
+    for option in options:
         name = megatron.get("--" + option.removeprefix("--teacher-")) if option.startswith("--teacher-") else None
         if option == "--teacher-hf-model" or name in described:
             raise UsageError(f"{option}: not allowed with {FLAG}, whose folders give models and weights; leave it out")

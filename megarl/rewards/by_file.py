@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from megarl.data.columns import RL
+from megarl.data.column_names import RL
 from megarl.data.mixture import MixtureEntry, is_mixture, read_mixture
 from megarl.errors import UsageError
 from megarl.named_paths import parse_named_paths

@@ -5,14 +5,12 @@ import os
 import sys
 import time
 
-import torch
-
 from megarl import arguments, user_code
 from megarl.cluster import slurm
 from megarl.cluster.cores import cores
+from megarl.deferred import torch
 from megarl.errors import STOPPED, RunStopped, TooManyFailures, UsageError, warn_as_first
-from megarl.faults import heartbeat, run_lock
-from megarl.mcore import cuda_environment
+from megarl.faults import run_lock
 from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.trainers import restart
@@ -32,7 +30,7 @@ def launch(train, program: str):
     """
     rank, config = 0, None
     timers = Timers()
-    gc.freeze()  # collecting garbage skips the half million objects of the imports
+    gc.disable()  # until `setup.read_inputs`: imports make half a million objects, whose collection takes long
     try:
         _adopt_slurm_task()
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -43,6 +41,9 @@ def launch(train, program: str):
                 restart.finish_report(config)
             return
         warn_as_first(config.warnings)
+        from megarl.faults import heartbeat  # here and below: after the flags, since they import torch
+        from megarl.mcore import cuda_environment
+
         cuda_environment.choose(role.megatron for role in config.roles.values() if rank in role.ranks)
         status = train(config, timers)
         heartbeat.finish()
@@ -62,8 +63,9 @@ def launch(train, program: str):
         _fail(rank, timers, error)  # a plug-in called sys.exit: the other ranks would wait for this one
     finally:
         run_lock.release()
+        gc.enable()
         gc.unfreeze()  # triton's bindings report objects that still exist at exit
-        if torch.distributed.is_initialized():
+        if _has_met():
             torch.distributed.destroy_process_group()
     if status:
         sys.exit(status)
@@ -73,10 +75,15 @@ def _adopt_slurm_task():
     """Gives a task of srun the environment that torchrun would give it, and its share of the node's cores."""
     found = slurm.rank_environment(os.environ)
     os.environ.update(found)
-    if not torch.distributed.is_initialized():  # by a program around this one, whose ranks have met
+    if not _has_met():  # in a program around this one
         slurm.check_launcher(os.environ)
     if found and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(slurm.threads_per_rank(os.environ, cores()))
+
+
+def _has_met() -> bool:
+    """Whether this process has joined the other ranks."""
+    return "torch" in sys.modules and torch.distributed.is_initialized()
 
 
 def refuse(rank: int, error: UsageError):
@@ -121,6 +128,8 @@ def _keep_samples(rank: int, step: int, error: BaseException) -> str:
 
 def _exit(status: int):
     """Ends this process at once: a normal exit would wait for collectives that the other ranks never join."""
+    from megarl.faults import heartbeat
+
     sys.stderr.flush()
     heartbeat.report_failure()
     run_lock.release()

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 from megarl import arguments
-from megarl.checkpoint import folders
 from megarl.errors import UsageError
 from megarl.flags.fields import TRAINING
 from megarl.launcher import ATTEMPT
@@ -33,6 +32,8 @@ def parse(argv: list[str], size: int, program: str, ranks_per_node: int) -> tupl
     replaces_a_failed_process = os.environ.get(ATTEMPT, "0") not in ("", "0")
     if program not in TRAINING.split() or not replaces_a_failed_process or not config.settings.save:
         return config, False
+    from megarl.checkpoint import folders  # imports torch
+
     save = config.settings.save
     try:
         manifest = folders.read_manifest(folders.find(save, "--save"), "--save")

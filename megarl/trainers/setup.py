@@ -1,6 +1,7 @@
 """Set-up shared by the programs before their roles exist: flag checks, tokenizers and process groups."""
 
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -165,6 +166,8 @@ def read_inputs(
     if config.check:
         _report_check(config, inputs)
         raise SystemExit(0)
+    gc.freeze()  # collecting garbage skips what imports and inputs have made
+    gc.enable()
     run_lock.take(folder)
     earlier_run.begin(config, folder)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()

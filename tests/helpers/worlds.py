@@ -32,7 +32,9 @@ LATE_IMPORTS = (
     "torch._dynamo", "torch.utils.tensorboard", "numpy.ma", "megatron.core.models.mimo",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megarl.mcore.model.layer_specs.local", "megarl.train_rl", "megarl.train_sft", "megarl.train_reward",
-    "megarl.train_preference", "megarl.evaluate", "megarl.serve", "transformers.models.auto.configuration_auto",
+    "megarl.train_preference", "megarl.trainers.rl_trainer", "megarl.trainers.sft_trainer",
+    "megarl.trainers.reward_model_trainer", "megarl.trainers.kto_trainer", "megarl.trainers.evaluation",
+    "megarl.trainers.policy_server", "transformers.models.auto.configuration_auto",
     "transformers.models.llama.configuration_llama",  # with what configurations of all models import
 )  # fmt: skip
 

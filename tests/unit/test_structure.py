@@ -96,15 +96,20 @@ def test_only_mcore_imports_megatron():
 def test_algorithms_import_only_torch_and_the_standard_library():
     allowed = {"torch", *sys.stdlib_module_names}
     assert not importers(
-        lambda name: name.split(".")[0] not in allowed and not name.startswith("megarl.algorithms"),
+        lambda name: (
+            name.split(".")[0] not in allowed and not name.startswith(("megarl.algorithms", "megarl.deferred"))
+        ),
         under("algorithms"),
     )
 
 
-def test_environments_need_no_torch():
-    """Their worker processes start fast, and a user's environment needs nothing of the training."""
-    modules = "megarl.environments.worker, megarl.environments.pool, megarl.environments.check"
-    code = f"import sys, {modules}; print({{'torch', 'megatron'}} & set(sys.modules))"
+@pytest.mark.parametrize("modules", [
+    "megarl.environments.worker, megarl.environments.pool, megarl.environments.check",
+    "megarl.train_rl, megarl.train_sft, megarl.train_reward, megarl.train_preference, megarl.evaluate, megarl.serve",
+])  # fmt: skip
+def test_what_starts_fast_needs_no_torch(modules):
+    """Workers with environments, and programs until their flags are read."""
+    code = f"import sys, {modules}; print({{'torch', 'megatron', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "set()\n"
 

@@ -2,9 +2,6 @@
 
 import dataclasses
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.policy_loss import (
     LOG_RATIO_LIMIT,
     ClipOptions,
@@ -24,6 +21,7 @@ from megarl.algorithms.token_selection import (
     random_keys,
     sort_keys,
 )
+from megarl.deferred import Tensor, torch
 
 
 def _share(default: float, text: str):

@@ -2,10 +2,8 @@
 
 import dataclasses
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, bounded_ratio, positive
+from megarl.deferred import Tensor, torch
 
 
 @dataclasses.dataclass(frozen=True)

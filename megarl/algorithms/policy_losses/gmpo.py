@@ -1,7 +1,5 @@
 """GMPO: the geometric mean of a response's clipped ratios."""
 
-import torch
-
 from megarl.algorithms.policy_loss import (
     LOG_RATIO_LIMIT,
     ClipRange,
@@ -11,6 +9,7 @@ from megarl.algorithms.policy_loss import (
     on_tokens,
     response_mean,
 )
+from megarl.deferred import torch
 
 
 def gmpo(tokens: PolicyTokens, clip: ClipRange) -> PolicyTerms:

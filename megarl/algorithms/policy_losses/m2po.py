@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens, positive, without_selected
 from megarl.algorithms.policy_losses.ppo_clip import ppo_clip
 from megarl.algorithms.token_selection import MinibatchTokens, lowest_that_fit, sort_keys
+from megarl.deferred import Tensor, torch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """PPO's clipped surrogate, with clip-higher and the dual clip."""
 
-import torch
-
 from megarl.algorithms.policy_loss import (
     ClipOptions,
     PolicyLoss,
@@ -10,6 +8,7 @@ from megarl.algorithms.policy_loss import (
     bounded_ratio,
     clipped_surrogate,
 )
+from megarl.deferred import torch
 
 
 def ppo_clip(tokens: PolicyTokens, clip: ClipOptions) -> PolicyTerms:

@@ -2,9 +2,6 @@
 
 import dataclasses
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.packed import broadcast_to_tokens, response_counts, sums_by_sequence
 from megarl.algorithms.policy_loss import (
     MinibatchResponses,
@@ -15,6 +12,7 @@ from megarl.algorithms.policy_loss import (
     positive,
 )
 from megarl.algorithms.policy_losses.reinforce import reinforce
+from megarl.deferred import Tensor, torch
 
 _EXPONENT_LIMIT = 500.0  # of s/τ: sums of any number of responses stay finite in float64
 

@@ -1,8 +1,7 @@
 """REINFORCE: the plain policy gradient."""
 
-import torch
-
 from megarl.algorithms.policy_loss import NoOptions, PolicyLoss, PolicyTerms, PolicyTokens
+from megarl.deferred import torch
 
 
 def reinforce(tokens: PolicyTokens, options: NoOptions) -> PolicyTerms:

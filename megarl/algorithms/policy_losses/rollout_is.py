@@ -1,8 +1,7 @@
 """Importance weights between the trained policy and the one that generated, with tokens outside both bounds masked."""
 
-import torch
-
 from megarl.algorithms.policy_loss import ClipRange, PolicyLoss, PolicyTerms, PolicyTokens, bounded_ratio
+from megarl.deferred import torch
 
 
 def rollout_is(tokens: PolicyTokens, clip: ClipRange) -> PolicyTerms:

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-import torch
-
 from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, bounded_ratio, positive_finite
+from megarl.deferred import torch
 
 
 @dataclasses.dataclass(frozen=True)

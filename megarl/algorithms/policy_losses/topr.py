@@ -2,9 +2,8 @@
 
 import dataclasses
 
-import torch
-
 from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, positive, response_log_ratio
+from megarl.deferred import torch
 
 
 @dataclasses.dataclass(frozen=True)

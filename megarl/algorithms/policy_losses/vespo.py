@@ -2,10 +2,8 @@
 
 import dataclasses
 
-import torch
-from torch import Tensor
-
 from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, positive_finite, response_log_ratio
+from megarl.deferred import Tensor, torch
 
 
 @dataclasses.dataclass(frozen=True)
