@@ -101,12 +101,13 @@ def _parser() -> argparse.ArgumentParser:
 def _ranks(options: argparse.Namespace) -> int:
     """Ranks on this node if no number is given."""
     trains = options.program.startswith("train_")
-    if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS") or not can_fork():
+    if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS"):
         return 1
     from megarl.planning.ranks import ranks_for
 
     program = options.program.removeprefix("train_")
     ranks = ranks_for(options.flags, program, cores())
+    ranks = ranks if ranks > 1 and can_fork() else 1  # asked last: it loads torch
     if "--check" not in options.flags:
         what = f"{ranks} ranks of one thread" if ranks > 1 else f"one rank of {cores()} threads"
         print(f"megarl: {what} (NPROC or OMP_NUM_THREADS choose otherwise)", file=sys.stderr, flush=True)

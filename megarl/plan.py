@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 from megarl import arguments
-from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import ArgumentParser, UsageError, flag_of, warn
 
 POSITIVE = ("world_size", "ranks_per_node", "vocab_size", "gpu_memory", "mfu", "network")
@@ -58,6 +57,8 @@ def vocabulary(chosen, role: arguments.RoleSettings) -> int:
         return role.hf_model.vocab_size
     if not role.tokenizer_model:
         raise UsageError("--vocab-size is missing: it has no default without --hf-model or --tokenizer-model")
+    from megarl.data.tokenizers import build_tokenizer
+
     return build_tokenizer(role.tokenizer_type, role.tokenizer_model).vocab_size
 
 

@@ -4,8 +4,6 @@ import os
 
 from megarl import arguments
 from megarl.errors import UsageError
-from megarl.mcore import device
-from megarl.planning.parameters import parameter_totals
 
 BYTES_PER_WEIGHT = 24  # of a trained model in fp32: weights, gradients, moments, and activations of the same order
 MAX_SHARE = 0.4  # of the node's memory that all copies of the models may take
@@ -18,6 +16,9 @@ def ranks_for(flags: list[str], program: str, cores: int) -> int:
         config = arguments.parse(flags, cores, program)
     except UsageError:
         return 1
+    from megarl.mcore import device  # after the flags: they import torch
+    from megarl.planning.parameters import parameter_totals
+
     if device.has_cuda() or config.settings.role_map:
         return 1
     weights = sum(parameter_totals(role.megatron, 1, value_head=False).total for role in config.with_models())

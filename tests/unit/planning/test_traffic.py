@@ -171,6 +171,7 @@ class Role(Anything):
 @pytest.mark.parametrize("flags, roles", MOVES)
 def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     from megarl import train_rl
+    from megarl.trainers import rl_trainer
 
     settings = program(flags).settings
     recorder = Recorder(roles, settings)
@@ -192,7 +193,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
 
     Run.batcher.generate = lambda step: recorder
     Run.routing_replay = Anything()
-    monkeypatch.setattr(train_rl, "RLTrainer", lambda *_: Run())
+    monkeypatch.setattr(rl_trainer, "RLTrainer", lambda *_: Run())
     train_rl.train(None, None)
     planned = [move for move in traffic.moves(settings, roles) if not move.round_robin]
     assert sorted(recorder.moves) == sorted((move.source, move.destination, move.fields) for move in planned)
