@@ -68,7 +68,6 @@ def logits_alone(model, sequence, vocab: int):
 
 def watched(rank: int, parsed) -> list[dict]:
     """For each step the metrics, and the same from whole logits, sequence by sequence."""
-    from megarl import train_rl
     from megarl.trainers import rl_trainer
 
     seen = []
@@ -102,7 +101,7 @@ def watched(rank: int, parsed) -> list[dict]:
             super().log(step)
             seen[-1] = (self._metrics, seen[-1])
 
-    rl_trainer.RLTrainer = train_rl.RLTrainer = Watched
+    rl_trainer.RLTrainer = Watched
     in_world(rank, "rl", parsed)
     return seen
 
@@ -143,7 +142,6 @@ def without_teacher(argv: list[str], folder: Path) -> list[str]:
 
 def of_average(rank: int, parsed) -> list[bool]:
     """For each step: whether the teacher's weights are those of the policy's moving average, and not the policy's."""
-    from megarl import train_rl
     from megarl.trainers import rl_trainer
 
     same = []
@@ -158,7 +156,7 @@ def of_average(rank: int, parsed) -> list[bool]:
             found = list(frozen.model.parameters())
             same.append((all(map(torch.equal, average, found)), all(map(torch.equal, own, found))))
 
-    rl_trainer.RLTrainer = train_rl.RLTrainer = Watched
+    rl_trainer.RLTrainer = Watched
     in_world(rank, "rl", parsed)
     return same
 

@@ -77,7 +77,6 @@ def argv_of(folder: Path, save: Path, flags: str, in_turn=("math", "code")) -> l
 
 def watched(rank: int, parsed) -> list[dict]:
     """For each step, by sequence: its line, tokens, and what its teacher says of them, on the actor's ranks."""
-    from megarl import train_rl
     from megarl.roles import actor
     from megarl.trainers import rl_trainer
 
@@ -115,7 +114,7 @@ def watched(rank: int, parsed) -> list[dict]:
         return scores
 
     actor.Actor._forward_of_update = compared
-    rl_trainer.RLTrainer = train_rl.RLTrainer = Watched
+    rl_trainer.RLTrainer = Watched
     in_world(rank, "rl", parsed)
     return steps
 

@@ -59,7 +59,6 @@ def test_the_first_other_response_with_the_highest_reward_is_the_sibling(rewards
 
 def watched(rank: int, parsed) -> list[tuple]:
     """For each step (the teacher's log-probs of the responses, the same of each alone after what it should read)."""
-    from megarl import train_rl
     from megarl.mcore.model.forward_pass import inference_mode, token_scores
     from megarl.trainers import rl_trainer
 
@@ -94,7 +93,7 @@ def watched(rank: int, parsed) -> list[tuple]:
                 found.append(batch.teacher_logprobs[span][prompt:].tolist())
             steps[-1] = found, wanted, read / len(batch), self._metrics["teacher/context_fraction"]
 
-    rl_trainer.RLTrainer = train_rl.RLTrainer = Watched
+    rl_trainer.RLTrainer = Watched
     in_world(rank, "rl", parsed)
     return steps
 

@@ -95,7 +95,6 @@ def alone(network, sequence) -> float:
 
 def watched(rank: int, parsed) -> list[list[float]]:
     """[own loss, own divergence, recorded loss, recorded divergence] of each step."""
-    from megarl import train_preference
     from megarl.trainers import kto_trainer
 
     seen, reference = [], {}
@@ -127,7 +126,7 @@ def watched(rank: int, parsed) -> list[list[float]]:
             super().log(step)
             seen[-1] += [self.metrics["preference/loss"], self.metrics["preference/kl"]]
 
-    train_preference.KTOTrainer = Watched
+    kto_trainer.KTOTrainer = Watched
     in_world(rank, "preference", parsed)
     return seen
 

@@ -110,7 +110,6 @@ def alone(network, sequence) -> float:
 
 def watched(rank: int, parsed) -> list[tuple[float, float]]:
     """(own, recorded) loss of each step and of the evaluation after the last one."""
-    from megarl import train_preference
     from megarl.trainers import preference_trainer
 
     seen, reference = [], {}
@@ -144,7 +143,7 @@ def watched(rank: int, parsed) -> list[tuple[float, float]]:
                 own = self.own_loss("held out", range(5))
                 seen.append([own, self.metrics["eval/loss"]])
 
-    train_preference.PairTrainer = Watched
+    preference_trainer.PairTrainer = Watched
     in_world(rank, "preference", parsed)
     return seen
 

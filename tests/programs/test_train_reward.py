@@ -103,7 +103,6 @@ def own_means(network, pairs, lines, margin: float, centring: float) -> list[flo
 
 def watched(rank: int, parsed) -> list[tuple[list, list]]:
     """(own, recorded) means of each step and, last, of the evaluation."""
-    from megarl import train_reward
     from megarl.trainers import reward_model_trainer
 
     seen, options = [], (parsed.settings.preference_margin, parsed.settings.centring_coefficient)
@@ -123,7 +122,7 @@ def watched(rank: int, parsed) -> list[tuple[list, list]]:
                 own = own_means(self.trainable_model.model[0], self.inputs.held_out, range(5), *options)
                 seen.append((own, [self.metrics[name] for name in EVALUATED]))
 
-    train_reward.RewardModelTrainer = Watched
+    reward_model_trainer.RewardModelTrainer = Watched
     in_world(rank, "reward", parsed)
     return seen
 

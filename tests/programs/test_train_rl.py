@@ -281,7 +281,6 @@ def test_ppo_raises_the_reward(tmp_path):
 
 def watched(rank: int, parsed) -> list[tuple[dict, dict]]:
     """(actor's, critic's) weights before the first step and after each."""
-    from megarl import train_rl
     from megarl.trainers import rl_trainer
 
     seen = []
@@ -299,7 +298,7 @@ def watched(rank: int, parsed) -> list[tuple[dict, dict]]:
             seen.append(weights(self))
             super().evaluate(step)
 
-    train_rl.RLTrainer = Watched
+    rl_trainer.RLTrainer = Watched
     in_world(rank, "rl", parsed)
     return seen
 

@@ -76,7 +76,6 @@ def own_loss(stages, examples, vocab_size) -> float:
 
 def watched(rank: int, parsed) -> list[tuple[float, float]]:
     """(own, recorded) loss of each step and, last, of the evaluation."""
-    from megarl import train_sft
     from megarl.trainers import sft_trainer
 
     seen = []
@@ -95,7 +94,7 @@ def watched(rank: int, parsed) -> list[tuple[float, float]]:
                 seen.append([own_loss(self.trainable_model.model, self.inputs.held_out[:7], self.vocab_size)])
                 seen[-1].append(self.metrics["eval/loss"])
 
-    train_sft.SFTTrainer = Watched
+    sft_trainer.SFTTrainer = Watched
     in_world(rank, "sft", parsed)
     return seen
 
