@@ -10,21 +10,54 @@ one after another: it has one score, one place in its group and one weight. Mode
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.packed import response_counts
 
+ACTOR, REWARD, REFERENCE, TEACHER, CRITIC = READERS = ("actor", "reward", "reference", "teacher", "critic")
+# Who fills a field on the rollout's ranks, in the order of time: the engine and the environments; the scores of a
+# round; the batch of a step, once it is full.
+GENERATED, SCORED, FORMED = ON_ROLLOUT = ("generated", "scored", "formed")
 
-def _field(kind: str, dtype: torch.dtype):
-    return dataclasses.field(default=None, metadata={"kind": kind, "dtype": dtype})
+
+class Sent(NamedTuple):
+    """A transfer of a field: who fills it, a role or one of `ON_ROLLOUT`; who gets it; in runs of which settings."""
+
+    source: str
+    readers: tuple[str, ...]
+    when: Callable[[Any], object]
+
+    def where(self, also: Callable[[Any], object]) -> "Sent":
+        """The transfer in runs where `also` holds, too."""
+        return self._replace(when=lambda s: self.when(s) and also(s))
+
+
+def sent(source: str, *readers: str, when: Callable[[Any], object] = lambda s: True) -> Sent:
+    return Sent(source, readers, when)
+
+
+def _field(kind: str, dtype: torch.dtype, *transfers: Sent):
+    return dataclasses.field(default=None, metadata={"kind": kind, "dtype": dtype, "transfers": transfers})
 
 
 _token, _sequence = functools.partial(_field, "token"), functools.partial(_field, "sequence")
+_response, _of_actor = sent(GENERATED, *READERS), sent(GENERATED, ACTOR)
+_episode = sent(GENERATED, *READERS, when=lambda s: s.environment)
+_budget = sent(GENERATED, *READERS, when=lambda s: s.environment and s.thinking_budget)
+# What the reward role says; before the batch is full if a filter or a pool asks.
+_verdict = (
+    sent(SCORED, *READERS, when=lambda s: s.scores_rounds), sent(REWARD, ACTOR),
+    sent(REWARD, TEACHER, when=lambda s: s.reads_siblings and not s.scores_rounds),
+)  # fmt: skip
+_part = [each.where(lambda s: s.part_weights) for each in _verdict]
+_lost = [each.where(lambda s: s.reward_failure == "drop") for each in _verdict[1:]]
+_seen = sent(ACTOR, CRITIC, when=lambda s: s.can_lose_responses)  # by the critic, if it may have changed
+_taught = sent(TEACHER, ACTOR, when=lambda s: s.distill != "none")
 
 
 @dataclass
@@ -32,35 +65,44 @@ class Batch:
     """The sequences of one data-parallel replica. Fields that are not computed yet are None."""
 
     sequence_ids: Tensor = _sequence(torch.int64)  # [N] index in the whole batch of the step, ascending
-    prompt_ids: Tensor = _sequence(torch.int64)  # [N] line in the prompt set
-    prompt_lengths: Tensor = _sequence(torch.int64)  # [N] tokens in the prompt
-    scores: Tensor = _sequence(torch.float32)  # [N] reward of the whole response
-    baseline_scores: Tensor = _sequence(torch.float32)  # [N] reward of the greedy response to the same prompt
-    reward_parts: Tensor = _sequence(torch.float32)  # [N], each [K]: its K parts of several, before their weights
-    correct: Tensor = _sequence(torch.bool)  # [N] verdict of the verifier
-    solved: Tensor = _sequence(torch.bool)  # [N] verdict of the environment
-    finished: Tensor = _sequence(torch.bool)  # [N] ended with the end token, not at the length limit
-    teacher_ids: Tensor = _sequence(torch.int64)  # [N] which of several teachers' it is, by the order of their names
+    prompt_ids: Tensor = _sequence(torch.int64, _response)  # [N] line in the prompt set
+    prompt_lengths: Tensor = _sequence(torch.int64, _response)  # [N] tokens in the prompt
+    scores: Tensor = _sequence(torch.float32, *_verdict)  # [N] reward of the whole response
+    # [N] reward of the greedy response to the same prompt
+    baseline_scores: Tensor = _sequence(torch.float32, sent(SCORED, *READERS, when=lambda s: s.greedy_baseline))
+    # [N], each [K]: its K parts of several, before their weights
+    reward_parts: Tensor = _sequence(torch.float32, *_part)
+    correct: Tensor = _sequence(torch.bool, *_verdict)  # [N] verdict of the verifier
+    solved: Tensor = _sequence(torch.bool, _episode)  # [N] verdict of the environment
+    finished: Tensor = _sequence(torch.bool, _response)  # [N] ended with the end token, not at the length limit
+    # [N] which of several teachers' it is, by the order of their names
+    teacher_ids: Tensor = _sequence(torch.int64, _taught.where(lambda s: s.teachers))
     lengths: Tensor = _sequence(torch.int64)  # [N] tokens in each sequence; their sum is T
-    tokens: Tensor = _token(torch.int64)  # [T]
-    rollout_logprobs: Tensor = _token(torch.float32)  # [T] log μ, from the engine's sampling distribution
+    tokens: Tensor = _token(torch.int64, _response)  # [T]
+    rollout_logprobs: Tensor = _token(torch.float32, _of_actor)  # [T] log μ, from the engine's sampling distribution
     logprobs: Tensor = _token(torch.float32)  # [T] log π_old, recomputed by the training forward
     entropy: Tensor = _token(torch.float32)  # [T] of π_old over the vocabulary
     squares: Tensor = _token(torch.float32)  # [T] Σπ_old² over the vocabulary, before the token
-    reference_logprobs: Tensor = _token(torch.float32)  # [T]
-    teacher_logprobs: Tensor = _token(torch.float32)  # [T]
-    teacher_states: Tensor = _token(torch.uint8)  # [T], each [B] bytes: its teacher's hidden state before the token
-    values: Tensor = _token(torch.float32)  # [T] V_old
+    reference_logprobs: Tensor = _token(torch.float32, sent(REFERENCE, ACTOR))  # [T]
+    teacher_logprobs: Tensor = _token(torch.float32, _taught.where(lambda s: s.distill == "reward"))  # [T]
+    # [T], each [B] bytes: its teacher's hidden state before the token
+    teacher_states: Tensor = _token(torch.uint8, _taught.where(lambda s: s.distill == "loss"))
+    values: Tensor = _token(torch.float32, sent(CRITIC, ACTOR))  # [T] V_old
     advantages: Tensor = _token(torch.float32)  # [T]
-    returns: Tensor = _token(torch.float32)  # [T]
-    response_mask: Tensor = _token(torch.bool)  # [T] True where the policy generated the token
+    returns: Tensor = _token(torch.float32, sent(ACTOR, CRITIC))  # [T]
+    # [T] True where the policy generated the token
+    response_mask: Tensor = _token(torch.bool, _response, *_lost, _seen)
     kept: Tensor = _token(torch.bool)  # [T] True where a rejection leaves the token in the actor's loss
     selected: Tensor = _token(torch.bool)  # [T] True where the policy loss treats a token of the mini-batch apart
     versions: Tensor = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
-    staleness: Tensor = _token(torch.int32)  # [T] updates between that policy and the one that is trained on the token
-    turn_rewards: Tensor = _token(torch.float32)  # [T] the environment's reward of a turn, at its last token; else 0
-    forced: Tensor = _token(torch.bool)  # [T] True where a thinking budget has put the token into an episode's turn
-    row_starts: Tensor = _token(torch.bool)  # [T] True where another row of an episode begins, not at its first token
+    # [T] updates between that policy and the one that is trained on the token
+    staleness: Tensor = _token(torch.int32, sent(FORMED, ACTOR, when=lambda s: s.has_stale_tokens))
+    # [T] the environment's reward of a turn, at its last token; else 0
+    turn_rewards: Tensor = _token(torch.float32, _episode)
+    # [T] True where a thinking budget has put the token into an episode's turn
+    forced: Tensor = _token(torch.bool, _budget)
+    # [T] True where another row of an episode begins, not at its first token
+    row_starts: Tensor = _token(torch.bool, _episode)
     routes: Tensor = _token(torch.int16)  # [T], each [L, k]: experts in this rank's L MoE layers; −1: unknown
 
     # Set on micro-batches only; these are not fields and are never exchanged.
@@ -154,10 +196,26 @@ class FieldSpec:
     dtype: torch.dtype
 
 
-RESPONSE_FIELDS = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]  # sent to every role
-ACTOR_FIELDS = [*RESPONSE_FIELDS, "rollout_logprobs"]  # sent to the actor
-GENERATED_FIELDS = ["sequence_ids", "lengths", *ACTOR_FIELDS]  # of a batch that was just generated
+HEADER = ["sequence_ids", "lengths"]  # always sent: they identify the sequences of the other fields
 FIELDS = {f.name: FieldSpec(f.metadata["kind"], f.metadata["dtype"]) for f in dataclasses.fields(Batch)}
+_TRANSFERS = {f.name: f.metadata["transfers"] for f in dataclasses.fields(Batch)}
+
+
+def fields_sent(settings, sources: Sequence[str], reader: str | None = None) -> list[str]:
+    """Names of the fields that some of these sources fill for a role (None: for any), in the order of `Batch`."""
+    return [
+        name
+        for name, transfers in _TRANSFERS.items()
+        if any(
+            each.source in sources and (reader is None or reader in each.readers) and each.when(settings)
+            for each in transfers
+        )
+    ]
+
+
+def generated_fields(settings) -> list[str]:
+    """Names of the fields of a batch that was just generated."""
+    return HEADER + fields_sent(settings, [GENERATED])
 
 
 def expand_ranges(starts: Tensor, counts: Tensor) -> Tensor:

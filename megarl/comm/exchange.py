@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import FIELDS, Batch, concatenate, empty_batch
+from megarl.batch import FIELDS, HEADER, Batch, concatenate, empty_batch
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.mcore import device
 
-HEADER = ["sequence_ids", "lengths"]  # always sent: they identify the sequences of the other fields
 STATES, PARTS = ROWS = ("teacher_states", "reward_parts")  # fields whose items are rows
 
 

@@ -1,10 +1,12 @@
 """One step's data on one rank: this rank's batch for every role it works for, and the transfers between them."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from megarl.batch import ACTOR_FIELDS, RESPONSE_FIELDS, Batch
+from megarl.arguments import Settings
+from megarl.batch import ACTOR, GENERATED, Batch, fields_sent
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
@@ -12,21 +14,12 @@ from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 
 ROLLOUT = "rollout"  # the role that generates
-ACTOR = "actor"  # the role on whose replicas advantages are computed
 
 
-class Producer(Protocol):
-    """A role that computes fields of a batch."""
-
-    name: str
-    outputs: tuple[str, ...]  # fields that it computes for the actor
-
-
-class TrainedRole(Protocol):
-    """A role that is trained on fields that are computed on the actor's ranks."""
+class Role(Protocol):
+    """A role of the run, as far as its data move."""
 
     name: str
-    targets: tuple[str, ...]  # these fields
 
 
 class StepBatch:
@@ -37,8 +30,8 @@ class StepBatch:
 
     def __init__(
         self, mesh: RoleMesh, timers: Timers, dp_assignment: dict[str, Tensor], responses: Batch | None, step: int,
-        prompts: PromptSet, groups: PromptGroups, extra_fields: tuple[str, ...] = (), in_evaluation: bool = False,
-        actor_fields: tuple[str, ...] = (),
+        prompts: PromptSet, groups: PromptGroups, settings: Settings, sources: Sequence[str] = (GENERATED,),
+        in_evaluation: bool = False,
     ):  # fmt: skip
         """
         Args:
@@ -47,13 +40,11 @@ class StepBatch:
             step: number of the training step.
             prompts: the set whose lines `prompt_ids` are.
             groups: of the sequences, by prompt.
-            extra_fields: fields of the responses besides those that generation fills; the same on every rank.
+            sources: of `batch.ON_ROLLOUT`, those that have filled the responses' fields.
             in_evaluation: it is not a step's batch, but one of an evaluation.
-            actor_fields: as `extra_fields`, of which only the actor gets these.
         """
         self._mesh, self._timers = mesh, timers
-        self._extra_fields, self._in_evaluation = extra_fields, in_evaluation
-        self._actor_fields = [*ACTOR_FIELDS, *actor_fields]
+        self._settings, self._sources, self._in_evaluation = settings, sources, in_evaluation
         self.dp_assignment, self.step = dp_assignment, step
         self.prompts, self.groups = prompts, groups
         self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
@@ -72,24 +63,25 @@ class StepBatch:
         sends does not wait (`wait_sends`)."""
         for role in roles:
             if self._has(role) and role not in self._batches:
-                fields = [*(self._actor_fields if role == ACTOR else RESPONSE_FIELDS), *self._extra_fields]
+                fields = fields_sent(self._settings, self._sources, role)
                 self._batches[role] = self._send(self._closest_copy(role), role, fields)
 
-    def gather(self, *producers: Producer):
-        """Collects on the actor the fields that other roles have computed, their `outputs`."""
+    def gather(self, *producers: Role):
+        """Collects on the actor the fields that other roles have computed for it."""
         for role in producers:
-            if self._has(role.name):
-                self._transfer(role.name, ACTOR, role.outputs)
+            self.pass_on(role.name, ACTOR)
 
-    def scatter(self, role: TrainedRole):
-        """Sends a role its `targets`, which are computed on the actor's ranks."""
-        if self._has(role.name):
-            self._transfer(ACTOR, role.name, role.targets)
+    def scatter(self, role: Role):
+        """Sends a role the fields that are computed for it on the actor's ranks."""
+        self.pass_on(ACTOR, role.name)
 
-    def pass_on(self, source: str, destination: str, fields: tuple[str, ...]):
-        """Sends fields that a role has computed to another one that holds the same sequences."""
-        if self._has(source) and self._has(destination):
-            self._transfer(source, destination, fields)
+    def pass_on(self, source: str, destination: str):
+        """Sends the fields that a role has computed for another one, which holds the same sequences."""
+        fields = fields_sent(self._settings, [source], destination)
+        if fields and self._has(source) and self._has(destination):
+            received = self._send(source, destination, fields)
+            if received is not None:
+                self._batches[destination].update(received, fields)
 
     def wait_sends(self):
         """Waits until everything that this rank has sent is received; the transfers themselves do not wait for it."""
@@ -113,11 +105,6 @@ class StepBatch:
         # The actor gets fields that others lack, so it always asks the rollout.
         served = (name for name in self._batches if name != ROLLOUT and role != ACTOR)
         return next((n for n in served if exchange.is_already_there(self._mesh, n, role, self.dp_assignment)), ROLLOUT)
-
-    def _transfer(self, source: str, destination: str, fields: tuple[str, ...]):
-        received = self._send(source, destination, list(fields))
-        if received is not None:
-            self._batches[destination].update(received, list(fields))
 
     def _send(self, source: str, destination: str, fields: list[str]) -> Batch | None:
         pending = self.pending_sends(source, destination)

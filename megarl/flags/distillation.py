@@ -68,10 +68,9 @@ class Distillation:
         return () if self.teachers is None else tuple(parse_named_paths(self.teachers))
 
     @property
-    def teacher_fields(self) -> tuple[str, ...]:
-        """Batch fields that the teacher computes for the actor; several say whose they are."""
-        found = {NONE: (), REWARD: ("teacher_logprobs",), LOSS: ("teacher_states",)}[self.distill]
-        return (*found, "teacher_ids") if found and self.teachers is not None else found
+    def reads_siblings(self) -> bool:
+        """Whether a teacher reads another response of the same group."""
+        return self.teacher_context == SIBLING
 
 
 def with_defaults_of_distillation(fields: dict[str, Any]) -> dict[str, Any]:

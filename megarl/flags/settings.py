@@ -26,7 +26,7 @@ from megarl.flags import (
     serving,
 )
 from megarl.flags.conditions import FlagContext, Rule
-from megarl.flags.distillation import LOSS, REWARD, SIBLING
+from megarl.flags.distillation import LOSS, REWARD
 from megarl.rewards import expression
 
 # In the order of their rules: the first that is broken is the error.
@@ -74,23 +74,6 @@ class Settings(
         return self.distill == LOSS and self.advantage == NO_ADVANTAGE and not other_terms
 
     @property
-    def environment_fields(self) -> tuple[str, ...]:
-        """Batch fields that environments add to those of generation."""
-        fields = "turn_rewards", "solved", "row_starts", *["forced"] * bool(self.thinking_budget)
-        return fields if self.environment else ()
-
-    @property
-    def sampled_fields(self) -> tuple[str, ...]:
-        """Batch fields that sampling adds to those of generation."""
-        verdicts = ("scores", "correct", *self.part_fields) if self.scores_rounds else ()
-        return self.environment_fields + verdicts + (("baseline_scores",) if self.greedy_baseline else ())
-
-    @property
-    def staleness_fields(self) -> tuple[str, ...]:
-        """Batch fields that the actor gets if tokens may be of an older policy than the one that is trained."""
-        return ("staleness",) if self.has_stale_tokens else ()
-
-    @property
     def has_stale_tokens(self) -> bool:
         """Whether tokens may be of an older policy than the one that is trained on them."""
         return self.generation_lag > 0 or self.partial_rollouts
@@ -99,11 +82,6 @@ class Settings(
     def can_lose_responses(self) -> bool:
         """Whether there may be sequences without response tokens: failed episodes, or responses that have no score."""
         return self.environment is not None or self.reward_failure == "drop"
-
-    @property
-    def score_fields(self) -> tuple[str, ...]:
-        """Batch fields of the reward role. The response mask loses the responses that have no score."""
-        return ("scores", "correct", *self.part_fields, *(("response_mask",) if self.reward_failure == "drop" else ()))
 
     @property
     def part_weights(self) -> tuple[float, ...]:
@@ -121,21 +99,6 @@ class Settings(
         """Whether the estimator reads Σπ_old² of each token."""
         estimator = ESTIMATORS.get(self.advantage)
         return estimator is not None and "squares" in estimator.needs
-
-    @property
-    def part_fields(self) -> tuple[str, ...]:
-        """Batch fields that hold the parts of the reward."""
-        return ("reward_parts",) if self.part_weights else ()
-
-    @property
-    def context_fields(self) -> tuple[str, ...]:
-        """Batch fields that the reward role sends to a teacher that reads siblings, unless the batch has them."""
-        return self.score_fields if self.teacher_context == SIBLING and not self.scores_rounds else ()
-
-    @property
-    def return_fields(self) -> tuple[str, ...]:
-        """Batch fields that the critic gets from the actor: with the response mask if it may have changed."""
-        return ("returns", *(("response_mask",) if self.can_lose_responses else ()))
 
 
 def rules(run: FlagContext) -> list[Rule]:

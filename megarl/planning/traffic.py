@@ -13,7 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
+from megarl.batch import ACTOR, FIELDS, GENERATED, ON_ROLLOUT, READERS, REWARD, fields_sent
 from megarl.comm.exchange import HEADER, PARTS, STATES
 from megarl.flags.correction import RECOMPUTE
 from megarl.flags.group_rules import expected_responses
@@ -112,20 +112,14 @@ class FieldMove(NamedTuple):
 
 def moves(settings, roles) -> list[FieldMove]:
     """The field moves of a step of a run with these roles, in order."""
-    step, known = step_sizes(settings), settings.sampled_fields
-    scored = [step.greedy] * ("baseline_scores" in known) + [step.sequences] * ("scores" in known)
-    result = [FieldMove("rollout", "reward", RESPONSE_FIELDS, count, round_robin=True) for count in scored]
-    batch = [
-        ("rollout", "actor", [*ACTOR_FIELDS, *settings.staleness_fields, *known]),
-        *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "teacher", "critic")),
-        ("reward", "actor", list(settings.score_fields)),
-        *([("reward", "teacher", list(settings.context_fields))] if settings.context_fields else []),
-        ("reference", "actor", ["reference_logprobs"]),
-        ("teacher", "actor", list(settings.teacher_fields)),
-        ("critic", "actor", ["values"]),
-        ("actor", "critic", list(settings.return_fields)),
-    ]
-    result += [FieldMove(*move, step.sequences) for move in batch]
+    step = step_sizes(settings)
+    scored = [step.greedy] * settings.greedy_baseline + [step.sequences] * settings.scores_rounds
+    of_round = fields_sent(settings, [GENERATED], REWARD)
+    result = [FieldMove("rollout", REWARD, of_round, count, round_robin=True) for count in scored]
+    for source in ("rollout", *READERS[1:], ACTOR):
+        for reader in READERS:
+            fields = fields_sent(settings, ON_ROLLOUT if source == "rollout" else [source], reader)
+            result += [FieldMove(source, reader, fields, step.sequences)] if fields else []
     return [move for move in result if move.source in roles and move.destination in roles]
 
 

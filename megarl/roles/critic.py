@@ -25,13 +25,11 @@ class Critic:
     """A transformer with a scalar head; only for advantage estimators that need values."""
 
     name = "critic"
-    outputs: tuple[str, ...] = ("values",)
 
     def __init__(
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
     ):
         self.settings, self.role_groups = settings, role_groups
-        self.targets = settings.return_fields
         self.timers, self.update_check = timers, UpdateCheck(settings.alarms, self.name)
         self.trainable_model = None
         self.metrics: dict[str, float] = {}

@@ -38,7 +38,6 @@ class Reference:
     """The policy that the KL is to, frozen between refreshes; only for runs with a KL term."""
 
     name = "reference"
-    outputs: tuple[str, ...] = ("reference_logprobs",)
 
     def __init__(
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers,

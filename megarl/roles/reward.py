@@ -59,7 +59,6 @@ class Reward:
         self._expressions = RewardExpressions(settings, role_groups)
         self.needs_whole_groups = verifiers.needs_whole_groups or compares or self._expressions.has(ADAPTIVE)
         self.drops = settings.reward_failure == "drop" and any(term.name not in INFALLIBLE for term in terms)
-        self.outputs = settings.score_fields
         self.role_groups, self.timers = role_groups, timers
         self.tokenizer, self.verifiers = tokenizer, verifiers
         self.reward_model, self.judge = reward_model, judge

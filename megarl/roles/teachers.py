@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megarl.arguments import RunConfig
-from megarl.batch import FIELDS, Batch
+from megarl.batch import FIELDS, REWARD, Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import StepBatch
 from megarl.data.ragged import Ragged
-from megarl.flags.distillation import AVERAGE, REWARD
+from megarl.flags.distillation import AVERAGE, LOSS
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.timers import Timers
@@ -49,7 +49,7 @@ class Teachers:
             context: makes prompts with a sibling's response; None: `--teacher-context prompt`.
         """
         self.settings, self.role_groups, self.timers = config.settings, role_groups, timers
-        self.outputs = config.settings.teacher_fields
+        self._output = "teacher_states" if config.settings.distill == LOSS else "teacher_logprobs"
         self.metrics: dict[str, float] = {}
         self._prompts, self._numbers, self._context = prompts, numbers, context
         self._state_bytes = config.teachers.state_bytes
@@ -92,8 +92,7 @@ class Teachers:
 
         With `--teacher-context sibling` a collective of reward and teacher, which gets the rewards.
         """
-        if self.settings.context_fields:
-            step_batch.pass_on("reward", self.name, self.settings.context_fields)
+        step_batch.pass_on(REWARD, self.name)  # with `--teacher-context sibling`
         batch = step_batch[self.name]
         if batch is None:
             return
@@ -106,7 +105,7 @@ class Teachers:
             else:
                 read, places = with_prompts(batch, prompts)
                 self.score_batch(read)
-                name = self.outputs[0]
+                name = self._output
                 values = getattr(read, name)
                 setattr(batch, name, values.new_zeros(len(batch.tokens), *values.shape[1:]))
                 getattr(batch, name)[places.own] = values[places.read]
@@ -132,7 +131,7 @@ class Teachers:
         if len(self.frozen_models) == 1:
             self._score_by(0, batch)
             return
-        name, model_of = self.outputs[0], self._model_of[batch.teacher_ids.cpu()]
+        name, model_of = self._output, self._model_of[batch.teacher_ids.cpu()]
         # B bytes hold a hidden state of any of the teachers.
         widths = (self._state_bytes,) if name == "teacher_states" else ()
         field = torch.zeros(len(batch.tokens), *widths, dtype=FIELDS[name].dtype, device=device.device())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.arguments import Settings
-from megarl.batch import Batch
+from megarl.batch import ON_ROLLOUT, Batch
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
 from megarl.comm.announcements import Announcements
@@ -206,7 +206,6 @@ class RolloutBatcher:
             dp_assignment[name] = load_balance.with_whole_groups(
                 dp_assignment[name], header.lengths, groups, replicas, self.hidden_size
             )
-        fields, of_actor = self.settings.sampled_fields, self.settings.staleness_fields
         return StepBatch(
-            self.mesh, self.timers, dp_assignment, responses, step, self.prompts, groups, fields, actor_fields=of_actor
+            self.mesh, self.timers, dp_assignment, responses, step, self.prompts, groups, self.settings, ON_ROLLOUT
         )

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from megarl.arguments import Settings
 from megarl.batch import (
-    GENERATED_FIELDS,
     Batch,
     concatenate,
     empty_batch,
     expand_ranges,
+    generated_fields,
 )  # fmt: skip
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
@@ -52,7 +52,7 @@ class PartialRolloutBuffer:
     def __init__(self, mesh: RoleMesh, settings: Settings, episodes: CarriedEpisodes | None = None):
         """`episodes`: keeps those of an environment, on the rollout's ranks; None: responses have one turn."""
         self.mesh, self.settings, self.episodes = mesh, settings, episodes
-        self._fields = [*GENERATED_FIELDS, VERSIONS, *settings.environment_fields]
+        self._fields = [*generated_fields(settings), VERSIONS]
         self.samples = settings.samples_per_prompt
         self.version = 0  # of the policy that generates: updates so far
         self.trained_version = 0  # of the policy that trains on what the step generates, before its update

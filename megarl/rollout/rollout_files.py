@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate
+from megarl.batch import FIELDS, Batch, concatenate
 from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.resume import is_held_out
 from megarl.comm.role_mesh import RoleGroups
@@ -209,7 +209,7 @@ class SavedRollouts:
 
         Args:
             kind: `RESPONSES` or `GREEDY`.
-            fields: to read besides `GENERATED_FIELDS`.
+            fields: names of those to read.
             layers: numbers of the MoE layers whose routes are read, in this order; None: no routes.
             groups: of the round; of greedy responses, one for each prompt.
             optional: further fields, which are read where the files have them.
@@ -217,7 +217,7 @@ class SavedRollouts:
         Raises:
             RuntimeError: a file is not what `RolloutWriter` writes.
         """
-        names, batches = [*GENERATED_FIELDS, *fields, *(["routes"] if layers is not None else [])], []
+        names, batches = [*fields, *(["routes"] if layers is not None else [])], []
         for name in record.rounds[number]["files"][kind]:
             loaded = load_file(record.folder / name)
             names += [field for field in optional if field in loaded and field not in names]

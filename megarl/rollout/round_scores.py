@@ -89,7 +89,7 @@ class RoundScorer:
                 own = of_responses[batch.sequence_ids]
                 batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
                 batch.response_mask = without_unscored(batch, own[:, 2] > 0)
-                if self.settings.part_fields:
+                if self.settings.part_weights:
                     batch.reward_parts = own[:, 3:].float()
             scores = groups.padded(of_responses)  # zeros do not count
             valid = scores[..., 2] > 0
@@ -123,8 +123,8 @@ class RoundScorer:
         role = ROLLOUT if batch is not None else self.reward.name
         with self.timers.phase(self.mesh[role].model_role, "exchange"):
             dp_assignment |= {ROLLOUT: dp_assignment_of(batch, count, self.mesh[ROLLOUT])}
-        fields = self.settings.environment_fields
-        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, groups, fields)
+        of_round = batch, step, self.prompts, groups
+        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, *of_round, self.settings)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training)
         width = 3 + len(self.settings.part_weights)
@@ -132,7 +132,7 @@ class RoundScorer:
         if self.mesh["reward"].is_leader:
             scored = step_batch["reward"]
             columns = [scored.scores, scored.correct, valid_sequences(scored, self.settings)]
-            columns += scored.reward_parts.unbind(1) if self.settings.part_fields else []
+            columns += scored.reward_parts.unbind(1) if self.settings.part_weights else []
             scores[scored.sequence_ids] = torch.stack([column.double() for column in columns], dim=1)
         with step_batch.exchange_phase("reward", ROLLOUT):
             dist.all_reduce(scores, group=self.mesh.channel("scores"))

@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 from megarl.arguments import RoleSettings, Settings
+from megarl.batch import generated_fields
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
@@ -88,7 +89,7 @@ class SavedGroupCollector(GroupCollector):
     def _read(self, step: int, number: int) -> GenerationRound:
         record, s, role_groups = self._saved.records[step], self.settings, self.role_groups
         lines, kept = record.rounds[number]["lines"], record.rounds[number]["kept"]
-        fields = s.environment_fields
+        fields = generated_fields(s)
         versions = [VERSIONS] if self._has_versions else []  # of one policy, none were written
         with self.timers.phase(role_groups.model_role, "read"):
             layers = self.rollout.recorded_layers

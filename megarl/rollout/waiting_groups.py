@@ -1,7 +1,7 @@
 """Groups that wait in a checkpoint: what its manifest says about them, and whether a run can continue them."""
 
 from megarl.arguments import Settings
-from megarl.batch import GENERATED_FIELDS
+from megarl.batch import GENERATED, HEADER, SCORED, fields_sent
 from megarl.errors import UsageError
 from megarl.rollout.replica_files import QUEUED_FILE
 
@@ -15,7 +15,7 @@ def batch_fields(settings: Settings) -> set[str]:
     s = settings
     versions = [VERSIONS] if s.partial_rollouts or s.is_scheduled else []
     routes = ["routes"] if s.router_replay == "rollout" else []
-    return {*GENERATED_FIELDS, *s.sampled_fields, *versions, *routes}
+    return {*HEADER, *fields_sent(s, [GENERATED, SCORED]), *versions, *routes}
 
 
 def manifest_entry(settings: Settings, complete: int, unfinished: int) -> dict:
@@ -77,7 +77,7 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
         )
     check_unfinished(unfinished, samples, "turn_rewards" in found["fields"], s)
     had_budget = "forced" in found["fields"]
-    if unfinished and had_budget != ("forced" in s.environment_fields):
+    if unfinished and had_budget != ("forced" in batch_fields(s)):
         raise UsageError(
             f"--thinking-budget {s.thinking_budget}: the checkpoint of --load {s.load} holds {unfinished} unfinished "
             f"groups that were generated with{'' if had_budget else 'out'} it; resume like that"

@@ -125,7 +125,7 @@ class Evaluator:
         groups = PromptGroups.equal(len(self.requests), n)
         dp_assignment = load_balance.round_robin_assignment(self.mesh, groups)
         dp_assignment |= {ROLLOUT: dp_assignment_of(responses, groups.count, self.mesh[ROLLOUT])}
-        args = self.prompts, groups, s.environment_fields
+        args = self.prompts, groups, s
         step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, *args, in_evaluation=True)
         self._running = step_batch
         step_batch.dispatch("reward")

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.arguments import RunConfig, Settings
-from megarl.batch import Batch
+from megarl.batch import ACTOR, TEACHER, Batch, fields_sent
 from megarl.comm import exchange
-from megarl.comm.step_batch import ACTOR
 from megarl.data.columns import SFT
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
@@ -100,7 +99,7 @@ class SFTTrainer(SupervisedTrainer):
         if numbers is not None:
             lines = torch.tensor(examples.lines, dtype=torch.int64)[batch.sequence_ids.cpu()]
             batch.teacher_ids, read = numbers[lines].to(batch.lengths.device), [*read, "teacher_ids"]
-        teacher, states = self._teachers.name, list(self._teachers.outputs)
+        teacher, states = self._teachers.name, fields_sent(self.settings, [TEACHER], ACTOR)
         sent = exchange.send(self.mesh, batch, ACTOR, teacher, read, examples.dp_assignment)
         self._teachers.score_batch(sent)
         batch.update(exchange.send(self.mesh, sent, teacher, ACTOR, states, examples.dp_assignment), states)

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 import megarl
-from megarl.batch import ACTOR_FIELDS
+from megarl.batch import ACTOR, GENERATED, fields_sent
 from megarl.comm import exchange
 from megarl.comm.announcements import Announcements
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
+from megarl.flags.settings import Settings
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
@@ -163,11 +164,11 @@ def test_a_sender_does_not_wait_for_the_receiver():
 def dispatch_and_continue(rank: int):
     mesh, store = create_mesh("--role-map actor=0;critic=0;reward=1;reference=1;rollout=1"), store_of_ranks()
     dp_assignment = {role: torch.zeros(6, dtype=torch.int64) for role in mesh.roles}
-    responses = random_batch(1, [*ACTOR_FIELDS], ids=torch.arange(6))
+    responses = random_batch(1, fields_sent(Settings(), [GENERATED], ACTOR), ids=torch.arange(6))
     if rank == 0:
         store.wait(["gone on"], timedelta(seconds=20))
     batch = StepBatch(
-        mesh, Timers(), dp_assignment, responses if rank == 1 else None, 1, None, PromptGroups.equal(6, 1)
+        mesh, Timers(), dp_assignment, responses if rank == 1 else None, 1, None, PromptGroups.equal(6, 1), Settings()
     )
     batch.dispatch("actor", "reward", "reference", "critic")
     if rank == 1:

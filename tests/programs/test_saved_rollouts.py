@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megarl.batch import GENERATED_FIELDS
+from megarl.batch import generated_fields
+from megarl.flags.settings import Settings
 from tests.helpers.checkpoints import WAITING
 from tests.helpers.forked_programs import launch
 from tests.helpers.programs import (
@@ -130,7 +131,7 @@ def test_the_files_have_all_fields_of_generation(folder):
     step = saved(folder, "ahead with experts") / "rollouts" / "step_00000002"
     manifest = json.loads((step / "manifest.json").read_text())
     (found,) = (load_file(step / name) for name in manifest["files"])
-    assert set(found) == {*GENERATED_FIELDS, "routes"} and set(manifest["rounds"][0]["kept"]) == {True}
+    assert set(found) == {*generated_fields(Settings()), "routes"} and set(manifest["rounds"][0]["kept"]) == {True}
     assert found["prompt_ids"].tolist() == [line for line in manifest["rounds"][0]["lines"] for _ in range(2)]
     assert found["routes"].shape == (int(found["lengths"].sum()), 2, 2) and manifest["layers"] == [1, 2]
     ahead = json.loads((step.parent / "step_00000003" / "manifest.json").read_text())

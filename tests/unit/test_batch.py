@@ -1,5 +1,6 @@
 """The packed batch: select, sort, concatenate and update keep every field with its own sequence."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,14 +8,19 @@ import torch
 
 from megarl import batch as batch_module
 from megarl.batch import (
-    ACTOR_FIELDS,
     FIELDS,
-    GENERATED_FIELDS,
-    RESPONSE_FIELDS,
+    FORMED,
+    GENERATED,
+    ON_ROLLOUT,
+    READERS,
+    SCORED,
     Batch,
     concatenate,
     empty_batch,
+    fields_sent,
+    generated_fields,
 )
+from megarl.flags.settings import Settings
 from tests.helpers.batches import random_batch, sequences
 
 SEEDS = range(25)
@@ -135,15 +141,46 @@ def test_routes_go_with_their_tokens(layers):
 
 
 def test_routes_are_not_exchanged_with_the_batch():
-    assert (
-        "routes" in FIELDS
-        and "routing" not in FIELDS
-        and "routes" not in {*GENERATED_FIELDS, *ACTOR_FIELDS, *RESPONSE_FIELDS}
-    )
+    assert "routes" in FIELDS and "routing" not in FIELDS
+    assert "routes" not in fields_sent(Settings(router_replay="rollout"), [*ON_ROLLOUT, *READERS])
+
+
+RESPONSE = ["prompt_ids", "prompt_lengths", "finished", "tokens", "response_mask"]
+EPISODE = ["solved", "turn_rewards", "row_starts"]
+PARTS = {"reward": "format+length", "advantage": "gdpo"}
+
+
+@pytest.mark.parametrize("flags, source, reader, names", [
+    ({}, GENERATED, "reward", RESPONSE), ({}, GENERATED, "actor", [*RESPONSE, "rollout_logprobs"]),
+    ({}, SCORED, None, []), ({}, FORMED, None, []),
+    ({"environment": "x"}, GENERATED, "critic", [*RESPONSE, *EPISODE]),
+    ({"environment": "x", "thinking_budget": 3}, GENERATED, "reward", [*RESPONSE, *EPISODE, "forced"]),
+    ({"thinking_budget": 3}, GENERATED, "reward", RESPONSE),
+    ({"greedy_baseline": True}, SCORED, "actor", ["baseline_scores"]),
+    ({"group_filter": "reward"}, SCORED, "critic", ["scores", "correct"]),
+    ({"group_filter": "reward", **PARTS}, SCORED, "actor", ["scores", "correct", "reward_parts"]),
+    ({"generation_lag": 2}, FORMED, "actor", ["staleness"]), ({"generation_lag": 2}, FORMED, "critic", []),
+    ({}, "reward", "actor", ["scores", "correct", "response_mask"]), ({}, "reward", "teacher", []),
+    ({"reward_failure": "fallback"}, "reward", "actor", ["scores", "correct"]),
+    ({"teacher_context": "sibling"}, "reward", "teacher", ["scores", "correct", "response_mask"]),
+    ({"teacher_context": "sibling", "group_filter": "reward"}, "reward", "teacher", []),
+    ({}, "teacher", "actor", []), ({"distill": "reward"}, "teacher", "actor", ["teacher_logprobs"]),
+    ({"distill": "loss", "teachers": "a=b"}, "teacher", "actor", ["teacher_ids", "teacher_states"]),
+    ({"distill": "reward", "teachers": "a=b"}, "teacher", "actor", ["teacher_ids", "teacher_logprobs"]),
+    ({"reward_failure": "fallback"}, "actor", "critic", ["returns"]), ({}, "critic", "actor", ["values"]),
+    ({"reward_failure": "fallback", "environment": "x"}, "actor", "critic", ["returns", "response_mask"]),
+])  # fmt: skip
+def test_roles_get_the_fields_that_they_read(flags, source, reader, names):
+    settings = Settings(**flags)
+    assert sorted(fields_sent(settings, [source], reader)) == sorted(names)
+    assert {"sequence_ids", "lengths", *fields_sent(settings, [GENERATED])} == {*generated_fields(settings)}
 
 
 def test_every_field_documents_its_shape():
     source = Path(batch_module.__file__).read_text()
     for name, spec in FIELDS.items():
-        line = next(line for line in source.splitlines() if line.startswith(f"    {name}: Tensor"))
-        assert ("[T]" if spec.kind == "token" else "[N]") in line
+        above, line = next(
+            pair for pair in itertools.pairwise(source.splitlines()) if pair[1].startswith(f"    {name}: Tensor")
+        )
+        text = line if "#" in line else above
+        assert ("[T]" if spec.kind == "token" else "[N]") in text.partition("#")[2]

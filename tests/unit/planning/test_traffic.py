@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl import arguments
+from megarl import arguments, batch
 from megarl.arguments import Settings
 from megarl.batch import FIELDS, Batch
 from megarl.comm import exchange, role_mesh, step_batch
@@ -140,8 +140,7 @@ class Recorder(step_batch.StepBatch):
     """The step batch of a run with these roles: sends nothing and records what it would send."""
 
     def __init__(self, roles, settings):
-        fields = {"extra_fields": settings.sampled_fields, "actor_fields": settings.staleness_fields}
-        super().__init__(SimpleNamespace(roles=roles), None, {}, None, 1, None, 1, **fields)
+        super().__init__(SimpleNamespace(roles=roles), None, {}, None, 1, None, 1, settings, batch.ON_ROLLOUT)
         self.moves = []
 
     def _closest_copy(self, role):
@@ -161,11 +160,8 @@ class Anything:
 class Role(Anything):
     """Computes nothing, and exchanges the fields that the role exchanges."""
 
-    def __init__(self, role: type, settings: Settings):
+    def __init__(self, role: type):
         self.name = role.name
-        of_settings = {Reward: settings.score_fields, Teachers: settings.teacher_fields}
-        self.outputs = of_settings.get(role, getattr(role, "outputs", ()))
-        self.targets = settings.return_fields
 
 
 @pytest.mark.parametrize("flags, roles", MOVES)
@@ -179,7 +175,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     class Run(Anything):
         _sent = []
         actor, critic, reward, reference, teacher = (
-            Role(role, settings) for role in (Actor, Critic, Reward, Reference, Teachers)
+            Role(role) for role in (Actor, Critic, Reward, Reference, Teachers)
         )
         rollout = batcher = advantages = Anything()
 
@@ -207,7 +203,8 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
 def test_responses_scored_during_dynamic_sampling_move_to_the_reward_role(flags, sequences):
     in_turn = [move for move in traffic.moves(program(flags).settings, ALL) if move.round_robin]
     assert [move.sequences for move in in_turn] == sequences
-    assert all(move[:3] == ("rollout", "reward", step_batch.RESPONSE_FIELDS) for move in in_turn)
+    fields = ["prompt_ids", "prompt_lengths", "finished", "tokens", "response_mask"]
+    assert all(move[:3] == ("rollout", "reward", fields) for move in in_turn)
 
 
 PACKED = [*(move.fields for move in traffic.moves(Settings(), ALL)), ["scores", "baseline_scores"]]
