@@ -284,7 +284,7 @@ def test_the_host_has_the_models_that_wait(folder, tmp_path):
     assert config.teachers.state_bytes == widest
     assert actor.teacher_data == (1 + 1) * step.tokens * widest + 32 * (48 + 40) * 4
     (sent,) = [move for move in traffic.moves(config.settings, config.roles) if move.source == "teacher"]
-    assert sent.fields == ["teacher_states", "teacher_ids"]
+    assert sorted(sent.fields) == ["teacher_ids", "teacher_states"]
 
 
 # -- wrong input -------------------------------------------------------------------------------------------------
