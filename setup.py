@@ -101,6 +101,7 @@ REPOSITORY_TOOLS = (
     "check_env",
     "curves",
     "docs_hooks",
+    "house",
     "make_reference",
     "planted_faults",
     "record_runs",

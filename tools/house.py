@@ -1,0 +1,143 @@
+"""Counts what a reader of megarl's source has to know: files, classes, exceptions from the rules of style, pages.
+
+    python tools/house.py            # the table
+    python tools/house.py --limits   # exit status 1 if a count is above its limit in LIMITS
+
+A limit is what the tree has now. A change may lower it, and then sets the limit to the new count; it may not raise it.
+"""
+
+import argparse
+import ast
+import functools
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = 60  # lines
+WIDE = 8  # parameters that a function may have, without self and cls
+LONG = 48  # words of a sentence that tires
+
+# What the tree may have at most.
+LIMITS = {
+    "files": 655,
+    "files below 60 lines": 200,
+    "classes": 770,
+    "fmt: skip": 470,
+    "star-passed local tuples": 300,
+    "functions with 9 and more parameters": 38,
+    "file names that occur twice": 45,
+    "modules of 60 lines and more without a test of their name": 285,
+    "pages": 50,
+    "sentences of 48 words and more": 44,
+}
+
+
+def python_files(folder: str) -> list[Path]:
+    """The Python files of a folder of the project, sorted."""
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _nodes(*kinds: type) -> Iterator[ast.AST]:
+    """The nodes of these kinds in all files of the package."""
+    return (node for path in python_files("megarl") for node in ast.walk(_tree(path)) if isinstance(node, kinds))
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def _parameters(node: ast.AST) -> int:
+    """Parameters of a function, without those that Python passes and without * and **."""
+    arguments = node.args  # type: ignore[attr-defined]
+    names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def _star_passed() -> int:
+    """Calls that get a local name with a star: the reader has to look for what is in it."""
+    calls = (node for node in _nodes(ast.Call))
+    return sum(
+        isinstance(each, ast.Starred) and isinstance(each.value, ast.Name)
+        for call in calls
+        for each in call.args  # type: ignore[attr-defined]
+    )
+
+
+def _repeated_names() -> int:
+    names = Counter(path.name for path in python_files("megarl") if path.name != "__init__.py")
+    return sum(count > 1 for count in names.values())
+
+
+def _untested() -> int:
+    """Modules without tests/unit/…/test_NAME.py at the path that is theirs."""
+    found = 0
+    for path in python_files("megarl"):
+        of_package = path.relative_to(ROOT / "megarl")
+        test = ROOT / "tests" / "unit" / of_package.with_name(f"test_{path.name}")
+        found += path.name != "__init__.py" and _lines(path) >= SMALL and not test.exists()
+    return found
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page's running text: without code, tables and headings."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.split("\n") if not line.lstrip().startswith(("|", "#", "<!--"))]
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", "\n".join(lines))
+    return [each for part in paragraphs for each in re.split(r"(?<=[.!?:])\s+(?=[A-Z`*])", " ".join(part.split()))]
+
+
+def counts() -> dict[str, int]:
+    """What is counted, by name: what has a limit, and sizes."""
+    files = python_files("megarl")
+    sizes = [_lines(path) for path in files]
+    native = [path for kind in ("*.h", "*.cpp", "*.js") for path in (ROOT / "megarl").rglob(kind)]
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    texts = {path: path.read_text(encoding="utf-8") for path in pages}
+    written = [text for text in texts.values() if not text.startswith("<!-- Made by")]
+    return {
+        "files": len(files),
+        "files below 60 lines": sum(size < SMALL for size in sizes),
+        "classes": sum(1 for _ in _nodes(ast.ClassDef)),
+        "fmt: skip": sum(path.read_text(encoding="utf-8").count("# fmt: skip") for path in files),
+        "star-passed local tuples": _star_passed(),
+        "functions with 9 and more parameters": sum(
+            _parameters(node) > WIDE for node in _nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+        ),
+        "file names that occur twice": _repeated_names(),
+        "modules of 60 lines and more without a test of their name": _untested(),
+        "pages": len(pages),
+        "sentences of 48 words and more": sum(
+            len(each.split()) >= LONG for text in written for each in sentences(text)
+        ),
+        "median of lines": int(statistics.median(sizes)),
+        "lines of megarl/, with C++ and JavaScript": sum(sizes) + sum(map(_lines, native)),
+        "lines of tests/": sum(map(_lines, python_files("tests"))),
+        "words of pages": sum(len(text.split()) for text in texts.values()),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Prints the table; the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--limits", action="store_true", help="compare with the limits")
+    found, above = counts(), []
+    for name, count in found.items():
+        print(f"{name:58} {count:7} {LIMITS.get(name, ''):>7}")
+        above += [name] if name in LIMITS and count > LIMITS[name] else []
+    if parser.parse_args(argv).limits and above:
+        print(f"house: above the limit: {', '.join(above)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
