@@ -30,10 +30,11 @@ from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.episode_turns import turns_of
 from megarl.roles.judge import Judge, JudgedResponse
 from megarl.roles.judge_requests import ArrivingResponses
-from megarl.roles.loss_mask import valid_sequences, without_unscored
+from megarl.roles.loss_mask import valid_sequences
 from megarl.roles.reward_expressions import Part, RewardExpressions
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
+from megarl.roles.scored import Scored, no_rows
 
 
 class Reward:
@@ -125,29 +126,22 @@ class Reward:
             if self.settings.environment is not None:
                 valid = valid_sequences(batch, self.settings)
                 scored = batch.select(valid.nonzero().flatten())
-            width = 3 + len(self.settings.part_weights)
-            columns = torch.zeros(len(batch), width, dtype=torch.float64, device=batch.tokens.device)
+            found = no_rows(len(batch), self.settings, batch.tokens.device)
             places, self.rows = valid.nonzero().flatten(), []
             for part in self._expressions.parts(scored, step_batch.prompts, step_batch.count):
                 own = scored if len(part.positions) == len(scored) else scored.select(part.positions)
-                columns[places[part.positions]] = self._score_part(part, own, step_batch, for_training)
+                found[places[part.positions]] = self._score_part(part, own, step_batch, for_training)
             if self.judge and for_training:
                 self.judge.forget_early()
             if self.role_groups.is_leader:
                 self.rows = sorted(
                     self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
                 )
-            self.role_groups.broadcast(columns)
-            batch.scores, batch.correct = columns[:, 0].float(), columns[:, 1] > 0
-            if width > 3:
-                batch.reward_parts = columns[:, 3:].float()
-            if self.drops:
-                batch.response_mask = without_unscored(batch, columns[:, 2] > 0)
+            Scored.of_rows(self.role_groups.broadcast(found)).fill(batch, self.drops)
 
     def _score_part(self, part: Part, batch: Batch, step_batch: StepBatch, for_training: bool) -> Tensor:
-        """[n, 3 + parts of the reward] float64 of the responses to a part of the prompts, on the leader: reward,
-        correctness, whether it counts, the reward's parts; zeros on other ranks. Adds to `rows`. A collective of the
-        role."""
+        """`Scored.rows` of the responses to a part of the prompts, on the leader; zeros on other ranks. Adds to `rows`.
+        A collective of the role."""
         texts = self._texts(batch, step_batch.prompts) if self.role_groups.is_leader else None
         model_scores = judged = None
         if self.reward_model and MODEL in part.expression.names:
@@ -156,11 +150,10 @@ class Reward:
             numbers = batch.sequence_ids.tolist()
             groups = positions_by_group(numbers, step_batch.groups)
             judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
-        columns = torch.zeros(len(batch), 3 + len(self.settings.part_weights), dtype=torch.float64)
-        if self.role_groups.is_leader:
-            scores = self._scores(part, texts, model_scores, judged, batch, step_batch, for_training)
-            columns = torch.tensor(scores, dtype=columns.dtype).reshape(columns.shape)
-        return columns.to(batch.tokens.device)
+        if not self.role_groups.is_leader:
+            return no_rows(len(batch), self.settings, batch.tokens.device)
+        scored = self._scores(part, texts, model_scores, judged, batch, step_batch, for_training)
+        return scored.rows().to(batch.tokens.device)
 
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
         sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
@@ -190,8 +183,8 @@ class Reward:
     def _scores(
         self, part: Part, texts, model_scores: Tensor | None, judged: list[JudgedResponse] | None, batch: Batch,
         step_batch: StepBatch, for_training: bool,
-    ) -> list[tuple[float, ...]]:  # fmt: skip
-        """The columns of `_score_part` for each response; adds to `rows`. A collective of the replica leaders."""
+    ) -> Scored:  # fmt: skip
+        """The scores of the responses, on the host; adds to `rows`. A collective of the replica leaders."""
         samples, (terms, names, shaping) = self._samples(texts, batch), part.expression
         groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.groups)
         before, rows = self.rows, self._unscored_rows(texts, samples, batch)
@@ -234,8 +227,10 @@ class Reward:
         values = [{name: column[i] for name, column in values.items()} for i in positions]
         scored = map(_scored, scores, values)
         self.rows = before + [row | more for row, more in zip(rows, scored, strict=True)]
-        each = zip(scores, counted, parts, strict=True)
-        return [(score.reward, score.correct, counts, *of_parts) for score, counts, of_parts in each]
+        rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
+        verdicts = torch.tensor([score.correct for score in scores], dtype=torch.bool)
+        of_parts = torch.tensor(parts, dtype=torch.float64).reshape(len(parts), len(self.settings.part_weights))
+        return Scored(rewards, verdicts, torch.tensor(counted, dtype=torch.bool), of_parts)
 
     def _judged(
         self, samples: list[Sample], judged: list[JudgedResponse], rows: list[dict]

@@ -22,11 +22,12 @@ from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.rewards.expression import JUDGE
-from megarl.roles.loss_mask import valid_sequences, without_unscored
+from megarl.roles.loss_mask import without_unscored
 from megarl.roles.reward import Reward
+from megarl.roles.scored import Scored, no_rows
 from megarl.rollout.requests import dp_assignment_of
 
-GROUP_FILTERS = {"reward": 0, "correct": 1}  # column of the scores that must differ within a group
+GROUP_FILTERS = ("reward", "correct")  # fields of `Scored`, of which one must differ within a group
 RANGE = "range"  # the group filter that reads the means of the rewards
 
 
@@ -56,7 +57,8 @@ class RoundScorer:
     def __init__(self, settings: Settings, mesh: RoleMesh, reward: Reward, prompts: PromptSet, timers: Timers):
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.reward, self.prompts = reward, prompts
-        self._column, self._scores_all = GROUP_FILTERS.get(settings.group_filter), settings.scores_rounds
+        self._field = settings.group_filter if settings.group_filter in GROUP_FILTERS else None
+        self._scores_all = settings.scores_rounds
         self._range = parse_bounds(settings.group_filter_range) if settings.group_filter == RANGE else None
         has_judge, role_groups = any(term.name == JUDGE for term in reward.terms), mesh[reward.name]
         is_early = judges_early(settings, has_judge, role_groups.ranks, mesh[ROLLOUT].ranks)
@@ -84,22 +86,18 @@ class RoundScorer:
         responses, reward_sum, shares = 0, 0.0, None
         groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
         if self._scores_all:
-            of_responses = self._score(batch, groups, step)
+            rows = self._score(batch, groups, step)
             if batch is not None:
-                own = of_responses[batch.sequence_ids]
-                batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
-                batch.response_mask = without_unscored(batch, own[:, 2] > 0)
-                if self.settings.part_weights:
-                    batch.reward_parts = own[:, 3:].float()
-            scores = groups.padded(of_responses)  # zeros do not count
-            valid = scores[..., 2] > 0
-            if self._column is not None:
-                keep = _differ(scores[..., self._column], valid)
+                Scored.of_rows(rows[batch.sequence_ids]).fill(batch, drops=True)
+            scored = Scored.of_rows(groups.padded(rows))  # zeros do not count
+            valid = scored.counts
+            if self._field is not None:
+                keep = _differ(getattr(scored, self._field).double(), valid)
             elif self._range is not None:
-                means = _means(scores[..., 0], valid)
+                means = _means(scored.reward, valid)
                 keep = (means > self._range[0]) & (means < self._range[1])
-            responses, reward_sum = int(valid.sum()), float(scores[..., 0].sum())
-            shares = _means(scores[..., 1], valid)
+            responses, reward_sum = int(valid.sum()), float(scored.reward.sum())
+            shares = _means(scored.correct.double(), valid)
         if found.kept is not None:
             keep = torch.tensor(found.kept, dtype=torch.bool)
         if self._scores_all:
@@ -109,16 +107,15 @@ class RoundScorer:
 
     def _set_baselines(self, found: GenerationRound, step: int):
         """Scores the greedy responses: each is the baseline of its prompt's group."""
-        scores = self._score(found.greedy, PromptGroups.equal(len(found.lines), 1), step, for_training=False)
+        rows = self._score(found.greedy, PromptGroups.equal(len(found.lines), 1), step, for_training=False)
         if found.batch is not None:
             groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
-            own = scores[groups.of(found.batch.sequence_ids)]
-            found.batch.baseline_scores = own[:, 0].float()
-            found.batch.response_mask = without_unscored(found.batch, own[:, 2] > 0)
+            own = Scored.of_rows(rows[groups.of(found.batch.sequence_ids)])
+            found.batch.baseline_scores = own.reward.float()
+            found.batch.response_mask = without_unscored(found.batch, own.counts)
 
     def _score(self, batch: Batch | None, groups: PromptGroups, step: int, for_training: bool = True) -> Tensor:
-        """[N, 3 + K] float64 rewards, correctness, whether they count (`valid_sequences`), and K parts of the rewards
-        of a round's responses, on all ranks that take part."""
+        """`Scored.rows` of a round's responses, on all ranks that take part."""
         count, dp_assignment = groups.count, load_balance.round_robin_assignment(self.mesh, groups)
         role = ROLLOUT if batch is not None else self.reward.name
         with self.timers.phase(self.mesh[role].model_role, "exchange"):
@@ -127,17 +124,14 @@ class RoundScorer:
         step_batch = StepBatch(self.mesh, self.timers, dp_assignment, *of_round, self.settings)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training)
-        width = 3 + len(self.settings.part_weights)
-        scores = torch.zeros(count, width, dtype=torch.float64, device=device.device())
+        rows = no_rows(count, self.settings, device.device())
         if self.mesh["reward"].is_leader:
-            scored = step_batch["reward"]
-            columns = [scored.scores, scored.correct, valid_sequences(scored, self.settings)]
-            columns += scored.reward_parts.unbind(1) if self.settings.part_weights else []
-            scores[scored.sequence_ids] = torch.stack([column.double() for column in columns], dim=1)
+            own = step_batch["reward"]
+            rows[own.sequence_ids] = Scored.of_batch(own, self.settings).rows()
         with step_batch.exchange_phase("reward", ROLLOUT):
-            dist.all_reduce(scores, group=self.mesh.channel("scores"))
+            dist.all_reduce(rows, group=self.mesh.channel("scores"))
             step_batch.wait_sends()
-        return scores
+        return rows
 
     def _rows_of_round(self, groups: PromptGroups, keep: Tensor) -> list[dict]:
         """Samples-file rows of the round just scored, with sequence numbers that are unique in the step."""
