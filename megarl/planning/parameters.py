@@ -22,6 +22,7 @@ from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.layer_sizes import layer_sizes
 
 LAYERS = "decoder.layers."  # prefix of the names of transformer layers
+KEYS = 64  # of the latest namespaces
 CACHED = 8  # models: a plan asks for the weights of each of its roles several times
 RECOMPUTE = "recompute"  # prefix of attributes, which a search varies; weights depend on none of the next ones
 NO_WEIGHTS = (RECOMPUTE, "sequence_parallel", "use_distributed_optimizer")
@@ -56,12 +57,26 @@ class ModelKey:
     @classmethod
     def of_weights(cls, args) -> "ModelKey":
         """The key of what depends on weights alone, which a rollout has as the actor has them."""
-        return cls(args, repr({name: each for name, each in vars(args).items() if not name.startswith(NO_WEIGHTS)}))
+        return cls._of(args, NO_WEIGHTS)
 
     @classmethod
     def of_gradients(cls, args) -> "ModelKey":
         """The key of what depends on weights, gradients and optimizer states: not on what is recomputed."""
-        return cls(args, repr({name: each for name, each in vars(args).items() if not name.startswith(RECOMPUTE)}))
+        return cls._of(args, (RECOMPUTE,))
+
+    @classmethod
+    def _of(cls, args, left_out: tuple[str, ...]) -> "ModelKey":
+        """Made once for each of the latest namespaces, which are not changed."""
+        at = (id(args), left_out)
+        if at not in _keys:  # a key holds its namespace, so that no other one gets its id
+            if len(_keys) >= KEYS:
+                _keys.clear()
+            values = {name: each for name, each in vars(args).items() if not name.startswith(left_out)}
+            _keys[at] = cls(args, repr(values))
+        return _keys[at]
+
+
+_keys: dict[tuple[int, tuple[str, ...]], ModelKey] = {}
 
 
 @functools.lru_cache(maxsize=CACHED)

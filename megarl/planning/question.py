@@ -52,7 +52,9 @@ class Question:
     def with_cache(self, price: Price, size: float) -> Price:
         """What a run that is priced needs with `--rollout-buffer-gb size`, which nothing else depends on."""
         settings = replace(price.program.settings, rollout_buffer_gb=size)
-        return self._price(replace(price.program, settings=settings))
+        program = replace(price.program, settings=settings)
+        roles = price.roles | {"rollout": summary.rollout_plan(program, self.vocab_size)}
+        return Price(program, roles, summary.sets_of(roles, self.world_size))
 
     def with_recompute(self, price: Price, granularity: str | None) -> Price:
         """What a run that is priced needs with another `--recompute-granularity`, not full."""

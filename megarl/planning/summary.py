@@ -100,6 +100,12 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
     )
 
 
+def rollout_plan(program, vocab_size: int) -> RolePlan:
+    """The plan of the rollout alone, of which the other roles' plans do not depend."""
+    role, step = program.roles["rollout"], traffic.step_sizes(program.settings)
+    return _role(role, program.settings, vocab_size, step, _cache(role, program.settings, step))
+
+
 def role_plans(program, vocab_size: int, reward_vocab_size: int | None = None) -> dict[str, RolePlan]:
     """The plan of each role, without process groups; arguments as of `make_plan`."""
     step = traffic.step_sizes(program.settings)
