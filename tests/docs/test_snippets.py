@@ -1,12 +1,10 @@
 """Every fenced block of the documentation is what its language says: shell runs, files are read, Python runs.
 
 Of a shell block, bash runs all but the programs, which are recorded (`tests.helpers.pasted`) and then parsed by their
-own parsers. `test_commands.py` has the commands in prose.
+own parsers (`tests.helpers.pasted_calls`). `test_commands.py` has the commands in prose.
 """
 
-import argparse
 import contextlib
-import inspect
 import io
 import json
 import re
@@ -15,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch.distributed.run
 
-from megarl import arguments, launcher, plan
+from megarl import arguments
 from megarl.data.mixture import read_mixture
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
@@ -26,19 +23,17 @@ from megarl.rewards.base import only_turn
 from megarl.rewards.build import build_verifiers
 from megarl.rewards.judge.config import read_config
 from megarl.roles.reward import _sample
-from tests.helpers import commands, documents, pasted
-from tests.helpers.command_flags import PROGRAMS, WrongCommand, check_tool, require
+from tests.helpers import documents, pasted
+from tests.helpers.command_flags import WrongCommand
+from tests.helpers.pasted_calls import GAP, check_call
 from tests.helpers.programs import ROOT
-from tests.helpers.tools import load_tool
 
 PAGES = {documents.name_of(page): page for page in [*documents.pages(), ROOT / "SECURITY.md"]}
 LANGUAGES = {"bash", "console", "json", "python", "text", "yaml"}  # text: what a program prints
 # Pages whose commands name functions of their Python: how many of its blocks are the module, and its name.
 MODULES = {"docs/extending.md": (5, "my_plugins"), "docs/rewards.md": (1, "my_rewards")}
-OTHER_PROGRAMS = ("lm_eval", "git", "docker")  # not ours, and not installed
 # Commands that cannot be parsed here, with the reason.
 UNPARSED = {"--transformer-impl transformer_engine": "needs a CUDA device and Transformer Engine"}
-GAP = "…"  # words that the reader adds
 # Files that a command may name though no checkout has them: the reader's, or of a run.
 FILE = re.compile(r"[\w./*-]+\.(?:yaml|json|jsonl|py|sh|jinja|txt|model|parquet)(?:\.gz)?")
 READERS = re.compile(
@@ -117,116 +112,39 @@ def typed(block: documents.Block) -> str:
     return "\n".join(lines)
 
 
-def filled(flags: list[str]) -> list[str]:
-    """The flags with files for a gap, and all files of --config together."""
-    if GAP in flags:
-        files = ["--prompts", "my/train.jsonl"] if "--hf-model" in flags else ["--config", "my_run.yaml"]
-        flags = [*files, *flags]
-    configs, others, is_config = [], [], False
-    for word in flags:
-        is_config = word == "--config" or is_config and not word.startswith("--")
-        if word not in ("--config", GAP):
-            (configs if is_config else others).append(word)
-    return ["--config", *configs, *others] if configs else others
-
-
-def parse_program(module: str, flags: list[str], size: int, per_node: int):
-    """Parses the flags of a program as it does, and imports its rewards; a typed flag without effect is wrong."""
-    config = arguments.parse(filled(flags), size, PROGRAMS[module.removeprefix("megarl.")], per_node)
-    for warning in config.warnings:
-        idle = re.findall(r"--[\w-]+", re.sub(r"\([^)]*\)", "", warning))
-        if not warning.startswith("without effect: ") or set(idle) & set(flags):
-            raise WrongCommand(f"warning: {warning}")
-    if ":" in config.settings.reward:
-        build_verifiers(config.settings)
-
-
-def parse_torchrun(words: list[str]):
-    words = words[1:] if words[0] == GAP else words
-    options = torch.distributed.run.get_args_parser().parse_args(words)
-    require(options.nproc_per_node.isdigit(), f"--nproc-per-node {options.nproc_per_node}")
-    if options.module:
-        ranks = int(options.nproc_per_node)
-        parse_program(options.training_script, options.training_script_args, ranks, ranks)
-    else:
-        parse_tool(Path(options.training_script), options.training_script_args)
-
-
-class Parsed(Exception):
-    """A tool has parsed its arguments."""
-
-
-def parse_tool(path: Path, words: list[str]):
-    """Runs a tool until its own parser has read the words."""
-    require((ROOT / path).is_file(), f"no file {path}")
-    text = (ROOT / path).read_text()
-    if "launch(" in text:  # its flags are those of a program, which ends this process for a wrong one
-        check_tool(ROOT / path, words, False)
-        return
-
-    def parse(self, *args, **kwargs):
-        raise Parsed(real(self, *args, **kwargs))
-
-    real = argparse.ArgumentParser.parse_known_args
-    main = load_tool(path.with_suffix("").as_posix().removeprefix("tools/")).main
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
-        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
-        patch.setattr(sys, "argv", [str(path), *words])
-        try:
-            main(*[words][: len(inspect.signature(main).parameters)])
-        except Parsed as parsed:
-            rest = [word for word in parsed.args[0][1] if word.startswith("--")]
-            require(not rest or "parse_known_args" in text, f"{path} has no flags {rest}")
-            return
-        except SystemExit:
-            pass
-    raise WrongCommand(said.getvalue())
-
-
-def check_call(words: tuple[str, ...]):
-    """UsageError or WrongCommand for a program that would not take these arguments."""
-    name, rest = words[0], list(words[1:])
-    is_python = re.fullmatch(r"(\S+/)?python3?(\.12)?", name)
-    if is_python and rest[:2] == ["-m", "megarl"]:
-        is_python, name, rest = None, "megarl", rest[2:]
-    is_launched = is_python and rest[:2] == ["-m", "megarl.launcher"] or name == "megarl" and set(rest) & {*PROGRAMS}
-    module = rest[1].removeprefix("megarl.") if is_python and rest[:1] == ["-m"] else ""
-    if is_launched:
-        options = launcher._parser().parse_args(rest[2:] if is_python else rest)
-        ranks = options.nproc_per_node or 1
-        parse_program(options.program, options.flags, ranks * options.nnodes, ranks)
-    elif module == "plan" and "--least-recompute" not in rest:
-        plan.main(filled(rest[2:]))
-    elif module in PROGRAMS:
-        parse_program(module, rest[2:], 1, 1)
-    elif name == "torchrun":
-        parse_torchrun(rest)
-    elif is_python and rest[0].startswith("tools/"):
-        parse_tool(Path(rest[0]), rest[1:])
-    elif name not in OTHER_PROGRAMS and module != "plan":
-        script = ("bash",) if name.endswith(".sh") else ()
-        commands.check(documents.Command("", (*script, name, *rest), {}, False))
-
-
 def problems_of(block: documents.Block, folder: Path) -> list[str]:
     """What is wrong with a shell block, but for the error that it shows."""
-    calls, failure = pasted.run(typed(block), folder)
+    calls, output, failure = pasted.run(typed(block), folder)
     wrong = [failure] if failure else []
     if not calls and block.language == "bash":
         wrong.append("starts no program")
+    printed = io.StringIO(output)
+    printed.seek(0, io.SEEK_END)
     for words in calls:
         line = " ".join(words)
         wrong += [f"{word}: no such file" for word in missing_files(words)]
         if any(text in line for text in UNPARSED):
             continue
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(printed):
                 check_call(words)
         except (WrongCommand, UsageError) as problem:
             shown = {f"{documents.ERROR}{problem}", f"megarl: {problem}"}
             if not shown & set(block.text.split("\n")):
                 wrong.append(f"{problem}\n        of {line}")
+    plans = [words for words in calls if "megarl.plan" in words and GAP not in words]
+    if block.language == "console" and plans:  # its output depends on the flags alone
+        wrong += [f"does not print: {line}" for line in unprinted(block, printed.getvalue())]
     return [f"line {block.line}: {problem}" for problem in wrong]
+
+
+def unprinted(block: documents.Block, printed: str) -> list[str]:
+    """The lines of output that a block shows and that were not printed; a gap stands for lines, or a part of one."""
+    lines = [line.rstrip() for line in printed.split("\n")]
+    shown = re.sub(r"^\$ (?:[^\n]*\\\n)*[^\n]*", "", block.text, flags=re.MULTILINE).strip("\n").split("\n")
+    assert len(shown) > 5
+    patterns = {line: re.compile(".*".join(map(re.escape, line.split(GAP)))) for line in shown}
+    return [line for line in shown if not any(patterns[line].fullmatch(each) for each in lines)]
 
 
 def missing_files(words: tuple[str, ...]) -> list[str]:

@@ -70,8 +70,8 @@ def page_folder(folder: Path) -> Path:
     return folder
 
 
-def run(text: str, folder: Path) -> tuple[list[tuple[str, ...]], str]:
-    """(the programs that a shell block called, with their arguments; what bash said where the block failed)."""
+def run(text: str, folder: Path) -> tuple[list[tuple[str, ...]], str, str]:
+    """(the programs that a shell block called, with their arguments; what it printed; what bash said if it failed)."""
     calls = folder / "calls"
     calls.write_text("")
     env = {"PAGE": str(folder), "HOME": str(folder), "LANG": "C.UTF-8"}
@@ -80,4 +80,4 @@ def run(text: str, folder: Path) -> tuple[list[tuple[str, ...]], str]:
     command = ["bash", "-e", "-o", "pipefail", "-c", text]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     found = [tuple(record.split(UNIT)[:-1]) for record in calls.read_text().split(RECORD)[:-1]]
-    return found, "" if done.returncode == 0 else f"status {done.returncode}: {done.stderr.strip()}"
+    return found, done.stdout, "" if done.returncode == 0 else f"status {done.returncode}: {done.stderr.strip()}"
