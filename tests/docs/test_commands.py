@@ -131,7 +131,8 @@ def test_shell_is_parsed():
         ("MODEL_ARGS=", "--num-layers", "4", "--lr", "1"),
     ]  # fmt: skip
     assert found[3].variables == {"A": "2", "B": "3"}
-    page = "```\n$ bash a.sh \\\n    --b\nmegarl: error: no\n```\n`python -m x --y` and `bash`\n\n```bash\npip x\n```\n"
+    page = "```console\n$ bash a.sh \\\n    --b\nmegarl: error: no\n```\n"
+    page += "`python -m x --y` and `bash`\n\n```bash\npip x\n```\n"
     found = documents.commands_in(page, "page")
     assert [c.words for c in found] == [("bash", "a.sh", "--b"), ("pip", "x"), ("python", "-m", "x", "--y")]
     assert [c.error for c in found] == ["no", "", ""]

@@ -1,17 +1,14 @@
-"""Examples of the documentation: plug-ins run as printed, plans print what the pages show, configs exist."""
+"""Examples of the documentation: plug-ins, environments and agents run as printed, in programs."""
 
-import contextlib
-import io
 import json
 import math
 import re
-import shlex
 import subprocess
 import sys
 
 import pytest
 
-from megarl import arguments, plan
+from megarl import arguments
 from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
@@ -104,33 +101,3 @@ def test_the_driver_of_the_page_runs_unchanged(tmp_path):
         driver.wait()
     row = metrics(tmp_path / "run")[1]
     assert row["environment/failures"] == 0 and row["environment/turns_mean"] == 1
-
-
-def shown_plans() -> list[tuple[list[str], str]]:
-    """(flags of megarl.plan, output) of each plan on the page about layouts, the shell's variables filled in."""
-    found = []
-    for block in documents.blocks(documents.text_of(DOCS / "choosing_a_layout.md")):
-        match = re.fullmatch(r"\$ source (\S+)\n\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*)", block.text, re.DOTALL)
-        if match:
-            shape = (ROOT / match[1]).read_text()
-            arguments = re.search(r"MODEL_ARGS=\((.*?)\)", shape, re.DOTALL)[1]
-            command = match[2].replace("\\\n", " ").replace('"${MODEL_ARGS[@]}"', " ".join(arguments.split()))
-            command = command.replace("$VOCAB_SIZE", re.search(r"VOCAB_SIZE=(\d+)", shape)[1])
-            found.append((shlex.split(command)[3:], match[3]))
-    return found
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_a_plan_prints_what_the_page_shows(number, monkeypatch):
-    flags, output = shown_plans()[number]
-    monkeypatch.chdir(ROOT)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        plan.main(flags)
-    lines = [line.rstrip() for line in printed.getvalue().split("\n")]
-    shown = [line for line in output.rstrip("\n").split("\n") if line != "…"]
-    assert len(shown) > 10
-    assert [line for line in shown if line not in lines] == []
-
-
-def test_there_are_three_plans():
-    assert len(shown_plans()) == 3

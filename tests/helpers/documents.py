@@ -200,7 +200,7 @@ def commands_in(text: str, where: str) -> list[Command]:
     for block in blocks(text):
         if block.language in ("bash", "sh", "shell"):
             found += parse_shell(block.text, where, block.line + 1)
-        elif not block.language or block.language in ("text", "console"):
+        elif block.language == "console":
             found += _terminal(block, where)
     for line, span in inline_code(text):
         if STARTS.match(span):

@@ -124,13 +124,13 @@ def test_the_lines_that_a_run_prints(folder, tmp_path, monkeypatch):
     flags = "--prompts data/verl/train.parquet --filter-long-prompts --train-iters 1"
     status, out, err = launch(tmp_path, rl_argv(tmp_path / "run", flags))
     assert status == 0, err
-    shown = [line for block in blocks("") for line in block.splitlines() if not line.startswith("megarl: error")]
+    shown = [line for block in blocks("text") for line in block.splitlines() if not line.startswith("megarl: error")]
     assert len(shown) == 2 and [line for line in out.splitlines() if "--prompts" in line] == shown
 
 
 def test_the_errors_of_the_page(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    shown = [line for block in blocks("") for line in block.splitlines() if line.startswith("megarl: error: ")]
+    shown = [line for block in blocks("text") for line in block.splitlines() if line.startswith("megarl: error: ")]
     for line in shown:
         wrong = line.removeprefix("megarl: error: ")
         named = re.match("--answer-column (.*?): ", wrong)

@@ -13,11 +13,13 @@ from safetensors.torch import load_file
 
 from megarl.batch import generated_fields
 from megarl.flags.settings import Settings
+from tests.helpers import documents
 from tests.helpers.checkpoints import WAITING
 from tests.helpers.forked_programs import launch
 from tests.helpers.programs import (
     GRADED,
     PLACED,
+    ROOT,
     assert_close,
     in_world,
     inputs,
@@ -142,6 +144,18 @@ def test_the_files_have_all_fields_of_generation(folder):
     found = load_file(greedy / "round_00_greedy_00000.safetensors")
     assert found["prompt_ids"].tolist() == json.loads((greedy / "manifest.json").read_text())["rounds"][0]["lines"]
     assert {"scores", "correct", "baseline_scores"} <= set(load_file(greedy / "round_00_replica_00000.safetensors"))
+
+
+def test_the_python_of_the_page_reads_a_step(folder, tmp_path, monkeypatch):
+    (code,) = (
+        b.text for b in documents.blocks(documents.text_of(ROOT / "docs" / "debugging.md")) if b.language == "python"
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("run").symlink_to(saved(folder, "ahead with experts"))
+    found: dict = {}
+    exec(code, found)
+    assert [len(row) for row in found["sequences"]] == found["step"]["lengths"].tolist()
+    assert sum(map(len, found["sequences"])) == len(found["step"]["tokens"]) > 0
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------

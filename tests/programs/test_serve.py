@@ -3,6 +3,7 @@
 import base64
 import functools
 import json
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,9 +14,10 @@ import torch
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.serving.sampling import stream_key
+from tests.helpers import documents
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import error_line, launch
-from tests.helpers.programs import inputs
+from tests.helpers.programs import ROOT, inputs
 from tests.helpers.server_clients import ServerClient, completions_of
 from tests.helpers.servers import (
     API_KEY,
@@ -54,6 +56,22 @@ def client_of(running) -> openai.OpenAI:
 
 def remote(running, **more) -> ServerClient:
     return ServerClient(running.url, API_KEY, seconds=SAFETY_SECONDS, **more)
+
+
+def test_the_requests_of_the_page_are_answered(server):
+    """docs/serving.md's, with the port, the key and the model's name of this server."""
+    running, _, _ = server
+    shell, code = documents.blocks(documents.text_of(ROOT / "docs" / "serving.md"))[:2]
+    names = {"http://localhost:8000": running.url, 'model="ppo"': f'model="{running.model}"', '"any"': f'"{API_KEY}"'}
+    python = functools.reduce(lambda text, name: text.replace(name, names[name]), names, code.text)
+    assert all(name in code.text for name in names)
+    found: dict = {}
+    exec(python, found)
+    assert 0 < found["answer"].usage.completion_tokens <= 4
+    path, body = re.search(r"localhost:8000(\S+) .*-d '(.*)'", shell.text, re.DOTALL).groups()
+    answers = [running.post(path, json.loads(body), authorization=f"Bearer {API_KEY}") for _ in range(2)]
+    assert [answer.status for answer in answers] == [200, 200]
+    assert answers[0].json()["choices"] == answers[1].json()["choices"]  # of temperature 0
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ ONLY = {
     "fp4": (None, "fp4 is not supported yet"),
     "attention_dropout": (0.0, "dropout would make log-probs of one text differ"),
     "hidden_dropout": (0.0, "dropout would make log-probs of one text differ"),
-    "cuda_graph_impl": ("none", "CUDA graphs are not supported yet"),
+    "cuda_graph_impl": ("none", "CUDA graphs of decode steps are those of --decode-graphs, and training has none"),
     "use_megatron_fsdp": (False, "sharded parameters are those of --use-torch-fsdp2"),
     "moe_router_force_load_balancing": (False, "it would route at random"),
     "moe_router_force_biased": (None, "it would route at random"),
@@ -108,7 +108,7 @@ ONLY = {
     ),
     "optimizer": (("adam", "sgd", "muon", "dist_muon"), "other optimizers are not supported yet"),
     "muon_scalar_optimizer": ("adam", "vectors, embeddings and heads are trained by Adam"),
-    "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
+    "mtp_num_layers": (None, "a model has one layer of multi-token prediction, that of --mtp-train and --mtp-drafts"),
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
 }
 
