@@ -111,4 +111,4 @@ def _score(answer: bytes) -> Score | float:
     correct = score.get("correct", reward >= 1.0)
     if not isinstance(correct, bool):
         raise ValueError(f"correct is {correct!r:.80}, not a boolean")
-    return Score(float(reward), correct, score.get("parts") or {}, extracted=score.get("extracted"))
+    return Score(reward, correct, score.get("parts") or {}, extracted=score.get("extracted"))

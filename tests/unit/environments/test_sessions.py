@@ -143,10 +143,16 @@ WRONG_ENDS = [
     (b'{"reward": NaN}', 400, "reward"),
     (b'{"reward": 1e999}', 400, "reward"),
     ({"reward": 1, "parts": {"a": "b"}}, 400, "parts"),
+    ({"reward": 1, "parts": {"a\nb": 1}}, 400, r"parts has the name 'a\nb'; allowed are 1 to 100 printable"),
+    ({"reward": 1, "parts": {"../../metrics": 1}}, 400, "parts has the name '../../metrics'"),
+    ({"reward": 1, "parts": {"a": -1e300}}, 400, "a is -1e+300; allowed is -1e+09 to 1e+09"),
+    (b'{"reward": 1, "parts": {"a": 1e999}}', 400, "parts"),
+    ({"reward": 1, "parts": {f"p{i}": 0.5 for i in range(65)}}, 400, "parts has 65 names; allowed are 64"),
     (b'{"reward": 1', 400, "no JSON"),
     (b"[]", 400, "JSON object"),
     (DEEP, 400, ""),
     (b"[" * 10_000, 400, ""),
+    ({"failure": ""}, 400, "failure"),
     (b'{"failure": "' + b"x" * (2 << 20) + b'"}', 413, "more than 1048576 bytes"),
 ]
 
