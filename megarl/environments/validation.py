@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.environments.protocol import Observation
 from megarl.measurements import parts_of, value_of
+from megarl.unicode_text import whole_unicode
 
 ROLES = ("user", "system", "tool")
 MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
@@ -48,4 +49,4 @@ def _message(message: Any) -> dict[str, str]:
     for name, value in message.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} of a message is {type(value).__name__}, not text")
-    return {name: value.encode("utf-8", "replace").decode() for name, value in message.items()}
+    return {name: whole_unicode(value) for name, value in message.items()}

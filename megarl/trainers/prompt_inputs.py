@@ -10,6 +10,7 @@ from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.named_paths import parse_named_paths
+from megarl.observe.terminal import printable
 from megarl.trainers import first_prompts
 
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
@@ -83,7 +84,7 @@ def print_notes(prompts: dict[str, PromptSet], rank: int, file: TextIO | None):
     """Rank 0 prints what was recognised in the files and how many prompts were dropped, a line each."""
     if rank == 0:
         for note in notes_of(prompts):
-            print(f"megarl: {note}", file=file, flush=True)
+            print(f"megarl: {printable(note)}", file=file, flush=True)
 
 
 def notes_of(prompts: dict[str, PromptSet]) -> list[str]:

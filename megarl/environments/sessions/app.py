@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from megarl.environments.agents.endpoint import application, error_response, given_key
@@ -12,6 +12,7 @@ from megarl.environments.protocol import Observation
 from megarl.environments.sessions.registry import OpenSession, Registry
 from megarl.errors import one_line
 from megarl.measurements import MAX_PARTS, MAX_VALUE, parts_of
+from megarl.observe.files import json_bytes
 from megarl.serving.error_handlers import add_error_handlers
 from megarl.serving.errors import RequestError, invalid
 from megarl.serving.middleware import BodyAndDisconnect, checked, one_length, same_origin
@@ -52,7 +53,8 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
     async def claim(body: ClaimRequest | None = None):
         found = registry.claim()
         facts = {name: found.offer[name] for name in ("task", "group", "sample", "evaluation")}
-        return {"id": found.name, "key": found.session.key, "path": f"{_ROOT}/{found.name}/v1", **facts}
+        given = {"id": found.name, "key": found.session.key, "path": f"{_ROOT}/{found.name}/v1", **facts}
+        return Response(json_bytes(given), media_type="application/json")  # metadata may be what JSON lacks
 
     @api.post(_ROOT + "/{name}/finish")
     async def finish(body: FinishRequest, request: Request):

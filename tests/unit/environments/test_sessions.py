@@ -10,7 +10,7 @@ import pytest
 
 from megarl.environments.agents.exchange import Reply
 from megarl.environments.pool import Event
-from megarl.environments.protocol import Observation
+from megarl.environments.protocol import Observation, Task
 from megarl.environments.sessions.registry import Registry
 from megarl.environments.turn_parsing import parse_turn
 from megarl.serving.errors import RequestError
@@ -165,6 +165,17 @@ def test_wrong_ends_are_refused_and_the_session_goes_on(leader):
         assert said in answer["error"]["message"]
     assert finish(leader, found, {"reward": -0.5})[0] == 200
     assert leader.next().observation.reward == -0.5
+
+
+def test_metadata_that_json_lacks_reach_the_driver(leader):
+    half = {"half": "a\ud800", "nan": [float("nan")], "more": {"\udfff": 1}}
+    leader.pool.start(90, Task(HELLO, "5", half, None, 7, 8), None, "4/9/90")
+    found = taken_again(leader)
+    assert found["task"]["metadata"] == half | {"nan": [None]}
+    assert finish(leader, found, {"failure": "a\nb \x1b[2J"})[0] == 200
+    again = taken_again(leader)
+    assert finish(leader, again, {"failure": "a\nb \x1b[2J"})[0] == 200
+    assert leader.next().failure == r"its driver says: a\nb \x1b[2J"
 
 
 def test_keys_and_names(leader, threads):
