@@ -29,7 +29,7 @@ class Progress:
     """Prints `step   12/200 | reward 0.532 | kl 0.0123 | 15,200 tokens/s | 1.21 s | ETA 3m48s`.
 
     Failures of verifiers and environments, if there are any, are one more column: `3 failed`; so is `no update`. Where
-    rewards take much of the step, a column names the slowest: `rewards 4.2 s, most for my_rewards:slow`.
+    rewards take much of the step, a column names the slowest: `rewards 4.2 s (my_rewards:slow 3.9 s)`.
 
     total_steps  the step at which the run ends.
     fields       (label, metric name, number format) in printing order; PPO's by default.
@@ -67,7 +67,7 @@ class Progress:
 
 
 def slow_reward(metrics: dict[str, float], seconds: float) -> str | None:
-    """Which term of the reward took most of the time, if all took at least `SLOW_SHARE` of a step's `seconds` and
+    """How long the terms of the reward took, and the slowest, if all took at least `SLOW_SHARE` of a step's `seconds` and
     `SLOW_SECONDS`; else None.
 
     Verifiers share the time of the phase `score` by the seconds of their calls, which may run together.
@@ -79,7 +79,8 @@ def slow_reward(metrics: dict[str, float], seconds: float) -> str | None:
     spent = sum(of_terms.values())
     if spent < max(SLOW_SHARE * seconds, SLOW_SECONDS):
         return None
-    return f"rewards {spent:.1f} s, most for {max(of_terms, key=of_terms.__getitem__)}"
+    slowest = max(of_terms, key=of_terms.__getitem__)
+    return f"rewards {spent:.1f} s ({slowest} {of_terms[slowest]:.1f} s)"
 
 
 def format_duration(seconds: float) -> str:

@@ -182,9 +182,9 @@ CALLS = {"time/reward/my:slow/calls_s": 6.0, "time/reward/format/calls_s": 2.0} 
 
 
 @pytest.mark.parametrize("metrics, seconds, said", [
-    (CALLS | {"time/reward/score_s": 4.0}, 10.0, "rewards 4.0 s, most for my:slow"),
-    (CALLS | {"time/reward/score_s": 4.0, "time/reward/judge_s": 3.5}, 10.0, "rewards 7.5 s, most for judge"),
-    (CALLS | {"time/reward/score_s": 4.0, "time/reward/model_s": 2.5}, 10.0, "rewards 6.5 s, most for my:slow"),
+    (CALLS | {"time/reward/score_s": 4.0}, 10.0, "rewards 4.0 s (my:slow 3.0 s)"),
+    (CALLS | {"time/reward/score_s": 4.0, "time/reward/judge_s": 3.5}, 10.0, "rewards 7.5 s (judge 3.5 s)"),
+    (CALLS | {"time/reward/score_s": 4.0, "time/reward/model_s": 2.5}, 10.0, "rewards 6.5 s (my:slow 3.0 s)"),
     (CALLS | {"time/reward/score_s": 4.0}, 17.0, None),  # little of the step
     (CALLS | {"time/reward/score_s": 0.9}, 1.0, None),
     ({"time/reward/score_s": 9.0, "time/reward/eval_score_s": 9.0}, 10.0, None),  # no call: of an environment
