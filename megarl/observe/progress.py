@@ -67,7 +67,7 @@ class Progress:
 
 
 def slow_reward(metrics: dict[str, float], seconds: float) -> str | None:
-    """How long the terms of the reward took, and the slowest, if all took at least `SLOW_SHARE` of a step's `seconds` and
+    """How long the terms of the reward took, and the slowest, if all took `SLOW_SHARE` of a step's `seconds` and
     `SLOW_SECONDS`; else None.
 
     Verifiers share the time of the phase `score` by the seconds of their calls, which may run together.
