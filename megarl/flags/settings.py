@@ -43,6 +43,7 @@ from megarl.flags.reference_settings import ReferenceSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.stop_settings import StopSettings
 from megarl.flags.tracker_settings import TrackerSettings
+from megarl.measurements import MAX_VALUE
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
 from megarl.rewards import expression
 from megarl.rewards.shaping import parse_cosine
@@ -117,7 +118,8 @@ class Settings(
                                   " counts in no group and no loss) or fallback (it gets --reward-fallback)",
                                   **FALLIBLE)  # fmt: skip
     reward_fallback: float = flag(0.0, "score of a response whose verifier or judge failed; evaluation always"
-                                   " uses it", math.isfinite, "a finite number", **FALLIBLE)  # fmt: skip
+                                   " uses it", lambda v: abs(v) <= MAX_VALUE, f"-{MAX_VALUE:g} to {MAX_VALUE:g}",
+                                   **FALLIBLE)  # fmt: skip
     reward_max_failures: float = fraction(0.1, "fraction of the latest samples that may fail in a verifier or the judge"
                                            " before the run stops; 0: none", **FALLIBLE)  # fmt: skip
     # Generation.

@@ -4,12 +4,13 @@ import dataclasses
 import json
 
 from megarl.flags.fields import flag, parse_ints, parses, positive
+from megarl.unicode_text import is_unicode
 
 
 def parse_stops(text: str) -> tuple[str, ...]:
-    """`"</answer>"` -> ("</answer>",); `'["a", "b"]'` -> ("a", "b"). ValueError unless each has some text."""
+    """`"</answer>"` -> ("</answer>",); `'["a", "b"]'` -> ("a", "b"). ValueError unless each has some Unicode text."""
     found = json.loads(text) if text.lstrip().startswith("[") else [text]
-    if not found or not all(isinstance(each, str) and each for each in found):
+    if not found or not all(isinstance(each, str) and each and is_unicode(each) for each in found):
         raise ValueError(f"{text!r} is no list of strings with some text")
     return tuple(dict.fromkeys(found))
 
