@@ -503,6 +503,13 @@ def test_damaged_adapters_are_refused_in_one_line(damage, adapter, folder_of, tm
     assert "\n" not in str(error.value) and len(str(error.value)) <= 2000
 
 
+def test_a_pickled_adapter_is_named(adapter, folder_of, tmp_path):
+    shutil.copy(adapter / "adapter_config.json", tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(UsageError, match="adapter_model.safetensors is missing; adapter_model.bin is not read"):
+        reader_of(folder_of("llama3"))(tmp_path)
+
+
 @pytest.mark.parametrize("flags, says", [
     ("--lora-rank 2", "--lora-rank 2: the factors of --lora-adapter"),
     ("--lora-targets q_proj", "--lora-targets: --lora-adapter"),
