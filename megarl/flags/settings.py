@@ -213,8 +213,9 @@ class Settings(
     max_tokens_per_microbatch: int = positive(16384, "maximum tokens of a micro-batch; may differ per role",
                                                programs=TRAINING, roles=MODELS)  # fmt: skip
     # LoRA.
-    lora_rank: int | None = positive(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
-                                      " may differ per role; default: all weights", **FACTORS)  # fmt: skip
+    lora_rank: int | None = flag(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
+                                 " may differ per role; default: all weights", lambda v: v > 0,
+                                 "a number above 0; leave it out to train all weights", **FACTORS)  # fmt: skip
     lora_alpha: float | None = positive(None, "α of the factors' scale α/rank; default: --lora-rank", **FACTORS)
     lora_rslora: bool = flag(False, "scale the factors by α/√rank (2312.03732)", **FACTORS)
     lora_targets: str | None = flag(None, f"layers with factors, with commas: {', '.join(TARGETS)} (of experts, too),"
