@@ -69,7 +69,7 @@ def one_line(text: str) -> str:
 def warn(warnings: Iterable[str]):
     """Prints each warning on one line of stderr."""
     for text in warnings:
-        print(f"megarl: warning: {text}", file=sys.stderr, flush=True)
+        print(f"megarl: warning: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 def warn_as_first(warnings: Iterable[str]):

@@ -74,7 +74,8 @@ def _stream(name: str) -> tuple[Any, bool]:
 def _put_stream(name: str, before: tuple[Any, bool]):
     stream, was_closed = before
     if getattr(stream, "closed", False) and not was_closed:
-        stream = open({"stdout": 1, "stderr": 2}[name], "w", encoding="utf-8", buffering=1, closefd=False)
+        number = {"stdout": 1, "stderr": 2}[name]
+        stream = open(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
     setattr(sys, name, stream)
 
 

@@ -302,6 +302,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("time/step_s", "s", "the step, the longest of all ranks", "", TRAINING),
         Metric("time/<role>/<phase>_s", "s", "a phase, the longest of the role's ranks; those of evaluations are"
                " eval_<phase>", "if the role has the phase", TRAINING),
+        Metric("time/reward/<term>/calls_s", "s", "calls of a term's verifier, of all replicas, workers and threads"
+               " together", "if the term has a verifier"),
         Metric("time/<role>/idle_fraction", "fraction", "share of the step in which the role's ranks wait for others",
                "", TRAINING),
         Metric("time/idle_fraction", "fraction", "the same over all ranks", "", TRAINING),

@@ -23,7 +23,7 @@ LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 655,
+    "files": 660,
     "files below 60 lines": 200,
     "classes": 770,
     "fmt: skip": 470,

@@ -7,9 +7,9 @@ from megarl import bundled
 from megarl.data.messages import Message, content_of
 from megarl.data.places import filled, names_in
 from megarl.data.prompt import Prompt
-from megarl.data.turns import valid_unicode
 from megarl.errors import UsageError
 from megarl.plain_files import read_text, reading
+from megarl.unicode_text import whole_unicode
 
 FLAG = "--teacher-context-template"
 PLACES = ("question", "response")
@@ -25,7 +25,7 @@ class ContextTemplate(NamedTuple):
         messages = list(prompt.conversation)
         users = [number for number, message in enumerate(messages) if message["role"] == "user"]
         at = users[-1] if users else len(messages) - 1
-        values = {"question": content_of(messages[at]), "response": valid_unicode(response)}
+        values = {"question": content_of(messages[at]), "response": whole_unicode(response)}
         messages[at] = {**messages[at], "content": filled(self.text, values)}
         return messages
 

@@ -41,6 +41,10 @@ class Ragged:
         """A row without a copy; its items are Python numbers."""
         return self._view[self.offsets[row] : self.offsets[row + 1]]
 
+    def select(self, rows: np.ndarray) -> "Ragged":
+        """These rows, in this order."""
+        return Ragged.of_rows(self[row] for row in rows.tolist())
+
     def __getitem__(self, row: int) -> list:
         return self.view(range(len(self))[row]).tolist()
 

@@ -10,10 +10,12 @@ from megarl.data.special_tokens import decode_known, encode_around_special, patt
 from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 from megarl.errors import UsageError
 from megarl.plain_files import read_bytes, reading
+from megarl.unicode_text import whole_unicode
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `encode` adds no BOS, EOS or padding; `decode` drops them.
+    """Text to ids and back. `encode` adds no BOS, EOS or padding; `decode` drops them. Half of a surrogate pair, which
+    UTF-8 lacks, is encoded as U+FFFD.
 
     `end_ids`: ids that end a response, `eos_id` among them; `end_tokens`: their strings. `special`: strings of the
     special tokens that a chat template may write, with their ids. `encode` never returns such an id, whatever the text
@@ -88,15 +90,15 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
-        return self._pieces.encode(text)
+        return self._pieces.encode(whole_unicode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on several threads."""
-        return self._pieces.encode(list(texts)) if texts else []
+        return self._pieces.encode([whole_unicode(text) for text in texts]) if texts else []
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of `text`, in which the string of a special token becomes its id."""
-        return encode_around_special(text, self.special, self._pattern, self._pieces.encode)
+        return encode_around_special(text, self.special, self._pattern, self.encode)
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_template` of each text."""

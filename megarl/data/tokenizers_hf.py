@@ -19,6 +19,7 @@ from megarl.data.special_tokens import decode_known, encode_around_special, patt
 from megarl.data.tokenizer_files import difference
 from megarl.errors import UsageError
 from megarl.plain_files import MAX_BYTES, check_regular, parse_json, read_text, reading
+from megarl.unicode_text import whole_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -190,13 +191,14 @@ def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text. Of a long one by the batch call, which alone lets the other threads run meanwhile."""
     if len(text) > LONG_TEXT:
         return next(_batched(tokenizer, [text]))
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.encode(whole_unicode(text), add_special_tokens=False).ids
 
 
 def _batched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
     """Ids of each text, in batches, because the library's result takes far more memory than the ids."""
     for start in range(0, len(texts), _BATCH):
-        encodings = tokenizer.encode_batch_fast(list(texts[start : start + _BATCH]), add_special_tokens=False)
+        batch = [whole_unicode(text) for text in texts[start : start + _BATCH]]
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
         yield from (encoding.ids for encoding in encodings)
 
 

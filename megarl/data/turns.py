@@ -15,6 +15,7 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import content_of, message_error, template_message, tool_call
 from megarl.data.written_turns import RESULT, USER, end_of_next, end_of_turn
 from megarl.errors import UsageError
+from megarl.unicode_text import whole_unicode
 
 Messages = Sequence[Mapping[str, Any]]
 _SAMPLE = 1 << 16  # characters, at least, by which a text that is far too long is known
@@ -152,7 +153,7 @@ class TurnTokens:
 
         A longer one loses its middle, for which `[... 123 characters cut ...]` stands.
         """
-        whole = {name: valid_unicode(value) for name, value in template_message(message).items()}
+        whole = {name: whole_unicode(value) for name, value in template_message(message).items()}
         return whole | {"content": self._cut(whole["content"])}
 
     def _end_before(self, messages: Messages) -> str:
@@ -270,8 +271,3 @@ def _dummy_calls(results: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, 
 
 def _mark(count: int) -> str:
     return f"\n[... {count} characters cut ...]\n"
-
-
-def valid_unicode(text: str) -> str:
-    """The text with halves of surrogate pairs joined, or replaced by U+FFFD."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,17 +1,33 @@
-"""The check that environments can be made, in a process of its own, so that no rank ever imports a user's module."""
+"""Environments before the run: whether they can be made, and what their reset adds to a prompt.
 
+Each check is in a process of its own, so that no rank ever imports a user's module.
+"""
+
+import asyncio
 import os
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, NoReturn
 
 from megarl.child_process import Child, parent
 from megarl.environments.agents.agent import Agent, as_agent, check_packages
 from megarl.environments.loading import load_factory
-from megarl.errors import UsageError
+from megarl.environments.protocol import Message, Task, called
+from megarl.environments.validation import checked
+from megarl.errors import UsageError, one_line
 from megarl.user_results import is_generator, settled
 
 # Who answers the policy's turns: an environment as the user or as tools, or an agent, which owns the loop.
 USER, TOOLS, AGENT = KINDS = ("user", "tool", "agent")
 METHODS = ("reset", "step", "restore", "close")
+_GRACE = 30.0  # seconds for a process to start, and to import a module
+
+
+class FirstObservation(NamedTuple):
+    """What an environment adds to a prompt when it is reset."""
+
+    tools: list[dict[str, Any]]
+    messages: list[Message]
 
 
 def check_factories(names: Sequence[str]) -> dict[str, str]:
@@ -29,14 +45,57 @@ def check_factories(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def main():
-    """The child: answers a list of names with a dictionary, or with the text of an error."""
-    connection = parent()
+def first_observations(name: str, tasks: Sequence[Task], seconds: float) -> list[FirstObservation] | str:
+    """What the environment `name`, which is no agent, adds to the prompts of tasks; a text: why it has failed on one.
+
+    `seconds`: limit of each call of the environment.
+    """
+    child = Child("megarl.environments.check")
     try:
-        connection.send({name: _kind(name) for name in connection.recv()})
+        child.send((name, list(tasks), seconds))
+        if not child.connection.poll(_GRACE + 3 * seconds * len(tasks)):
+            return f"no answer within {seconds:g} s"
+        found = child.connection.recv()
+        return found if isinstance(found, str) else [FirstObservation(*each) for each in found]
+    except (EOFError, OSError):
+        return f"its process ended with status {child.status()}"
+    finally:
+        child.end()
+
+
+def main():
+    """The child: answers a list of names with a dictionary, or with the text of an error; and the arguments of
+    `first_observations` with its result."""
+    connection = parent()
+    asked = connection.recv()
+    if not isinstance(asked, list):
+        asyncio.run(_answer(connection, *asked))
+    try:
+        connection.send({name: _kind(name) for name in asked})
     except UsageError as error:
         connection.send(str(error))
     os._exit(0)
+
+
+async def _answer(connection: Connection, *asked: Any) -> NoReturn:
+    """Answers, and ends the process, whatever threads an environment has left."""
+    connection.send(await _first_observations(*asked))
+    os._exit(0)
+
+
+async def _first_observations(name: str, tasks: list[Task], seconds: float) -> list[tuple[list, list]] | str:
+    found, factory = [], load_factory(name)
+    for task in tasks:
+        try:
+            environment = await asyncio.wait_for(called(factory), seconds)
+            observation = checked(await asyncio.wait_for(called(environment.reset, task), seconds))
+            found.append((list(environment.tools), observation.messages))
+            await asyncio.wait_for(called(environment.close), seconds)
+        except TimeoutError:
+            return f"no answer within {seconds:g} s"
+        except (Exception, SystemExit) as error:
+            return one_line(f"{type(error).__name__}: {error}")[:300]
+    return found
 
 
 def _kind(name: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.environments.protocol import Observation, Turn
+from megarl.environments.validation import checked
 from megarl.observe.files import write_atomically
 
 
@@ -94,7 +95,7 @@ def _entry_of(line: bytes) -> tuple[str, JournalEntry, int] | None:
     """(place, entry, step) of a line; None if it is none."""
     try:
         record = json.loads(line)
-        place, entry = record["place"], JournalEntry(Observation(**record["observation"]), record["tools"])
+        place, entry = record["place"], JournalEntry(checked(Observation(**record["observation"])), record["tools"])
         step = record["step"]
         return (place, entry, step) if isinstance(place, str) and isinstance(step, int) else None
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -5,38 +5,39 @@ import json
 from typing import Any
 
 from megarl.environments.protocol import Observation
-from megarl.numbers import is_finite
-from megarl.user_results import number_of
+from megarl.measurements import parts_of, value_of
+from megarl.unicode_text import whole_unicode
 
 ROLES = ("user", "system", "tool")
 MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
 _FIELDS = {"role", "content", "tool_call_id", "name"}
 
 
-def checked(observation: Any) -> Observation:
-    """The observation with plain numbers and valid Unicode.
+def checked(observation: Any, name: str = "") -> Observation:
+    """The observation of the environment `name`, with plain numbers and valid Unicode.
 
     Raises:
         ValueError: what is wrong with it, in a line.
     """
+    try:
+        return _checked(observation)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None
+
+
+def _checked(observation: Any) -> Observation:
     if not isinstance(observation, Observation):
         raise ValueError(f"returned {type(observation).__name__}, not an Observation")
-    reward, parts, correct = observation.reward, observation.parts, observation.correct
+    reward, parts, correct = value_of("reward", observation.reward), parts_of(observation.parts), observation.correct
     if not isinstance(observation.messages, list):
         raise ValueError(f"messages are {type(observation.messages).__name__}, not a list")
-    if not isinstance(parts, dict):
-        raise ValueError(f"parts are {type(parts).__name__}, not a dict")
-    for name, value in [("reward", reward), *parts.items()]:
-        if not is_finite(number_of(value)):
-            raise ValueError(f"{name} is {value!r}, not a finite number"[:200])
     messages = [_message(message) for message in observation.messages]
     size = sum(len(json.dumps(message)) for message in messages)
     if size > MAX_MESSAGES_LENGTH:
         raise ValueError(f"the messages have {size:,} characters; allowed are {MAX_MESSAGES_LENGTH:,}")
     return dataclasses.replace(
-        observation, messages=messages, reward=number_of(reward), done=bool(observation.done),
-        correct=None if correct is None else bool(correct),
-        parts={str(name): number_of(value) for name, value in parts.items()},
+        observation, messages=messages, reward=reward, done=bool(observation.done),
+        correct=None if correct is None else bool(correct), parts=parts,
     )  # fmt: skip
 
 
@@ -48,4 +49,4 @@ def _message(message: Any) -> dict[str, str]:
     for name, value in message.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} of a message is {type(value).__name__}, not text")
-    return {name: value.encode("utf-8", "replace").decode() for name, value in message.items()}
+    return {name: whole_unicode(value) for name, value in message.items()}

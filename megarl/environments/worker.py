@@ -87,7 +87,7 @@ class Worker:
         facts: dict[str, Any] = {"observation": None, "tools": [], "replayable": True}
         try:
             environment, observation = await self._played(call)
-            facts["observation"] = checked(observation)
+            facts["observation"] = checked(observation, call.name)
             facts["tools"] = list(environment.tools) if not call.turns else []
             facts["is_agent"] = isinstance(environment, Agent)
         except LateAgent as late:

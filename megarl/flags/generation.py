@@ -5,6 +5,7 @@ import json
 
 from megarl.flags.conditions import ENGINE, SAVED, THINKS, TRAINED, Condition, FlagContext, Rule, on
 from megarl.flags.fields import GENERATING, ROLLOUT, address, flag, not_negative, one_of, parse_ints, parses, positive
+from megarl.unicode_text import is_unicode
 
 SCHEDULES = ("fixed", "recorded")
 MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart
@@ -20,9 +21,9 @@ ROUTES = on(lambda s: s.router_replay == "rollout", "needs --router-replay rollo
 
 
 def parse_stops(text: str) -> tuple[str, ...]:
-    """`"</answer>"` -> ("</answer>",); `'["a", "b"]'` -> ("a", "b"). ValueError unless each has some text."""
+    """`"</answer>"` -> ("</answer>",); `'["a", "b"]'` -> ("a", "b"). ValueError unless each has some Unicode text."""
     found = json.loads(text) if text.lstrip().startswith("[") else [text]
-    if not found or not all(isinstance(each, str) and each for each in found):
+    if not found or not all(isinstance(each, str) and each and is_unicode(each) for each in found):
         raise ValueError(f"{text!r} is no list of strings with some text")
     return tuple(dict.fromkeys(found))
 

@@ -32,7 +32,13 @@ class Learning:
     offload: bool = flag(False, roles=MODELS)
     """keep a role's memory on the host while the role is idle; may differ per role"""
     # LoRA.
-    lora_rank: int | None = positive(None, programs=TRAINING, roles=TRAINED_ROLES)
+    lora_rank: int | None = flag(
+        None,
+        lambda v: v > 0,
+        "a number above 0; leave it out to train all weights",
+        programs=TRAINING,
+        roles=TRAINED_ROLES,
+    )
     """train low-rank factors of this rank instead of the weights (2106.09685); may differ per role; default: all
     weights"""
     lora_alpha: float | None = positive(None, programs=TRAINING, roles=TRAINED_ROLES)

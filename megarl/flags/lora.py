@@ -79,7 +79,11 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
     hf_model.check_adapters(f"--lora-adapter {path}")
     for name in (name for name in OF_ADAPTER if getattr(role_settings, name)):
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
-    stored = read_adapter(path, args, hf_model.family).lora
+    adapter = read_adapter(path, args, hf_model.family)
+    if adapter.head is not None and role == "actor":
+        raise UsageError(f"--lora-adapter {path}: has a scalar head (score.weight), which the actor has not; allowed "
+                         "is an adapter of a causal language model")  # fmt: skip
+    stored = adapter.lora
     if rank is None:
         return stored
     if rank < stored.rank:

@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -163,12 +164,14 @@ def _parser_of(program: str, own: tuple[Flag, ...]) -> argparse.ArgumentParser:
 
 
 def check_values(values: dict[str, object], own: dict[str, Flag]):
-    """UsageError for the first value that its flag does not allow."""
+    """UsageError for the first value that its flag does not allow; none allows NaN or an infinity."""
     for name, value in values.items():
         check = own[name].check
         if check is not None and not check(value):
             allowed = f": allowed is {own[name].allowed}" if own[name].allowed else ": is not allowed"
             raise UsageError(f"--{name} {value}{allowed}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"--{name} {value}: allowed is a finite number")
 
 
 def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> UsageError:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-import math
 
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.errors import UsageError
 from megarl.flags.conditions import REWARD_MODEL, Condition, FlagContext, Rule, on
 from megarl.flags.fields import GENERATING, address, flag, fraction, not_negative, one_of, parses, positive
+from megarl.measurements import MAX_VALUE
 from megarl.rewards import expression
 from megarl.rewards.shaping import parse_cosine
 
@@ -92,7 +92,9 @@ class Rewards:
     reward_failure: str = one_of("drop", ("drop", "fallback"), programs=GENERATING, when=FALLIBLE)
     """a response whose verifier or judge failed: drop (it counts in no group and no loss) or fallback (it gets
     --reward-fallback)"""
-    reward_fallback: float = flag(0.0, math.isfinite, "a finite number", programs=GENERATING, when=FALLIBLE)
+    reward_fallback: float = flag(
+        0.0, lambda v: abs(v) <= MAX_VALUE, f"-{MAX_VALUE:g} to {MAX_VALUE:g}", programs=GENERATING, when=FALLIBLE
+    )
     """score of a response whose verifier or judge failed; evaluation always uses it"""
     reward_max_failures: float = fraction(0.1, programs=GENERATING, when=FALLIBLE)
     """fraction of the latest samples that may fail in a verifier or the judge before the run stops; 0: none"""

@@ -63,6 +63,11 @@ def json_line(record: dict) -> str:
         return json.dumps(_plain(record, "record"), ensure_ascii=False, allow_nan=False)
 
 
+def json_bytes(record: dict) -> bytes:
+    """`json_line` as UTF-8. A lone surrogate, which UTF-8 lacks, becomes its escape in JSON."""
+    return json_line(record).encode("utf-8", errors="backslashreplace")
+
+
 def _plain(value: object, where: str) -> object:
     """`value` as JSON types; `where` names it in an error."""
     if value is None or isinstance(value, (bool, str)):

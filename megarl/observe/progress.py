@@ -1,8 +1,11 @@
 """The progress line that a run prints per step."""
 
+import re
 from collections import deque
 
 AVERAGED_STEPS = 20
+SLOW_SHARE, SLOW_SECONDS = 0.25, 1.0  # of a step; below them rewards are not worth a word
+_CALLS = re.compile("time/reward/([^/]+)/calls_s")
 
 # (label, metric, number format); every program appends tokens/s, seconds and ETA.
 _TEACHER = ("kl to teacher", "distill/reverse_kl", ".4f")
@@ -25,7 +28,8 @@ PREFERENCE_FIELDS = tuple(
 class Progress:
     """Prints `step   12/200 | reward 0.532 | kl 0.0123 | 15,200 tokens/s | 1.21 s | ETA 3m48s`.
 
-    Failures of verifiers and environments, if there are any, are one more column: `3 failed`; so is `no update`.
+    Failures of verifiers and environments, if there are any, are one more column: `3 failed`; so is `no update`. Where
+    rewards take much of the step, a column names the slowest: `rewards 4.2 s (my_rewards:slow 3.9 s)`.
 
     total_steps  the step at which the run ends.
     fields       (label, metric name, number format) in printing order; PPO's by default.
@@ -55,9 +59,28 @@ class Progress:
         if metrics.get("perf/tokens_per_s") is not None:
             columns.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
         columns.append(f"{seconds:.2f} s")
+        if slow := slow_reward(metrics, seconds):
+            columns.append(slow)
         mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
         columns.append(f"ETA {format_duration(mean_seconds * (self._total_steps - step))}")
         print(" | ".join(columns), flush=True)
+
+
+def slow_reward(metrics: dict[str, float], seconds: float) -> str | None:
+    """How long the terms of the reward took, and the slowest, if all took `SLOW_SHARE` of a step's `seconds` and
+    `SLOW_SECONDS`; else None.
+
+    Verifiers share the time of the phase `score` by the seconds of their calls, which may run together.
+    """
+    of_terms = {"model": metrics.get("time/reward/model_s", 0.0), "judge": metrics.get("time/reward/judge_s", 0.0)}
+    calls = {match[1]: value for name, value in metrics.items() if (match := _CALLS.fullmatch(name))}
+    score, total = metrics.get("time/reward/score_s", 0.0), sum(calls.values())
+    of_terms |= {term: score * of_calls / total for term, of_calls in calls.items() if total}
+    spent = sum(of_terms.values())
+    if spent < max(SLOW_SHARE * seconds, SLOW_SECONDS):
+        return None
+    slowest = max(of_terms, key=of_terms.__getitem__)
+    return f"rewards {spent:.1f} s ({slowest} {of_terms[slowest]:.1f} s)"
 
 
 def format_duration(seconds: float) -> str:

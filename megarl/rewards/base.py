@@ -6,9 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megarl import user_results
+from megarl.measurements import parts_of, value_of
 from megarl.user_code import place_of
 
 _SHOWN = 80  # characters of prompt and response in a reason
+_SHOWN_PARTS = 500
 
 
 @dataclass(frozen=True)
@@ -158,14 +160,10 @@ class Verifier:
             return TimedOut(failure(self.name, sample, ScoringError(result)))
         if isinstance(result, BaseException):
             return failure(self.name, sample, result)
-        score = _score_of(result, sample)
-        if problem := _problem(score):
-            return failure(self.name, sample, problem)
-        parts = {str(name): user_results.number_of(value) for name, value in score.parts.items()}
-        return replace(
-            score, reward=user_results.number_of(score.reward), correct=bool(score.correct), parts=parts,
-            timed_out=bool(score.timed_out), abstains=bool(score.abstains),
-        )  # fmt: skip
+        try:
+            return _plain(_score_of(result, sample))
+        except ValueError as error:
+            return failure(self.name, sample, ScoringError(error))
 
 
 def _listed(results: Any) -> list[Any]:
@@ -199,24 +197,19 @@ def _score_of(result: Any, sample: Sample) -> Any:
     return result if number is None else Score(number, number >= 1.0, extracted=whole_response(sample))
 
 
-def _problem(result: object) -> str | None:
-    """What is wrong with a verifier's result, or None."""
+def _plain(result: object) -> Score:
+    """A verifier's result with plain numbers. ValueError: what is wrong with it."""
     if not isinstance(result, Score):
-        return f"returned {type(result).__name__}{_keys(result)}, not a Score or a number"
-    if not isinstance(result.parts, dict):
-        return f"parts is {result.parts!r}, not a dict"
-    numbers = {name: user_results.number_of(value) for name, value in result.parts.items()}
-    values = {"reward": result.reward, **result.parts}
-    for name, number in {"reward": user_results.number_of(result.reward), **numbers}.items():
-        if number is None or not math.isfinite(number):
-            return f"{name} is {values[name]!r:.200}, not a finite number"
-    if numbers and not math.isclose(
-        math.fsum(numbers.values()), user_results.number_of(result.reward), rel_tol=1e-6, abs_tol=1e-6
-    ):
-        return f"parts {result.parts} do not add up to {result.reward}"
+        raise ValueError(f"returned {type(result).__name__}{_keys(result)}, not a Score or a number")
+    reward, parts = value_of("reward", result.reward), parts_of(result.parts)
+    if parts and not math.isclose(math.fsum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
+        raise ValueError(f"parts {result.parts} do not add up to {result.reward}"[:_SHOWN_PARTS])
     if not isinstance(result.extracted, str | None):
-        return f"extracted is {result.extracted!r}, neither a string nor None"
-    return None
+        raise ValueError(f"extracted is {result.extracted!r:.80}, neither a string nor None")
+    return replace(
+        result, reward=reward, correct=bool(result.correct), parts=parts, timed_out=bool(result.timed_out),
+        abstains=bool(result.abstains),
+    )  # fmt: skip
 
 
 def _keys(result: object) -> str:

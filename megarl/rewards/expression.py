@@ -3,11 +3,11 @@
 Imports only the standard library, because flags are parsed before anything else is imported.
 """
 
-import math
 import re
 from typing import NamedTuple
 
 from megarl.errors import UsageError
+from megarl.measurements import value_of
 
 MODEL = "model"
 JUDGE = "judge"
@@ -70,8 +70,10 @@ def _check(text: str, terms: list[Term]) -> None:
             raise UsageError(f"--reward {text}: {name} is unknown; allowed: {_allowed()}")
         if name in seen:
             raise UsageError(f"--reward {text}: {name} appears twice; give each name one weight")
-        if not math.isfinite(weight):
-            raise UsageError(f"--reward {text}: the weight of {name} is not a finite number")
+        try:
+            value_of(f"the weight of {name}", weight)
+        except ValueError as error:
+            raise UsageError(f"--reward {text}: {error}") from None
         seen.add(name)
     others = seen - {TRUNCATED, ADAPTIVE}
     if COSINE in seen and not seen - {*FORMS}:

@@ -275,8 +275,8 @@ def _show(path: str, attributes: int = 1 | 2) -> None:
         os.mkdir(path)
     else:
         os.close(os.open(path, os.O_CREAT))
-    call("mount", outside.encode(), path.encode(), None, _BIND | _REC, None)
-    set_attributes(path.encode(), attributes, recursive=True)
+    call("mount", os.fsencode(outside), os.fsencode(path), None, _BIND | _REC, None)
+    set_attributes(os.fsencode(path), attributes, recursive=True)
 
 
 def set_attributes(path: bytes, attributes: int, recursive: bool) -> None:

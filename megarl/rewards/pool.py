@@ -1,7 +1,7 @@
 """Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from multiprocessing import connection
 
@@ -16,6 +16,7 @@ class Workers:
 
     def __init__(self, count: int, setup: object):
         self.count = count
+        self.seconds: Counter[str] = Counter()  # of the calls of each verifier in the last `run`, together
         self._setup = setup
         self._workers: list[_Worker] = []
 
@@ -38,7 +39,7 @@ class Workers:
         self._workers = []
 
     def _run(self, jobs: Sequence[Job]) -> list[list[Score | str]]:
-        waiting = deque(range(len(jobs)))
+        waiting, self.seconds = deque(range(len(jobs))), Counter()
         done: list[list[Score | str]] = [[] for _ in jobs]
         while True:
             for slot in range(self.count):
@@ -53,6 +54,7 @@ class Workers:
                 outcome = worker.outcome(jobs)
                 if outcome is not None:
                     done[number] = outcome
+                    self.seconds[jobs[number].name] += time.monotonic() - worker.started
 
     def _assign(self, slot: int, jobs: Sequence[Job], waiting: deque[int]):
         """Give the next waiting job to the worker of a slot if it is idle; start the worker if necessary."""
@@ -71,7 +73,8 @@ class Workers:
 class _Worker(Child):
     """One process: starting (busy, `job` is None), running a job until its deadline, or idle."""
 
-    deadline: float  # of the job, on the monotonic clock
+    started: float  # when its job was, on the monotonic clock
+    deadline: float  # of the job, on this clock
     _seconds: float
 
     def __init__(self, setup: object):
@@ -108,5 +111,6 @@ class _Worker(Child):
 
     def _limited(self, message: object, seconds: float):
         self.busy, self._seconds = True, seconds
-        self.deadline = time.monotonic() + seconds
+        self.started = time.monotonic()
+        self.deadline = self.started + seconds
         self.send(message)

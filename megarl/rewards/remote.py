@@ -14,6 +14,7 @@ from typing import Any
 import urllib3
 from urllib3.exceptions import HTTPError, NewConnectionError, ProtocolError, TimeoutError
 
+from megarl.observe.files import json_bytes
 from megarl.rewards.base import Sample, Score
 
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
@@ -45,7 +46,7 @@ class Remote:
             entry["messages"] = sample.messages
         if len(sample.turns) > 1:
             entry["turns"] = sample.turns
-        return _score(self._answer(json.dumps({"samples": [entry]}).encode(), time.monotonic() + self._seconds))
+        return _score(self._answer(json_bytes({"samples": [entry]}), time.monotonic() + self._seconds))
 
     def _answer(self, body: bytes, deadline: float) -> bytes:
         """The body of the first answer with status 200, within the allowed attempts."""
@@ -111,4 +112,4 @@ def _score(answer: bytes) -> Score | float:
     correct = score.get("correct", reward >= 1.0)
     if not isinstance(correct, bool):
         raise ValueError(f"correct is {correct!r:.80}, not a boolean")
-    return Score(float(reward), correct, score.get("parts") or {}, extracted=score.get("extracted"))
+    return Score(reward, correct, score.get("parts") or {}, extracted=score.get("extracted"))

@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection, wait
 
 from megarl.child_process import parent
+from megarl.measurements import parts_of, value_of
 from megarl.rewards import compute_only
 from megarl.rewards.base import Sample, Score, reference_sample
 
@@ -237,9 +238,9 @@ def _checked(result: dict) -> dict:
         return {"problem": str(result["problem"])}
     fields = result["score"]
     score = Score(
-        reward=float(fields["reward"]),
+        reward=value_of("reward", fields["reward"]),
         correct=bool(fields["correct"]),
-        parts={str(name): float(value) for name, value in fields["parts"].items()},
+        parts=parts_of(fields["parts"]),
         extracted=None if fields["extracted"] is None else str(fields["extracted"]),
     )
     if not 0.0 <= score.reward <= 1.0:

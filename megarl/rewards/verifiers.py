@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +26,9 @@ class VerifierSet:
     `wrong` holds the score of a wrong answer for verifiers of responses alone. If such a one exceeds its seconds, the
     response is at fault: it gets this score, unless the reference answer takes too long, too. Plug-ins may wait for
     something else, so their time-outs are failures. `timeouts` counts the last call's wrong answers of this kind.
+
+    `seconds_of_calls` has for each verifier of the last call how long all its calls took, added up: several may run at
+    a time.
     """
 
     def __init__(self, verifiers: dict[str, Verifier], seconds: dict[str, float], threads: dict[str, int],
@@ -31,6 +36,7 @@ class VerifierSet:
         self.names = tuple(verifiers)
         self.failures: dict[str, list[str]] = {name: [] for name in verifiers}
         self.reasons: list[str | None] = []
+        self.seconds_of_calls: Counter[str] = Counter()
         self.timeouts = dict.fromkeys(timing, 0)
         self._wrong = {name: dataclasses.replace(score, timed_out=True) for name, score in wrong.items()}
         self._verifiers, self._seconds, self._workers = verifiers, seconds, workers
@@ -53,17 +59,19 @@ class VerifierSet:
         alarm and none can be set (see `guard`); RuntimeError if a worker cannot start.
         """
         used = [name for name in self.names if names is None or name in names]
+        self.seconds_of_calls = Counter()
         in_threads = {
-            name: [threads.submit(self._verifiers[name].outcomes, [sample]) for sample in samples]
+            name: [threads.submit(self._timed, name, [sample]) for sample in samples]
             for name, threads in self._threads.items()
             if name in used
         }
         with activity.limited():
             outcomes = self._limited(samples, groups, used)
-            outcomes |= {name: [future.result()[0] for future in futures] for name, futures in in_threads.items()}
+            for name, futures in in_threads.items():
+                outcomes[name] = [outcome for future in futures for outcome in self._counted(name, future.result())]
         for name in used:
             if name not in outcomes:
-                outcomes[name] = self._verifiers[name].outcomes(samples)
+                outcomes[name] = self._counted(name, self._timed(name, samples))
         self.failures = {name: [each for each in outcomes[name] if isinstance(each, str)] for name in used}
         self.reasons = [
             next((each for each in of_sample if isinstance(each, str)), None)
@@ -79,6 +87,17 @@ class VerifierSet:
             self._workers.close()
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, name: str, samples: list[Sample]) -> tuple[list[Score | str], float]:
+        """The outcomes of a call, and its seconds."""
+        start = time.perf_counter()
+        outcomes = self._verifiers[name].outcomes(samples)
+        return outcomes, time.perf_counter() - start
+
+    def _counted(self, name: str, timed: tuple[list[Score | str], float]) -> list[Score | str]:
+        """The outcomes of `_timed`; its seconds are added to those of the verifier's calls."""
+        self.seconds_of_calls[name] += timed[1]
+        return timed[0]
 
     def _limited(
         self, samples: list[Sample], groups: Sequence[Sequence[int]], used: Collection[str]
@@ -112,7 +131,9 @@ class VerifierSet:
 
     def _run(self, jobs: list[Job]) -> list[list[Score | str]]:
         if self._workers is not None:
-            return self._workers.run(jobs)
+            found = self._workers.run(jobs)
+            self.seconds_of_calls += self._workers.seconds
+            return found
         results: list[list[Score | str]] = []
         for name, of_verifier in itertools.groupby(jobs, key=lambda job: job.name):
             with process_state.kept(f"--reward {name}"):
@@ -120,10 +141,13 @@ class VerifierSet:
         return results
 
     def _run_here(self, job: Job) -> list[Score | str]:
+        start = time.perf_counter()
         try:
             return guard.call(self._verifiers[job.name].outcomes, job.samples, job.seconds)
         except TimeoutError as error:
             return [TimedOut(failure(job.name, sample, str(error))) for sample in job.samples]
+        finally:
+            self.seconds_of_calls[job.name] += time.perf_counter() - start
 
 
 def _shares(samples: list[Sample], count: int) -> list[list[Sample]]:

@@ -145,7 +145,8 @@ class Reward:
         texts = self._texts(batch, step_batch.prompts) if self.role_groups.is_leader else None
         model_scores = judged = None
         if self.reward_model and MODEL in part.expression.names:
-            model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
+            with self.timers.phase(self.name, MODEL):
+                model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
         if self.judge and JUDGE in part.expression.names:
             numbers = batch.sequence_ids.tolist()
             groups = positions_by_group(numbers, step_batch.groups)
@@ -191,6 +192,8 @@ class Reward:
         self.rows = before + rows  # a verifier that ends the run leaves them
         columns, failures = self.verifiers.score(samples, groups, names), self.verifiers.failures
         reasons = self.verifiers.reasons
+        if for_training:
+            self._statistics.add_seconds(self.verifiers.seconds_of_calls)
         if judged is not None:
             columns[JUDGE], of_judge = self._judged(samples, judged, rows)
             failures = failures | {JUDGE: [reason for reason in of_judge if reason is not None]}

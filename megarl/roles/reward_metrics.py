@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -83,21 +84,27 @@ class RewardStatistics:
 
     def __init__(self, role_groups: RoleGroups, terms: tuple[Term, ...]):
         self.role_groups, self.names = role_groups, [term.name for term in terms]
-        self._sums = {name: torch.zeros(3, dtype=torch.float64) for name in self.names}  # count, sum, sum of squares
+        # Count, sum, sum of squares, seconds of calls.
+        self._sums = {name: torch.zeros(4, dtype=torch.float64) for name in self.names}
         self._failures = dict.fromkeys((name for name in self.names if name not in INFALLIBLE), 0)
         self._timeouts: dict[str, int] = {}
-        self._model = torch.zeros(3, dtype=torch.float64)  # texts, truncated texts, sum of ensemble deviations
+        self._model = torch.zeros(4, dtype=torch.float64)  # texts, truncated texts, sum of ensemble deviations, 0
 
     def add(self, values: dict[str, list[float]]):
         """Adds the unweighted values of the terms for this replica's samples."""
         for name, column in values.items():
             column = torch.tensor(column, dtype=torch.float64)
-            self._sums[name] += torch.stack([torch.tensor(float(len(column))), column.sum(), column.square().sum()])
+            self._sums[name][:3] += torch.stack([torch.tensor(float(len(column))), column.sum(), column.square().sum()])
+
+    def add_seconds(self, seconds: Mapping[str, float]):
+        """Adds the seconds of calls of verifiers."""
+        for name, value in seconds.items():
+            self._sums[name][3] += value
 
     def add_ensemble(self, scores: Tensor, cut: int):
         """Adds the scores [K, N] of K models for this replica's texts; `cut` of them had their prompt truncated."""
         spread = float(scores.std(0, correction=0).sum())
-        self._model += torch.tensor([scores.shape[1], cut, spread], dtype=torch.float64)
+        self._model[:3] += torch.tensor([scores.shape[1], cut, spread], dtype=torch.float64)
 
     def check_failures(
         self, failures: dict[str, list[str]], timeouts: dict[str, int], count: int, windows: dict[str, FailureWindow]
@@ -136,9 +143,11 @@ class RewardStatistics:
         if not self.role_groups.is_leader:
             return {}
         rows = torch.stack([*self._sums.values(), self._model]).to(device.device())
-        *sums, (texts, cut, spread) = self.role_groups.dp_all_reduce(rows).tolist()
+        *sums, (texts, cut, spread, _) = self.role_groups.dp_all_reduce(rows).tolist()
         metrics = {}
-        for name, (n, total, squares) in zip(self.names, sums, strict=True):
+        for name, (n, total, squares, seconds) in zip(self.names, sums, strict=True):
+            if seconds:
+                metrics[f"time/reward/{name}/calls_s"] = seconds
             if n:
                 metrics[f"reward/{name}/mean"] = total / n
                 metrics[f"reward/{name}/std"] = max(squares / n - (total / n) ** 2, 0.0) ** 0.5

@@ -21,9 +21,11 @@ from megarl.batch import FIELDS, Batch, concatenate
 from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.resume import is_held_out
 from megarl.comm.role_mesh import RoleGroups
+from megarl.entry_kinds import Each, fits
 from megarl.errors import UsageError, one_line
 from megarl.groups import PromptGroups
 from megarl.mcore import device
+from megarl.measurements import is_metric
 from megarl.observe.files import step_name, step_of, sync_directory
 from megarl.observe.terminal import ranges_text
 from megarl.plain_files import reason_of
@@ -198,6 +200,8 @@ class SavedRollouts:
         problem = manifests.check_sizes(folder, manifest) or _misfit(manifest, self._facts, self._longest)
         if problem:
             raise self._error(problem, step)
+        if not fits(manifest["metrics"], Each((int, float), is_metric)):
+            raise self._error("has metrics that megarl does not write", step)
         rounds = [round_ | {"files": _files(manifest, i)} for i, round_ in enumerate(manifest["rounds"])]
         entries = {name: manifest[name] for name in RolloutRecord._fields[2:]}
         return RolloutRecord(folder=folder, rounds=rounds, **entries)

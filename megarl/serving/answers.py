@@ -7,11 +7,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
 from megarl.serving.context import ServingContext
+from megarl.serving.errors import JSONResponse
 from megarl.serving.replica_pool import RequestUpdate
 from megarl.serving.sampling import StopRules
 from megarl.serving.schemas import OpenAIFields

@@ -5,14 +5,14 @@ from typing import Any, Literal
 
 import prometheus_client
 from fastapi import FastAPI
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 
 from megarl.serving import responses, schemas, tokenization
 from megarl.serving.chat import chat
 from megarl.serving.completions import complete
 from megarl.serving.context import ServingContext
 from megarl.serving.error_handlers import add_error_handlers
-from megarl.serving.errors import RequestError, invalid
+from megarl.serving.errors import JSONResponse, RequestError, invalid
 from megarl.serving.generate import generate
 from megarl.serving.middleware import BodyAndDisconnect, Observed, checked, has_key, one_length, same_origin
 

@@ -1,9 +1,10 @@
 """Every error answer of the server is OpenAI's object: {"error": {"message", "type", "param", "code"}}."""
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette import responses
 
 TYPES = {
     401: "authentication_error",
@@ -16,6 +17,15 @@ TYPES = {
 
 _MAX_MESSAGE_LENGTH = 400  # characters
 _MAX_ECHO_LENGTH = 100  # characters of what a client sent
+
+
+class JSONResponse(responses.JSONResponse):
+    """Starlette's, which raises for a lone surrogate, as chat templates may hold one; it becomes its escape in JSON."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        written = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return written.encode(errors="backslashreplace")
 
 
 class RequestError(Exception):

@@ -3,12 +3,12 @@
 from contextlib import aclosing
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from megarl.serving import sampling
 from megarl.serving.answers import fingerprint, finite
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import invalid
+from megarl.serving.errors import JSONResponse, invalid
 from megarl.serving.replica_pool import RequestUpdate
 from megarl.serving.schemas import GenerateRequest
 from megarl.serving.streams import Parts, start_stream

@@ -16,7 +16,9 @@ _GRACE = 60.0  # seconds that a slow reader gets after the request's own time
 
 
 def event(content: Any) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """One event. A lone surrogate becomes its escape in JSON."""
+    written = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + written.encode(errors="backslashreplace") + b"\n\n"
 
 
 class EventStream(Response):

@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megarl.unicode_text import is_unicode, whole_unicode
+
 MAX_CALLS = 128  # that are read of a turn; more are an error
 MAX_DEPTH = 64  # levels of arguments: what passes them on to an environment may be recursive
 TOO_MANY = f"more than {MAX_CALLS} calls in a turn"
 _MAX_NAME_LENGTH = 256
-_HALF = re.compile("[\ud800-\udfff]")
 _SPACE = re.compile(r"\s*")
 
 
@@ -23,16 +24,6 @@ class WrittenCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
     id: str | None = None
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair."""
-    return text.isascii() or _HALF.search(text) is None
-
-
-def whole_unicode(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair."""
-    return text if text.isascii() else _HALF.sub("\ufffd", text)
 
 
 def read_json(text: str) -> Any:

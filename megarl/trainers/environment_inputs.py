@@ -45,7 +45,11 @@ def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[s
     if settings.agent_sessions and others:
         raise UsageError(f"--agent-sessions: the environments of lines are not used, and some name {others[0]}")
     own = [AGENT] if settings.agent_sessions else _kinds(settings, [settings.environment])
-    kinds = {*own, *(_kinds(settings, others) if others else [])}
+    check_kinds(settings, encoder, {*own, *(_kinds(settings, others) if others else [])})
+
+
+def check_kinds(settings: Settings, encoder: Encoder, kinds: set[str]):
+    """UsageError for a chat template with which conversations with these kinds of environments cannot continue."""
     if problem := unread_calls(settings.tool_call_parser, encoder.template):
         problem += ", or a function"
         if TOOLS in kinds:

@@ -16,9 +16,10 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
 from megarl.data.ragged import Ragged
-from megarl.errors import UsageError
+from megarl.errors import UsageError, one_line
 from megarl.flags.fields import parse_ints
 from megarl.groups import PromptGroups
+from megarl.measurements import ALLOWED_NAMES, MAX_TASKS, is_name
 from megarl.observe.timers import Timers
 from megarl.rewards import by_file
 from megarl.roles.reward import Reward
@@ -242,12 +243,16 @@ def _term_metrics(settings: Settings, prompts: PromptSet) -> dict[str, None]:
 
 
 def check_names(prompts: dict[str, PromptSet], lines: int):
-    """UsageError if metrics of a named evaluation would have the names of others, of a term or a task.
+    """UsageError if metrics of a named evaluation would have the names of others, of a term or a task, or a task gives
+    no name of a metric.
 
     `prompts`: the held-out sets; `lines`: how many of a set are evaluated.
     """
-    found = prompts.get(EVAL_PROMPTS)
-    tasks = set() if found is None else _tasks(found[line].task for line in range(min(len(found), lines)))
+    tasks_of = {key: {found[line].task for line in range(min(len(found), lines))} for key, found in prompts.items()}
+    for key, found in prompts.items():
+        if len(tasks_of[key]) > 1:
+            _check_tasks(tasks_of[key] - {None}, f"{found.flag} {found.path}")
+    tasks = _tasks(tasks_of.get(EVAL_PROMPTS, ()))
     for name in filter(None, map(name_of_eval, prompts)):
         if name == "reward":
             raise UsageError("--evals reward: metrics eval/reward/… are those of the terms; give another name")
@@ -255,6 +260,16 @@ def check_names(prompts: dict[str, PromptSet], lines: int):
             raise UsageError(
                 f"--evals {name}: a task of --eval-prompts has metrics eval/{name}/…, too; give another name"
             )
+
+
+def _check_tasks(tasks: set[str], where: str):
+    if wrong := sorted(task for task in tasks if not is_name(task)):
+        raise UsageError(one_line(f"{where}: task {wrong[0]!r:.120}: it names metrics; allowed are {ALLOWED_NAMES}"))
+    if len(tasks) > MAX_TASKS:
+        raise UsageError(
+            f"{where}: {len(tasks):,} tasks, of which each has metrics of its own; allowed are {MAX_TASKS}; move what "
+            "is no task to another column"
+        )
 
 
 def _tasks(tasks: Iterable[str | None]) -> set[str]:

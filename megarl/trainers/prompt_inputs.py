@@ -10,6 +10,8 @@ from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.named_paths import parse_named_paths
+from megarl.observe.terminal import printable
+from megarl.trainers import first_prompts
 
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
 
@@ -34,6 +36,8 @@ def read_prompts(settings: Settings, purpose: str, encoder: Encoder) -> dict[str
 def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str, PromptSet], dict[str, Ragged]]:
     """The sets to generate from, and the tokens of their prompts; without over-long ones with `--filter-long-prompts`.
 
+    What an environment adds to a prompt counts, as far as it can be known, but is not among the tokens.
+
     UsageError for wrong files, a prompt that is too long, or a filter that leaves none.
     """
     prompts, tokens = read_prompts(settings, RL, encoder), {}
@@ -43,6 +47,8 @@ def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str
             prompts[name], tokens[name] = found.encode_fitting(encoder, settings.max_prompt_length)
         else:
             tokens[name] = found.encode(encoder, settings.max_prompt_length)
+        if settings.environment is not None:
+            prompts[name], tokens[name] = first_prompts.fitting(settings, encoder, prompts[name], tokens[name])
     return prompts, tokens
 
 
@@ -78,7 +84,7 @@ def print_notes(prompts: dict[str, PromptSet], rank: int, file: TextIO | None):
     """Rank 0 prints what was recognised in the files and how many prompts were dropped, a line each."""
     if rank == 0:
         for note in notes_of(prompts):
-            print(f"megarl: {note}", file=file, flush=True)
+            print(f"megarl: {printable(note)}", file=file, flush=True)
 
 
 def notes_of(prompts: dict[str, PromptSet]) -> list[str]:

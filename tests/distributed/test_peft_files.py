@@ -1,8 +1,8 @@
 """PEFT adapters of every family in and out, against PEFT: equal log-probs in any layout, equal factors back."""
 
-import functools
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -241,32 +241,132 @@ def test_a_larger_rank_keeps_the_function(made_by_peft, folder_of, tmp_path):
     assert a[4:].all() and not b[:, 4:].any()  # new ranks can learn, and change nothing yet
 
 
-def test_modules_of_single_experts_are_read(made_by_peft, folder_of, tmp_path):
-    """Factors as older transformers named them; PEFT's reading of a fused module is the reference."""
-    folder, target = folder_of("qwen3_moe"), tmp_path / "qwen3_moe"
-    sequences = hf_folders.reference("qwen3_moe").tokens
-    shutil.copytree(made_by_peft["qwen3_moe", False][0], target)
-    config, tensors = hf_folders.reference("qwen3_moe").config, load_file(target / "adapter_model.safetensors")
-    experts = config.get("num_experts") or config["num_local_experts"]
+Q_LAYER = "base_model.model.model.layers.0."
+
+
+# Case -> the module of the experts in transformers 4, and its projections: gate, up, down.
+SINGLES = {
+    "qwen3_moe": ("mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe.experts", ("w1", "w3", "w2")),
+}
+
+
+def with_single_experts(tensors: dict, case: str) -> dict:
+    """The tensors of an adapter of fused experts as those that transformers 4 has for each expert."""
+    config, (module, names) = hf_folders.reference(case).config, SINGLES[case]
+    experts, found = config.get("num_experts") or config["num_local_experts"], dict(tensors)
     for name in [name for name in tensors if ".experts.base_layer.lora_A" in name]:
-        prefix, a = name.removesuffix("base_layer.lora_A.weight"), tensors.pop(name)
-        b = tensors.pop(f"{prefix}base_layer.lora_B.weight")
-        inner, outer = tensors.pop(f"{prefix}lora_A.weight"), tensors.pop(f"{prefix}lora_B.weight")
+        prefix, a = name.removesuffix("base_layer.lora_A.weight"), found.pop(name)
+        b = found.pop(f"{prefix}base_layer.lora_B.weight")
+        inner, outer = found.pop(f"{prefix}lora_A.weight"), found.pop(f"{prefix}lora_B.weight")
+        prefix = prefix.replace("mlp.experts", module)
         for i in range(experts):
             of_expert = b.view(len(b), -1, experts)[..., i]
-            for half, projection in zip(of_expert.chunk(2), ("gate_proj", "up_proj"), strict=True):
-                tensors[f"{prefix}{i}.{projection}.lora_A.weight"] = a.view(experts, -1, a.shape[-1])[i].clone()
-                tensors[f"{prefix}{i}.{projection}.lora_B.weight"] = half.clone()
-            tensors[f"{prefix}{i}.down_proj.lora_A.weight"] = inner.view(experts, -1, inner.shape[-1])[i].clone()
-            tensors[f"{prefix}{i}.down_proj.lora_B.weight"] = outer.view(len(outer), -1, experts)[..., i].clone()
-    assert len(tensors) == config["num_hidden_layers"] * 2 * (4 + 3 * experts)
-    adapters = {"qwen3_moe": (folder, target)}
-    ((fused, _, _),) = (found["qwen3_moe"] for found in run_world(imported, 1, adapters, "", tmp_path / "x"))
+            for half, projection in zip(of_expert.chunk(2), names, strict=False):
+                found[f"{prefix}{i}.{projection}.lora_A.weight"] = a.view(experts, -1, a.shape[-1])[i].clone()
+                found[f"{prefix}{i}.{projection}.lora_B.weight"] = half.clone()
+            found[f"{prefix}{i}.{names[2]}.lora_A.weight"] = inner.view(experts, -1, inner.shape[-1])[i].clone()
+            found[f"{prefix}{i}.{names[2]}.lora_B.weight"] = outer.view(len(outer), -1, experts)[..., i].clone()
+    assert len(found) == config["num_hidden_layers"] * 2 * (4 + 3 * experts)
+    return found
+
+
+@pytest.mark.parametrize("case", SINGLES)
+def test_modules_of_single_experts_are_read(case, made_by_peft, folder_of, tmp_path):
+    """Factors as transformers 4 names them; PEFT's reading of a fused module is the reference."""
+    folder, target = folder_of(case), tmp_path / case
+    sequences = hf_folders.reference(case).tokens
+    shutil.copytree(made_by_peft[case, False][0], target)
+    tensors = with_single_experts(load_file(target / "adapter_model.safetensors"), case)
+    adapters = {case: (folder, target)}
+    ((fused, _, _),) = (found[case] for found in run_world(imported, 1, adapters, "", tmp_path / "x"))
     save_file(tensors, target / "adapter_model.safetensors")
     change_config(target, target_parameters=None)
-    ((rows, lora, _),) = (found["qwen3_moe"] for found in run_world(imported, 1, adapters, "", tmp_path / "y"))
+    ((rows, lora, _),) = (found[case] for found in run_world(imported, 1, adapters, "", tmp_path / "y"))
     assert lora.rank == 4 and all(torch.equal(a, b) for a, b in zip(rows, fused, strict=True))
     assert len(rows) == len(sequences)
+
+
+def reader_of(folder: Path):
+    """`read_adapter` for the model of a folder, which takes the adapter's."""
+    role = role_of(folder, "", 1, False)
+    return lambda path: read_adapter(str(path), args=role.megatron, family=role.hf_model.family)
+
+
+def test_single_experts_have_ranks_and_scales_of_their_own(made_by_peft, folder_of, tmp_path):
+    """Patterns match the names of single experts; an expert without factors has none, and keeps its function."""
+    target, experts = tmp_path / "adapter", "model.layers.0.block_sparse_moe.experts"
+    shutil.copytree(made_by_peft["mixtral", False][0], target)
+    tensors = with_single_experts(load_file(target / "adapter_model.safetensors"), "mixtral")
+    a, b = (f"base_model.model.{experts}.3.w1.lora_{kind}.weight" for kind in "AB")
+    tensors[a], tensors[b] = tensors[a][:2].clone(), tensors[b][:, :2].clone()
+    for name in [name for name in tensors if f"{experts}.5.w1." in name]:
+        del tensors[name]
+    save_file(tensors, target / "adapter_model.safetensors")
+    change_config(target, target_parameters=None, rank_pattern={r"0\..*\.3\.w1": 2}, alpha_pattern={r"0\..*\.3\.w1": 5})
+    found = reader_of(folder_of("mixtral"))(target)
+    key = "lora.decoder.layers.0.mlp.experts.local_experts.linear_fc1.gate_proj.lora_"
+    products = found.lora.scale * found.factors[f"{key}B"] @ found.factors[f"{key}A"]
+    assert torch.allclose(products[3], 5 / 2 * tensors[b] @ tensors[a], atol=1e-6)
+    assert not products[5].any() and all(each.any() for i, each in enumerate(products) if i != 5)
+
+
+def test_names_of_a_folder_with_fused_projections_are_read(folder_of, tmp_path):
+    """The own code of Sarvam 30B has one module for queries, keys and values; transformers has three."""
+    read, generator = reader_of(folder_of("sarvam_moe")), torch.Generator().manual_seed(5)
+    shapes = hf_folders.reference("sarvam_moe").tensors
+    rows, columns = next(each.shape for each in shapes if each.name.endswith("0.attention.query_key_value.weight"))
+    config = hf_folders.reference("sarvam_moe").config
+    sizes = [config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", *["key_value"] * 2)]
+    assert sum(sizes) == rows
+    a, b = torch.randn(4, columns, generator=generator), torch.randn(rows, 4, generator=generator)
+    plain = {f"self_attn.{x}_proj": part for x, part in zip("qkv", b.split(sizes), strict=True)}
+    found = []
+    for modules in (plain, {"attention.query_key_value": b}):
+        tensors = {f"{Q_LAYER}{name}.lora_A.weight": a.clone() for name in modules}
+        tensors |= {f"{Q_LAYER}{name}.lora_B.weight": part.clone() for name, part in modules.items()}
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        found.append(read(tmp_path).factors)
+    assert len(found[0]) == 6 and found[0].keys() == found[1].keys()
+    assert all(torch.equal(factor, found[1][key]) for key, factor in found[0].items())
+
+
+def train_as_said(folder: Path, target: Path, entries: dict):
+    """Writes an adapter that PEFT makes with these entries of its config."""
+    import peft
+
+    peft.get_peft_model(load(folder), peft.LoraConfig(r=2, task_type="CAUSAL_LM", **entries)).save_pretrained(target)
+
+
+ALL_LINEAR = {  # case -> a module that the line names
+    "qwen3_moe": "model.layers.*.mlp.gate",
+    "mixtral": "model.layers.*.mlp.gate",
+    "deepseek_v3": "model.layers.*.mlp.gate",
+    "qwen2_moe": "model.layers.*.mlp.shared_expert_gate",
+    "qwen3_next": "model.layers.*.mlp.gate, model.layers.*.mlp.shared_expert_gate",
+    "mistral3": "model.multi_modal_projector.linear_1",
+    "qwen2_5_vl": "model.visual.blocks.*.attn.proj",
+    "gemma3_vision": "model.vision_tower.encoder.layers.*.mlp.fc1",
+}
+
+
+@pytest.mark.parametrize("case", by_default(ALL_LINEAR, ("mixtral", "mistral3")))
+def test_what_all_linear_trains_beside_layers_is_refused_with_what_to_train(case, folder_of, tmp_path):
+    """PEFT's own adapters train routers, gates and towers, too; the line's entries give one that is read."""
+    folder, read = folder_of(case), reader_of(folder_of(case))
+    run_in_one_process(train_as_said, [(folder, tmp_path / "all", {"target_modules": "all-linear"})])
+    with pytest.raises(UsageError) as error:
+        read(tmp_path / "all")
+    line = str(error.value)
+    assert "trains modules that have no factors in megarl: " + ALL_LINEAR[case] in line and "merge_and_unload" in line
+    said = re.search(r"train with (target_.*), or merge", line)[1]
+    entries = eval(f"dict({said})")  # as a user pastes it into LoraConfig
+    run_in_one_process(train_as_said, [(folder, tmp_path / "said", entries)])
+    rest = load_file(tmp_path / "said" / "adapter_model.safetensors").keys()
+    assert rest < load_file(tmp_path / "all" / "adapter_model.safetensors").keys()
+    assert read(tmp_path / "said").factors
 
 
 def test_names_of_published_code_are_read(made_by_peft, folder_of, tmp_path):
@@ -277,15 +377,14 @@ def test_names_of_published_code_are_read(made_by_peft, folder_of, tmp_path):
     renamed = {name.replace(".model.layers.", ".backbone.layers."): tensor for name, tensor in tensors.items()}
     assert renamed.keys().isdisjoint(tensors)
     save_file(renamed, tmp_path / "own" / "adapter_model.safetensors")
-    role = role_of(folder, "", 1, False)
     for prefix, path in (("model", adapter), ("backbone", tmp_path / "own")):
         change_config(path, alpha_pattern={rf"{prefix}\.layers\.0\.mixer\.in_proj": 12})
-    read = functools.partial(read_adapter, args=role.megatron, family=role.hf_model.family)
-    found, expected = read(str(tmp_path / "own")), read(str(adapter))
+    read = reader_of(folder)
+    found, expected = read(tmp_path / "own"), read(adapter)
     change_config(adapter, alpha_pattern={})
     assert found.lora == expected.lora and found.factors.keys() == expected.factors.keys()
     assert all(torch.equal(factor, expected.factors[key]) for key, factor in found.factors.items())
-    plain = read(str(adapter)).factors
+    plain = read(adapter).factors
     changed = {key for key, factor in plain.items() if not torch.equal(factor, found.factors[key])}
     assert changed == {"lora.decoder.layers.0.self_attention.in_proj.in_proj.lora_B"}
 
@@ -300,8 +399,9 @@ def change_config(folder: Path, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Q = f"{Q_LAYER}self_attn.q_proj.lora_A.weight"
 EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
+SCORE, CONV = "base_model.model.score.weight", f"{Q_LAYER}linear_attn.conv1d.lora_{{}}.weight"
 FIT = "model.layers.0.self_attn.q_proj has factors of shapes"
 # What is changed in the config or the tensors, or the file and its new content (None: removed); what the error says.
 DAMAGES = {
@@ -311,7 +411,13 @@ DAMAGES = {
     "cut weights": (("adapter_model.safetensors", b"12"), "is no readable safetensors file"),
     "another method": ({"peft_type": "IA3"}, "describes no LoRA adapter"),
     "DoRA": ({"use_dora": True}, "use_dora is not supported"),
-    "trained biases": ({"bias": "all"}, "trains more than low-rank factors"),
+    "trained biases": ({"bias": "all"}, "trains biases (bias 'all'); train with bias none, or merge the adapter into"),
+    "whole modules": (
+        {"modules_to_save": ["lm_head", "score"]},
+        "trains whole modules (modules_to_save lm_head); train",
+    ),
+    "KaSA": ({"kasa_config": {"beta": 1e-4}}, "kasa_config is not supported: factors may compute something else"),
+    "an entry of a later PEFT": ({"use_later": True}, "use_later is not supported"),
     "PiSSA": ({"init_lora_weights": "pissa"}, "changes the weights under the factors"),
     "no rank": ({"r": None}, "r and lora_alpha are missing"),
     "a rank of text": ({"r": "8"}, "r is '8'; it must be a whole number above 0"),
@@ -339,10 +445,36 @@ DAMAGES = {
     "whole numbers": (lambda t: t | {Q: t[Q].int()}, "q_proj.lora_A.weight is int32 [4, 64]; factors are matrices of"),
     "no number": (lambda t: t | {Q: t[Q].fill_(float("nan"))}, "q_proj.lora_A.weight has a NaN or an infinity"),
     "an infinity": (lambda t: t | {Q: t[Q].index_fill(1, torch.tensor(3), float("inf"))}, "has a NaN or an infinity"),
-    "an embedding's": (lambda t: t | {EMBEDDING: t[Q].clone()}, "model.embed_tokens.lora_embedding_A is no factor of"),
+    "an embedding's": (lambda t: t | {EMBEDDING: t[Q].clone()}, "have no factors in megarl: model.embed_tokens; train"),
+    "a resized embedding": (
+        lambda t: t | {EMBEDDING.replace("lora_embedding_A", "weight"): t[Q].clone()},
+        "embed_tokens",
+    ),
+    "a bias": (
+        lambda t: t | {Q.replace("lora_A.weight", "base_layer.bias"): t[Q][0].clone()},
+        "base_layer.bias is not one",
+    ),
+    "a convolution": (
+        lambda t: t | {CONV.format(x): t[Q][None].clone() for x in "AB"},
+        "model.layers.*.linear_attn.conv1d; train",
+    ),
+    "two files in one": (
+        lambda t: t | {Q.replace("q_proj", "q_proj.q_proj"): t[Q].clone()},
+        "lora_A.weight is not one of",
+    ),
+    "a stack of matrices": (
+        lambda t: t | {Q: t[Q][None].clone()},
+        "q_proj.lora_A.weight is float32 [1, 4, 64]; factors",
+    ),
+    "a head of two labels": (
+        lambda t: t | {SCORE: t[Q][:2].clone()},
+        "score.weight is [2, 64]; a scalar head is [1, 64]",
+    ),
+    "a head of no number": (lambda t: t | {SCORE: t[Q][:1] / 0}, "score.weight has a NaN or an infinity"),
+    "a head": (lambda t: t | {SCORE: t[Q][:1].clone()}, "has a scalar head (score.weight), which the actor has not"),
     "a wrong rank": (lambda t: t | {Q: t[Q][:2].clone()}, FIT),
     "wrong columns": (lambda t: t | {Q: t[Q][:, :3].clone()}, FIT),
-    "half of a pair": (lambda t: {n: x for n, x in t.items() if n != Q}, "q_proj.lora_B.weight is no factor of"),
+    "half of a pair": (lambda t: {n: x for n, x in t.items() if n != Q}, "q_proj.lora_B.weight is not one of a pair"),
     "nothing": (lambda t: {}, "has no factors"),
 }
 
@@ -369,6 +501,13 @@ def test_damaged_adapters_are_refused_in_one_line(damage, adapter, folder_of, tm
         role_of(folder_of("llama3"), f"--lr 1e-3 --lora-adapter {tmp_path}/bad", 1, False)
     assert str(error.value).startswith(f"--lora-adapter {tmp_path}/bad: ") and says in str(error.value)
     assert "\n" not in str(error.value) and len(str(error.value)) <= 2000
+
+
+def test_a_pickled_adapter_is_named(adapter, folder_of, tmp_path):
+    shutil.copy(adapter / "adapter_config.json", tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(UsageError, match="adapter_model.safetensors is missing; adapter_model.bin is not read"):
+        reader_of(folder_of("llama3"))(tmp_path)
 
 
 @pytest.mark.parametrize("flags, says", [

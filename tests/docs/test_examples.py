@@ -101,3 +101,22 @@ def test_the_driver_of_the_page_runs_unchanged(tmp_path):
         driver.wait()
     row = metrics(tmp_path / "run")[1]
     assert row["environment/failures"] == 0 and row["environment/turns_mean"] == 1
+
+
+# Of packages that a page is about, which it does not install.
+ABOUT = {"rewards.md": {"trl"}}
+
+
+def test_examples_import_what_megarl_or_the_page_installs():
+    megarl, _, _ = (ROOT / "setup.py").read_text().partition('"test": [')
+    installed = {*sys.stdlib_module_names, "megarl", *re.findall(r'"([a-z]+)(?:\[\w+\])?>', megarl)}
+    imported = set()
+    for page in documents.pages():
+        text = documents.text_of(page)
+        named = re.findall(r"[a-z]+", " ".join(re.findall("pip install (.*?) *#", text))) + [*ABOUT.get(page.name, ())]
+        for block in documents.blocks(text):
+            if block.language == "python":
+                imports = re.findall(r"^\s*(?:from|import) (\w+)", block.text, re.MULTILINE)
+                imported |= {*imports}
+                assert {*imports} <= {*installed, *named}, f"{page.name}:{block.line}"
+    assert {"openai", "torch", "json"} <= imported and "httpx" not in installed

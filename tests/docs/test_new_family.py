@@ -1,5 +1,8 @@
 """The example of docs/huggingface.md: a family that megarl lacks, as a file, against its class in transformers."""
 
+import ast
+import functools
+import re
 import sys
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 from megarl.mcore.weights.hf import families
+from megarl.mcore.weights.hf.family import model_flags
 from tests.helpers import documents, hf_layouts, small_tokenizers
 from tests.helpers.programs import ROOT
 from tests.helpers.worlds import run_world
@@ -34,15 +38,19 @@ def folder_of_families(tmp_path, monkeypatch):
     sys.modules.pop(f"{families.__name__}.helium", None)
 
 
-def difference(rank: int, folder: Path) -> float:
-    """The largest difference of log-probs between transformers' class and megarl with the family, on one rank."""
-    from transformers import HeliumConfig, HeliumForCausalLM
+def difference(rank: int, folder: Path, kind: str = "helium", **entries) -> float:
+    """The largest difference of log-probs between transformers' class and megarl with the family, on one rank.
+
+    `entries`: of the configuration of the `model_type` `kind`.
+    """
+    import transformers
 
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     shape = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    config = HeliumConfig(**shape, **heads, initializer_range=0.3, max_position_embeddings=256, pad_token_id=None)
-    model = HeliumForCausalLM(config).eval()
+    entries |= {"initializer_range": 0.3, "max_position_embeddings": 256, "pad_token_id": None}
+    config = transformers.AutoConfig.for_model(kind, **shape, **heads, **entries)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     small_tokenizers.characters(folder)
     model.save_pretrained(folder)
     expected = []
@@ -67,3 +75,29 @@ def test_the_mistake_that_the_page_names_is_seen(example, folder_of_families, tm
     (folder_of_families / "helium.py").write_text(example.replace("NeighbourHeads", "Heads"))
     (found,) = run_world(difference, 1, tmp_path / "model")
     assert found > 1e-2
+
+
+# A class of transformers -> its family in megarl, and whether its MLP has a gate.
+FAMILIES = {"llama": True, "arcee": False}
+OF_PAGE = re.compile(r"^\| `(\w+)`.*\| `(\{.+\})` \| `(\{.+\})` \|$", re.MULTILINE)
+
+
+def with_activation(monkeypatch, kind: str, value: str, flags: dict):
+    """Gives a family another activation."""
+    flags_of = lambda config: model_flags(config, ("hidden_act", value, flags))  # noqa: E731
+    monkeypatch.setitem(families.families(), kind, families.families()[kind]._replace(flags=flags_of))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_both_forms_of_gelu_are_those_of_transformers(kind, tmp_path, monkeypatch):
+    """The flags of the page's table; those of the other form are seen to be wrong."""
+    rows = OF_PAGE.findall(documents.text_of(ROOT / "docs" / "huggingface.md"))
+    given = {value: ast.literal_eval(gated if FAMILIES[kind] else plain) for value, gated, plain in rows}
+    assert [*given] == ["gelu", "gelu_pytorch_tanh"]
+    for value, other in (("gelu", "gelu_pytorch_tanh"), ("gelu_pytorch_tanh", "gelu")):
+        run = functools.partial(run_world, lambda rank, folder: difference(rank, folder, kind, hidden_act=value), 1)
+        with_activation(monkeypatch, kind, value, given[value])
+        (found,) = run(tmp_path / f"{value}-right")
+        with_activation(monkeypatch, kind, value, given[other])
+        (wrong,) = run(tmp_path / f"{value}-wrong")
+        assert found < 1e-5 and wrong > 1e-4, (value, found, wrong)

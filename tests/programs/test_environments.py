@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.engine_records import generated, recorded
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
-from tests.helpers.forked_programs import launch
+from tests.helpers.forked_programs import accepted, launch, refusal
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.sum_environments import FOLDER
 from tests.helpers.tiers import by_default, long
@@ -54,6 +54,26 @@ def rows_of(run: Path) -> list[dict]:
 
 def assert_same_text(found: Path, expected: Path):
     assert [samples(found, step) for step in (1, 2)] == [samples(expected, step) for step in (1, 2)]
+
+
+def test_a_check_measures_prompts_with_what_their_environments_add(tmp_path):
+    """Others are in tests/unit/trainers/test_first_prompts.py."""
+    flags = "--environment tests.helpers.greeting_environments:Greets --max-turns 2 --max-tokens-per-microbatch 500"
+    (note,) = (line for line in accepted(rl_argv(tmp_path, f"{flags} --max-prompt-length 200")) if "at most" in line
+               and "--environment" in line)  # fmt: skip
+    longest = int(re.search(r"prompts have at most (\d+) tokens with the first message of --environment", note)[1])
+    assert (
+        refusal(rl_argv(tmp_path, f"{flags} --max-prompt-length {longest - 1}"))
+        .rstrip()
+        .endswith(
+            f": the prompt has {longest} tokens with the first message of --environment "
+            "tests.helpers.greeting_environments:Greets; "
+            f"--max-prompt-length allows {longest - 1}; --filter-long-prompts drops such lines"
+        )
+    )
+    save = tmp_path / "run"
+    train("rl", rl_argv(save, f"{flags} --max-prompt-length {longest} --train-iters 1 --reward format"))
+    assert metrics(save)[1]["environment/failures"] == 0
 
 
 def test_a_run_has_turns_with_rewards_and_no_gap():

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import BaseModel
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
-from megarl.serving.errors import invalid
+from megarl.serving.errors import JSONResponse, invalid
 
 _FORCED = "tool_choice"
 _named: set[str] = set()  # fields without effect that this process has named
@@ -61,4 +61,5 @@ def respond(events: Sequence[Any], streams: bool = False, ends: bytes = b"data: 
 def _event(event: Any) -> bytes:
     name, content = event if isinstance(event, tuple) else (None, event)
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    written = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return head + b"data: " + written.encode(errors="backslashreplace") + b"\n\n"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from pydantic import BaseModel, ValidationError
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from megarl.environments.agents.anthropic_messages import MessagesRequest, complete_messages
@@ -22,7 +22,15 @@ from megarl.environments.agents.chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Address, Session
 from megarl.serving.connections import LimitedProtocol
-from megarl.serving.errors import RequestError, internal, invalid, unknown_path, validation_error, wrong_method
+from megarl.serving.errors import (
+    JSONResponse,
+    RequestError,
+    internal,
+    invalid,
+    unknown_path,
+    validation_error,
+    wrong_method,
+)
 from megarl.serving.listening import SERVER
 from megarl.serving.middleware import BodyAndDisconnect, check_body, checked, one_length
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from megarl.environments.agents.agent import Agent, AgentRun, AgentTask, observa
 from megarl.environments.agents.sandbox import Door, ProgramSandbox, check_sandbox
 from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Observation, called
+from megarl.observe.files import json_bytes
 
 MAX_OUTPUT = 1 << 16  # bytes that are kept of what a program prints, the last ones
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV")
@@ -73,7 +73,7 @@ class ProgramEnvironment(Agent):
         """(exit status, what it printed last)."""
         path = workspace.parent / "task.json"
         facts = {"messages": task.messages, "metadata": task.metadata, "task": task.task, "seed": task.seed}
-        path.write_text(json.dumps(facts, ensure_ascii=False))
+        path.write_bytes(json_bytes(facts))
         command = [part.replace("{prompt}", task.prompt).replace("{task}", str(path)) for part in self._command]
         keeps = [keeper.__file__, str(self._max_file_bytes), *command]
         door = None

@@ -4,18 +4,20 @@ import hmac
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import Field
 
 from megarl.environments.agents.endpoint import application, error_response, given_key
 from megarl.environments.protocol import Observation
 from megarl.environments.sessions.registry import OpenSession, Registry
+from megarl.errors import one_line
+from megarl.measurements import MAX_PARTS, MAX_VALUE, parts_of
+from megarl.observe.files import json_bytes
 from megarl.serving.error_handlers import add_error_handlers
 from megarl.serving.errors import RequestError, invalid
 from megarl.serving.middleware import BodyAndDisconnect, checked, one_length, same_origin
-from megarl.serving.schemas import Name, StrictModel
+from megarl.serving.schemas import StrictModel
 
-MAX_REWARD = 1e9
 _ROOT = "/sessions"
 
 
@@ -26,9 +28,9 @@ class ClaimRequest(StrictModel):
 class FinishRequest(StrictModel):
     """The end of a session: its score, or why the driver has failed."""
 
-    reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None = None
+    reward: Annotated[float, Field(ge=-MAX_VALUE, le=MAX_VALUE)] | None = None
     correct: bool | None = None
-    parts: Annotated[dict[Name, float], Field(max_length=64)] | None = None
+    parts: dict[str, float] | None = None  # under the rule of `measurements`
     failure: Annotated[str, Field(min_length=1, max_length=500)] | None = None
 
 
@@ -51,7 +53,8 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
     async def claim(body: ClaimRequest | None = None):
         found = registry.claim()
         facts = {name: found.offer[name] for name in ("task", "group", "sample", "evaluation")}
-        return {"id": found.name, "key": found.session.key, "path": f"{_ROOT}/{found.name}/v1", **facts}
+        given = {"id": found.name, "key": found.session.key, "path": f"{_ROOT}/{found.name}/v1", **facts}
+        return Response(json_bytes(given), media_type="application/json")  # metadata may be what JSON lacks
 
     @api.post(_ROOT + "/{name}/finish")
     async def finish(body: FinishRequest, request: Request):
@@ -60,15 +63,27 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
         if (body.reward is None) == (body.failure is None):
             raise invalid("an end has either a reward or a failure", "reward")
         if body.reward is None:
-            registry.finish(found, None, f"its driver says: {body.failure}")
+            registry.finish(found, None, f"its driver says: {one_line(body.failure)}")
         else:
-            score = Observation([], float(body.reward), True, body.correct, dict(body.parts or {}))
+            score = Observation([], float(body.reward), True, body.correct, _parts(body.parts or {}, registry))
             registry.finish(found, score)
         return {"id": found.name, "status": "ended"}
 
     own = checked(BodyAndDisconnect(api, max_bytes, seconds), one_length)
     app = _Sessions(registry, own, application(max_bytes, seconds), list(map(str.encode, api_keys)))
     return app if api_keys else checked(app, same_origin(host))
+
+
+def _parts(given: dict[str, float], registry: Registry) -> dict[str, float]:
+    """The parts of a score. RequestError 400 for one that may not be a metric, or is one too many for the run."""
+    try:
+        parts = parts_of(given)
+    except ValueError as error:
+        raise invalid(str(error), "parts") from None
+    if beyond := registry.part_names.beyond(parts):
+        raise invalid(f"the run has {MAX_PARTS} names of parts already; one more is {beyond[0]!r}", "parts")
+    registry.part_names.add(parts)
+    return parts
 
 
 class _Sessions:

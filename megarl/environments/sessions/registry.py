@@ -12,6 +12,7 @@ from typing import Any
 from megarl.environments.agents.session import Session
 from megarl.environments.protocol import Observation
 from megarl.environments.sessions import messages
+from megarl.measurements import NamesOfRun
 from megarl.serving.errors import RequestError
 
 MAX_ENDED = 1 << 14  # sessions whose ends are remembered, for errors that say so
@@ -40,6 +41,7 @@ class Registry:
             time: of the running loop.
         """
         self._seconds, self._record, self._time = seconds, record, time
+        self.part_names = NamesOfRun()
         self._waiting: dict[Place, dict[str, Any]] = {}  # offers
         self._open: dict[str, OpenSession] = {}
         self._names: dict[Place, str] = {}

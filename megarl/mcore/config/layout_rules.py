@@ -132,7 +132,21 @@ def _ranges(args) -> list[LayoutRule]:
         min_value(args, "--distributed-timeout-minutes"),
         min_value(args, "--ddp-bucket-size"),
         LayoutRule("--use-nccl-ub", args.nccl_ub, not args.nccl_ub or device.has_cuda(), "none without CUDA"),
+        *(positive(args, f"--{name}") for name in ("initial-loss-scale", "min-loss-scale", "loss-scale-window")),
+        *(min_value(args, f"--{name}", 0) for name in ("decoupled-lr", "decoupled-min-lr", "start-weight-decay",
+                                                       "end-weight-decay")),
+        *(min_value(args, f"--{name}") for name in ("hysteresis", "lr-wsd-decay-iters")),
+        _finite(args),
     ]  # fmt: skip
+
+
+def _finite(args) -> LayoutRule:
+    """No flag has NaN or an infinity."""
+    wrong = [
+        (name, value) for name, value in vars(args).items() if isinstance(value, float) and not math.isfinite(value)
+    ]
+    name, value = wrong[0] if wrong else ("clip_grad", args.clip_grad)
+    return LayoutRule(f"--{name.replace('_', '-')}", value, not wrong, "a finite number")
 
 
 def _product(flags: dict[str, int], ranks: int) -> LayoutRule:

@@ -31,7 +31,7 @@ from megarl.mcore.config import (
 )
 from megarl.mcore.config.layout_rules import require
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
-from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
+from megarl.mcore.kernels.gelu import gelu, gelu_tanh, quick_gelu
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
@@ -270,8 +270,9 @@ def transformer_config(args) -> TransformerConfig:
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:
         config.softmax_scale = args.query_pre_attn_scalar**-0.5
-    if args.geglu:
-        config.gated_linear_unit, config.activation_func = True, gelu_tanh
+    if model_flags.has_gelu(args):
+        config.activation_func = gelu if model_flags.is_gelu_exact(args) else gelu_tanh
+        config.gated_linear_unit |= args.geglu
     config.activation_func = BATCH_INVARIANT.get(config.activation_func, config.activation_func)
     return config
 

@@ -42,7 +42,9 @@ MODEL_FLAGS = (
     ModelFlag("qk-layernorm-all-heads", None, False, "RMSNorm of queries and of keys, over all heads (OLMo 2)"),
     ModelFlag("latent-norm-epsilon", float, None, "epsilon of the norms of latents (default --norm-epsilon)"),
     ModelFlag("embedding-multiplier", float, None, "factor of the embeddings, rounded to their type (Gemma)"),
-    ModelFlag("geglu", None, False, "gated MLP with the tanh form of GELU (Gemma)"),
+    ModelFlag("geglu", None, False, "gated MLP with GELU (Gemma)"),
+    ModelFlag("gelu-approximation", str, None, "form of GELU, as PyTorch names them: none is the exact one, with erf; "
+              "default: tanh with --geglu, else none", ("none", "tanh")),
     ModelFlag("attn-logit-softcapping", float, None, "c of attention scores c·tanh(score/c) (Gemma 2)"),
     ModelFlag("final-logit-softcapping", float, None, "c of logits c·tanh(logit/c) (Gemma 2)"),
     ModelFlag("query-pre-attn-scalar", float, None, "attention scores are divided by its root (default --kv-channels)"),
@@ -90,6 +92,16 @@ def has_score_options(args) -> bool:
 def is_gated(args) -> bool:
     """Whether MLPs have a gate."""
     return args.swiglu or args.quick_geglu or args.geglu
+
+
+def has_gelu(args) -> bool:
+    """Whether the activation of MLPs is GELU, with a gate or without."""
+    return not (args.swiglu or args.squared_relu or args.quick_geglu)
+
+
+def is_gelu_exact(args) -> bool:
+    """Whether it is the exact one."""
+    return (args.gelu_approximation or ("tanh" if args.geglu else "none")) == "none"
 
 
 def copy_to(config, args):

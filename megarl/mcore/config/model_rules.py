@@ -60,6 +60,7 @@ def _layers(args) -> list[LayoutRule]:
              not modules or args.recompute_activations or args.recompute_granularity is not None,
              "none without --recompute-granularity"),
         rule(args, "--geglu", not args.geglu or not others, f"none with --{' --'.join(others)}"),
+        *defaults(args, {"gelu-approximation": None}, not others, f"none with --{' --'.join(others)}"),
     ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Batch-invariant GELUs: a token's result does not depend on its position in the batch.
 
-On a CPU the elements after a tensor's last two vectors use another tanh or exp. Where rows are adjacent in memory and
-not of whole pairs of vectors, those would be other elements in every batch, so rows are padded.
+On a CPU the elements after a tensor's last two vectors use another tanh, erf or exp. Where rows are adjacent in memory
+and not of whole pairs of vectors, those would be other elements in every batch, so rows are padded.
 """
 
 import math
@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
+from torch.nn import functional
 
 from megarl.mcore.kernels.batch_invariance import VECTOR
 from megarl.mcore.kernels.silu import by_whole_rows
@@ -20,7 +20,7 @@ SCALE, CUBIC = math.sqrt(2 / math.pi), 0.044715
 def _padded(x: Tensor) -> Tensor:
     """[T, …, W] -> [T, …, ≥ W], rows of whole pairs of vectors."""
     extra = 0 if x.is_cuda else -x.shape[-1] % (2 * VECTOR)
-    return pad(x, (0, extra)) if extra else x
+    return functional.pad(x, (0, extra)) if extra else x
 
 
 class _GELU(torch.autograd.Function):
@@ -43,6 +43,11 @@ class _GELU(torch.autograd.Function):
 def _tanh(x: Tensor) -> Tensor:
     inner = x.square().mul_(CUBIC).add_(1).mul_(x).mul_(SCALE)
     return by_whole_rows(torch.tanh, _padded(inner))[..., : x.shape[-1]]
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x · Φ(x) with the normal distribution's Φ, of [T, …, W] (arXiv 1606.08415 §2)."""
+    return by_whole_rows(functional.gelu, _padded(x))[..., : x.shape[-1]]
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

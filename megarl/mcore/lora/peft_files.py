@@ -3,60 +3,28 @@
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megarl import probe
 from megarl.errors import UsageError, one_line
-from megarl.mcore.lora.peft_modules import PeftModule, fuse, peft_modules, unfuse
+from megarl.mcore.lora.peft_config import CONFIG, MERGE, check_patterns, read_config, stored_settings
+from megarl.mcore.lora.peft_modules import Member, PeftModule, fuse, known_modules, peft_modules, unfuse
 from megarl.mcore.lora.settings import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.folder import MAX_BYTES
 from megarl.mcore.weights.hf.safetensors_file import DTYPES
-from megarl.numbers import is_plain_number
-from megarl.plain_files import check_regular, read_json, reason_of
+from megarl.plain_files import check_regular
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX, HEAD = "base_model.model.", "score.weight"
-PATTERNS = ("alpha_pattern", "rank_pattern")
-OFF = ("use_dora", "fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices", "use_qalora",
-       "alora_invocation_tokens", "arrow_config", "megatron_config", "loftq_config", "corda_config",
-       "eva_config")  # fmt: skip
-LINEAR_INIT = (True, False, "gaussian", "orthogonal")  # other initializations change the weights under the factors
-
-
-def _is_positive(value) -> bool:
-    return is_plain_number(value) and value > 0
-
-
-def _are_names(value) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _is_rank(value) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_pattern(value) -> bool:
-    return isinstance(value, dict) and all(map(_is_positive, value.values()))
-
-
-def _are_ranks(value) -> bool:
-    return isinstance(value, dict) and all(map(_is_rank, value.values()))
-
-
-# Entries of the config that are read, and what they must be, if they are there.
-ALLOWED = {
-    "r": (_is_rank, "a whole number above 0"), "rank_pattern": (_are_ranks, "whole numbers above 0 by pattern"),
-    "lora_alpha": (_is_positive, "a number above 0"), "alpha_pattern": (_is_pattern, "numbers above 0 by pattern"),
-    "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
-    "modules_to_save": (_are_names, "a list of names"), "target_parameters": (_are_names, "a list of names"),
-}  # fmt: skip
+PARAMETER = re.compile(r"\.(lora_\w+(\..+)?|(base_layer\.)?(weight|bias))$")  # of a module's name in the file
+SHOWN = 6  # modules in an error
+Problem = Callable[[str], UsageError]
+Pair = tuple[Tensor, Tensor]  # A [R, K] and B [N, R]
 
 
 class PeftAdapter(NamedTuple):
@@ -78,126 +46,192 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
         UsageError: not such a folder, or factors that megarl cannot train.
     """
     folder, error = Path(path), _error(path)
-    config = _read_config(folder, error)
+    config = read_config(folder, error)
     tensors = _read_tensors(folder, error)
-    head, factors = tensors.pop(HEAD, None), {}
+    names = sorted(tensors)
+    head, factors = _pop_head(tensors, args.hidden_size, error), {}
     prefixes = family.module_prefixes  # code of published folders may have its own
     named = (each for each in prefixes if any(name.startswith(f"{each}layers.") for name in tensors))
-    modules = peft_modules(args, family, next(named, prefixes[0]))
-    _check_patterns(config, modules, error)
-    rslora = bool(config.get("use_rslora"))
-    stored = LoRASettings(rank=config["r"], alpha=config["lora_alpha"], rslora=rslora, targets=TARGETS)
+    modules = known_modules(args, family, next(named, prefixes[0]))
+    check_patterns(config, modules, error)
+    trained = []
     for module in modules:
-        found = _take(module, tensors, config)
-        if found is None:
-            continue
-        a, b, rank = found
-        if b.shape[-2] != module.rows or a.shape[-1] != module.columns or a.shape[-2] != b.shape[-1]:
-            raise error(
-                f"{module.name} has factors of shapes {list(a.shape)} and {list(b.shape)}; its input is "
-                f"{module.columns}, its output {module.rows}"
-            )
-        if rank != (said := _of_module(config, "rank_pattern", module.name, config["r"])):
-            raise error(f"{module.name} has factors of rank {rank}, but {CONFIG} says {said} (r, rank_pattern)")
-        ratio = (
-            dataclasses.replace(
-                stored, rank=rank, alpha=_of_module(config, "alpha_pattern", module.name, config["lora_alpha"])
-            ).scale
-            / stored.scale
-        )
-        factors |= unfuse(module, a, b if ratio == 1 else b * ratio)
-    if tensors:
-        raise error(f"{min(tensors)} is no factor of a layer that megarl adapts: {', '.join(TARGETS)}")
+        found = _factors_of(module, tensors, config, error)
+        if twice := found.keys() & factors.keys():
+            raise error(f"{WEIGHTS} has two pairs of factors of {min(twice)}")
+        factors |= found
+        trained += [module] if found else []
+    _check_rest(names, tensors, trained, family, error)
     if not factors:
         raise error(f"{WEIGHTS} has no factors")
-    names = {key.split(".")[-2] for key in factors}
+    projections = {key.split(".")[-2] for key in factors}
     rank = max(factor.shape[-2] for key, factor in factors.items() if key.endswith("A"))
-    targets = tuple(target for target in TARGETS if target in names)
-    return PeftAdapter(dataclasses.replace(stored.with_rank(rank), targets=targets), factors, head)
+    targets = tuple(target for target in TARGETS if target in projections)
+    return PeftAdapter(dataclasses.replace(stored_settings(config).with_rank(rank), targets=targets), factors, head)
 
 
-def _error(path: str):
+def _error(path: str) -> Problem:
     return lambda problem: UsageError(one_line(f"--lora-adapter {path}: {problem}"))
 
 
-def _read_config(folder: Path, error) -> dict:
-    try:
-        config = read_json(folder / CONFIG, MAX_BYTES)
-    except FileNotFoundError:
-        raise error(f"{CONFIG} is missing; allowed is a folder of PEFT's save_pretrained") from None
-    except (OSError, ValueError, RecursionError) as problem:
-        raise error(f"{CONFIG} cannot be read ({reason_of(problem)})") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise error(f"{CONFIG} describes no LoRA adapter (peft_type)")
-    for name, (holds, allowed) in ALLOWED.items():
-        if not (config.get(name) is None or holds(config[name])):
-            raise error(f"{CONFIG}: {name} is {config[name]!r}; it must be {allowed}")
-    for name in (name for name in OFF if config.get(name)):
-        raise error(f"{CONFIG}: {name} is not supported")
-    if config.get("bias", "none") != "none" or set(config.get("modules_to_save") or ()) - {"score", "classifier"}:
-        raise error(f"{CONFIG}: trains more than low-rank factors (bias, modules_to_save)")
-    if config.get("init_lora_weights", True) not in LINEAR_INIT:
-        raise error(
-            f"{CONFIG}: init_lora_weights {config['init_lora_weights']!r} changes the weights under the factors"
-        )
-    if config.get("r") is None or config.get("lora_alpha") is None:
-        raise error(f"{CONFIG}: r and lora_alpha are missing; they must be numbers above 0")
-    return config
-
-
-def _read_tensors(folder: Path, error) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, error: Problem) -> dict[str, Tensor]:
     """The tensors by name without PEFT's prefix."""
     try:
         check_regular(folder / WEIGHTS)
         tensors = load_file(folder / WEIGHTS)
     except FileNotFoundError:
-        raise error(f"{WEIGHTS} is missing") from None
+        pickled = f"; {PICKLED} is not read, PEFT's save_pretrained writes the other" if _has_pickle(folder) else ""
+        raise error(f"{WEIGHTS} is missing{pickled}") from None
     except (SafetensorError, OSError) as problem:
         raise error(f"{WEIGHTS} is no readable safetensors file ({' '.join(str(problem).split())})") from None
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES.values() or tensor.dim() != 2 or not tensor.numel():
-            raise error(
-                f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; factors are matrices of "
-                f"{', '.join(DTYPES)}"
-            )
-        if not tensor.isfinite().all():
-            raise error(f"{name} has a NaN or an infinity")
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
-def _check_patterns(config: dict, modules: list[PeftModule], error):
-    """UsageError for a pattern that is no regular expression, or takes too long to match."""
-    for entry in PATTERNS:
-        patterns = config.get(entry) or {}
-        if not probe.ends(lambda patterns=patterns: [_matches(p, each.name) for p in patterns for each in modules]):
-            raise error(f"{CONFIG}: {entry} takes more than {probe.limits()}, to match")
-        for pattern in patterns:
-            try:
-                _matches(pattern, "")
-            except (re.error, RecursionError, OverflowError) as problem:
-                raise error(f"{CONFIG}: {entry}: {pattern[:100]!r} is no regular expression ({problem})") from None
+def _pop_head(tensors: dict[str, Tensor], hidden_size: int, error: Problem) -> Tensor | None:
+    if (head := tensors.pop(HEAD, None)) is not None:
+        _check_matrix(HEAD, head, error)
+        if head.shape != (1, hidden_size):
+            raise error(f"{HEAD} is {list(head.shape)}; a scalar head is {[1, hidden_size]}")
+    return head
 
 
-def _take(module: PeftModule, tensors: dict[str, Tensor], config: dict) -> tuple[Tensor, Tensor, int] | None:
-    """Removes a module's A [R, K] and B [N, R] from the tensors, experts in front; the last number is PEFT's rank."""
+def _has_pickle(folder: Path) -> bool:
+    return (folder / PICKLED).exists()
+
+
+def _check_rest(names: list[str], rest: dict[str, Tensor], trained: list[PeftModule], family: Family, error: Problem):
+    """UsageError for tensors that are no factors of `trained` modules, with what to train instead.
+
+    Args:
+        names: of all tensors.
+        rest: those that are in no pair of a known module.
+    """
+    known = {module.name for module in trained}
+    owners = {name: PARAMETER.sub("", name) for name in sorted(rest)}
+    if alone := [name for name, owner in owners.items() if owner in known or _is_half(name, owner, rest)]:
+        raise error(f"{alone[0]} is not one of a pair of factors, lora_A.weight and lora_B.weight")
+    modules = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", owner) for owner in owners.values()})
+    if modules:
+        more = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
+        read = [PARAMETER.sub("", name) for name in names if name not in rest]
+        raise error(
+            f"trains modules that have no factors in megarl: {', '.join(modules[:SHOWN])}{more}; "
+            f"{_instead(trained, read, family)}{MERGE}"
+        )
+
+
+def _is_half(name: str, owner: str, rest: dict[str, Tensor]) -> bool:
+    halves = {f"{owner}.lora_A.weight", f"{owner}.lora_B.weight"}
+    return name in halves and not halves <= rest.keys()
+
+
+def _instead(trained: list[PeftModule], read: list[str], family: Family) -> str:
+    """The entries of PEFT's config that train the other modules of an adapter alone; `read`: their names in the file.
+
+    They are not said by `exclude_modules`: PEFT 0.21 does not apply it to a router that "all-linear" has chosen.
+    """
+    single = re.compile(r".+\.experts\.\d+\.(\w+)")  # of transformers 4
+    plain = [module.name.rpartition(".")[2] for module in trained if module.experts is None]
+    modules = list(dict.fromkeys(plain + [match[1] for name in read if (match := single.fullmatch(name))]))
+    wrappers = {name.removesuffix(".base_layer") for name in read}
+    stacked = {m.name.rpartition(".")[2] for m in trained if m.experts and m.name.rpartition(".")[0] in wrappers}
+    entries: list[str] = []
+    if modules and family.multimodal is not None:  # towers have modules of the same names
+        entries.append(f"target_modules=r'.*language_model.*\\.({'|'.join(modules)})'")
+    elif modules:
+        entries.append(f"target_modules={modules}")
+    if stacked:
+        entries.append(f"target_parameters={[f'{family.experts}.{name}' for name in sorted(stacked, reverse=True)]}")
+    return f"train with {', '.join(entries)}, " if entries else "train others, "
+
+
+def _factors_of(module: PeftModule, tensors: dict[str, Tensor], config: dict, error: Problem) -> dict[str, Tensor]:
+    """Removes a module's A [R, K] and B [N, R] from the tensors; the factors of its members by key, {} without any."""
+    size = (module.rows, module.columns)
     if module.experts is None:
-        pair = _pop(module.name, tensors)
-        return pair and (*pair, len(pair[0]))
+        pair = _pop(module.name, tensors, error)
+        return {} if pair is None else unfuse(module, *_checked(module.name, pair, size, config, error))
     experts, _, parameter = module.name.rpartition(".")
-    pair = _pop(_wrapper(experts, parameter, tensors, config), tensors)
+    pair = _pop(_wrapper(experts, parameter, tensors, config), tensors, error)
     if pair is None:
-        return _single_experts(experts, module, tensors)
+        return _factors_of_singles(module, tensors, config, error)
     a, b = pair
-    if len(a) % module.experts or b.shape[1] != len(a):
-        return a, b, len(a)  # of a wrong shape
-    a = a.view(module.experts, -1, a.shape[-1])
-    return a, b.view(len(b), -1, module.experts).permute(2, 0, 1), a.shape[1]
+    if len(a) % module.experts == 0 and b.shape[1] == len(a):
+        a = a.view(module.experts, -1, a.shape[-1])
+        b = b.view(len(b), -1, module.experts).permute(2, 0, 1)
+    return unfuse(module, *_checked(module.name, (a, b), size, config, error))
 
 
-def _pop(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    if f"{name}.lora_A.weight" not in tensors or f"{name}.lora_B.weight" not in tensors:
+def _factors_of_singles(
+    module: PeftModule, tensors: dict[str, Tensor], config: dict, error: Problem
+) -> dict[str, Tensor]:
+    """Factors of modules of single experts, as transformers 4 has them: `experts.3.gate_proj`.
+
+    Experts without factors, and ranks that an expert lacks, get zeros.
+    """
+    found, experts = {}, module.experts or 0
+    for member in module.members:
+        size = (member.rows, module.columns)
+        named = _pop_singles(member, experts, tensors, error)
+        pairs = {i: _checked(name, pair, size, config, error) for i, (name, pair) in named.items()}
+        if not pairs:
+            continue
+        rank, (a, b) = max(len(a) for a, _ in pairs.values()), next(iter(pairs.values()))
+        whole_a, whole_b = a.new_zeros(experts, rank, module.columns), b.new_zeros(experts, member.rows, rank)
+        for i, (a, b) in pairs.items():
+            whole_a[i, : len(a)], whole_b[i, :, : len(a)] = a, b
+        found |= {f"{member.key}.lora_A": whole_a, f"{member.key}.lora_B": whole_b}
+    return found
+
+
+def _pop_singles(
+    member: Member, experts: int, tensors: dict[str, Tensor], error: Problem
+) -> dict[int, tuple[str, Pair]]:
+    """(name, factors) by expert, of the first of the names of a projection that has any factors."""
+    for single in member.singles:
+        names = [single.format(expert=expert) for expert in range(experts)]
+        pairs = [_pop(name, tensors, error) for name in names]
+        if any(pairs):
+            return {i: (name, pair) for i, (name, pair) in enumerate(zip(names, pairs, strict=True)) if pair}
+    return {}
+
+
+def _checked(name: str, pair: Pair, size: tuple[int, int], config: dict, error: Problem) -> Pair:
+    """A pair, experts in front, as factors of the adapter's common scale; `size`: rows and columns of the module.
+
+    Raises:
+        UsageError: it does not fit the module, or the config.
+    """
+    (a, b), (rows, columns) = pair, size
+    if b.shape[-2] != rows or a.shape[-1] != columns or a.shape[-2] != b.shape[-1]:
+        raise error(
+            f"{name} has factors of shapes {list(a.shape)} and {list(b.shape)}; its input is {columns}, its output "
+            f"{rows}"
+        )
+    said = stored_settings(config, name)
+    if a.shape[-2] != said.rank:
+        raise error(f"{name} has factors of rank {a.shape[-2]}, but {CONFIG} says {said.rank} (r, rank_pattern)")
+    ratio = said.scale / stored_settings(config).scale
+    return a, b if ratio == 1 else b * ratio
+
+
+def _check_matrix(name: str, tensor: Tensor, error: Problem):
+    if tensor.dtype not in DTYPES.values() or tensor.dim() != 2 or not tensor.numel():
+        raise error(
+            f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; factors are matrices of "
+            f"{', '.join(DTYPES)}"
+        )
+    if not tensor.isfinite().all():
+        raise error(f"{name} has a NaN or an infinity")
+
+
+def _pop(name: str, tensors: dict[str, Tensor], error: Problem) -> Pair | None:
+    a, b = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
+    if a not in tensors or b not in tensors:
         return None
-    return tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
+    for each in (a, b):
+        _check_matrix(each, tensors[each], error)
+    return tensors.pop(a), tensors.pop(b)
 
 
 def _wrapper(experts: str, parameter: str, tensors: dict[str, Tensor], config: dict) -> str:
@@ -207,30 +241,6 @@ def _wrapper(experts: str, parameter: str, tensors: dict[str, Tensor], config: d
     if is_inner:
         return f"{experts}.base_layer"
     return experts if parameter == "down_proj" or "down_proj" not in named else f"{experts}.none"
-
-
-def _single_experts(experts: str, module: PeftModule, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, int] | None:
-    """Factors of modules of single experts, as older transformers have them: `experts.3.gate_proj`."""
-    projections = [member.key.rpartition(".")[2] for member in module.members]
-    names = [[f"{experts}.{i}.{name}" for name in projections] for i in range(module.experts)]
-    if not all(f"{name}.lora_A.weight" in tensors for of_expert in names for name in of_expert):
-        return None
-    stacked, rank = {}, 0
-    for i, member in enumerate(module.members):
-        pairs = [_pop(of_expert[i], tensors) for of_expert in names]
-        stacked[f"{member.key}.lora_A"], stacked[f"{member.key}.lora_B"] = map(torch.stack, zip(*pairs, strict=True))
-        rank = pairs[0][0].shape[0]
-    return *fuse(module, stacked, rank), rank
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None
-
-
-def _of_module(config: dict, entry: str, name: str, default: float) -> float:
-    """A module's value of an entry by pattern, the first that matches its name; without one the default."""
-    patterns = (config.get(entry) or {}).items()
-    return next((value for pattern, value in patterns if _matches(pattern, name)), default)
 
 
 def write_adapter(

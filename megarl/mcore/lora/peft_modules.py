@@ -5,6 +5,7 @@ their ranks: A stacks theirs, and B has a block for each. `mlp.experts` is one m
 """
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from megarl.mcore.lora.projections import factor_shapes
 from megarl.mcore.lora.settings import IN_PROJ_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, NeighbourHeads, RecurrentPart, StackedExperts
+from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, NeighbourHeads, RecurrentPart, Rows, StackedExperts
 
 KEY = re.compile(r"lora\.decoder\.layers\.(\d+)\.(.+)\.(\w+)\.lora_A")
 
@@ -26,6 +27,7 @@ class Member(NamedTuple):
     key: str  # of its factors in a checkpoint, without `.lora_A`
     outputs: slice | Tensor  # its rows of the module's output
     rows: int
+    singles: tuple[str, ...]  # names that the module of a single `{expert}` may have instead
 
 
 class PeftModule(NamedTuple):
@@ -40,17 +42,33 @@ class PeftModule(NamedTuple):
     def rows(self) -> int:
         return sum(member.rows for member in self.members)
 
+    def names(self) -> Iterator[str]:
+        """The module's name, and those that modules of single experts may have instead."""
+        yield self.name
+        for single in (single for member in self.members for single in member.singles):
+            yield from (single.format(expert=expert) for expert in range(self.experts or 0))
 
-def peft_modules(args, family: Family, prefix: str) -> list[PeftModule]:
+
+def known_modules(args, family: Family, prefix: str) -> list[PeftModule]:
+    """The modules under all of their names: those of transformers, and those of a published folder's own code."""
+    tables = (family.modules or family.layers, family.layers)
+    found: dict[str, PeftModule] = {}
+    for module in (module for table in tables for module in peft_modules(args, family, prefix, table)):
+        found.setdefault(module.name, module)
+    return [*found.values()]
+
+
+def peft_modules(args, family: Family, prefix: str, table: dict[str, Mapping] | None = None) -> list[PeftModule]:
     """All modules of a model that may have factors, with their members.
 
     Args:
         args: the role's Megatron namespace.
         family: names the modules.
         prefix: of the names of all layers.
+        table: of the family, with other names than transformers has.
     """
     shapes, modules = factor_shapes(args, LoRASettings(rank=1, alpha=1.0, rslora=False, targets=TARGETS)), {}
-    heads, linears, layers = HeadLayout.of(args), linears_of(args), family.modules or family.layers
+    heads, linears, layers = HeadLayout.of(args), linears_of(args), table or family.modules or family.layers
     expert_parameters = {"linear_fc1": "gate_up_proj" if is_gated(args) else "up_proj", "linear_fc2": "down_proj"}
     for key in (key for key in shapes if key.endswith(".lora_A")):
         layer, linear, projection = KEY.fullmatch(key).groups()
@@ -59,20 +77,31 @@ def peft_modules(args, family: Family, prefix: str) -> list[PeftModule]:
         parts = _parts(projection, projections, heads, rows)
         weight = linear.replace("local_experts", "experts") + ".weight"
         mappings = {layers[f"{weight}.{part}" if part else weight]: size for part, size in parts.items()}
-        mapping, is_expert = next(iter(mappings)), "local_experts" in linear
+        mapping, is_expert, singles = next(iter(mappings)), "local_experts" in linear, ()
         if is_expert:
+            named = _single_experts(family, weight, projection)
+            singles = tuple(f"{prefix}layers.{layer}.{single}" for single in named)
             name = f"{family.experts}.{expert_parameters[linear.rpartition('.')[2]]}"
         else:
             number = projections.index(projection) if len(mapping.names) > 1 else 0
             name = mapping.names[number].removesuffix(".weight")
         members = modules.setdefault((f"{prefix}layers.{layer}.{name}", shapes[key][-1], is_expert), [])
         outputs = _outputs(mappings, name, heads, members)
-        members.append(Member(key.removesuffix(".lora_A"), outputs, rows))
+        members.append(Member(key.removesuffix(".lora_A"), outputs, rows, singles))
     experts = args.num_experts
     return [
         PeftModule(name=name, members=tuple(found), columns=columns, experts=experts if stacks else None)
         for (name, columns, stacks), found in modules.items()
     ]
+
+
+def _single_experts(family: Family, weight: str, projection: str) -> list[str]:
+    """Names of an expert's projection: of most families, and as the folder has them (Mixtral's `w1`, `w3`, `w2`)."""
+    found, mapping = [f"{family.experts}.{{expert}}.{projection}"], family.layers[weight]
+    if isinstance(mapping, Rows):
+        number = -1 if projection == "up_proj" else 0  # gate, then up
+        found.append(mapping.names[number].removesuffix(".weight"))
+    return found
 
 
 def _parts(projection: str, projections: tuple[str, ...], heads: HeadLayout, rows: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from megarl.data.places import names_in
 from megarl.errors import UsageError
+from megarl.measurements import MAX_VALUE
 from megarl.numbers import is_plain_number
 from megarl.rewards.judge.numbers import NumbersRule, numbers_rule
 from megarl.yaml_files import read_mapping
@@ -72,7 +73,8 @@ def _is_whole(low: int, high: int = 2**31) -> Callable[[Any], bool]:
 
 
 def _is_range(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_plain_number, value)) and value[0] < value[1]
+    is_pair = isinstance(value, list) and len(value) == 2 and all(map(is_plain_number, value))
+    return is_pair and -MAX_VALUE <= value[0] < value[1] <= MAX_VALUE
 
 
 def _one_of(*names: str) -> _Key:
@@ -85,7 +87,7 @@ _KEYS = {
     "pairs": _one_of(*PAIRS),
     "messages": _Key(lambda value: isinstance(value, list) and bool(value), "a list of messages"),
     "number": _Key(lambda value: True, ""),  # see `numbers_rule`
-    "range": _Key(_is_range, "the lowest and the highest number, as [1, 10]"),
+    "range": _Key(_is_range, f"the lowest and the highest number, as [1, 10], within -{MAX_VALUE:g} and {MAX_VALUE:g}"),
     "correct-from": _Key(is_plain_number, "a number", None),
     "temperature": _Key(lambda value: is_plain_number(value) and value >= 0, "a number of 0 or more", 0),
     "max-tokens": _Key(_is_whole(1), "a whole number above 0", 256),

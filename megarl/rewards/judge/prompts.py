@@ -14,9 +14,10 @@ from megarl.data.conversations import Encoder
 from megarl.data.places import filled
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
-from megarl.data.turns import TurnTokens, valid_unicode
+from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
 from megarl.rewards.judge.config import PLACES, JudgeConfig
+from megarl.unicode_text import whole_unicode
 
 JOINING = 16  # tokens that a response may have beside its own, where it meets the text around it
 
@@ -107,7 +108,7 @@ class JudgePrompts:
             if value is None:
                 kind = "no answer" if name in own else f"no metadata field {name!r}"
                 raise UsageError(f"the line has {kind}, for the place {{{name}}} of {self.config.where}")
-            values[name] = valid_unicode(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            values[name] = whole_unicode(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         return values
 
     def _code(self, texts: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.environments.protocol import Observation
+from megarl.environments.validation import checked
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEpisode
@@ -88,7 +89,7 @@ class CarriedEpisodes:
                     if self._client is not None and isinstance(episode, AgentEpisode):
                         self._client.restore_agent(key, fact["agent"])
                     elif self._client is not None and episode.end is None:
-                        seen = [Observation(**record) for record in fact["observations"]]
+                        seen = [checked(Observation(**record)) for record in fact["observations"]]
                         self._client.restore(key, seen, fact.get("tools", []))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{where}: is damaged ({type(error).__name__}: {error})") from None

@@ -259,7 +259,7 @@ class EnvironmentClient:
         tokens = played.request.prompt
         if event.tools or event.observation.messages:
             messages = [*played.prompt.conversation, *event.observation.messages]
-            tokens = self._turn_tokens.first_prompt(messages, event.tools or None)
+            tokens = self._turn_tokens.first_prompt(messages, event.tools or played.prompt.tools)
         if len(tokens) > self._max_prompt_length:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens with the tools and the first observation; --max-prompt-length "

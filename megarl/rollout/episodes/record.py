@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from megarl.environments.protocol import Observation
+from megarl.environments.validation import checked
 from megarl.rollout.episodes.client import PlayedTurns
 from megarl.rollout.episodes.episode import Episode
 from megarl.rollout.episodes.message_tree import MessageTree
@@ -45,5 +46,5 @@ def _asked(episode: Episode, tree: MessageTree) -> list[dict[str, Any] | None]:
 
 
 def observations_of(record: dict[str, Any]) -> list[Observation]:
-    """The answers of a record; none of an agent's."""
-    return [Observation(**seen) for seen in record.get("observations", ())]
+    """The answers of a record; none of an agent's. ValueError or TypeError for one that no environment has given."""
+    return [checked(Observation(**seen)) for seen in record.get("observations", ())]

@@ -28,6 +28,7 @@ from megarl.errors import TooManyFailures
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
+from megarl.measurements import NamesOfRun
 from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
 from megarl.rollout.episodes.agent_episode import AgentEpisode
@@ -112,6 +113,7 @@ class EpisodeRunner:
         self._records: dict[str, dict] = {}  # by key, of episodes that have ended, until they are written
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
+        self._part_names = NamesOfRun()
         if role_groups.is_leader:
             options = PoolOptions(
                 workers=s.environment_workers, timeout=s.environment_timeout, retries=s.environment_retries,
@@ -228,7 +230,7 @@ class EpisodeRunner:
         """`environment/…` of the training episodes since the last call, on replica leaders; {} elsewhere. A collective
         of the leaders."""
         own, self._of_step = self._of_step, EpisodeStatistics()
-        return metrics_of(own, self.role_groups) if self.client is not None else {}
+        return metrics_of(own, self.role_groups, self._part_names) if self.client is not None else {}
 
     def discard_journal(self, run: Path):
         """Forgets what environments answered in steps up to the run's latest checkpoint, which has what came of it."""

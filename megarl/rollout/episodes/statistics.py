@@ -9,7 +9,9 @@ import torch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.environments.pool import Event
 from megarl.environments.protocol import Observation, Turn
+from megarl.errors import warn
 from megarl.mcore import device
+from megarl.measurements import MAX_PARTS, NamesOfRun
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.episode import FAILED, TRUNCATED, Episode
 
@@ -80,12 +82,23 @@ class EpisodeStatistics:
         self.counts["shared"] += taken
 
 
-def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups) -> dict[str, float]:
-    """The metrics `environment/…` of all replicas' episodes; {} without episodes. A collective of the leaders."""
+def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups, known: NamesOfRun) -> dict[str, float]:
+    """The metrics `environment/…` of all replicas' episodes; {} without episodes. A collective of the leaders.
+
+    `known`: names of parts that earlier steps had; those of this step are added. The first replica says which have no
+    room.
+    """
     total = torch.tensor([own.counts[name] for name in _COUNTS], dtype=torch.float64, device=device.device())
     counts = dict(zip(_COUNTS, role_groups.dp_all_reduce(total).tolist(), strict=True))
     parts = role_groups.gather_replicas(dict(own.parts))
     names = sorted({name for of_replica in parts for name in of_replica})
+    if (beyond := known.beyond(names)) and not known.had_more and role_groups.dp_rank == 0:
+        warn([
+            f"environments have given more than {MAX_PARTS} names of parts; metrics have the first {MAX_PARTS}, "
+            f"without {beyond[0]!r} and others"
+        ])  # fmt: skip
+    known.add(names)
+    names = [name for name in names if name in known]
     episodes = counts["episodes"]
     if not episodes:
         return {}

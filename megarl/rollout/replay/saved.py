@@ -144,6 +144,7 @@ def _record(folder: Path, manifest: dict[str, Any], number: int, sequence: int) 
         for line in read_bytes(path, MAX_RECORDS).splitlines():
             record = parse_json(line.decode("utf-8"))
             if record["sequence"] == sequence:
+                observations_of(record)  # whoever edits a file can write its checksum, too
                 return record
     raise UsageError(
         f"--sample: {folder}: what the environment of this episode answered is not known: it ended before the run was"

@@ -83,6 +83,7 @@ def test_the_flags_values():
     assert parse_stops("</answer>") == ("</answer>",) and parse_stops('["a", "b c", "a"]') == ("a", "b c")
     assert parse_ints("7,0") == (7, 0)
     for parse, text in ((parse_stops, ""), (parse_stops, "[]"), (parse_stops, '["a", 1]'), (parse_stops, '["a"'),
+                        (parse_stops, '["\\ud800"]'),
                         (parse_stops, '[""]'), (parse_ints, "-1"), (parse_ints, "x"), (parse_ints, "")):  # fmt: skip
         with pytest.raises(ValueError):
             parse(text)

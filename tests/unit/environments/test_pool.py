@@ -10,7 +10,7 @@ import pytest
 from megarl.environments.journal import Journal
 from megarl.environments.processes import MAX_ALONE
 from megarl.environments.protocol import Task
-from tests.helpers.odd_environments import MEETING, Plays, Wrong
+from tests.helpers.odd_environments import HERE, MEETING, Plays, Wrong
 from tests.helpers.tiers import long
 from tests.helpers.waiting import SAFETY_SECONDS
 from tests.helpers.worlds import wait_until
@@ -165,7 +165,7 @@ def test_what_breaks_each_time_is_a_failure_and_others_go_on(play):
     plays.start(0, 1)
     event = plays.step({0: "unknown"})[0]
     assert event.observation is None and event.failure == "KeyError: 'unknown'" and event.replayed == 2
-    assert plays.text(1, "surrogate") == "a?b"
+    assert plays.text(1, "surrogate") == "a\ufffdb"
 
 
 @pytest.mark.parametrize("name", sorted(set(Wrong.ANSWERS) - {"surrogate"}))
@@ -179,7 +179,7 @@ def test_wrong_observations_are_failures_that_say_why(name, play):
         "field": "a message is an object with role, content and perhaps tool_call_id and name",
         "parts": "a is 'b', not a finite number", "size": "the messages have 2,000,",
     }  # fmt: skip
-    assert plays.step({0: name})[0].failure.startswith(f"ValueError: {said[name]}")
+    assert plays.step({0: name})[0].failure.startswith(f"ValueError: {HERE}:Wrong: {said[name]}")
 
 
 def test_an_environment_that_only_says_that_it_can_be_replayed_is_found_out(play):

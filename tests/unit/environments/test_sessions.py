@@ -10,7 +10,7 @@ import pytest
 
 from megarl.environments.agents.exchange import Reply
 from megarl.environments.pool import Event
-from megarl.environments.protocol import Observation
+from megarl.environments.protocol import Observation, Task
 from megarl.environments.sessions.registry import Registry
 from megarl.environments.turn_parsing import parse_turn
 from megarl.serving.errors import RequestError
@@ -143,10 +143,16 @@ WRONG_ENDS = [
     (b'{"reward": NaN}', 400, "reward"),
     (b'{"reward": 1e999}', 400, "reward"),
     ({"reward": 1, "parts": {"a": "b"}}, 400, "parts"),
+    ({"reward": 1, "parts": {"a\nb": 1}}, 400, r"parts has the name 'a\nb'; allowed are 1 to 100 printable"),
+    ({"reward": 1, "parts": {"../../metrics": 1}}, 400, "parts has the name '../../metrics'"),
+    ({"reward": 1, "parts": {"a": -1e300}}, 400, "a is -1e+300; allowed is -1e+09 to 1e+09"),
+    (b'{"reward": 1, "parts": {"a": 1e999}}', 400, "parts"),
+    ({"reward": 1, "parts": {f"p{i}": 0.5 for i in range(65)}}, 400, "parts has 65 names; allowed are 64"),
     (b'{"reward": 1', 400, "no JSON"),
     (b"[]", 400, "JSON object"),
     (DEEP, 400, ""),
     (b"[" * 10_000, 400, ""),
+    ({"failure": ""}, 400, "failure"),
     (b'{"failure": "' + b"x" * (2 << 20) + b'"}', 413, "more than 1048576 bytes"),
 ]
 
@@ -159,6 +165,17 @@ def test_wrong_ends_are_refused_and_the_session_goes_on(leader):
         assert said in answer["error"]["message"]
     assert finish(leader, found, {"reward": -0.5})[0] == 200
     assert leader.next().observation.reward == -0.5
+
+
+def test_metadata_that_json_lacks_reach_the_driver(leader):
+    half = {"half": "a\ud800", "nan": [float("nan")], "more": {"\udfff": 1}}
+    leader.pool.start(90, Task(HELLO, "5", half, None, 7, 8), None, "4/9/90")
+    found = taken_again(leader)
+    assert found["task"]["metadata"] == half | {"nan": [None]}
+    assert finish(leader, found, {"failure": "a\nb \x1b[2J"})[0] == 200
+    again = taken_again(leader)
+    assert finish(leader, again, {"failure": "a\nb \x1b[2J"})[0] == 200
+    assert leader.next().failure == r"its driver says: a\nb \x1b[2J"
 
 
 def test_keys_and_names(leader, threads):

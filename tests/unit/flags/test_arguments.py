@@ -218,7 +218,15 @@ def test_values_outside_the_allowed_range_are_rejected(field):
         assert flag_of(field) in message and value in message and field.metadata["allowed"] in message
 
 
+@pytest.mark.parametrize("field", [f for f in FIELDS if "float" in str(f.type)], ids=lambda f: f.name)
+def test_no_flag_takes_nan_or_an_infinity(field):
+    for value in ("nan", "inf", "-inf"):
+        message = refusal([f"{flag_of(field)}={value}"], program=field.metadata["programs"][0])
+        assert f"{flag_of(field)} {value}: allowed is" in message
+
+
 @pytest.mark.parametrize("argv, says", [
+    (["--lora-rank", "0"], "--lora-rank 0: allowed is a number above 0; leave it out to train all weights"),
     (["--gamma", "1.5"], "between 0 and 1"), (["--top-p", "0"], "above 0, at most 1"),
     (["--top-p", "1.01"], "above 0, at most 1"), (["--temperature", "0"], "a number above 0"),
     (["--train-iters", "0"], "a number above 0"), (["--train-iters", "x"], "--train-iters"),

@@ -178,6 +178,24 @@ def test_progress_line_full_and_partial(capsys):
     assert printed.replace("\n", "").isprintable()
 
 
+CALLS = {"time/reward/my:slow/calls_s": 6.0, "time/reward/format/calls_s": 2.0}  # in two threads
+
+
+@pytest.mark.parametrize("metrics, seconds, said", [
+    (CALLS | {"time/reward/score_s": 4.0}, 10.0, "rewards 4.0 s (my:slow 3.0 s)"),
+    (CALLS | {"time/reward/score_s": 4.0, "time/reward/judge_s": 3.5}, 10.0, "rewards 7.5 s (judge 3.5 s)"),
+    (CALLS | {"time/reward/score_s": 4.0, "time/reward/model_s": 2.5}, 10.0, "rewards 6.5 s (my:slow 3.0 s)"),
+    (CALLS | {"time/reward/score_s": 4.0}, 17.0, None),  # little of the step
+    (CALLS | {"time/reward/score_s": 0.9}, 1.0, None),
+    ({"time/reward/score_s": 9.0, "time/reward/eval_score_s": 9.0}, 10.0, None),  # no call: of an environment
+    ({}, 10.0, None),
+])  # fmt: skip
+def test_progress_names_a_slow_reward(metrics, seconds, said, capsys):
+    Progress(1).line(1, metrics, seconds)
+    columns = capsys.readouterr().out.split(" | ")
+    assert columns[2:-1] == ([] if said is None else [said])
+
+
 def test_progress_eta_is_a_moving_average(capsys):
     progress = Progress(1000)
     progress.line(1, {}, 5000.0)

@@ -27,7 +27,8 @@ def test_terms(text, terms):
     ("a:b:c", "a:b:c is unknown"), ("a-b:c", "a-b:c is unknown"), (".a:c", ".a:c is unknown"), ("a:", "a: is unknown"),
     ("length+cosine", "cosine needs a term that says which responses are correct, as in 0*math-verify+cosine"),
     ("2*truncated+adaptive-length", "adaptive-length and truncated change the reward of other terms; name one"),
-    ("code+2*code", "code appears twice"), ("1e999*code", "the weight of code is not a finite number"),
+    ("code+2*code", "code appears twice"), ("1e999*code", "the weight of code is inf, not a finite number"),
+    ("1e30*code", "the weight of code is 1e+30; allowed is -1e+09 to 1e+09"),
 ])  # fmt: skip
 def test_wrong_expressions(text, message):
     with pytest.raises(UsageError) as caught:

@@ -16,8 +16,9 @@ import pytest
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards import guard
-from megarl.rewards.base import Sample, Score
+from megarl.rewards.base import Sample, Score, Verifier
 from megarl.rewards.build import build_verifiers
+from megarl.rewards.verifiers import VerifierSet
 from tests.helpers.tiers import long
 
 PLUG_IN = """
@@ -135,6 +136,46 @@ def without_place(reason: str) -> str:
         return reason
     assert re.search("raise|exit", PLUG_IN.splitlines()[int(found[2]) - 1]), found[2]
     return found[1] + found[3]
+
+
+class Clock:
+    """Stands where the module `time` does: the seconds are what a test says."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_seconds_of_calls_are_those_of_each_verifier(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("megarl.rewards.verifiers.time", clock)
+
+    def taking(name: str, seconds: float) -> Verifier:
+        def reward(sample: Sample) -> float:
+            clock.now += seconds
+            if sample.response == "raise":
+                raise ValueError
+            return 1.0
+
+        return Verifier(name, reward)
+
+    by_name = {"slow": taking("slow", 3.0), "quick": taking("quick", 0.25), "thread": taking("thread", 1.0)}
+    verifiers = VerifierSet(by_name, {"slow": 60.0}, {"thread": 1}, None, 0.0, {}, ())
+    for _ in range(2):  # each call counts anew
+        verifiers.score(samples("a", "raise"), names=["slow", "quick"])
+        assert verifiers.seconds_of_calls == {"slow": 6.0, "quick": 0.5}
+    verifiers.score(samples("a", "b"), names=["thread"])
+    assert verifiers.seconds_of_calls == {"thread": 2.0}
+    verifiers.close()
+
+
+def test_seconds_of_calls_in_workers_are_known(build):
+    verifiers = build("moody_rewards:moody+0*exact-match", 2)
+    verifiers.score(samples("a", "b", "raise"))
+    assert {*verifiers.seconds_of_calls} == {"moody_rewards:moody", "exact-match"}
+    assert min(verifiers.seconds_of_calls.values()) > 0
 
 
 @pytest.mark.parametrize("workers", [0, 3])

@@ -169,7 +169,7 @@ def test_responses_without_a_number_are_dropped_or_get_the_fallback(failure, rew
 
 def test_a_judge_of_a_hugging_face_folder_reads_with_its_own_template(tmp_path):
     folder = hf_folders.write_folder("llama2", tmp_path / "judge")
-    write(tmp_path / "judge.yaml", **{"range": [-1e300, 1e300], "max-tokens": 24})
+    write(tmp_path / "judge.yaml", **{"range": [-1e9, 1e9], "max-tokens": 24})
     policy = hf_folders.write_folder("qwen3", tmp_path / "policy")
     argv = (
         f"--hf-model {policy} --judge-hf-model {folder} --judge-config {tmp_path}/judge.yaml --reward judge"

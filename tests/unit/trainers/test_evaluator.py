@@ -6,10 +6,13 @@ import types
 
 import pytest
 
+from megarl.checkpoint.resume import EVAL_PROMPTS
+from megarl.data.prompts import load_prompts
 from megarl.data.ragged import Ragged
+from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.observe.timers import Timers
-from megarl.trainers.evaluator import Evaluator, eval_ks, mean_metrics, prompt_metrics
+from megarl.trainers.evaluator import Evaluator, check_names, eval_ks, mean_metrics, prompt_metrics
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import inputs, write_lines
 
@@ -104,3 +107,23 @@ def test_tasks_are_reported_where_there_are_several(tmp_path):
         run_evaluate(evaluate_argv(tmp_path, prompts=prompts))
         found = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]
         assert sorted(found) == sorted(f"eval/{n}" for n in [*whole, *(f"{t}/{n}" for t in expected for n in whole)])
+
+
+@pytest.mark.parametrize("tasks, problem", [
+    (["Counting & Probability", "Precalculus"], None),  # subjects of MATH
+    (["a\nb"], None),  # of one task there are no metrics of its own
+    (["a\nb", "math"], r"task 'a\nb': it names metrics; allowed are 1 to 100 printable characters"),
+    (["math", "../../x"], "task '../../x': it names metrics"),
+    (["math", None, "t" * 101], "'tttt"),
+    ([f"t{i}" for i in range(257)], "257 tasks, of which each has metrics of its own; allowed are 256"),
+])  # fmt: skip
+def test_tasks_name_metrics(tasks, problem, tmp_path):
+    rows = [{"prompt": "1+1=", "answer": "2", **({"task": task} if task else {})} for task in tasks]
+    sets = {EVAL_PROMPTS: load_prompts(str(write_lines(tmp_path / "eval.jsonl", rows)), "--eval-prompts")}
+    if problem is None:
+        check_names(sets, 1000)
+    else:
+        with pytest.raises(UsageError) as caught:
+            check_names(sets, 1000)
+        assert problem in str(caught.value) and str(caught.value).isprintable()
+        check_names(sets, 1)

@@ -204,17 +204,21 @@ def switched(key: str, flags: Flags) -> Callable[[ModelConfig], Flags]:
     return lambda config: flags if config.switch(key) else {}
 
 
-SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")
+Activation = tuple[str, str, Flags]  # entry of config.json, its value, the flags
+SWIGLU: Activation = ("hidden_act", "silu", {"swiglu": True})
+GEGLU: Activation = ("hidden_activation", "gelu_pytorch_tanh", {"geglu": True})
 QK_NORMS: Flags = {"qk-layernorm": True}  # of each head
 QKV_BIASES = switched("attention_bias", {"add-qkv-bias": True})  # of queries, keys and values alone
 
 
-def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary=rotary_flags) -> Flags:
-    """The flags that all families share: sizes, gated MLP, RMSNorm, rotary embeddings, no biases.
+def model_flags(config: ModelConfig, activation: Activation = SWIGLU, rotary=rotary_flags) -> Flags:
+    """The flags that all families share: sizes, MLP, RMSNorm, rotary embeddings, no biases.
 
-    `gate`: entry with the activation, its value, the flag. `rotary`: function for the flags of rotary embeddings.
+    Args:
+        activation: of MLPs; its flags may describe one without a gate.
+        rotary: function for the flags of rotary embeddings.
     """
-    config.require(*gate[:2])
+    config.require(*activation[:2])
     hidden, attention_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     return {
         "num-layers": config.whole("num_hidden_layers"),
@@ -224,7 +228,7 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
         "group-query-attention": True,
         "num-query-groups": config.whole("num_key_value_heads", "num_attention_heads"),
         "kv-channels": config.get("head_dim") and config.whole("head_dim") or hidden // attention_heads,
-        gate[2]: True,
+        **activation[2],
         "normalization": "RMSNorm",
         "norm-epsilon": config.number("rms_norm_eps"),
         "disable-bias-linear": True,

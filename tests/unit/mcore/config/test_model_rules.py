@@ -37,6 +37,8 @@ WRONG = {
                          "--recompute-modules core_attn layernorm: allowed is none with layernorm"),
     "recomputed modules alone": ("--recompute-modules mlp",
                                  "--recompute-modules mlp: allowed is none without --recompute-granularity"),
+    "a form of another activation": ("--swiglu --gelu-approximation tanh",
+                                     "--gelu-approximation tanh: allowed is none with --swiglu"),
     "two gates": ("--swiglu --geglu", "--geglu True: allowed is none with --swiglu"),
     "shared expert with biases": (f"{MOE} --moe-shared-expert-intermediate-size 8",
                                   "--moe-shared-expert-intermediate-size 8: allowed is none without --disable-bias"),
@@ -116,6 +118,8 @@ RIGHT = [
     f"{LATENT} --q-lora-rank 8 --kv-lora-rank 6 --qk-head-dim 5 --qk-pos-emb-head-dim 4 --v-head-dim 7 --qk-layernorm"
     f" --latent-norm-epsilon 1e-6 {YARN} --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.7",
     f"{LATENT} {MOE} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-score max",
+    "--geglu --gelu-approximation none",
+    "--gelu-approximation tanh",
     "--geglu --layernorm-position sandwich --apply-layernorm-1p --embedding-multiplier 7.5",
     "--qk-layernorm-all-heads --normalization RMSNorm --layernorm-position post",
     "--window-size 0,0",

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
+from megarl.mcore.kernels.gelu import gelu, gelu_tanh, quick_gelu
 from megarl.mcore.kernels.silu import _shared_rows, silu
 from tests.helpers.worlds import run_world
 
@@ -35,9 +35,10 @@ def test_no_row_depends_on_others():
 
 
 def exact_gelus(x):
-    """GELU with tanh, and with the logistic function."""
+    """GELU with tanh, with the logistic function, and with erf."""
     x = x.double()
-    return x / 2 * (1 + (0.7978845608028654 * (x + 0.044715 * x**3)).tanh()), x * torch.sigmoid(1.702 * x)
+    tanh = x / 2 * (1 + (0.7978845608028654 * (x + 0.044715 * x**3)).tanh())
+    return tanh, x * torch.sigmoid(1.702 * x), x / 2 * (1 + torch.erf(x / 2**0.5))
 
 
 def differing_rows_of_gelus(rank: int, threads: int) -> list[int]:
@@ -48,7 +49,7 @@ def differing_rows_of_gelus(rank: int, threads: int) -> list[int]:
     for width in (48, 40):
         both = torch.randn(max(ROWS), 1, 2 * width, generator=torch.Generator().manual_seed(0))
         apart = both.chunk(2, -1)[0]
-        for function, exact in zip((gelu_tanh, quick_gelu), exact_gelus(apart), strict=True):
+        for function, exact in zip((gelu_tanh, quick_gelu, gelu), exact_gelus(apart), strict=True):
             alone = torch.cat([function(row) for row in apart.contiguous().split(4)])
             assert (alone - exact).abs().max() < 1e-6
             for rows in (apart, apart.contiguous()):
@@ -58,7 +59,7 @@ def differing_rows_of_gelus(rank: int, threads: int) -> list[int]:
 
 def test_gradients_of_gelus():
     x = torch.linspace(-6, 6, 4 * 48).view(4, 48)
-    for i, function in enumerate((gelu_tanh, quick_gelu)):
+    for i, function in enumerate((gelu_tanh, quick_gelu, gelu)):
         inputs = x.clone().requires_grad_(), x.double().requires_grad_()
         found, expected = function(inputs[0]), exact_gelus(inputs[1])[i]
         gradients = [torch.autograd.grad(out.sin().sum(), y)[0] for out, y in zip((found, expected), inputs)]

@@ -50,6 +50,7 @@ WRONG = {
     "no response": ({"messages": user("{question}")}, "messages: have the place {response} 0 times; "),
     "two": ({"messages": user("{response}{response}")}, "messages: have the place {response} 2 times; "),
     "range": ({"range": [3, 1]}, "range [3, 1]: allowed is the lowest and the highest number, as [1, 10]"),
+    "large range": ({"range": [0, 1e300]}, "range [0, 1e+300]: allowed is the lowest and the highest number"),
     "infinite range": ({"range": [0, float("inf")]}, "range [0, inf]: allowed is the lowest and the highest number"),
     "correct": ({"correct-from": 11}, "correct-from 11: allowed is a number of the range, 0 to 10"),
     "tokens": ({"max-tokens": 0}, "max-tokens 0: allowed is a whole number above 0"),

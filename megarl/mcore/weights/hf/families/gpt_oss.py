@@ -17,7 +17,7 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 
 def _layer_flags(config: ModelConfig) -> Flags:
     """Those of all families, with biases of all linear layers."""
-    found = model_flags(config, ("hidden_act", "silu", "quick-geglu"))
+    found = model_flags(config, ("hidden_act", "silu", {"quick-geglu": True}))
     del found["disable-bias-linear"]
     return found
 

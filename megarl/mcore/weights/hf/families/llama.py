@@ -39,7 +39,7 @@ ARCEE = Family(
     flags=flags_of(
         requires("attention_bias", False),
         requires("mlp_bias", False),
-        lambda config: model_flags(config, ("hidden_act", "relu2", "squared-relu")),
+        lambda config: model_flags(config, ("hidden_act", "relu2", {"squared-relu": True})),
     ),
 )
 
