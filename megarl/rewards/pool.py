@@ -1,7 +1,7 @@
 """Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced."""
 
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from multiprocessing import connection
 
@@ -16,7 +16,7 @@ class Workers:
 
     def __init__(self, count: int, setup: object):
         self.count = count
-        self.seconds: Counter[str] = Counter()  # of the calls of each verifier in the last `run`, together
+        self.seconds: dict[str, float] = defaultdict(float)  # of the calls of each verifier in the last `run`, together
         self._setup = setup
         self._workers: list[_Worker] = []
 
@@ -39,7 +39,7 @@ class Workers:
         self._workers = []
 
     def _run(self, jobs: Sequence[Job]) -> list[list[Score | str]]:
-        waiting, self.seconds = deque(range(len(jobs))), Counter()
+        waiting, self.seconds = deque(range(len(jobs))), defaultdict(float)
         done: list[list[Score | str]] = [[] for _ in jobs]
         while True:
             for slot in range(self.count):

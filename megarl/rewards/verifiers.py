@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,7 +36,7 @@ class VerifierSet:
         self.names = tuple(verifiers)
         self.failures: dict[str, list[str]] = {name: [] for name in verifiers}
         self.reasons: list[str | None] = []
-        self.seconds_of_calls: Counter[str] = Counter()
+        self.seconds_of_calls: dict[str, float] = defaultdict(float)
         self.timeouts = dict.fromkeys(timing, 0)
         self._wrong = {name: dataclasses.replace(score, timed_out=True) for name, score in wrong.items()}
         self._verifiers, self._seconds, self._workers = verifiers, seconds, workers
@@ -59,7 +59,7 @@ class VerifierSet:
         alarm and none can be set (see `guard`); RuntimeError if a worker cannot start.
         """
         used = [name for name in self.names if names is None or name in names]
-        self.seconds_of_calls = Counter()
+        self.seconds_of_calls = defaultdict(float)
         in_threads = {
             name: [threads.submit(self._timed, name, [sample]) for sample in samples]
             for name, threads in self._threads.items()
@@ -132,7 +132,8 @@ class VerifierSet:
     def _run(self, jobs: list[Job]) -> list[list[Score | str]]:
         if self._workers is not None:
             found = self._workers.run(jobs)
-            self.seconds_of_calls += self._workers.seconds
+            for name, seconds in self._workers.seconds.items():
+                self.seconds_of_calls[name] += seconds
             return found
         results: list[list[Score | str]] = []
         for name, of_verifier in itertools.groupby(jobs, key=lambda job: job.name):
