@@ -127,7 +127,7 @@ def torchrun(options: argparse.Namespace) -> list[str]:
     ranks = ["--nproc-per-node", str(options.nproc_per_node)]
     if options.max_restarts:
         ranks += ["--max-restarts", str(options.max_restarts)]
-    return ["-m", "megarl.cluster.torchrun", *rendezvous, *ranks, "-m", f"megarl.{options.program}", *options.flags]
+    return ["-m", "megarl.torchrun", *rendezvous, *ranks, "-m", f"megarl.{options.program}", *options.flags]
 
 
 def run(module: str, flags: list[str]) -> int:
@@ -191,10 +191,17 @@ def _run_once(function: Callable[[], int], ranks: int) -> tuple[int, bool]:
     cause = last_line.cause(failures)
     status = cause.exit_status if cause else 0
     if not signals.received:
-        last_line.tell(failures)
+        last_line.tell(failures, how_to_resume)
     elif len(signals.received) > 1 and status:
         status = 128 + signals.received[-1]
     return status, bool(signals.received)
+
+
+def how_to_resume(folder: str) -> str:
+    """As `checkpoint.folders.how_to_resume`, which imports torch."""
+    from megarl.checkpoint import folders
+
+    return folders.how_to_resume(folder)
 
 
 def _error_file(folder: str, rank: int) -> Path:

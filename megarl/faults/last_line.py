@@ -10,11 +10,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.errors import UsageError
 from megarl.observe import status_file
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name
@@ -89,14 +88,18 @@ def cause(failures: Sequence[Failure]) -> Failure | None:
     return next(iter([*killed, *noted, *failures]), None)
 
 
-def tell(failures: Sequence[Failure]):
-    """Prints the last line when all ranks have ended, and corrects a status.json that a killed run has left."""
+def tell(failures: Sequence[Failure], resume: Callable[[str], str] = lambda folder: ""):
+    """Prints the last line when all ranks have ended, and corrects a status.json that a killed run has left.
+
+    Args:
+        resume: for a folder of a run, the end of a line that says how to go on.
+    """
     found = cause(failures)
     if found is None:
         return
     line, folder = found.line, os.environ.get(SAVE)
     if found.status < 0 and (found.is_killed or not line):
-        line = f"megarl: rank {found.rank} was ended by {_name(-found.status)}{_resume(folder)}"
+        line = f"megarl: rank {found.rank} was ended by {_name(-found.status)}{resume(folder) if folder else ''}"
     if folder:
         status_file.end_killed(Path(folder), (line or "").removeprefix("megarl: ") or None)
     if line:
@@ -109,16 +112,3 @@ def _name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
-
-
-def _resume(folder: str | None) -> str:
-    """What continues the run, if it has a checkpoint."""
-    if not folder:
-        return ""
-    from megarl.checkpoint import folders
-
-    try:
-        step = folders.read_manifest(folders.find(folder, "--save"), "--save")["step"]
-    except UsageError:
-        return "; no checkpoint is saved: start the run again"
-    return f" (saved: step {step}); resume with --load {folder}"

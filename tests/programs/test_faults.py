@@ -159,7 +159,7 @@ def test_under_torchrun_too_the_cause_is_the_last_line(reward, status, tmp_path,
     """Long: pytest -m long tests/programs/test_faults.py"""
     monkeypatch.setenv(last_line.SAVE, str(tmp_path))  # as the launcher does after its check
     flags = f"--train-iters 3 --save-interval 1 --reward-max-failures 0 --reward tests.helpers.faults:{reward}"
-    done = torchrun("megarl.train_rl", rl_argv(tmp_path, flags), 2, launcher="megarl.cluster.torchrun")
+    done = torchrun("megarl.train_rl", rl_argv(tmp_path, flags), 2, launcher="megarl.torchrun")
     lines = done.stderr.splitlines()
     assert done.returncode == status and "ChildFailedError" not in done.stderr
     assert sum(line.startswith("Traceback") for line in lines) == 0, done.stderr

@@ -8,6 +8,7 @@ import socket
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megarl.checkpoint import folders
 from megarl.faults import last_line
 from megarl.faults.last_line import Failure
 from megarl.observe import status_file
@@ -59,7 +60,7 @@ def test_the_status_of_a_killed_run_is_not_running(host, state, wanted, tmp_path
         json.dumps({"state": state, "host": host or socket.gethostname(), "writes": 3, "problem": None})
     )
     monkeypatch.setenv(last_line.SAVE, str(tmp_path))
-    last_line.tell([KILLED])
+    last_line.tell([KILLED], folders.how_to_resume)
     line = "rank 2 was ended by SIGKILL; no checkpoint is saved: start the run again"
     assert capsys.readouterr().err == f"megarl: {line}\n"
     found = json.loads((tmp_path / status_file.NAME).read_text())

@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from megarl.faults import last_line
+from megarl.launcher import how_to_resume
 
 
 def main(argv: list[str]) -> int:
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> int:
         return 1
     except ChildFailedError as error:
         found = [last_line.Failure(rank, each.exitcode, each.error_file_data) for rank, each in error.failures.items()]
-        last_line.tell(found)
+        last_line.tell(found, how_to_resume)
         cause = last_line.cause(found)
         return cause.exit_status if cause else 1
     return 0
