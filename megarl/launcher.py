@@ -191,7 +191,7 @@ def _run_once(function: Callable[[], int], ranks: int) -> tuple[int, bool]:
     cause = last_line.cause(failures)
     status = cause.exit_status if cause else 0
     if not signals.received:
-        last_line.tell(failures, how_to_resume)
+        last_line.tell(failures, how_to_resume, repeats=len(failures) > 1)
     elif len(signals.received) > 1 and status:
         status = 128 + signals.received[-1]
     return status, bool(signals.received)

@@ -47,24 +47,38 @@ class Failure(NamedTuple):
     @property
     def seconds(self) -> float:
         """When it noted that."""
-        message = (self.content or {}).get("message")
-        details = message.get("extraInfo") if isinstance(message, dict) else None
-        found = details.get("seconds") if isinstance(details, dict) else None
+        found = self._details().get("seconds")
         return found if isinstance(found, float) else 0.0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the rank has printed this line alone."""
+        return self._details().get("alone") is True
 
-def note(line: str | None) -> bool:
+    def _details(self) -> dict:
+        message = (self.content or {}).get("message")
+        details = message.get("extraInfo") if isinstance(message, dict) else None
+        return details if isinstance(details, dict) else {}
+
+
+def note(line: str | None, is_alone: bool = False) -> bool:
     """Tells the launcher why this rank fails; whether one reads it.
 
     Args:
         line: as the rank prints it; None: another rank has failed before.
+        is_alone: the rank prints nothing else, and the other ranks are silent.
     """
     file, now = os.environ.get(ERROR_FILE), time.time()
     if not file:
         return False
     if line is None:
         line, now = "ended after another rank had failed", now + 1  # torchrun takes the first whole second as the cause
-    details = {"py_callstack": line, "timestamp": str(int(now)), "seconds": now}  # torchrun reads the first two
+    details = {
+        "py_callstack": line,
+        "timestamp": str(int(now)),
+        "seconds": now,
+        "alone": is_alone,
+    }  # torchrun reads the first two
     try:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}), encoding="utf-8")
     except OSError:
@@ -88,11 +102,12 @@ def cause(failures: Sequence[Failure]) -> Failure | None:
     return next(iter([*killed, *noted, *failures]), None)
 
 
-def tell(failures: Sequence[Failure], resume: Callable[[str], str] = lambda folder: ""):
+def tell(failures: Sequence[Failure], resume: Callable[[str], str] = lambda folder: "", repeats: bool = True):
     """Prints the last line when all ranks have ended, and corrects a status.json that a killed run has left.
 
     Args:
         resume: for a folder of a run, the end of a line that says how to go on.
+        repeats: also a line that its rank has printed alone: a launcher has printed more since.
     """
     found = cause(failures)
     if found is None:
@@ -102,7 +117,7 @@ def tell(failures: Sequence[Failure], resume: Callable[[str], str] = lambda fold
         line = f"megarl: rank {found.rank} was ended by {_name(-found.status)}{resume(folder) if folder else ''}"
     if folder:
         status_file.end_killed(Path(folder), (line or "").removeprefix("megarl: ") or None)
-    if line:
+    if line and (repeats or not (line == found.line and found.is_alone)):
         sys.stdout.flush()
         print(line, file=sys.stderr, flush=True)
 

@@ -51,13 +51,14 @@ def launch(train, program: str):
         status = train(config, timers)
         heartbeat.finish()
     except UsageError as error:
+        heartbeat.is_first_to_fail()  # if the ranks have met
         refuse(rank, arguments.with_sources(error, sys.argv[1:], program))
         restart.note_end(rank, "wrong input")
         sys.exit(2)
     except RunStopped as error:
         line = f"megarl: stopped: {error}"
         print(line, file=sys.stderr)
-        last_line.note(line)
+        last_line.note(line, is_alone=True)
         restart.note_end(rank, "limit")
         _exit(STOPPED)
     except Exception as error:
@@ -97,7 +98,7 @@ def refuse(rank: int, error: UsageError):
             return
         error = f"rank {rank}: {error}"
     line = f"megarl: error: {error}"
-    last_line.note(line)
+    last_line.note(line, is_alone=True)
     print(line, file=sys.stderr, flush=True)
 
 
@@ -114,9 +115,10 @@ def _fail(rank: int, timers: Timers, error: BaseException):
     if is_first is False and not user_code.shows_all():
         last_line.note(None)
         _exit(1)
-    is_told, shown = last_line.note(line), ""
+    shown = ""
     if user_code.shows_all() or not (is_first is None or _has_lost_a_rank(error)) or user_code.place_of(error):
         shown = user_code.traceback_of(error)
+    is_told = last_line.note(line, is_alone=not shown)
     print(line, *shown.splitlines(), sep="\n", file=sys.stderr, flush=True)
     if shown and not is_told:
         print(line, file=sys.stderr, flush=True)

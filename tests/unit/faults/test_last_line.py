@@ -45,6 +45,14 @@ def test_a_rank_that_fails_after_another_one_is_not_torchruns_cause(tmp_path, mo
     assert not last_line.note("megarl: nobody reads it")
 
 
+@pytest.mark.parametrize("repeats, times", [(True, 1), (False, 0)])
+def test_a_line_that_stands_alone_is_repeated_only_after_other_output(repeats, times, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(last_line.ERROR_FILE, str(tmp_path / "0.json"))
+    last_line.note("megarl: error: a line", is_alone=True)
+    last_line.tell([last_line.read(0, 2, tmp_path / "0.json")], repeats=repeats)
+    assert capsys.readouterr().err == "megarl: error: a line\n" * times
+
+
 @pytest.mark.parametrize("content", ["", "[1]", '{"message": {"message": 3}}', '{"message": {"extraInfo": 1}}'])
 def test_a_damaged_error_file_is_none(content, tmp_path, capsys):
     (tmp_path / "0.json").write_text(content)
