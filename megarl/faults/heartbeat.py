@@ -260,6 +260,17 @@ def report_failure():
             dist.distributed_c10d._get_default_store().set(f"{KEY}/failed", "1")
 
 
+def is_first_to_fail() -> bool | None:
+    """Reports to the other ranks that this rank fails; whether none had before. None: the store is gone."""
+    if not dist.is_initialized():
+        return True
+    rank = str(dist.get_rank())
+    try:
+        return dist.distributed_c10d._get_default_store().compare_set(f"{KEY}/failed", "", rank).decode() == rank
+    except RuntimeError:
+        return None
+
+
 def has_failed(store) -> bool:
     """Whether a rank has reported a failure, or the store is gone."""
     try:
