@@ -79,21 +79,28 @@ fi
 # ---- srun: what the launcher does on one node ----
 
 export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
-END=${MEGARL_END_FILE:-}
-if [[ -z $END ]]; then
-    END=$(mktemp)
-    export MEGARL_END_FILE=$END
-    trap 'rm -f "$END"' EXIT
-fi
+ERRORS=$(mktemp) END=${MEGARL_END_FILE:-} mine=
+[[ -n $END ]] || { mine=$(mktemp) && END=$mine; }
+export MEGARL_END_FILE=$END
+trap 'rm -f "$ERRORS" ${mine:+"$mine"}' EXIT
+# say_why: repeats the line of the rank that failed first as the last one, after what other ranks and srun have printed.
+say_why() {
+    local line
+    line=$(grep -E '^([0-9]+: *)?megarl: (rank [0-9]+ failed in|error:|stopped:|hung:)' "$ERRORS" |
+        grep -m1 -vE 'Connection (reset|closed) by peer') || return 0
+    [[ $(tail -n1 "$ERRORS") == "$line" ]] || echo "$line" >&2
+}
 attempt=0
 while true; do
     : >"$END"
     export TORCHELASTIC_RESTART_COUNT=$((${SLURM_RESTART_COUNT:-0} + attempt))
     status=0
-    "${command[@]}" || status=$?
+    # After a signal, too, `tee` passes on what srun prints.
+    { "${command[@]}" 2>&1 >&3 | (trap '' INT TERM USR1 && exec tee "$ERRORS" >&2); } 3>&1 || status=$?
     # The first rank has written why it ended, if another start would not change that.
     [[ $status != 0 && ! -s $END && $attempt -lt $MAX_RESTARTS ]] || break
     attempt=$((attempt + 1))
     echo "run.sh: restart $attempt of at most $MAX_RESTARTS" >&2
 done
+[[ $status == 0 ]] || say_why
 exit "$status"

@@ -7,6 +7,7 @@ Loading torch takes seconds, reading the names of losses and estimators millisec
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -36,3 +37,8 @@ def no_grad(function: F) -> F:
             return function(*args, **kwargs)
 
     return without_gradient  # type: ignore[return-value]
+
+
+def has_met() -> bool:
+    """Whether this process has joined a process group. Loads nothing."""
+    return "torch" in sys.modules and torch.distributed.is_initialized()

@@ -19,6 +19,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection
@@ -27,6 +28,7 @@ from pathlib import Path
 from megarl import child_process
 from megarl.cluster.cores import cores
 from megarl.errors import CHECKS_FIRST, STOPPED, WARNED
+from megarl.faults import last_line
 from megarl.stop_signals import STOP_SIGNALS
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
@@ -49,6 +51,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the check's threads would prevent the fork
     gc.disable()  # imports create half a million objects; collecting garbage would take a fifth of the time
     ranks = options.nproc_per_node = options.nproc_per_node or _ranks(options)
+    os.environ.pop(last_line.SAVE, None)
     for name in ("RANK", "LOCAL_RANK"):  # of a shell or a container, where they may number nodes; ranks get their own
         os.environ.pop(name, None)
     os.environ |= {"WORLD_SIZE": str(ranks * options.nnodes), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -125,7 +128,7 @@ def torchrun(options: argparse.Namespace) -> list[str]:
     ranks = ["--nproc-per-node", str(options.nproc_per_node)]
     if options.max_restarts:
         ranks += ["--max-restarts", str(options.max_restarts)]
-    return ["-m", "torch.distributed.run", *rendezvous, *ranks, "-m", f"megarl.{options.program}", *options.flags]
+    return ["-m", "megarl.torchrun", *rendezvous, *ranks, "-m", f"megarl.{options.program}", *options.flags]
 
 
 def run(module: str, flags: list[str]) -> int:
@@ -173,18 +176,37 @@ def _run_once(function: Callable[[], int], ranks: int) -> tuple[int, bool]:
     from torch.multiprocessing import start_processes
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
-    context = start_processes(_rank, (ranks, listener, function), ranks, join=False, start_method="fork")
-    signals = _Signals(context.processes)
-    try:
-        with _serving(listener, ranks):
-            status = _wait(context.processes, signals)
-        if len(signals.received) > 1 and status:
-            status = 128 + signals.received[-1]
-        return status, bool(signals.received)
-    finally:
-        signals.release()
-        for process in context.processes:
-            process.kill()
+    with tempfile.TemporaryDirectory(prefix="megarl_errors_") as errors:
+        context = start_processes(_rank, (ranks, listener, errors, function), ranks, join=False, start_method="fork")
+        signals = _Signals(context.processes)
+        try:
+            with _serving(listener, ranks):
+                ended = _wait(context.processes)
+        finally:
+            signals.release()
+            for process in context.processes:
+                process.kill()
+            for process in context.processes:
+                process.join(GRACE)  # what it prints comes before the last line
+        failures = [last_line.read(rank, code, _error_file(errors, rank)) for rank, code in ended]
+    cause = last_line.cause(failures)
+    status = cause.exit_status if cause else 0
+    if not signals.received:
+        last_line.tell(failures, how_to_resume, repeats=len(failures) > 1)
+    elif len(signals.received) > 1 and status:
+        status = 128 + signals.received[-1]
+    return status, bool(signals.received)
+
+
+def how_to_resume(folder: str) -> str:
+    """As `checkpoint.folders.how_to_resume`, which imports torch."""
+    from megarl.checkpoint import folders
+
+    return folders.how_to_resume(folder)
+
+
+def _error_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"{rank}.json"
 
 
 class _Signals:
@@ -214,30 +236,30 @@ class _Signals:
             signal.signal(number, handler)
 
 
-def _wait(processes: list, signals: _Signals) -> int:
-    """Waits for all ranks; kills them when one fails. Returns 0 or the status of the first that fails."""
+def _wait(processes: list) -> list[tuple[int, int]]:
+    """Waits for all ranks; kills them when one fails. Returns rank and exit code (minus a signal) of the first that
+    fails and of those that have failed by then."""
     running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
     while running:
         for sentinel in connection.wait(list(running)):
             rank, process = running.pop(sentinel)
             process.join()
             if process.exitcode:
+                codes = {rank: process.exitcode} | {i: other.exitcode for i, other in enumerate(processes)}
                 for other in processes:
                     other.kill()
-                if process.exitcode < 0 and not signals.received:
-                    name = signal.Signals(-process.exitcode).name
-                    print(f"megarl: rank {rank} was ended by {name}", file=sys.stderr, flush=True)
-                return abs(process.exitcode) + 128 * (process.exitcode < 0)
-    return 0
+                return [(rank, code) for rank, code in codes.items() if code]
+    return []
 
 
-def _rank(rank: int, ranks: int, listener: socket.socket, function: Callable[[], int]):
+def _rank(rank: int, ranks: int, listener: socket.socket, errors: str, function: Callable[[], int]):
     """Turns this process into a rank with torchrun's environment and runs it."""
     child_process.die_with_parent()  # SIGKILL replaces torch's SIGINT, which a rank inside a collective ignores
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
+    os.environ[last_line.ERROR_FILE] = str(_error_file(errors, rank))
     listener.close()
     try:
         status = function()

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from megarl import user_results
 from megarl.errors import UsageError
+from megarl.user_code import place_of
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def load(flag: str, name: str, built_in: dict[str, T], awaits: bool = False) -> 
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         # A plug-in can fail at import in any way, and every failure is the user's to fix.
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        reason = " ".join(f"{type(error).__name__}: {error}{place_of(error)}".split())
         raise UsageError(f"{flag} {name}: cannot import {module_name}: {reason}") from error
     function = getattr(module, function_name, None)
     if not callable(function):

@@ -5,6 +5,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from megarl.errors import TooManyFailures
+
 FULL = "MEGARL_TRACEBACK"  # environment variable: `full` shows the whole traceback
 _MEGARL = str(Path(__file__).parent)
 # Folders of megarl, of packages and of Python; and modules without a file.
@@ -18,12 +20,21 @@ def place_of(error: BaseException) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
+def shows_all() -> bool:
+    """Whether `FULL` asks for whole tracebacks, of all ranks."""
+    return os.environ.get(FULL) == "full"
+
+
 def traceback_of(error: BaseException) -> str:
-    """The traceback from the user's first frame on; the whole one if there is none, or if `FULL` asks for it."""
+    """The user's frames; the whole traceback if there are none, or if `FULL` asks for it. "" if the error itself has
+    the reasons and places."""
     source, frames = _own_frames(error)
-    if not frames or os.environ.get(FULL) == "full":
+    if shows_all() or not frames and not isinstance(error, TooManyFailures):
         return "".join(traceback.format_exception(error))
-    lines = ["Traceback of your code:\n", *traceback.format_list(frames)]
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    lines = ["Traceback of your code:\n", *traceback.format_list(own)]
     return "".join([*lines, *traceback.format_exception_only(source), f"{FULL}=full shows all of it.\n"])
 
 

@@ -98,7 +98,8 @@ def state_line(run: RunReader) -> str:
         reason = status["problem"] or "rank 0 ended with an error; its last lines say which"
         return f"{printable(status['state'])}: {printable(reason)}"
     if not run.is_alive():
-        return f"no sign of life for {format_duration(age)}: its processes are gone or stopped ({where})"
+        gone = f"no sign of life for {format_duration(age)}: its processes are gone or stopped ({where})"
+        return f"{gone}; if they are gone, resume with --load {printable(run.folder)}"
     return f"running for {format_duration(status['uptime'])} on {where}"
 
 

@@ -137,6 +137,15 @@ def recorded() -> Iterator[list[Path]]:
         _found.remove(found)
 
 
+def how_to_resume(run: str) -> str:
+    """What continues the run in a folder that was killed, as the end of a line."""
+    try:
+        step = read_manifest(find(run, "--load"), "--load")["step"]
+    except UsageError:
+        return "; no checkpoint is saved: start the run again"
+    return f" (saved: step {step}); resume with --load {run}"
+
+
 def read_manifest(folder: Path, flag: str) -> dict:
     """The manifest that `commit` wrote into a checkpoint; UsageError if it is missing or damaged."""
     return manifests.read(folder, flag)

@@ -33,12 +33,23 @@ def parse_line(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: malformed JSON: {error.msg} (column {error.colno})") from None
+        raise UsageError(f"{where}: malformed JSON: {json_problem(error)} (column {error.colno})") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: malformed JSON: {error}") from None
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: expected a JSON object, not {type(entry).__name__}")
     return entry
+
+
+def json_problem(error: json.JSONDecodeError) -> str:
+    """What is wrong, in words; of a comma with nothing after it Python's own depend on its version."""
+    before, after = error.doc[: error.pos].rstrip()[-1:], error.doc[error.pos :]
+    following = after.lstrip(",").lstrip()[:1]
+    if (before == "," or after[:1] == ",") and following in ("}", "]"):
+        return f"a comma before {following}; remove it"
+    if after.strip() == ",":
+        return "a comma after the object; remove it"
+    return error.msg
 
 
 def check_line(line: str, where: str):

@@ -6,7 +6,9 @@ A value holds one name or several with commas. A name is a file; a pattern with 
 """
 
 import glob
+import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +34,26 @@ def find_files(value: str, flag: str) -> tuple[str, ...]:
         UsageError: nothing has the name, no file matches, a folder has no or several splits, or a file appears twice.
     """
     try:
-        return _found(value, flag)
+        files = _found(value, flag)
     except (OSError, ValueError) as error:  # of names that no file can have
         raise UsageError(f"{flag} {printable(value, 200)}: {getattr(error, 'strerror', None) or error}") from None
+    for file in files:
+        _check_has_types(file, flag)
+    return files
+
+
+def _check_has_types(file: str, flag: str):
+    """UsageError for a table of text, in which nothing says whether 007 is a number."""
+    delimiter = {".csv": ",", ".tsv": "\t"}.get(Path(file).suffix.lower())
+    if delimiter is not None:
+        name, between = json.dumps(file), json.dumps(delimiter)  # in double quotes: the shell's are single ones
+        rows = f'csv.DictReader(open({name}, encoding="utf-8-sig", newline=""), delimiter={between})'
+        script = shlex.quote(f"import csv, json; [print(json.dumps(row)) for row in {rows}]")
+        wanted = shlex.quote(str(Path(file).with_suffix(".jsonl")))
+        raise UsageError(
+            f"{flag} {printable(file, 200)}: has no types; convert it, every value as text: "
+            f"python -c {printable(script, 1000)} > {printable(wanted, 200)}"
+        )
 
 
 def _found(value: str, flag: str) -> tuple[str, ...]:

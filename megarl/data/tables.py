@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.data.content_limit import ContentLimit
-from megarl.data.fields import parse_line
+from megarl.data.fields import json_problem, parse_line
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.plain_files import check_regular
@@ -116,6 +116,9 @@ def lines_of_list(text: bytes, where: str) -> Ragged:
     """The objects of a JSON list, one a line; UsageError if it is none, or empty."""
     try:
         found = json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise UsageError(f"{where}: malformed JSON: {json_problem(error)} ({place})") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: malformed JSON: {error}") from None
     if not found:

@@ -24,8 +24,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
+from megarl.deferred import has_met, torch
 from megarl.faults import hang_files, hang_report
 from megarl.observe import activity, status_file
 from megarl.observe.timers import Timers
@@ -50,7 +49,7 @@ class Pulse:
     def collectives(self) -> int:
         """Collectives that this rank has started, over all its groups."""
         total = 0
-        for group in list(dist.distributed_c10d._world.pg_map):
+        for group in list(torch.distributed.distributed_c10d._world.pg_map):
             try:
                 total += group._get_backend(group._device_types[0])._get_sequence_number_for_group()  # type: ignore[attr-defined]
             except RuntimeError:  # a group that is being created or destroyed
@@ -255,9 +254,23 @@ def report_failure():
     """Reports to the other ranks' signal handlers (if the store answers) and status.json that this rank failed."""
     if _running is not None:
         _running.end_status(status_file.FAILED)
-    if dist.is_initialized():
+    if has_met():
         with contextlib.suppress(RuntimeError):
-            dist.distributed_c10d._get_default_store().set(f"{KEY}/failed", "1")
+            torch.distributed.distributed_c10d._get_default_store().set(f"{KEY}/failed", "1")
+
+
+def is_first_to_fail() -> bool | None:
+    """Reports to the other ranks that this rank fails; whether none had before. None: the store is gone."""
+    if not has_met():
+        return True
+    rank = str(torch.distributed.get_rank())
+    try:
+        return (
+            torch.distributed.distributed_c10d._get_default_store().compare_set(f"{KEY}/failed", "", rank).decode()
+            == rank
+        )
+    except RuntimeError:
+        return None
 
 
 def has_failed(store) -> bool:
@@ -275,8 +288,10 @@ def start(limit: timedelta, timers: Timers, folder: Path | None = None):
     """Starts this process's heartbeat in the default process group; ends an earlier one. `folder`: of the run."""
     global _running
     finish()
-    store = dist.distributed_c10d._get_default_store().clone()
-    _running = Heartbeat(store, dist.get_rank(), dist.get_world_size(), limit, timers, folder=folder)
+    store = torch.distributed.distributed_c10d._get_default_store().clone()
+    _running = Heartbeat(
+        store, torch.distributed.get_rank(), torch.distributed.get_world_size(), limit, timers, folder=folder
+    )
 
 
 def finish():

@@ -55,6 +55,13 @@ class Settings(
         size, group = self.minibatch_size, self.samples_per_prompt
         return None if size is None or size % group else size // group
 
+    @property
+    def uneven_minibatches(self) -> tuple[int, int] | None:
+        """Responses in the last mini-batch of a full step and in the others; None if they are equally many."""
+        size, total = self.minibatch_size, self.sequences_per_step
+        rest = 0 if size is None else total % size
+        return (rest, size) if size is not None and rest and size < total else None
+
     def updates_on_policy(self, prompts: int) -> bool:
         """Whether the only update of a batch of so many prompts gives its old log-probs: it is the first forward."""
         sequences = prompts * self.samples_per_prompt

@@ -18,6 +18,25 @@ CLOSE_SECONDS = 2.0  # that the last write may take
 RUNNING, ENDED, FAILED, HUNG = "running", "ended", "failed", "hung"
 
 
+def end_killed(folder: Path, problem: str | None):
+    """Says "failed" in a run's status.json if its last version is "running"; for a launcher whose ranks have ended."""
+    path = folder / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["state"] != RUNNING or content["host"] != socket.gethostname():  # the first rank's node does it
+            return
+        content |= {"state": FAILED, "problem": problem, "unix_time": time.time(), "writes": content["writes"] + 1}
+        _replace(path, content)
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+
+
+def _replace(path: Path, content: dict):
+    temporary = path.with_name(f".{NAME}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
 class StatusFile:
     """Writes `folder/status.json`, whole files only, if the folder exists. Errors are ignored: the file grows old."""
 
@@ -69,6 +88,4 @@ class StatusFile:
             return
         self._writes += 1
         entries = {**self._head, "writes": self._writes, "uptime": time.monotonic() - self._started, **content}
-        temporary = self._path.with_name(f".{NAME}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(entries) + "\n", encoding="utf-8")
-        os.replace(temporary, self._path)
+        _replace(self._path, entries)

@@ -66,6 +66,8 @@ def is_plugin(name: str) -> bool:
 def _check(text: str, terms: list[Term]) -> None:
     seen = set()
     for weight, name in terms:
+        if "," in name:
+            raise UsageError(f"--reward {text}: has a comma in {name}; write weight*name+name+…")
         if name not in NAMES and not is_plugin(name):
             raise UsageError(f"--reward {text}: {name} is unknown; allowed: {_allowed()}")
         if name in seen:

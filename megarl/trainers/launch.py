@@ -1,5 +1,6 @@
 """Entry point of all programs: parses flags, sets the exit status, and reports in one line where a rank failed."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -8,9 +9,10 @@ import time
 from megarl import arguments, user_code
 from megarl.cluster import slurm
 from megarl.cluster.cores import cores
-from megarl.deferred import torch
-from megarl.errors import STOPPED, RunStopped, TooManyFailures, UsageError, warn_as_first
-from megarl.faults import run_lock
+from megarl.deferred import has_met, torch
+from megarl.errors import CHECKS_FIRST, STOPPED, RunStopped, TooManyFailures, UsageError, warn_as_first
+from megarl.faults import heartbeat, last_line, run_lock
+from megarl.flags.fields import TRAINING
 from megarl.observe import samples
 from megarl.observe.timers import Timers
 from megarl.trainers import restart
@@ -40,19 +42,23 @@ def launch(train, program: str):
             if rank == 0:
                 restart.finish_report(config)
             return
+        if os.environ.get(CHECKS_FIRST):
+            os.environ[last_line.SAVE] = config.settings.save or "" if program in TRAINING.split() else ""
         warn_as_first(config.warnings)
-        from megarl.faults import heartbeat  # here and below: after the flags, since they import torch
-        from megarl.mcore import cuda_environment
+        from megarl.mcore import cuda_environment  # after the flags, since it imports torch
 
         cuda_environment.choose(role.megatron for role in config.roles.values() if rank in role.ranks)
         status = train(config, timers)
         heartbeat.finish()
     except UsageError as error:
+        heartbeat.is_first_to_fail()  # if the ranks have met
         refuse(rank, arguments.with_sources(error, sys.argv[1:], program))
         restart.note_end(rank, "wrong input")
         sys.exit(2)
     except RunStopped as error:
-        print(f"megarl: stopped: {error}", file=sys.stderr)
+        line = f"megarl: stopped: {error}"
+        print(line, file=sys.stderr)
+        last_line.note(line, is_alone=True)
         restart.note_end(rank, "limit")
         _exit(STOPPED)
     except Exception as error:
@@ -65,7 +71,7 @@ def launch(train, program: str):
         run_lock.release()
         gc.enable()
         gc.unfreeze()  # triton's bindings report objects that still exist at exit
-        if _has_met():
+        if has_met():
             torch.distributed.destroy_process_group()
     if status:
         sys.exit(status)
@@ -75,15 +81,10 @@ def _adopt_slurm_task():
     """Gives a task of srun the environment that torchrun would give it, and its share of the node's cores."""
     found = slurm.rank_environment(os.environ)
     os.environ.update(found)
-    if not _has_met():  # in a program around this one
+    if not has_met():  # in a program around this one
         slurm.check_launcher(os.environ)
     if found and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(slurm.threads_per_rank(os.environ, cores()))
-
-
-def _has_met() -> bool:
-    """Whether this process has joined the other ranks."""
-    return "torch" in sys.modules and torch.distributed.is_initialized()
 
 
 def refuse(rank: int, error: UsageError):
@@ -97,18 +98,38 @@ def refuse(rank: int, error: UsageError):
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         error = f"rank {rank}: {error}"
-    print(f"megarl: error: {error}", file=sys.stderr, flush=True)
+    line = f"megarl: error: {error}"
+    last_line.note(line, is_alone=True)
+    print(line, file=sys.stderr, flush=True)
 
 
 def _fail(rank: int, timers: Timers, error: BaseException):
-    """Ends this process with status 1 and says where it failed."""
+    """Ends this process with status 1 and says where it failed, in the first line and in the last.
+
+    Ranks that fail after another one have lost their connections to it, or have the same error: they are silent.
+    """
     role, phase = timers.current() or ("program", "between phases" if timers.step else "set-up")
     reason = " ".join(f"{type(error).__name__}: {error}{user_code.place_of(error)}".split())
     where = f"{role}/{phase} of step {timers.step}"
-    kept = _keep_samples(rank, timers.step, error)
-    print(f"megarl: rank {rank} failed in {where}: {reason}{kept}", file=sys.stderr, flush=True)
-    print(user_code.traceback_of(error), end="", file=sys.stderr, flush=True)
+    is_first = heartbeat.is_first_to_fail()
+    line = f"megarl: rank {rank} failed in {where}: {reason}{_keep_samples(rank, timers.step, error)}"
+    if is_first is False and not user_code.shows_all():
+        last_line.note(None)
+        _exit(1)
+    shown = ""
+    if user_code.shows_all() or not (is_first is None or _has_lost_a_rank(error)) or user_code.place_of(error):
+        shown = user_code.traceback_of(error)
+    is_told = last_line.note(line, is_alone=not shown)
+    print(line, *shown.splitlines(), sep="\n", file=sys.stderr, flush=True)
+    if shown and not is_told:
+        print(line, file=sys.stderr, flush=True)
     _exit(1)
+
+
+def _has_lost_a_rank(error: BaseException) -> bool:
+    """Whether a rank has gone without a word, such as a killed one: the cause is not here."""
+    lost = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in lost)
 
 
 def _keep_samples(rank: int, step: int, error: BaseException) -> str:
@@ -128,8 +149,8 @@ def _keep_samples(rank: int, step: int, error: BaseException) -> str:
 
 def _exit(status: int):
     """Ends this process at once: a normal exit would wait for collectives that the other ranks never join."""
-    from megarl.faults import heartbeat
-
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     sys.stderr.flush()
     heartbeat.report_failure()
     run_lock.release()

@@ -78,6 +78,20 @@ def graded_reward(sample) -> float:
     return programs.graded_reward(sample)
 
 
+def kill_second_rank(sample) -> float:
+    """A plug-in that kills rank 1 in its second step."""
+    _scored.append(sample)
+    if rank() == 1 and len(_scored) > 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return programs.graded_reward(sample)
+
+
+def fail_on_second_rank(sample) -> float:
+    """A plug-in that fails in the second step on rank 1."""
+    _scored.append(sample)
+    return {"first": programs.graded_reward(sample)}["second" if rank() == 1 and len(_scored) > 6 else "first"]
+
+
 def raise_error():
     """The fault of a rank that fails."""
     raise ValueError("injected")

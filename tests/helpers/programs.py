@@ -154,9 +154,11 @@ def digit_reward(sample) -> float:
     return sample.response.count("7") / 4 + len(sample.response) / 100
 
 
-def torchrun(module: str, argv: list[str], size: int, restarts: int = 0) -> subprocess.CompletedProcess:
+def torchrun(
+    module: str, argv: list[str], size: int, restarts: int = 0, launcher: str = "torch.distributed.run"
+) -> subprocess.CompletedProcess:
     """Runs a program as users do; output as text."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", str(size)]
     command += ["--max-restarts", str(restarts), "-m", module, *argv]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SAFETY_SECONDS)
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 
+from megarl.faults import last_line
 from megarl.observe import activity
 from megarl.trainers import launch, setup
 from tests.helpers import faults
@@ -81,6 +82,7 @@ def test_a_rank_that_raises_ends_the_run_and_says_where(phase, tmp_path, capfd, 
     lines = capfd.readouterr().err.splitlines()
     assert status == 1
     assert lines[0].startswith(f"megarl: rank {rank} failed in {place(phase)} of step 1: ValueError: injected (")
+    assert lines[-1] == lines[0] and sum("megarl: rank" in line for line in lines) == 2
     (file,) = (tmp_path / "samples").glob("failed_*") if phase != ("rollout", "rollout") else [None]
     assert lines[0].endswith(f"; the samples of the step are in {file}") == (file is not None)
     if file is not None:
@@ -149,6 +151,24 @@ def test_torchrun_starts_a_run_again(restarts, status, tmp_path, undisturbed):
     assert done.returncode == status, done.stderr
     if not status:
         assert rows_of(tmp_path) == rows_of(undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reward, status", [("kill_second_rank", 137), ("fail_on_second_rank", 1)])
+def test_under_torchrun_too_the_cause_is_the_last_line(reward, status, tmp_path, monkeypatch):
+    """Long: pytest -m long tests/programs/test_faults.py"""
+    monkeypatch.setenv(last_line.SAVE, str(tmp_path))  # as the launcher does after its check
+    flags = f"--train-iters 3 --save-interval 1 --reward-max-failures 0 --reward tests.helpers.faults:{reward}"
+    done = torchrun("megarl.train_rl", rl_argv(tmp_path, flags), 2, launcher="megarl.torchrun")
+    lines = done.stderr.splitlines()
+    assert done.returncode == status and "ChildFailedError" not in done.stderr
+    assert sum(line.startswith("Traceback") for line in lines) == 0, done.stderr
+    assert status_of(tmp_path)["state"] == "failed"
+    if reward == "kill_second_rank":
+        assert lines[-1] == f"megarl: rank 1 was ended by SIGKILL (saved: step 1); resume with --load {tmp_path}"
+    else:
+        assert lines[-1].startswith("megarl: rank ") and "KeyError: 'second' (" in lines[-1]
+        assert lines.index(lines[-1]) < len(lines) - 1  # the rank has said so first
 
 
 def test_a_plug_in_that_exits_fails_the_run(tmp_path, capfd):

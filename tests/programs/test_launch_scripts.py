@@ -222,6 +222,16 @@ def test_failed_tasks_are_started_again_unless_it_would_not_help(ends, starts, s
     assert (tmp_path / "starts").read_text().split() == [str(5 + number) for number in range(starts)]
 
 
+def test_the_line_of_the_rank_that_failed_first_is_the_last_one(tmp_path):
+    first = "2: megarl: rank 2 failed in reward/score of step 1: KeyError: 'x'"
+    lost = "0: megarl: rank 0 failed in actor/update of step 1: RuntimeError: Connection reset by peer"
+    lines = [lost, first, "2: Traceback of your code:", "1: megarl: rank 1 failed in later", "srun: error: node1"]
+    stub(tmp_path, "srun", "echo result\ncat >&2 <<'END'\n" + "\n".join(lines) + "\nEND\nexit 9")
+    done = launch(["train_rl"], **stubbed(tmp_path))
+    assert (done.returncode, done.stdout) == (9, "result\n")
+    assert done.stderr.splitlines() == [*lines, first]
+
+
 @pytest.mark.parametrize("end, preempted, requeued", [
     ('printf signal >"$MEGARL_END_FILE"', False, True), ("exit 143", True, True), ("exit 1", False, False),
     ("exit 0", True, False), ('printf limit >"$MEGARL_END_FILE"; exit 3', False, False),

@@ -287,4 +287,4 @@ def test_running_threads_and_several_nodes_require_torchrun():
     for given, where in cases:
         options = launcher._parser().parse_args([*given, "--nproc-per-node", "3", "train_sft", "--lr", "1", "--nnodes"])
         wanted = ["--nproc-per-node", "3", "-m", "megarl.train_sft", "--lr", "1", "--nnodes"]
-        assert launcher.torchrun(options) == ["-m", "torch.distributed.run", *where, *wanted]
+        assert launcher.torchrun(options) == ["-m", "megarl.torchrun", *where, *wanted]

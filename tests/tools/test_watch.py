@@ -127,7 +127,8 @@ def test_a_run_falls_silent_when_its_status_stays_the_same_by_the_watchers_own_c
     run.update(now=1022.0)
     assert run.age == 11.0 and not run.is_alive() and not watch.is_healthy(run)
     assert watch.state_line(run) == (
-        "no sign of life for 11s: its processes are gone or stopped (4 ranks, rank 0 on node-7)"
+        "no sign of life for 11s: its processes are gone or stopped (4 ranks, rank 0 on node-7); "
+        f"if they are gone, resume with --load {tmp_path}/run"
     )
     slow = write(tmp_path / "slow", content=status(interval=30.0))  # a large world reports rarely
     run = RunReader(slow)

@@ -1,11 +1,12 @@
 """Errors in the user's code: their place, their traceback, and rewards that are written for another framework."""
 
 import sys
+import traceback
 
 import pytest
 
 from megarl import plugins, user_code
-from megarl.errors import UsageError
+from megarl.errors import TooManyFailures, UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards import guard
 from megarl.rewards.base import Sample, Verifier
@@ -67,6 +68,22 @@ def test_a_traceback_begins_with_the_users_code(module, monkeypatch):
     assert "megarl/rewards" not in shown and "JSONDecodeError" in shown and "MEGARL_TRACEBACK=full" in shown
     monkeypatch.setenv("MEGARL_TRACEBACK", "full")
     assert "megarl/rewards/guard.py" in user_code.traceback_of(error)
+
+
+def test_a_traceback_has_no_frames_of_packages_and_none_of_an_error_that_names_its_places(module):
+    error = error_of(plugins.load("--reward", "their_rewards:reward", {}), Sample("q", "{"))
+    assert "raw_decode" in "".join(traceback.format_exception(error))
+    error = error_of(guard.call, plugins.load("--reward", "their_rewards:reward", {}), Sample("q", "{"), 60.0)
+    assert user_code.traceback_of(error).count('  File "') == 2
+    assert user_code.traceback_of(TooManyFailures(f"reward r failed ({module}:5)")) == ""
+
+
+def test_an_import_that_fails_names_the_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_rewards.py").write_text("import math\n\nLIMIT = math.missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="cannot import broken_rewards: AttributeError: ") as caught:
+        plugins.load("--reward", "broken_rewards:reward", {})
+    assert str(caught.value).endswith(f" ({tmp_path}/broken_rewards.py:3)")
 
 
 def test_an_error_of_megarl_has_no_place_and_its_whole_traceback():

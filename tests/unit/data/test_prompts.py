@@ -52,6 +52,8 @@ def test_line_ends_and_encodings(tmp_path):
 
 BAD_LINES = [
     ('{"prompt": "a"', "malformed JSON"),
+    ('{"prompt": "a", }', "malformed JSON: a comma before }; remove it"),
+    ('{"prompt": "a"},', "malformed JSON: a comma after the object; remove it"),
     ("[" * 100000, "malformed JSON"),
     ('{"prompt": ' + "1" * 5000 + "}", "malformed JSON"),
     ("", "blank line"),

@@ -1,6 +1,10 @@
 """Which files a value of `--prompts` names: files, patterns, folders of datasets and their splits; wrong names."""
 
+import csv
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,3 +126,19 @@ def test_splits_that_lead_elsewhere(tmp_path):
 def test_names_from_files_are_made_fit_for_a_terminal():
     assert printable("a\x1b[31m\n") == "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
     assert len(printable("x" * 100)) == 60
+
+
+@pytest.mark.parametrize("name, between", [("it's a list.csv", ","), ("list.TSV", "\t")])
+def test_a_table_of_text_is_refused_with_a_command_that_keeps_every_value(name, between, tmp_path):
+    rows = [{"prompt": 'say "a, b"\tc', "answer": "007"}, {"prompt": "two\nlines é", "answer": "2024-01-02"}]
+    with open(tmp_path / name, "w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "answer"], delimiter=between)
+        writer.writeheader()
+        writer.writerows(rows)
+    message = error_of(str(tmp_path / name))
+    assert message.startswith(f"--prompts {tmp_path / name}: has no types; convert it") and "\n" not in message
+    command = message.partition("as text: python ")[2]
+    subprocess.run(f"{shlex.quote(sys.executable)} {command}", shell=True, check=True)
+    made = (tmp_path / name).with_suffix(".jsonl")
+    assert [json.loads(line) for line in made.read_text().splitlines()] == rows
+    assert find_files(str(made), "--prompts") == (str(made),)

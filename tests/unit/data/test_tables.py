@@ -248,7 +248,8 @@ def test_what_is_wrong_with_a_file(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": text}), path)
     assert error_of(path).startswith(": cannot be read after row 0: ")
     listed = tmp_path / "p.json"
-    for content, message in (("[]", "the file holds no prompt"), ("[{]", "malformed JSON"), ("[1]", "expected a JSON"),
+    for content, message in (("[]", "the file holds no prompt"), ("[{]", "malformed JSON"),
+                             ('[{"prompt": "a"},\n]', "a comma before ]; remove it (line "), ("[1]", "expected a JSON"),
                              ('[{"prompt": "a"}, {"prompt": ""}]', "prompt is empty")):  # fmt: skip
         listed.write_text(content)
         assert message in error_of(listed)

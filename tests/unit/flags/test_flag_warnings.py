@@ -48,6 +48,15 @@ def test_no_warning_is_repeated_or_needless(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("size, rest", [(5, 2), (8, 4), (4, None), (12, None)])
+def test_an_uneven_last_mini_batch_is_told(size, rest, tmp_path, monkeypatch, capfd):
+    """Of 6 prompts with 2 samples; a size of 8 is one of whole groups."""
+    launched(rl_argv(tmp_path, f"--advantage grpo --minibatch-size {size}"), 0, monkeypatch)
+    line = (f"megarl: warning: --minibatch-size {size}: the last mini-batch of a step has {rest} responses instead of "
+            f"{size}, and is an update like the others\n")  # fmt: skip
+    assert capfd.readouterr() == ("", line if rest else "")
+
+
 @pytest.mark.usefixtures("own_environment")
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("node, times", [("0", 1), ("1", 0)])

@@ -21,6 +21,7 @@ def test_terms(text, terms):
 
 @pytest.mark.parametrize("text, message", [
     ("", "malformed at its end"), ("model+", "malformed at its end"), ("2*", "malformed at 2*;"),
+    ("code,format,", "has a comma in code,format,;"),
     ("2*3*model", "malformed at 2*3*model;"), ("+model", "malformed at +model"),
     ("code model", "malformed at code model"), ("model+2e*code", "malformed at 2e*code"),
     ("model+exactmatch", "exactmatch is unknown; allowed: model, judge"), ("0.2format", "0.2format is unknown"),
