@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.environments.protocol import Observation
 from megarl.numbers import is_finite
-from megarl.user_results import number_of
+from megarl.user_results import number_of, shown
 
 ROLES = ("user", "system", "tool")
 MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
@@ -28,7 +28,7 @@ def checked(observation: Any) -> Observation:
         raise ValueError(f"parts are {type(parts).__name__}, not a dict")
     for name, value in [("reward", reward), *parts.items()]:
         if not is_finite(number_of(value)):
-            raise ValueError(f"{name} is {value!r}, not a finite number"[:200])
+            raise ValueError(f"{name} is {shown(value)}, not a finite number"[:200])
     messages = [_message(message) for message in observation.messages]
     size = sum(len(json.dumps(message)) for message in messages)
     if size > MAX_MESSAGES_LENGTH:
@@ -44,7 +44,7 @@ def _message(message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or not {"role", "content"} <= set(message) <= _FIELDS:
         raise ValueError("a message is an object with role, content and perhaps tool_call_id and name")
     if message["role"] not in ROLES:
-        raise ValueError(f"a message has the role {message['role']!r}; allowed are {', '.join(ROLES)}"[:200])
+        raise ValueError(f"a message has the role {shown(message['role'])}; allowed are {', '.join(ROLES)}"[:200])
     for name, value in message.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} of a message is {type(value).__name__}, not text")

@@ -7,8 +7,10 @@ from typing import Any
 
 from megarl import user_results
 from megarl.user_code import place_of
+from megarl.user_results import shown, shown_error
 
 _SHOWN = 80  # characters of prompt and response in a reason
+_LONGEST = 2000  # characters of what went wrong
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,9 @@ def whole_response(sample: Sample) -> str | None:
 def failure(name: str, sample: Sample, problem: object) -> str:
     """One line that says why the verifier `name` has no score for a sample; exceptions with their type and place."""
     if isinstance(problem, BaseException) and not isinstance(problem, ScoringError):
-        problem = f"{type(problem).__name__}: {problem}{place_of(problem)}"
-    return f"reward {name} on prompt {_shown(sample.prompt)}: {problem}; the response was {_shown(sample.response)}"
+        problem = f"{shown_error(problem)}{place_of(problem)}"
+    text = str(problem) if len(str(problem)) <= _LONGEST else f"{str(problem)[:_LONGEST]}…"
+    return f"reward {name} on prompt {_shown(sample.prompt)}: {text}; the response was {_shown(sample.response)}"
 
 
 def _shown(text: str) -> str:
@@ -158,6 +161,12 @@ class Verifier:
             return TimedOut(failure(self.name, sample, ScoringError(result)))
         if isinstance(result, BaseException):
             return failure(self.name, sample, result)
+        try:
+            return self._score(sample, result)
+        except Exception as error:  # objects of the user can raise anything, and lists and objects can be endless
+            return failure(self.name, sample, f"its result cannot be read ({shown_error(error)})")
+
+    def _score(self, sample: Sample, result: Any) -> Score | str:
         score = _score_of(result, sample)
         if problem := _problem(score):
             return failure(self.name, sample, problem)
@@ -204,21 +213,21 @@ def _problem(result: object) -> str | None:
     if not isinstance(result, Score):
         return f"returned {type(result).__name__}{_keys(result)}, not a Score or a number"
     if not isinstance(result.parts, dict):
-        return f"parts is {result.parts!r}, not a dict"
+        return f"parts is {shown(result.parts)}, not a dict"
     numbers = {name: user_results.number_of(value) for name, value in result.parts.items()}
     values = {"reward": result.reward, **result.parts}
     for name, number in {"reward": user_results.number_of(result.reward), **numbers}.items():
         if number is None or not math.isfinite(number):
-            return f"{name} is {values[name]!r:.200}, not a finite number"
+            return f"{name} is {shown(values[name])}, not a finite number"
     if numbers and not math.isclose(
-        math.fsum(numbers.values()), user_results.number_of(result.reward), rel_tol=1e-6, abs_tol=1e-6
+        sum(numbers.values()), user_results.number_of(result.reward), rel_tol=1e-6, abs_tol=1e-6
     ):
-        return f"parts {result.parts} do not add up to {result.reward}"
+        return f"parts {shown(result.parts)} do not add up to {shown(result.reward)}"
     if not isinstance(result.extracted, str | None):
-        return f"extracted is {result.extracted!r}, neither a string nor None"
+        return f"extracted is {shown(result.extracted)}, neither a string nor None"
     return None
 
 
 def _keys(result: object) -> str:
     """The keys of a dictionary that is no result, for its error."""
-    return f" with {', '.join(map(repr, list(result)[:5])) or 'no key'}" if isinstance(result, dict) else ""
+    return f" with {', '.join(map(shown, list(result)[:5])) or 'no key'}" if isinstance(result, dict) else ""
