@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.checkpoint import manifest as manifests
-from megarl.errors import WARNED, UsageError, warn
+from megarl.errors import WARNED, UsageError, one_line, warn
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.files import step_name, write_atomically
 from megarl.plain_files import is_absent, read_text
@@ -106,7 +106,8 @@ def _newest_intact(checkpoints: Path, path: str, flag: str) -> Path:
                 raise UsageError(f"{flag} {checkpoints / LATEST}: names {folder.name!r}, which does not exist")
             check(folder, flag)
         except (UsageError, OSError) as error:
-            problems.append(str(error) if isinstance(error, UsageError) else f"{flag} {folder}: {error}")
+            # The name of a folder that a damaged pointer names may be anything.
+            problems.append(one_line(str(error) if isinstance(error, UsageError) else f"{flag} {folder}: {error}"))
             continue
         _warn(problems, folder)
         return folder

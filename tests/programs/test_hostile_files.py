@@ -143,12 +143,12 @@ TARGETS = {
     "load-rollouts": rl(f"{GRPO} --debug-train-only --load-rollouts {{b}}/run --train-iters 2",
                         "run/rollouts/step_00000001/manifest.json"),
     "teachers": rl("--advantage none --kl-coefficient 0 --distill loss --teachers default={b}/run",
-                   "run/settings.yaml"),
-    "api-key-file": Target("serve", "--load {b}/run --api-key-file {b}/keys", "keys"),
-    "admin-key-file": Target("serve", "--load {b}/run --admin-key-file {b}/keys", "keys"),
+                   "run/settings.yaml", ("half a file",)),
+    "api-key-file": Target("serve", "--load {b}/run --api-key-file {b}/keys", "keys", TEXTS),
+    "admin-key-file": Target("serve", "--load {b}/run --admin-key-file {b}/keys", "keys", TEXTS),
     "rollout-server-key-file": Target(
         "evaluate", "--eval-prompts {b}/train.jsonl --rollout-server http://127.0.0.1:9 --rollout-server-key-file "
-        "{b}/keys", "keys"),
+        "{b}/keys", "keys", TEXTS),
 }  # fmt: skip
 READ_AS = {  # flags whose files another flag's reader reads
     "reward-model": "load", "reward-hf-model": "hf-model", "judge-hf-model": "hf-model", "weights-folder": "load",
