@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 
 from megarl.numbers import is_finite
-from megarl.user_results import number_of
+from megarl.user_results import number_of, shown
 
 MAX_NAME = 100  # characters
 _MAX_METRIC = 200
@@ -37,8 +37,8 @@ def value_of(what: str, value: Any) -> float:
     """The number that a value is. ValueError, about `what`, unless it is one from -MAX_VALUE to MAX_VALUE."""
     number = number_of(value)
     if number is None or not is_finite(number):
-        shown = f"{number:g}" if isinstance(value, Real | Decimal) else f"{value!r:.80}"  # digits may be millions
-        raise ValueError(f"{what} is {shown}, not a finite number")
+        is_number = number is not None and isinstance(value, Real | Decimal)  # its digits may be millions
+        raise ValueError(f"{what} is {f'{number:g}' if is_number else shown(value)}, not a finite number")
     if abs(number) > MAX_VALUE:
         raise ValueError(f"{what} is {number:g}; allowed is -{MAX_VALUE:g} to {MAX_VALUE:g}")
     return number
@@ -47,7 +47,7 @@ def value_of(what: str, value: Any) -> float:
 def parts_of(parts: Any) -> dict[str, float]:
     """The named parts of a result, as plain numbers. ValueError, in a line, for what breaks the rule."""
     if not isinstance(parts, dict):
-        raise ValueError(f"parts is {parts!r:.80}, not a dict")
+        raise ValueError(f"parts is {shown(parts)}, not a dict")
     if len(parts) > MAX_PARTS:
         raise ValueError(f"parts has {len(parts):,} names; allowed are {MAX_PARTS}")
     for name in parts:

@@ -8,6 +8,7 @@ import codecs
 import contextlib
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from megarl.numbers import MAX_DIGITS
 
 MAX_BYTES = 2**28  # of a file that a program writes
 MAX_WRITTEN = 2**20  # of a text that a person writes
+MAX_RECORDS = 2**32  # of a file to which a run adds a line of JSON at each step
 MAX_REASON = 300  # characters of an exception in a message
 
 
@@ -36,6 +38,16 @@ def _check(found: os.stat_result, max_bytes: int | None):
         raise OSError(errno.EINVAL, "is no regular file")
     if max_bytes is not None and found.st_size > max_bytes:
         raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes; allowed are {max_bytes:,}")
+
+
+def resolved(path: str | Path) -> Path:
+    """The path without links, as `Path.resolve`, which raises RuntimeError for links in a circle. Raises nothing."""
+    return Path(os.path.realpath(path))
+
+
+def is_absent(path: str | Path) -> bool:
+    """Whether nothing has this name. A link to nothing has it: somebody meant a file to be there."""
+    return not os.path.lexists(path)
 
 
 def open_bytes(path: str | Path, max_bytes: int | None = None) -> BufferedReader:
@@ -69,6 +81,32 @@ def read_json(path: str | Path, max_bytes: int = MAX_BYTES) -> Any:
 def parse_json(text: str) -> Any:
     """A value of JSON. ValueError for a whole number that no float holds, and for a name that has two values."""
     return json.loads(text, parse_int=_whole_number, object_pairs_hook=_object)
+
+
+def read_records(path: str | Path) -> list[bytes]:
+    """The lines of a file of JSON lines, without the empty ones at its end. OSError as `read_bytes`.
+
+    The newline byte alone ends a line: text may contain other characters that `splitlines` treats as line ends.
+    """
+    lines = read_bytes(path, MAX_RECORDS).split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return lines
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The object in a line that a run has written; None if it is none, whatever is wrong. Its numbers are finite: NaN
+    and others that no float holds read as None."""
+    try:
+        record = json.loads(line, parse_int=_whole_number, parse_float=_finite, parse_constant=lambda name: None)
+    except (ValueError, RecursionError):  # also malformed UTF-8
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
 
 
 def _whole_number(text: str) -> int:

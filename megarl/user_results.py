@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_SHOWN = 200  # characters of a value in a message
+
 _runners: dict[int, asyncio.Runner] = {}  # by process, because a fork must not use its parent's loop
 
 
@@ -27,7 +29,7 @@ def number_of(value: Any) -> float | None:
             return None
         try:
             value = item()
-        except (TypeError, ValueError, RuntimeError):  # of an array of several elements
+        except Exception:  # of an array of several elements; a method of another meaning can raise anything
             return None
         if not isinstance(value, Real | Decimal):
             return None
@@ -37,6 +39,24 @@ def number_of(value: Any) -> float | None:
         return math.copysign(math.inf, value > 0 or -1)  # type: ignore[operator]  # real numbers have an order
     except ValueError:
         return float("nan")
+
+
+def shown(value: Any) -> str:
+    """A value for a message, of bounded length. Raises nothing: `repr` of a whole number of 5,000 digits does, and
+    that of an object of the user may."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a value of the type {type(value).__name__}"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def shown_error(error: BaseException) -> str:
+    """Type and text of an exception, whose text may raise one itself."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
 
 
 def is_async(function: Any) -> bool:

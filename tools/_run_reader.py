@@ -4,19 +4,18 @@ Files are those of a run that may end, hang, be moved aside or start again at an
 another clock, so nothing here raises once the folder has been found.
 """
 
-import json
-import math
 import os
 import time
 from collections import deque
 from pathlib import Path
 
-import yaml
-
 from megarl.errors import UsageError
+from megarl.numbers import is_plain_number
 from megarl.observe import status_file
 from megarl.observe.metrics_file import FILE_NAME
+from megarl.observe.report_settings import read_settings
 from megarl.observe.terminal import printable
+from megarl.plain_files import MAX_BYTES, open_bytes, parse_record, read_json, reason_of
 
 KEPT_ROWS = 512  # of metrics.jsonl
 PATIENCE = (10.0, 5)  # seconds, and intervals, without a new status.json before a run counts as silent
@@ -86,8 +85,8 @@ class RunReader:
         for read in (self._read_settings, self._read_metrics):
             try:
                 read()
-            except (OSError, ValueError, yaml.YAMLError):
-                continue  # it is not there yet, or being replaced: the next look finds it
+            except Exception:  # it is not there yet, being replaced, or damaged in any way
+                continue  # the next look finds it
         self._read_status(now)
 
     def _read_settings(self):
@@ -95,8 +94,7 @@ class RunReader:
         changed = path.stat().st_mtime_ns
         if changed == self._settings_time:
             return
-        settings = yaml.load(path.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        settings = settings if isinstance(settings, dict) else {}
+        settings = read_settings(self.folder)
         self._settings_time = changed
         total = (settings.get("megarl") or {}).get("train_iters")
         self.total_steps = total if isinstance(total, int) and total > 0 else None
@@ -108,34 +106,32 @@ class RunReader:
 
     def _read_metrics(self):
         """Reads lines that were added; all of them if the file is another one or has become shorter."""
-        with open(self.folder / FILE_NAME, "rb") as file:
+        with open_bytes(self.folder / FILE_NAME) as file:
             found = os.fstat(file.fileno())
             if found.st_ino != self._file or found.st_size < self._offset:
                 self._file, self._offset = found.st_ino, 0
                 self.rows.clear()
+            self._offset = max(self._offset, found.st_size - MAX_BYTES)  # of more, the end has the last rows
             file.seek(self._offset)
-            data = file.read()
+            data = file.read(MAX_BYTES)
         complete = data.rfind(b"\n") + 1
         self._offset += complete
         for line in data[:complete].split(b"\n"):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and type(row.get("step")) is int:
+            row = parse_record(line)
+            if row is not None and type(row.get("step")) is int:
                 self.rows.append(row)
 
     def _read_status(self, now: float):
         path = self.folder / status_file.NAME
         try:
             written = path.stat().st_mtime
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             _check(content)
         except FileNotFoundError:
             self.status, self.problem = None, None
             return
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            self.status, self.problem = None, f"status.json cannot be read: {printable(error)}"
+        except Exception as error:  # a file made for harm can raise anything
+            self.status, self.problem = None, f"status.json cannot be read: {printable(reason_of(error))}"
             return
         self.status, self.problem = content, None
         version = (content["pid"], content["writes"], content["unix_time"])
@@ -157,7 +153,7 @@ def _check(content: dict):
             numbers += [step, inside, stuck]
             if not all(isinstance(text, (str, type(None))) for text in (role, phase)) or not isinstance(done, bool):
                 raise ValueError("a rank's row is damaged")
-    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+    if not all(is_plain_number(number) for number in numbers):
         raise ValueError("a number is missing")
     if not isinstance(content["state"], str) or not isinstance(content["host"], str):
         raise ValueError("state or host is missing")

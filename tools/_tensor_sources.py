@@ -23,6 +23,7 @@ from megarl.mcore.lora.peft_files import WEIGHTS as PEFT_WEIGHTS
 from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.mcore.weights.safe_reading import SafeReader
 from megarl.observe.terminal import printable, ranges_text
+from megarl.plain_files import check_regular
 
 STACKED = re.compile(r"\.layers\.(?!\d)")
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64",
@@ -141,6 +142,7 @@ class SafetensorsFiles(TensorSource):
         parts, self._file_of = {}, {}
         for path, names in files.items():
             try:
+                check_regular(path)
                 with safe_open(path, framework="pt") as stored:
                     for name in stored.keys() if names is None else names:
                         tensor = stored.get_slice(name)

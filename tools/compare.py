@@ -17,8 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -26,6 +24,7 @@ from megarl.errors import ArgumentParser, UsageError  # noqa: E402
 from megarl.observe import report_settings  # noqa: E402
 from megarl.observe.metrics_file import FILE_NAME, read_metrics  # noqa: E402
 from megarl.observe.terminal import printable, table  # noqa: E402
+from megarl.plain_files import MAX_RECORDS, read_bytes, reading  # noqa: E402
 from tools._metric_catalog import reproducible  # noqa: E402
 
 SHOWN = (
@@ -54,15 +53,12 @@ def read_run(path: str) -> Run:
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"{printable(path)}: no such folder; allowed is the folder of a run (--save)")
-    try:
+    with reading(path):
         rows = {row["step"]: row for row in read_metrics(folder / FILE_NAME)}
-        samples = {file.name: file.read_bytes() for file in sorted((folder / "samples").glob("step_*.jsonl"))}
-        text = (folder / "settings.yaml").read_text(encoding="utf-8") if (folder / "settings.yaml").exists() else "{}"
-        settings = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UsageError(f"{printable(path)}: cannot be read ({printable(' '.join(str(error).split()))})") from None
-    if not isinstance(settings, dict):
-        raise UsageError(f"{printable(path)}: settings.yaml holds no settings")
+        samples = {
+            file.name: read_bytes(file, MAX_RECORDS) for file in sorted((folder / "samples").glob("step_*.jsonl"))
+        }
+        settings = report_settings.read_settings(folder)
     return Run(path, dict(flatten(report_settings.whole(settings))), rows, samples)
 
 

@@ -13,7 +13,6 @@ which training draws; 2: wrong use.
 
 import argparse
 import itertools
-import json
 import random
 import sys
 import typing
@@ -22,6 +21,7 @@ from pathlib import Path
 from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.errors import ArgumentParser, UsageError
+from megarl.plain_files import MAX_RECORDS, parse_json, read_text, reading
 from megarl.rewards.base import Sample
 from megarl.rewards.tasks import check_tasks, load_tasks, reasoning_gym
 from tools.make_prompts import normalise, write_files
@@ -80,16 +80,12 @@ def read_samples(path: str, flag: str, prompts: PromptSet) -> dict[int, list[str
     """The distinct finished responses, sorted, by prompt index. Raises UsageError with file and line."""
     indices = {prompt.text: prompt.index for prompt in prompts}
     found: dict[int, set[str]] = {}
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{flag} {path}: cannot be read: {error}") from None
+    with reading(f"{flag} {path}"):
+        lines = read_text(path, MAX_RECORDS).split("\n")[:-1]
     for number, line in enumerate(lines, start=1):
         where = f"{flag} {path}:{number}"
-        try:
-            sample = json.loads(line)
-        except ValueError as error:
-            raise UsageError(f"{where}: malformed JSON: {error}") from None
+        with reading(where, "malformed JSON"):
+            sample = parse_json(line)
         if not isinstance(sample, dict) or any(not isinstance(sample.get(key), kind) for key, kind in FIELDS.items()):
             raise UsageError(f"{where}: not a sample; allowed is an object with {', '.join(FIELDS)}")
         if sample["prompt"] not in indices:

@@ -11,7 +11,6 @@ the model's reward, the true score and the exact answers on held-out prompts, or
 
 import argparse
 import io
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics, series
 from megarl.observe.report_figure import GREY, legend, line, not_recorded, set_title, start_at_zero
+from megarl.plain_files import parse_record, read_records, reading
 
 STAGES = ("sft", "reward", "ppo")
 ACCURACY, MODEL, TRUE, EXACT = "eval/accuracy", "eval/reward/model", "eval/reward/reasoning-gym", "eval/accuracy"
@@ -90,9 +90,10 @@ def table(rows: list[Row]) -> str:
 def by_true_score(path: Path) -> list[tuple[float, float]]:
     """[(true score rounded to tenths, mean of the model's reward)] of the responses in a samples file."""
     found = defaultdict(list)
-    for row in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        values = json.loads(row)["reward_values"]
-        found[round(values["reasoning-gym"], 1)].append(values["model"])
+    with reading(str(path), "holds no rewards of samples"):
+        for row in read_records(path):
+            values = (parse_record(row) or {})["reward_values"]
+            found[round(values["reasoning-gym"], 1)].append(values["model"])
     return [(score, fmean(found[score])) for score in sorted(found)]
 
 

@@ -30,6 +30,7 @@ from megarl.data.prompt import Prompt
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import ArgumentParser, UsageError
+from megarl.plain_files import MAX_BYTES, read_text, reading
 
 _SPECIAL_IDS: dict[str, Any] = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
 _BYTES = 256
@@ -171,10 +172,8 @@ def make_files(arguments: argparse.Namespace, texts: list[str]) -> dict[str, byt
 
 
 def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--chat-template {path}: cannot be read: {error}") from None
+    with reading(f"--chat-template {path}"):
+        return read_text(path, MAX_BYTES)
 
 
 def write_files(files: dict[str, bytes], prefix: str) -> None:

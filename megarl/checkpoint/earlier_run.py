@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.arguments import RunConfig, Settings
 from megarl.errors import UsageError, flag_of, warn
 from megarl.observe.files import sync_directory
+from megarl.plain_files import resolved
 
 # All that a program writes into a run's folder, but for the stores of trackers, which hold several runs. The
 # checkpoints go first: without them nothing can be resumed.
@@ -33,7 +34,7 @@ def resumes_in_place(settings: Settings) -> bool:
     """Whether `--load` names the run in `--save`, or a checkpoint of it."""
     if not (settings.load and settings.save):
         return False
-    load, run = Path(settings.load).resolve(), Path(settings.save).resolve()
+    load, run = resolved(settings.load), resolved(settings.save)
     return load == run or load.parent == run / CHECKPOINTS
 
 
@@ -71,11 +72,11 @@ def _newest(folder: Path) -> Path | None:
 
 def _check_inputs(config: RunConfig, run: Path):
     """UsageError for a flag that names the earlier run or a file of it, which would no longer be there."""
-    moved = [path.resolve() for path in _entries(run)]
+    moved = [resolved(path) for path in _entries(run)]
     for flag, value in _texts(config):
         for word in re.split(r"[\s,=]+", value):
-            path = Path(word).resolve()
-            if word and moved and (path == run.resolve() or any(path.is_relative_to(entry) for entry in moved)):
+            path = resolved(word)
+            if word and moved and (path == resolved(run) or any(path.is_relative_to(entry) for entry in moved)):
                 raise UsageError(
                     f"{flag} {value}: is in the earlier run of --save {run}, which a new run moves aside; give the "
                     "new run another folder"

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.checkpoint import manifest as manifests
-from megarl.errors import WARNED, UsageError, warn
+from megarl.errors import WARNED, UsageError, one_line, warn
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.files import step_name, write_atomically
-from megarl.plain_files import read_text
+from megarl.plain_files import is_absent, read_text
 
 MANIFEST = manifests.NAME
 LATEST, BEST = "latest", "best"
@@ -35,9 +35,17 @@ def complete(checkpoints: Path) -> list[Path]:
 
 
 def named(checkpoints: Path, pointer: str) -> Path | None:
-    """The folder that `latest` or `best` names; None if the pointer does not exist."""
+    """The folder that `latest` or `best` names; None if the pointer does not exist, or is damaged."""
+    try:
+        return _pointed(checkpoints, pointer)
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _pointed(checkpoints: Path, pointer: str) -> Path | None:
+    """As `named`. OSError or UnicodeDecodeError for a damaged pointer."""
     path = checkpoints / pointer
-    if not path.is_file():
+    if is_absent(path):
         return None
     # Damage may make it a path that leads elsewhere.
     return checkpoints / Path(read_text(path, MAX_POINTER).strip().replace("\0", "") or "nothing").name
@@ -66,7 +74,7 @@ def find(path: str, flag: str) -> Path:
             folder = _newest_intact(folder / "checkpoints", path, flag)
         else:
             if folder.is_file() and folder.name in (LATEST, BEST):
-                folder = named(folder.parent, folder.name)
+                folder = _pointed(folder.parent, folder.name)
             if not folder.is_dir():
                 raise _nothing(path, flag)
             check(folder, flag)
@@ -87,7 +95,7 @@ def _newest_intact(checkpoints: Path, path: str, flag: str) -> Path:
     """The latest checkpoint of a run; if it cannot be used, the newest one that can."""
     problems: list[str] = []
     try:
-        latest = named(checkpoints, LATEST)
+        latest = _pointed(checkpoints, LATEST)
     except (OSError, UnicodeDecodeError):
         latest = None
         problems.append(f"{flag} {checkpoints / LATEST}: is damaged")
@@ -98,7 +106,8 @@ def _newest_intact(checkpoints: Path, path: str, flag: str) -> Path:
                 raise UsageError(f"{flag} {checkpoints / LATEST}: names {folder.name!r}, which does not exist")
             check(folder, flag)
         except (UsageError, OSError) as error:
-            problems.append(str(error) if isinstance(error, UsageError) else f"{flag} {folder}: {error}")
+            # The name of a folder that a damaged pointer names may be anything.
+            problems.append(one_line(str(error) if isinstance(error, UsageError) else f"{flag} {folder}: {error}"))
             continue
         _warn(problems, folder)
         return folder

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UsageError
-from megarl.plain_files import read_json
+from megarl.plain_files import is_absent, read_json
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".arrow")
 _DESCRIPTIONS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")  # hold no rows
@@ -85,10 +85,10 @@ def _files_of(name: str, flag: str) -> list[str]:
 
 def _files_of_folder(folder: Path, split: str | None, flag: str) -> list[str]:
     where = f"{flag} {folder}"
-    if (folder / "dataset_dict.json").is_file():
+    if not is_absent(folder / "dataset_dict.json"):
         names = _description(folder / "dataset_dict.json", "splits", where)
         return _saved_files(folder / _chosen(sorted(names), split, where), None, where)
-    if (folder / "state.json").is_file():
+    if not is_absent(folder / "state.json"):
         return _saved_files(folder, split, where)
     splits = _splits_of_repository(folder, where)
     files = splits[_chosen(sorted(splits), split, where)]

@@ -30,6 +30,7 @@ FILES = (
     "vocab.json", "merges.txt",
 )  # fmt: skip
 
+_READ = (*FILES, "chat_template.jinja", "config.json", "generation_config.json")
 _BATCH = 1024
 LONG_TEXT = 20_000  # characters
 _TEXTS = (".json", ".jinja", ".txt", ".model")  # that transformers reads whole
@@ -279,7 +280,7 @@ def _read_with_transformers(path: Path, where: str) -> "PreTrainedTokenizerBase"
 def _check_regular(path: Path, where: str):
     """UsageError for files that would be read without end: pipes, devices, and texts far above any tokenizer's."""
     for file in _folder_of(path).glob("*") if _is_folder(path) else [path]:
-        if file.exists() and not file.is_dir():
+        if file.name in _READ or (file.exists() and not file.is_dir()):
             with reading(f"{where}: {file.name}"):
                 check_regular(file, MAX_BYTES if file.suffix in _TEXTS or file == path else None)
 

@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.entry_kinds import fits, is_count
 from megarl.environments.protocol import Observation, Turn
 from megarl.environments.validation import checked
 from megarl.observe.files import write_atomically
+from megarl.plain_files import MAX_RECORDS, parse_record, read_bytes, reading
+
+_RECORD = {"place": str, "observation": dict, "tools": [dict], "step": is_count}  # kinds of a line's entries
 
 
 class JournalEntry(NamedTuple):
@@ -81,7 +85,8 @@ class Journal:
         `repairs`: lines that cannot be read, such as one that a kill cut, are removed, so that others follow on whole
         lines.
         """
-        content, whole = path.read_bytes(), []
+        with reading(str(path)):
+            content, whole = read_bytes(path, MAX_RECORDS), []
         for line in content.splitlines():
             if (found := _entry_of(line)) is not None:
                 place, entry, step = found
@@ -93,20 +98,22 @@ class Journal:
 
 def _entry_of(line: bytes) -> tuple[str, JournalEntry, int] | None:
     """(place, entry, step) of a line; None if it is none."""
-    try:
-        record = json.loads(line)
-        place, entry = record["place"], JournalEntry(checked(Observation(**record["observation"])), record["tools"])
-        step = record["step"]
-        return (place, entry, step) if isinstance(place, str) and isinstance(step, int) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    record = parse_record(line)
+    if record is None or not fits(record, _RECORD):
         return None
+    try:
+        observation = checked(Observation(**record["observation"]))
+    except (ValueError, TypeError):
+        return None
+    return record["place"], JournalEntry(observation, record["tools"]), record["step"]
 
 
 def _remove_lines(path: Path, through: int):
     """Removes the answers of the steps up to `through` from a file, and the file if nothing is left."""
     if not path.exists():
         return
-    found = ((line, _entry_of(line)) for line in path.read_bytes().splitlines())
+    with reading(str(path)):
+        found = ((line, _entry_of(line)) for line in read_bytes(path, MAX_RECORDS).splitlines())
     lines = [line for line, entry in found if entry is not None and entry[2] > through]
     if lines:
         write_atomically(path, b"\n".join(lines) + b"\n")

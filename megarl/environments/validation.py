@@ -7,6 +7,7 @@ from typing import Any
 from megarl.environments.protocol import Observation
 from megarl.measurements import parts_of, value_of
 from megarl.unicode_text import whole_unicode
+from megarl.user_results import shown
 
 ROLES = ("user", "system", "tool")
 MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
@@ -45,7 +46,7 @@ def _message(message: Any) -> dict[str, str]:
     if not isinstance(message, dict) or not {"role", "content"} <= set(message) <= _FIELDS:
         raise ValueError("a message is an object with role, content and perhaps tool_call_id and name")
     if message["role"] not in ROLES:
-        raise ValueError(f"a message has the role {message['role']!r}; allowed are {', '.join(ROLES)}"[:200])
+        raise ValueError(f"a message has the role {shown(message['role'])}; allowed are {', '.join(ROLES)}"[:200])
     for name, value in message.items():
         if not isinstance(value, str):
             raise ValueError(f"{name} of a message is {type(value).__name__}, not text")

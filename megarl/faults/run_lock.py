@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import RunStopped, UsageError, warn
+from megarl.plain_files import MAX_WRITTEN, read_json
 
 NAME = "run.lock"
 RENEWED = 5.0  # seconds between two renewals
@@ -143,7 +144,7 @@ class RunLock:
 def _read(path: Path) -> dict[str, Any] | None:
     """The owner of a lock; None if there is no lock, and {} if the file is damaged."""
     try:
-        owner = json.loads(path.read_text(encoding="utf-8"))
+        owner = read_json(path, MAX_WRITTEN)
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError, OSError):

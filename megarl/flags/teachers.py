@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from megarl.errors import UsageError
 from megarl.named_paths import parse_named_paths
+from megarl.plain_files import resolved
 from megarl.yaml_files import read_mapping
 
 FLAG = "--teachers"
@@ -105,7 +106,7 @@ def teacher_models(text: str, build: Callable[[TeacherFolder], Any]) -> TeacherM
     folders: dict[Path, int] = {}
     models, model_of = [], []
     for name, path in parse_named_paths(text).items():
-        key = Path(path).resolve()
+        key = resolved(path)
         if key not in folders:
             folders[key] = len(models)
             models.append(_built(name, path, build))

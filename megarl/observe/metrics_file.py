@@ -1,13 +1,15 @@
 """The metrics of a run: metrics.jsonl (one line per step, authoritative) and the same scalars for its trackers."""
 
-import json
 import sys
 from pathlib import Path
 
+from megarl.entry_kinds import MAX_COUNT
 from megarl.errors import UsageError
+from megarl.numbers import is_plain_number, is_whole
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.trackers.base import TrackerOptions
 from megarl.observe.trackers.open import open_trackers
+from megarl.plain_files import is_absent, parse_record, read_records, reading
 
 FILE_NAME = "metrics.jsonl"
 
@@ -71,7 +73,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 def series(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
     """(steps, values) of one metric, without the steps where it is missing or not finite."""
-    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    pairs = [(row["step"], row[name]) for row in rows if is_plain_number(row.get(name))]
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
@@ -82,12 +84,10 @@ def lines_after(path: Path, last_step: int) -> bytes:
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict]]:
     """(raw line, its record) for every complete line."""
-    if not path.is_file():
+    if is_absent(path):
         raise UsageError(f"no metrics file {path}")
-    # Split on the newline byte alone: text may contain other characters that splitlines() treats as line ends.
-    lines = path.read_bytes().split(b"\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
+    with reading(str(path)):
+        lines = read_records(path)
     pairs = []
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
@@ -102,17 +102,13 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict]]:
 
 def _parse(line: bytes) -> dict | None:
     """The record of one line, or None if the line is malformed."""
-    try:
-        record = json.loads(line)
-    except ValueError:  # also malformed UTF-8
-        return None
-    is_valid = isinstance(record, dict) and type(record.get("step")) is int
-    return record if is_valid else None
+    record = parse_record(line)
+    return record if record is not None and is_whole(record.get("step"), -MAX_COUNT, MAX_COUNT) else None
 
 
 def _drop_after(path: Path, last_step: int) -> bool:
     """Keep the lines with step <= last_step, byte for byte; returns whether there were others."""
-    if not path.exists():
+    if is_absent(path):
         return False
     lines = _read_lines(path)
     kept = [line + b"\n" for line, record in lines if record["step"] <= last_step]

@@ -7,9 +7,12 @@ Every text comes from a model or a data file: the page shows it as text and noth
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.errors import UsageError
+from megarl.numbers import is_plain_number
 from megarl.observe.files import step_of
+from megarl.plain_files import is_absent, parse_record, read_records, reading
 
 STEPS = 12  # in a report
 RESPONSES = 16  # of a step
@@ -37,7 +40,7 @@ def samples(directory: Path, rows: list[dict]) -> dict:
     budget, found = TOKENS // max(1, len(chosen)), []
     for step, notes in chosen.items():
         tokens = Path(directory, "tokens", files[step].name)
-        of_step = step_rows(_read(files[step]), _read(tokens) if tokens.is_file() else [])
+        of_step = step_rows(_read(files[step]), _read(tokens) if not is_absent(tokens) else [])
         found.append({"step": step, "notes": notes, "total": len(of_step), "rows": _shown(of_step, budget)})
     return {"steps": found, "recorded": len(recorded)}
 
@@ -154,8 +157,8 @@ def _is_list_of(value: object, kinds) -> bool:
     return isinstance(value, list) and all(isinstance(item, kinds) for item in value)
 
 
-def _number(value: object) -> float | None:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+def _number(value: Any) -> float | None:
+    return value if is_plain_number(value) else None
 
 
 def _numbers(value: object) -> dict | None:
@@ -175,15 +178,13 @@ def _text(value: object, limit: int) -> str | None:
 
 
 def _read(path: Path) -> list[dict]:
-    # Not splitlines(): text may contain other characters that it treats as line ends.
-    return [_record(path, number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line]
+    with reading(str(path)):
+        lines = read_records(path)
+    return [_record(path, number, line) for number, line in enumerate(lines, 1) if line]
 
 
 def _record(path: Path, number: int, line: bytes) -> dict:
-    try:
-        record = json.loads(line, parse_constant=lambda name: None)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
+    record = parse_record(line)
+    if record is None:
         raise UsageError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
     return record

@@ -7,9 +7,9 @@ import json
 import shlex
 from pathlib import Path
 
-import yaml
-
+from megarl import yaml_files
 from megarl.errors import UsageError
+from megarl.plain_files import MAX_BYTES, is_absent, read_text, reading
 
 FILE_NAME = "settings.yaml"
 # Entries about the settings: the module and the arguments as typed; the names of those that the user set, by section.
@@ -20,15 +20,12 @@ SECTIONS = ("run", "environment", "megarl", "roles", "megatron")  # in the order
 def read_settings(directory: Path) -> dict:
     """The content of a run's settings.yaml; empty without the file. Raises UsageError for a damaged one."""
     path = Path(directory, FILE_NAME)
-    if not path.is_file():
+    if is_absent(path):
         return {}
-    try:
-        # The C loader needs a tenth of the time for the thousands of lines of four roles.
-        found = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError):
-        found = None
+    with reading(str(path)):
+        found = yaml_files.parse(read_text(path, MAX_BYTES))
     if not isinstance(found, dict):
-        raise UsageError(f"{path} is not the YAML of a run's settings")
+        raise UsageError(f"{path}: is not the YAML of a run's settings")
     return found
 
 

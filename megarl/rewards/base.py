@@ -8,9 +8,10 @@ from typing import Any
 from megarl import user_results
 from megarl.measurements import parts_of, value_of
 from megarl.user_code import place_of
+from megarl.user_results import shown, shown_error
 
 _SHOWN = 80  # characters of prompt and response in a reason
-_SHOWN_PARTS = 500
+_LONGEST = 2000  # characters of what went wrong
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,9 @@ def whole_response(sample: Sample) -> str | None:
 def failure(name: str, sample: Sample, problem: object) -> str:
     """One line that says why the verifier `name` has no score for a sample; exceptions with their type and place."""
     if isinstance(problem, BaseException) and not isinstance(problem, ScoringError):
-        problem = f"{type(problem).__name__}: {problem}{place_of(problem)}"
-    return f"reward {name} on prompt {_shown(sample.prompt)}: {problem}; the response was {_shown(sample.response)}"
+        problem = f"{shown_error(problem)}{place_of(problem)}"
+    text = str(problem) if len(str(problem)) <= _LONGEST else f"{str(problem)[:_LONGEST]}…"
+    return f"reward {name} on prompt {_shown(sample.prompt)}: {text}; the response was {_shown(sample.response)}"
 
 
 def _shown(text: str) -> str:
@@ -163,7 +165,9 @@ class Verifier:
         try:
             return _plain(_score_of(result, sample))
         except ValueError as error:
-            return failure(self.name, sample, ScoringError(error))
+            return failure(self.name, sample, ScoringError(shown_error(error).removeprefix("ValueError: ")))
+        except Exception as error:  # objects of the user can raise anything, and lists and objects can be endless
+            return failure(self.name, sample, f"its result cannot be read ({shown_error(error)})")
 
 
 def _listed(results: Any) -> list[Any]:
@@ -203,9 +207,9 @@ def _plain(result: object) -> Score:
         raise ValueError(f"returned {type(result).__name__}{_keys(result)}, not a Score or a number")
     reward, parts = value_of("reward", result.reward), parts_of(result.parts)
     if parts and not math.isclose(math.fsum(parts.values()), reward, rel_tol=1e-6, abs_tol=1e-6):
-        raise ValueError(f"parts {result.parts} do not add up to {result.reward}"[:_SHOWN_PARTS])
+        raise ValueError(f"parts {shown(result.parts)} do not add up to {shown(result.reward)}")
     if not isinstance(result.extracted, str | None):
-        raise ValueError(f"extracted is {result.extracted!r:.80}, neither a string nor None")
+        raise ValueError(f"extracted is {shown(result.extracted)}, neither a string nor None")
     return replace(
         result, reward=reward, correct=bool(result.correct), parts=parts, timed_out=bool(result.timed_out),
         abstains=bool(result.abstains),
@@ -214,4 +218,4 @@ def _plain(result: object) -> Score:
 
 def _keys(result: object) -> str:
     """The keys of a dictionary that is no result, for its error."""
-    return f" with {', '.join(map(repr, list(result)[:5])) or 'no key'}" if isinstance(result, dict) else ""
+    return f" with {', '.join(map(shown, list(result)[:5])) or 'no key'}" if isinstance(result, dict) else ""

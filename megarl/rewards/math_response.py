@@ -17,7 +17,7 @@ _TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 # Words that are mathematics: names of functions, and short units right after a digit.
 WORD = re.compile(r"(?<![A-Za-z\\])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt|pi)(?![A-Za-z]))[A-Za-z]{2,}")
-_LINE_NUMBER = re.compile(r"^[\s>*#-]*\d+[.)](?=\s)", re.MULTILINE)
+_LINE_NUMBER = re.compile(r"^[ \t>*#-]*\d+[.)](?=\s)", re.MULTILINE)
 _OPERATORS = ("+", "-", "*", "/", "=", "<", ">", "^", r"\times", r"\cdot", r"\le", r"\ge", r"\ne", r"\pm", r"\in")
 _ANSWER = re.compile("answer", re.IGNORECASE)
 _REACH = 60  # characters between the word `answer` and the formula

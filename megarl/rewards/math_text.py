@@ -44,7 +44,7 @@ _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?|\.\d+)[eE]([-+]?\d{1,4})(?![
 _REPEATING = re.compile(r"(?<![\d.])(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 _ORDINAL = re.compile(r"(?<=\d)(?:\^?\{?\\text\{\s*(?:st|nd|rd|th)\s*\}\}?|\s?(?:st|nd|rd|th)(?![A-Za-z]))")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALE = re.compile(rf"(?<=[\d}}])\s*(?:\\text\{{)?\s*({'|'.join(_SCALES)})s?(?![A-Za-z])\s*([^{{}}]*)(\}})?")
+_SCALE = re.compile(rf"(?<=[\d}}])\s*(?:\\text\{{\s*)?({'|'.join(_SCALES)})s?(?![A-Za-z])\s*([^{{}}]*)(\}})?")
 _ENCLOSED = [
     re.compile(pattern, re.DOTALL)
     for pattern in (
@@ -53,7 +53,7 @@ _ENCLOSED = [
     )
 ]  # fmt: skip
 _LABEL = re.compile(r"(?:[A-Za-z' ]*\b(?:is|are|equals)\b|[Aa]nswer)\s*:?\s*\$([^$]+)\$\s*\.?")
-_BARE_SET = re.compile(r"^\{([^{}]*,[^{}]*)\}$")
+_BARE_SET = re.compile(r"^\{(?=[^{},]*,)([^{}]*)\}$")
 _ABOUT = re.compile(r"^\s*(?:\\(?:approx|sim|bullet)(?![A-Za-z])|~(?!\d{3}))")
 _CHOICE = re.compile(r"\(?\s*([A-Z])\s*(?:\)|\.|\):?)?")
 

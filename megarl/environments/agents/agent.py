@@ -14,7 +14,7 @@ from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.numbers import is_finite
 from megarl.rewards.base import Score
-from megarl.user_results import is_async, number_of
+from megarl.user_results import is_async, number_of, shown
 
 
 @dataclass(frozen=True)
@@ -123,4 +123,4 @@ def observation_of(score: Any) -> Observation:
         return Observation(reward=score.reward, done=True, correct=score.correct, parts=score.parts)
     if (number := number_of(score)) is not None and is_finite(number):
         return Observation(reward=number, done=True)
-    raise TypeError(f"an agent's score is a number or a Score, not {score!r}"[:200])
+    raise TypeError(f"an agent's score is a number or a Score, not {shown(score)}")

@@ -15,6 +15,7 @@ from megarl.observe import activity
 from megarl.observe.files import write_atomically
 from megarl.observe.trackers.base import REMOTE, TENSORBOARD, TrackedRun, Tracker, TrackerOptions
 from megarl.observe.trackers.tensorboard import TensorBoardTracker
+from megarl.plain_files import MAX_WRITTEN, read_json, reason_of
 
 IDS_FILE = "trackers.json"
 # Set before the packages are imported, which would otherwise report their use, or their errors, to their makers.
@@ -98,14 +99,14 @@ def _ids(directory: Path, names: list[str]) -> dict[str, tuple[str, bool]]:
     once continues the same run."""
     path, ids = directory / IDS_FILE, {}
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path, MAX_WRITTEN)
         if not isinstance(stored, dict):
             raise ValueError("it holds no JSON object")
         ids = {name: found for name, found in stored.items() if isinstance(found, str) and found.isalnum()}
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
-        warn([f"{path}: cannot be read ({' '.join(str(error).split())}); the trackers get new runs"])
+    except Exception as error:  # a file made for harm can raise anything
+        warn([f"{path}: cannot be read ({reason_of(error)}); the trackers get new runs"])
     new = {name: secrets.token_hex(6) for name in names if name not in ids}
     if new:
         write_atomically(path, json.dumps(ids | new, indent=1, sort_keys=True) + "\n")

@@ -33,8 +33,9 @@ _GOES_ON_AFTER = re.compile(r"\d|[.,]\d|[\u00b2\u00b3\u00b9\u00bc-\u00be]")
 _IS_JOINED_AFTER = re.compile(
     r"[^\W\d]|\^|\*\*\d|\s*%|[:-]\d|\s*-\s*\d|\s+(?:to|or)\s+\.?\d|\s+percent\b|/\d+/", re.IGNORECASE
 )
-_WORD = re.compile(r"[^\s;]*\d[^\s;]*")
-_BEFORE = re.compile(r"^[^\d+.-]*[:=(\[{<>\"'|#~]+(?=[-+.\d])")
+_WORD = re.compile(r"[^\s;]+")
+_DIGIT = re.compile(r"\d")
+_BEFORE = re.compile(r"^[^\d+.-]*[:=(\[{<>\"'|#~](?=[-+.\d])")
 _AFTER = re.compile(r"[\])}>\"'|.,:!?*\\]+$")
 
 
@@ -62,7 +63,7 @@ def last_number(text: str, highest: float | None) -> float | None:
     text = _MARKUP.sub(" ", text)
     for pattern, replacement in _WORDS:
         text = pattern.sub(replacement, text)
-    for word in reversed(_WORD.findall(text)):
+    for word in filter(_DIGIT.search, reversed(_WORD.findall(text))):
         word = _AFTER.sub("", _BEFORE.sub("", word)).lstrip("([{\"'|<>#~$*")
         if not word[:1].isalpha() and word[:1] != "_":
             return number_of(word, highest)

@@ -14,7 +14,7 @@ from megarl.rewards.judge.judgement_text import last_number, numbers_of_matches,
 
 NumbersRule = Callable[[str], list[float] | None]  # judgement -> its number, or one for each response; None: none
 
-_BROKEN = re.compile(r"""\{\s*["'}]""")
+_OBJECT = re.compile(r"""\{\s*["'}]""")  # an object begins, perhaps a broken one
 _LETTER = re.compile(r"[^\W\d_]{2}")
 _TAG = re.compile(r"</?[A-Za-z][\w-]*>")
 
@@ -65,18 +65,15 @@ def _field_finder(name: Any) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         text = _after_reasoning(text)
-        found, start = None, text.find("{")
-        while start >= 0:
+        found, start = None, _OBJECT.search(text)
+        while start:
             try:
-                item, end = decoder.raw_decode(text, start)
+                item, end = decoder.raw_decode(text, start.start())
             except (ValueError, RecursionError):
-                if _BROKEN.match(text, start):
-                    return None
-                end = start + 1
-            else:
-                if name in item and _is_verdict(text, start, end):
-                    found = item[name]
-            start = text.find("{", end)
+                return None
+            if name in item and _is_verdict(text, start.start(), end):
+                found = item[name]
+            start = _OBJECT.search(text, end)
         return found
 
     return read

@@ -1,7 +1,13 @@
 """The journal: what a kill leaves of it, other layouts, and what is forgotten."""
 
+import json
+import os
+
+import pytest
+
 from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.protocol import Observation, Turn
+from megarl.errors import UsageError
 
 
 def turns(*texts: str) -> list[Turn]:
@@ -97,3 +103,28 @@ def test_foreign_lines_are_passed_over(tmp_path):
     journal.add("b", [], entry("b"))
     journal.discard(through=-1)
     assert Journal(tmp_path, 0, 1).find("b", []) == entry("b")
+
+
+RECORD = {"place": "a", "observation": {"reward": 0.5}, "tools": [], "step": 1}
+DAMAGED = {
+    "no record": "7", "deep lists": "[" * 100_000, "5,000 digits": '{"step": ' + "7" * 5000 + "}",
+    "no messages": json.dumps(RECORD | {"observation": {"messages": "text"}}),
+    "no message": json.dumps(RECORD | {"observation": {"messages": [{"role": "root", "content": "x"}]}}),
+    "endless reward": json.dumps(RECORD).replace("0.5", "1e999"), "an unknown field": json.dumps(
+        RECORD | {"observation": {"file": "x"}}),
+    "no tools": json.dumps(RECORD | {"tools": "x"}), "no step": json.dumps(RECORD | {"step": -1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_line_that_no_environment_answered_is_left_out(name, tmp_path):
+    path = tmp_path / "replica_00000.jsonl"
+    path.write_text(f"{json.dumps(RECORD)}\n{DAMAGED[name]}\n")
+    Journal(tmp_path, 0, 1)
+    assert path.read_text() == json.dumps(RECORD) + "\n"
+
+
+def test_a_pipe_is_no_journal(tmp_path):
+    os.mkfifo(tmp_path / "replica_00000.jsonl")
+    with pytest.raises(UsageError, match="is no regular file"):
+        Journal(tmp_path, 0, 1)

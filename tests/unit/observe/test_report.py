@@ -215,7 +215,7 @@ def test_a_damaged_file_is_named(name, content, runs, tmp_path, capsys):
     (run / name).write_text(content)
     assert main([str(run)]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(f"error: {run / name} ")
+    assert said.count("\n") == 1 and said.startswith(f"error: {run / name}")
 
 
 def test_the_tool_makes_a_report(runs, tmp_path):

@@ -272,3 +272,52 @@ def test_numpy_numbers_become_floats():
     result = scored(reward, Sample("q", "a"))
     assert (type(result.reward), type(result.correct), type(result.parts["a"])) == (float, bool, float)
     assert json.loads(json.dumps(result.parts)) == {"a": 0.5}
+
+
+class Unreadable:
+    """An object of a user whose methods fail in ways of their own."""
+
+    def __repr__(self):
+        raise KeyError("repr")
+
+    def item(self):
+        raise KeyError("item")
+
+
+def nested(wrap: Callable, depth: int = 5000):
+    value = 1.0
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+HUGE = 10**5000  # `repr` of it raises, and no float holds it
+RESULTS = {
+    "huge": HUGE, "huge score": Score(HUGE, True), "huge part": Score(1.0, True, {"a": HUGE}),
+    "huge answer": Score(1.0, True, extracted=HUGE), "huge fraction": Fraction(HUGE, 3),
+    "decimal without end": Decimal("1e999999"), "parts of too large a sum": Score(1.0, True, {"a": 1e308, "b": 1e308}),
+    "deep objects": nested(lambda value: {"score": value}), "deep lists": nested(lambda value: [value]),
+    "deep lists of objects": nested(lambda value: [{"reward": value}]), "unreadable": Unreadable(),
+    "unreadable reward": Score(Unreadable(), True), "unreadable part": Score(1.0, True, {"a": Unreadable()}),
+    "unreadable name": Score(1.0, True, {Unreadable(): 1.0}), "unreadable parts": Score(1.0, True, [Unreadable()]),
+    "unreadable key": {Unreadable(): 1}, "long name": Score(1.0, True, {"k" * 10**6: 2.0}), "long text": "x" * 10**6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_whatever_a_function_returns_is_a_failure_of_one_short_line(name):
+    (outcome,) = Verifier("mine", lambda sample: RESULTS[name]).outcomes([Sample("p", "r")])
+    assert isinstance(outcome, str) and outcome.startswith("reward mine on prompt 'p': ")
+    assert len(outcome) < 3000 and "\n" not in outcome
+
+
+def test_an_exception_without_a_text_is_a_failure():
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError("str")
+
+    def fail(sample):
+        raise Mute
+
+    (outcome,) = Verifier("mine", fail).outcomes([Sample("p", "r")])
+    assert "Mute" in outcome

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from megarl.errors import UsageError, one_line
 from megarl.mcore.weights.hf import quantized
 from megarl.mcore.weights.hf.stored_tensors import FolderTensor, StoredTensor
-from megarl.plain_files import read_json, reason_of
+from megarl.plain_files import is_absent, read_json, reason_of
 
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -91,7 +91,9 @@ class HFFolder:
         try:
             content = read_json(self.path / name, MAX_BYTES)
         except FileNotFoundError:
-            return None
+            if is_absent(self.path / name):
+                return None
+            raise self.error(f"{name} is a link to a file that does not exist") from None
         except (ValueError, RecursionError) as error:
             raise self.error(f"{name} is not JSON ({reason_of(error)})") from None
         except OSError as error:
