@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from megarl.deferred import torch
 from megarl.observe.files import write_atomically
 from megarl.observe.terminal import ranges_text, table
 
@@ -48,6 +47,7 @@ def _write_collectives(folder: Path, rank: int, path: Path):
     recorded = _flight_recorder()
     if recorded is None:
         return
+    dist = torch.distributed
     ranks = {name: dist.get_process_group_ranks(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
     recorded["pg_config"] = {  # gloo names its groups otherwise than its collectives, so that torchfrtrace fails
         name: {"name": name, "desc": "", "ranks": str(members)} for name, members in ranks.items()
@@ -63,6 +63,7 @@ def _flight_recorder() -> dict | None:
     """What torch has recorded for the backend in use; None if this torch records nothing."""
     from torch._C import _distributed_c10d as c10d
 
+    dist = torch.distributed
     name = "_dump_nccl_trace" if dist.is_initialized() and dist.get_backend() == "nccl" else "_dump_fr_trace"
     dump = getattr(c10d, name, None)
     return None if dump is None else pickle.loads(dump())  # what torch has written in this process

@@ -263,12 +263,9 @@ def is_first_to_fail() -> bool | None:
     """Reports to the other ranks that this rank fails; whether none had before. None: the store is gone."""
     if not has_met():
         return True
-    rank = str(torch.distributed.get_rank())
+    rank, store = str(torch.distributed.get_rank()), torch.distributed.distributed_c10d._get_default_store()
     try:
-        return (
-            torch.distributed.distributed_c10d._get_default_store().compare_set(f"{KEY}/failed", "", rank).decode()
-            == rank
-        )
+        return store.compare_set(f"{KEY}/failed", "", rank).decode() == rank
     except RuntimeError:
         return None
 
@@ -288,10 +285,9 @@ def start(limit: timedelta, timers: Timers, folder: Path | None = None):
     """Starts this process's heartbeat in the default process group; ends an earlier one. `folder`: of the run."""
     global _running
     finish()
-    store = torch.distributed.distributed_c10d._get_default_store().clone()
-    _running = Heartbeat(
-        store, torch.distributed.get_rank(), torch.distributed.get_world_size(), limit, timers, folder=folder
-    )
+    dist = torch.distributed
+    store = dist.distributed_c10d._get_default_store().clone()
+    _running = Heartbeat(store, dist.get_rank(), dist.get_world_size(), limit, timers, folder=folder)
 
 
 def finish():
