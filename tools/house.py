@@ -26,7 +26,7 @@ LIMITS = {
     "files": 660,
     "files below 60 lines": 200,
     "classes": 770,
-    "fmt: skip": 470,
+    "fmt: skip": 471,
     "star-passed local tuples": 300,
     "functions with 9 and more parameters": 38,
     "file names that occur twice": 45,
