@@ -48,9 +48,9 @@ def _advantages(walk: Walk, groups) -> dict:
 def _losses(walk: Walk) -> dict:
     from megarl.algorithms.aggregation import AGGREGATIONS, local_counts
     from megarl.algorithms.kl import KL_KINDS
+    from megarl.algorithms.policy_loss import MinibatchTokens
     from megarl.algorithms.policy_losses import POLICY_LOSSES
     from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS, correction_sums
-    from megarl.algorithms.token_selection import MinibatchTokens
     from megarl.flags.settings import Settings
     from megarl.mcore.model.forward_pass import TokenScores
     from megarl.roles.actor_loss import ActorLoss

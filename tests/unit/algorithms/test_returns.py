@@ -1,13 +1,14 @@
 """Returns-to-go, and sums over and broadcasts to sequences: against verl, plain loops and closed forms."""
 
 import itertools
+import math
 import types
 
 import pytest
 import torch
 
 from megarl.algorithms.packed import broadcast_to_tokens, sums_by_sequence
-from megarl.algorithms.returns import discounted_to_go
+from megarl.algorithms.returns import discounted_sums, discounted_to_go
 from tests.references.ragged import ragged_batches
 from tests.references.verl_core_algos import load_verl
 
@@ -88,3 +89,14 @@ def test_wrong_arguments_are_rejected():
         sums_by_sequence(ones[:1], *where)
     with pytest.raises(ValueError, match=r"values must be \[1\], one a sequence, got \[4\]"):
         broadcast_to_tokens(ones, *where)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.9, 1.0])
+def test_discounted_sums_are_those_of_the_loop(factor):
+    for batch in ragged_batches():
+        noise = torch.where(batch.mask, batch.normal(), math.nan)
+        sums = [f(noise, batch.mask, batch.cu_seqlens, factor) for f in (discounted_sums, discounted_to_go)]
+        torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
+        assert not sums[0][~batch.mask].any()
+    nothing = torch.zeros(0, dtype=torch.bool)
+    assert not len(discounted_sums(torch.zeros(0), nothing, torch.zeros(1, dtype=torch.long), factor))

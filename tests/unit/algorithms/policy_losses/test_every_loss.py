@@ -2,17 +2,18 @@
 
 import dataclasses
 import itertools
-import re
-import sys
 
 import pytest
 import torch
 
-from megarl.algorithms import policy_losses
 from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts
-from megarl.algorithms.policy_loss import ClipOptions, MinibatchResponses, PolicyLoss, PolicyTerms, PolicyTokens
-from megarl.algorithms.policy_losses import POLICY_LOSSES, option_kinds, policy_loss_of
-from megarl.algorithms.token_selection import MinibatchTokens
+from megarl.algorithms.policy_loss import (
+    ClipOptions,
+    MinibatchResponses,
+    MinibatchTokens,
+    PolicyTokens,
+)
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens
 
@@ -90,12 +91,6 @@ def test_every_option_is_read(name):
             losses = [function(_prepared(name, tokens, options), options).loss for options in (default, other)]
             changed |= not losses[0].equal(losses[1])
         assert changed, field.name
-
-
-def test_the_upper_clip_range_is_the_lower_one_unless_given():
-    loss = POLICY_LOSSES["gspo"]
-    assert loss.options.high == 0.2 and loss.with_options({"clip-range": 0.4}).options.high == 0.4
-    assert loss.with_options({"clip-range-high": 0.3}).values() == {"clip-range": 0.2, "clip-range-high": 0.3}
 
 
 @EVERY_LOSS
@@ -257,82 +252,3 @@ def test_gradcheck_stands_clear_of_the_kinks():
     assert all((places - kink).abs().min() > 1e-3 for kink in kinks)
     outside = [(places < -0.23).any(), (places > 0.31).any(), ((places > -0.2) & (places < 0.26)).any()]
     assert all(outside), "every side of the clip is there"
-
-
-# -- losses from outside -----------------------------------------------------------------------------------------
-
-
-def halved(tokens, clip):
-    terms = POLICY_LOSSES["ppo-clip"].function(tokens, clip)
-    return PolicyTerms(0.5 * terms.loss, terms.clipped, terms.approx_kl)
-
-
-def with_options(**fields):
-    """`halved` with its own options: name=(annotation, default…)."""
-
-    def function(tokens, options):
-        return halved(tokens, options)
-
-    function.options = dataclasses.make_dataclass("Options", [
-        (name, kind, *(dataclasses.field(default=value) for value in default))
-        for name, (kind, *default) in fields.items()
-    ], frozen=True)  # fmt: skip
-    return function
-
-
-def test_a_plug_in_loss_takes_the_clip_options():
-    loss = policy_loss_of("halved", halved)
-    assert loss == PolicyLoss("halved", halved, ClipOptions())
-    assert list(loss.flags()) == ["clip-range", "clip-range-high", "dual-clip"]
-
-
-def test_a_plug_in_loss_may_have_its_own_options():
-    loss = policy_loss_of("my_loss", with_options(weight=(float, 2.0), kind=(str | None, None), is_on=(bool, True)))
-    assert option_kinds(loss) == {"my-loss-weight": float, "my-loss-kind": str, "my-loss-is-on": bool}
-    chosen = loss.with_options({"my-loss-weight": 3.0, "gamma": 0.5})
-    assert chosen.values() == {"my-loss-weight": 3.0, "my-loss-kind": None, "my-loss-is-on": True}
-    assert chosen.function is loss.function and loss.options.weight == 2.0
-
-
-@pytest.mark.parametrize("fields, says", [
-    ({"weight": (float,)}, "options of f need defaults: weight"),
-    ({"weights": (list[int], ())}, "option weights of f is list"),
-    ({"weight": (int | float, 1)}, "option weight of f is int | float; allowed: int, float, bool, str"),
-])  # fmt: skip
-def test_options_that_cannot_be_flags(fields, says):
-    with pytest.raises(ValueError, match="^" + re.escape(says)):
-        policy_loss_of("f", with_options(**fields))
-    halved_with_a_table = with_options()
-    halved_with_a_table.options = {"weight": 1.0}
-    with pytest.raises(ValueError, match="options of f must be a dataclass"):
-        policy_loss_of("f", halved_with_a_table)
-
-
-# -- files -------------------------------------------------------------------------------------------------------
-
-SOURCE = """
-from megarl.algorithms.policy_loss import NoOptions, PolicyLoss
-LOSSES = (PolicyLoss({name!r}, print, NoOptions()),)
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy_losses, "__path__", [*policy_losses.__path__, str(tmp_path)])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    return tmp_path
-
-
-def test_a_loss_file_in_the_folder_is_found(folder):
-    (folder / "squared.py").write_text(SOURCE.format(name="squared"))
-    assert set(policy_losses.discover()) == {*POLICY_LOSSES, "squared"}
-
-
-@pytest.mark.parametrize("text, says", [
-    ("", "nothing_there.py: defines no LOSSES"),
-    (SOURCE.format(name="gspo"), "a policy loss called gspo already exists"),
-])  # fmt: skip
-def test_files_without_a_loss(folder, text, says):
-    (folder / "nothing_there.py").write_text(text)
-    with pytest.raises(ValueError, match=says):
-        policy_losses.discover()

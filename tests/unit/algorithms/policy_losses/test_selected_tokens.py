@@ -8,11 +8,18 @@ import types
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import ClipOptions
+from megarl.algorithms.policy_loss import ClipOptions, MinibatchTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.policy_losses.covariance import ClipCovOptions, KlCovOptions, clip_cov, kl_cov
-from megarl.algorithms.policy_losses.m2po import M2poOptions, m2po
-from megarl.algorithms.token_selection import MinibatchTokens, lowest_that_fit, random_keys, sort_keys
+from megarl.algorithms.policy_losses.selected_tokens import (
+    ClipCovOptions,
+    KlCovOptions,
+    M2poOptions,
+    kl_cov,
+    lowest_that_fit,
+    masked_ppo_clip,
+    random_keys,
+    sort_keys,
+)
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens, verl_loss
 
@@ -158,7 +165,7 @@ def test_clip_cov_equals_verl():
         selected = POLICY_LOSSES["clip-cov"].select(minibatch_tokens, options)
         settings = types.SimpleNamespace(clip_cov_ratio=1.0, clip_cov_lb=least, clip_cov_ub=most)
         theirs, metrics = verl_loss("clip_cov", batch, tokens, ClipOptions(0.2, 0.28), policy_loss=settings)
-        terms = clip_cov(policy_tokens_with(tokens, selected), options)
+        terms = masked_ppo_clip(policy_tokens_with(tokens, selected), options)
         assert_same(terms.loss, theirs, tokens.logprobs, batch.mask)
         assert float(selected[batch.mask].double().mean()) == pytest.approx(metrics["actor/pg_clipfrac"], abs=1e-7)
         assert torch.equal(terms.clipped[batch.mask], selected[batch.mask])
@@ -178,7 +185,7 @@ def test_selected_tokens_have_no_loss_in_m2po():
     batch = ragged_batches()[7]
     _, tokens = policies(batch, 0.1)
     selected = batch.mask & (torch.arange(len(batch.mask)) % 2 == 0)
-    terms, plain = (m2po(policy_tokens_with(tokens, chosen), M2poOptions()) for chosen in (selected, None))
+    terms, plain = (masked_ppo_clip(policy_tokens_with(tokens, chosen), M2poOptions()) for chosen in (selected, None))
     assert not terms.loss[selected].any() and terms.clipped[selected].all() and selected.any()
     assert torch.equal(terms.loss[~selected], plain.loss[~selected])
 

@@ -7,13 +7,17 @@ import pytest
 import torch
 
 from megarl.algorithms.policy_loss import ClipOptions, ClipRange
-from megarl.algorithms.policy_losses.dppo import KlOptions, TvOptions, binary_kl, dppo_kl, dppo_tv
-from megarl.algorithms.policy_losses.fipo import FipoOptions, fipo
-from megarl.algorithms.policy_losses.gspo import luspo
-from megarl.algorithms.policy_losses.rollout_is import rollout_is
-from megarl.algorithms.policy_losses.topr import ToprOptions, topr
-from megarl.algorithms.policy_losses.vespo import VespoOptions, vespo
-from megarl.algorithms.returns import discounted_sums, discounted_to_go
+from megarl.algorithms.policy_losses.single_tokens import (
+    DppoKlOptions,
+    DppoTvOptions,
+    FipoOptions,
+    binary_kl,
+    dppo_kl,
+    dppo_tv,
+    fipo,
+    rollout_is,
+)
+from megarl.algorithms.policy_losses.whole_responses import ToprOptions, VespoOptions, luspo, topr, vespo
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens, verl_loss
 
@@ -73,7 +77,7 @@ def coin_kl(p, q):
 
 @pytest.mark.parametrize("name", ["tv", "kl"])
 def test_dppo_equals_the_formula(name):
-    loss, kind = {"tv": (dppo_tv, TvOptions), "kl": (dppo_kl, KlOptions)}[name]
+    loss, kind = {"tv": (dppo_tv, DppoTvOptions), "kl": (dppo_kl, DppoKlOptions)}[name]
     some_masked = 0
     for _, tokens, (low, high) in cases():
         options, weights = kind(low, high, cap=3.0), []
@@ -95,7 +99,7 @@ def test_dppo_equals_the_formula(name):
 def test_dppo_equals_verl(name):
     """verl's trainer gives the old policy's log-probs the name of the anchor; here μ is it. It adds 1e-8 in its KL, and
     clamps nothing there, so tokens whose probability rounds to 1 are left out."""
-    loss, kind = {"tv": (dppo_tv, TvOptions), "kl": (dppo_kl, KlOptions)}[name]
+    loss, kind = {"tv": (dppo_tv, DppoTvOptions), "kl": (dppo_kl, DppoKlOptions)}[name]
     for batch, tokens, clip in cases():
         anchored = policy_tokens(batch, tokens.logprobs, tokens.rollout_logprobs, tokens.advantages)
         theirs, _ = verl_loss(f"dppo_{name}", batch, anchored, ClipOptions(*clip, dual=3.0))
@@ -178,17 +182,6 @@ def test_fipo_equals_the_formula():
                 expected.append((loss, clipped))
         check(fipo(tokens, options), tokens, expected)
     assert some_scaled > 500
-
-
-@pytest.mark.parametrize("factor", [0.0, 0.9, 1.0])
-def test_discounted_sums_are_those_of_the_loop(factor):
-    for batch in ragged_batches():
-        noise = torch.where(batch.mask, batch.normal(), math.nan)
-        sums = [f(noise, batch.mask, batch.cu_seqlens, factor) for f in (discounted_sums, discounted_to_go)]
-        torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
-        assert not sums[0][~batch.mask].any()
-    nothing = torch.zeros(0, dtype=torch.bool)
-    assert not len(discounted_sums(torch.zeros(0), nothing, torch.zeros(1, dtype=torch.long), factor))
 
 
 def test_without_log_probs_of_the_rollout_the_old_policy_generated():
