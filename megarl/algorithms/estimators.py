@@ -13,8 +13,7 @@ from typing import NamedTuple
 from megarl.algorithms.advantages import gae
 from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo, unequal_groups
 from megarl.algorithms.packed import broadcast_to_tokens
-from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
 from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
