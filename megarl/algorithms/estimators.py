@@ -10,15 +10,19 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import NamedTuple
 
-from megarl.algorithms.advantages import gae
+from megarl.algorithms.advantages import discounted_to_go, gae
 from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo, unequal_groups
 from megarl.algorithms.packed import broadcast_to_tokens
+from megarl.algorithms.position_baselines import (
+    on_turns,
+    returns_to_go,
+    token_baseline_advantages,
+    turn_rloo,
+    turn_sums,
+)
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
-from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
-from megarl.algorithms.token_baseline import token_baseline_advantages
-from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
 from megarl.deferred import Tensor, no_grad, torch
 
 NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; others are of built-in ones
@@ -157,11 +161,11 @@ def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
 def otb_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = G_t − B_t with the optimal token baseline of the group at each token position (OTB, arXiv 2602.07078)."""
     is_unequal = unequal_groups(step.raw_scores, step.groups)
-    groups = torch.where(is_unequal, step.groups, 0)  # lost responses are alone in groups of large numbers
-    shape = (int(groups.max()) + 1, int(step.response_lengths.max())) if len(groups) else (0, 0)
-    columns = step.token_rewards, step.token_logprobs, step.squares
-    of_rank, where = (groups[step.sequence_ids], is_unequal[step.sequence_ids]), (step.response_mask, step.cu_seqlens)
-    return _finished(step, options, token_baseline_advantages(*columns, *of_rank, shape, *where, step.total))
+    groups = torch.where(is_unequal, step.groups, -1)  # lost responses are alone in groups of large numbers
+    shape = (max(int(groups.max()), 0) + 1, int(step.response_lengths.max())) if len(groups) else (0, 0)
+    columns = step.token_rewards, step.token_logprobs, step.squares, groups[step.sequence_ids]
+    advantages = token_baseline_advantages(*columns, shape, step.response_mask, step.cu_seqlens, step.total)
+    return _finished(step, options, advantages)
 
 
 def no_advantages(step: StepData, options: AdvantageOptions) -> Advantages:

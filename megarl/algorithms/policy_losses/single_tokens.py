@@ -6,6 +6,7 @@ r = π_θ/π_old is the ratio to the policy at the start of the step, w = π_θ/
 import dataclasses
 import math
 
+from megarl.algorithms.advantages import discounted_sums
 from megarl.algorithms.policy_loss import (
     ClipOptions,
     ClipRange,
@@ -18,7 +19,6 @@ from megarl.algorithms.policy_loss import (
     positive,
     positive_finite,
 )
-from megarl.algorithms.returns import discounted_sums
 from megarl.deferred import Tensor, torch
 
 

@@ -1,4 +1,4 @@
-"""Credit by turns: against a loop, against rloo, and as the exact policy gradient of an enumerated two-turn process."""
+"""Baselines by turns: against a loop, rloo, and as the exact policy gradient of an enumerated two-turn process."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ import torch
 from megarl.algorithms.advantages import token_rewards
 from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, StepData
 from megarl.algorithms.packed import sums_by_sequence, turn_numbers
-from megarl.algorithms.turn_credit import returns_to_go, turn_sums
+from megarl.algorithms.position_baselines import returns_to_go, turn_sums
 from tests.references.ragged import FEW, ragged_batches, ragged_steps
 
 TURNS = 20  # at least the turns of every ragged batch
