@@ -22,7 +22,7 @@ from megarl.algorithms.position_baselines import (
 )
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
-from megarl.algorithms.statistics import local_moments, whiten
+from megarl.algorithms.whitening import local_moments, whiten
 from megarl.deferred import Tensor, no_grad, torch
 
 NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; others are of built-in ones

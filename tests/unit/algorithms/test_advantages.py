@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import discounted_sums, discounted_to_go, gae, token_rewards
-from megarl.algorithms.statistics import local_moments, whiten
+from megarl.algorithms.whitening import local_moments, whiten
 from tests.references.ragged import ragged_batch, ragged_batches
 from tests.references.torchrl_gae import load_torchrl
 from tests.references.verl_core_algos import load_verl

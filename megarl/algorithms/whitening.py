@@ -1,8 +1,8 @@
-"""Mean, variance, whitening and explained variance of values distributed over ranks and micro-batches.
+"""Mean, variance and whitening of values distributed over ranks and micro-batches.
 
-Each statistic has two functions. The first returns local sums (float64, additive), which the caller adds over
-micro-batches and all-reduces once; the second computes the result from the global sums. Any split of the same values
-gives the same result up to float64 rounding. ValueError if shapes differ.
+`local_moments` returns local sums (float64, additive), which the caller adds over micro-batches and all-reduces once;
+the results are computed from the global sums. Any split of the same values gives the same result up to float64
+rounding. ValueError if shapes differ.
 
 Precision: a variance from a sum of squares loses the digits by which mean² exceeds the variance. With float64 sums its
 relative error is about 1e-16 · (1 + mean²/variance): 1e-8 if the mean is 10,000 standard deviations from 0, far
@@ -34,7 +34,7 @@ def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
     """
     count, total, total_of_squares = moments.double().unbind()
     mean = total / count.clamp(min=1)
-    return mean, _centred_squares(count, total, total_of_squares) / (count - 1).clamp(min=1)
+    return mean, centred_squares(count, total, total_of_squares) / (count - 1).clamp(min=1)
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
@@ -55,33 +55,7 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     return torch.where(mask, whitened, 0.0).to(values.dtype)
 
 
-def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """Additive sums for `explained_variance`: float64 [5] = (count, ΣR, ΣR², Σ(R−V), Σ(R−V)²).
-
-    Args:
-        values: [T] predictions V of the critic.
-        returns: [T] targets R.
-        mask: [T] bool.
-    """
-    require_same_shape(values=values, returns=returns, mask=mask)
-    residuals = returns.double() - values.double()
-    return torch.cat([local_moments(returns, mask), local_moments(residuals, mask)[1:]])
-
-
-def explained_variance(moments: Tensor) -> float:
-    """1 − Var[R − V] / Var[R] from all-reduced `explained_variance_moments` [5].
-
-    1: the critic is perfect up to a constant; 0: no better than a constant; below 0: worse. 0.0 if all returns are
-    equal, or with fewer than two tokens.
-    """
-    count, returns, returns_squared, residuals, residuals_squared = moments.double().unbind()
-    variance = _centred_squares(count, returns, returns_squared)
-    if variance == 0:
-        return 0.0
-    return float(1 - _centred_squares(count, residuals, residuals_squared) / variance)
-
-
-def _centred_squares(count: Tensor, total: Tensor, total_of_squares: Tensor) -> Tensor:
+def centred_squares(count: Tensor, total: Tensor, total_of_squares: Tensor) -> Tensor:
     """Σ(x − mean)² from raw sums; 0 if negative or below the rounding error of the subtraction."""
     centred = total_of_squares - total.square() / count.clamp(min=1)
     return torch.where(centred > _ROUNDING * total_of_squares, centred, torch.zeros_like(centred))

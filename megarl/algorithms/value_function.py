@@ -1,8 +1,9 @@
-"""The critic's loss, per token, before aggregation."""
+"""The critic: its loss per token, before aggregation, and how much of the returns' variance it explains."""
 
 from typing import NamedTuple
 
 from megarl.algorithms.packed import require_same_shape
+from megarl.algorithms.whitening import centred_squares, local_moments
 from megarl.deferred import Tensor, torch
 
 
@@ -34,3 +35,30 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
     clipped = bounded > plain
     # Not torch.maximum: at a tie it takes half of the gradient from the clipped side.
     return ValueTerms(0.5 * torch.where(clipped, bounded, plain), clipped)
+
+
+def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Sums for `explained_variance`, to be added over micro-batches and ranks: float64 [5] = (count, ΣR, ΣR², Σ(R−V),
+    Σ(R−V)²).
+
+    Args:
+        values: [T] predictions V of the critic.
+        returns: [T] targets R.
+        mask: [T] bool.
+    """
+    require_same_shape(values=values, returns=returns, mask=mask)
+    residuals = returns.double() - values.double()
+    return torch.cat([local_moments(returns, mask), local_moments(residuals, mask)[1:]])
+
+
+def explained_variance(moments: Tensor) -> float:
+    """1 − Var[R − V] / Var[R] from all-reduced `explained_variance_moments` [5].
+
+    1: the critic is perfect up to a constant; 0: no better than a constant; below 0: worse. 0.0 if all returns are
+    equal, or with fewer than two tokens.
+    """
+    count, returns, returns_squared, residuals, residuals_squared = moments.double().unbind()
+    variance = centred_squares(count, returns, returns_squared)
+    if variance == 0:
+        return 0.0
+    return float(1 - centred_squares(count, residuals, residuals_squared) / variance)

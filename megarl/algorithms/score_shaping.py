@@ -1,4 +1,7 @@
-"""Running mean and deviation of scores. Every rank gets all scores in one order, so the layout does not matter."""
+"""What becomes of scores before the advantages: ensembles, normalization, clipping, and the penalty on length.
+
+Every rank gets all scores in one order, so running moments do not depend on the layout.
+"""
 
 from megarl.deferred import Tensor, torch
 
@@ -54,3 +57,25 @@ def combine(scores: Tensor, how: str) -> Tensor:
     `how`: of `ENSEMBLES`.
     """
     return scores.mean(0) if how == "mean" else torch.amin(scores, 0)
+
+
+def overlong_penalty(response_lengths: Tensor, limit: int | Tensor, buffer: int) -> Tensor:
+    """0 up to limit − buffer tokens, then falling linearly to −1 at the limit, −1 beyond.
+
+    Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), with L_max = limit and L_cache = buffer.
+
+    Args:
+        response_lengths: [N] response tokens.
+        limit: tokens from which on the penalty is −1; of all responses, or [N] of each.
+        buffer: tokens before the limit over which the penalty grows, 1 … limit.
+
+    Returns:
+        [N] float32 in [−1, 0].
+
+    Raises:
+        ValueError: the buffer is outside 1 … limit.
+    """
+    least = limit if isinstance(limit, int) else min(limit.tolist(), default=buffer)
+    if not 1 <= buffer <= least:
+        raise ValueError(f"overlong buffer must be in [1, limit {least}], got {buffer}")
+    return ((limit - buffer - response_lengths).double() / buffer).clamp(-1, 0).float()
