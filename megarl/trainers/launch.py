@@ -7,7 +7,7 @@ import time
 
 from megarl import arguments, user_code
 from megarl.cluster import slurm
-from megarl.cluster.cores import cores
+from megarl.cluster.cpu_cores import cores
 from megarl.deferred import torch
 from megarl.errors import STOPPED, RunStopped, TooManyFailures, UsageError, warn_as_first
 from megarl.faults import run_lock

@@ -1,4 +1,4 @@
-"""Binds a rank to the cores of its device's NUMA node.
+"""The cores that this process may use: their number, and binding a rank to those of its device's NUMA node.
 
 Host memory is on the node of the core that first touches it, or that has CUDA page-lock it, so the memory policy stays
 as it is. Copies between a device and the memory of another socket are slower.
@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 SYS = Path("/sys")
+QUOTA = SYS / "fs/cgroup/cpu.max"  # CPU quota of the container: "quota period" in microseconds, or "max period"
 _unbound: set[int] | None = None  # cores of this process before it was bound
+
+
+def cores() -> int:
+    """Cores that this process may use: its CPU affinity, limited by the quota of its container."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = map(int, QUOTA.read_text().split())
+        return max(1, min(affinity, quota // period))
+    return affinity
 
 
 def bind_to_device(index: int):
@@ -28,7 +38,7 @@ def bind_to_device(index: int):
 
     with contextlib.suppress(AttributeError, OSError, ValueError):  # also a torch whose devices have no address
         folder = SYS / "devices/system/node"
-        nodes = {path.parent.name: _cores(path.read_text()) for path in folder.glob("node[0-9]*/cpulist")}
+        nodes = {path.parent.name: _core_numbers(path.read_text()) for path in folder.glob("node[0-9]*/cpulist")}
         node, before = _node(index), os.sched_getaffinity(0)
         cores = nodes.get(node, set())
         if not cores or cores == before or not set().union(*nodes.values()) <= before:
@@ -66,7 +76,7 @@ def _node(index: int) -> str:
     return f"node{int((SYS / 'bus/pci/devices' / address / 'numa_node').read_text())}"
 
 
-def _cores(text: str) -> set[int]:
+def _core_numbers(text: str) -> set[int]:
     """`0-1,4` -> {0, 1, 4}; a node without cores has an empty list."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}

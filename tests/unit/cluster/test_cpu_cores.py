@@ -1,4 +1,4 @@
-"""Ranks on the cores of their device's NUMA node. `/sys` and affinities are made up: few machines have two nodes."""
+"""Cores of a container, and ranks on those of their device's NUMA node, with a made-up `/sys` and affinities."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.child_process import Child
-from megarl.cluster import numa
+from megarl.cluster import cpu_cores
 from megarl.comm import role_mesh
 from megarl.mcore import device
 from megarl.rewards import sandbox
@@ -35,8 +35,8 @@ class Machine:
                 (folder / "numa_node").write_text(node + "\n")
             properties = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=number)
             self.properties.append(properties)
-        monkeypatch.setattr(numa, "SYS", tmp_path)
-        monkeypatch.setattr(numa, "_unbound", None)
+        monkeypatch.setattr(cpu_cores, "SYS", tmp_path)
+        monkeypatch.setattr(cpu_cores, "_unbound", None)
         monkeypatch.setattr(os, "sched_getaffinity", lambda thread: self.affinity, raising=False)
         monkeypatch.setattr(os, "sched_setaffinity", self.bind, raising=False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
@@ -66,7 +66,7 @@ class Machine:
 def test_a_rank_is_bound_to_its_devices_node(monkeypatch, tmp_path, nodes, devices, ranks, bound, threads):
     machine = Machine(monkeypatch, tmp_path, nodes, devices)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    numa.bind_to_device(0)
+    cpu_cores.bind_to_device(0)
     assert (machine.affinity, machine.threads) == (bound, threads)
 
 
@@ -75,9 +75,9 @@ def test_a_rank_that_is_bound_already_stays_as_it_is(monkeypatch, tmp_path, core
     """By numactl, Slurm, a container or torchrun: to this node, the other one, a core, or all but one core."""
     machine = Machine(monkeypatch, tmp_path, TWO, {EIGHTH: "1"})
     machine.affinity = cores
-    numa.bind_to_device(0)
+    cpu_cores.bind_to_device(0)
     assert (machine.affinity, machine.threads) == (cores, 6)
-    with numa.unbound():
+    with cpu_cores.unbound():
         assert machine.affinity == cores
 
 
@@ -88,8 +88,8 @@ def test_a_system_that_forbids_it_is_no_error(monkeypatch, tmp_path):
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setaffinity", forbid)
-    numa.bind_to_device(0)
-    with numa.unbound():
+    cpu_cores.bind_to_device(0)
+    with cpu_cores.unbound():
         assert (machine.affinity, machine.threads) == (ALL, 6)
 
 
@@ -98,7 +98,7 @@ def test_all_threads_are_bound(monkeypatch, tmp_path):
     Machine(monkeypatch, tmp_path, TWO, {EIGHTH: "1"})
     bound = []
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: bound.append(thread))
-    numa.bind_to_device(0)
+    cpu_cores.bind_to_device(0)
     assert set(map(int, os.listdir("/proc/self/task"))) <= set(bound)
 
 
@@ -108,7 +108,7 @@ def test_all_threads_are_bound(monkeypatch, tmp_path):
 ])  # fmt: skip
 def test_processes_of_rewards_and_environments_may_use_all_cores(monkeypatch, tmp_path, start):
     machine, found = Machine(monkeypatch, tmp_path, TWO, {EIGHTH: "1"}), []
-    numa.bind_to_device(0)
+    cpu_cores.bind_to_device(0)
 
     def started(*_, **__):
         found.append(machine.affinity)
@@ -129,3 +129,13 @@ def test_a_rank_is_bound_before_cuda_has_a_context(monkeypatch, tmp_path):
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     role_mesh.join_process_group(timedelta(seconds=5))
     assert found == [(1, {3, 4, 5})]
+
+
+def test_cores_are_those_of_the_container(tmp_path, monkeypatch):
+    bound = len(os.sched_getaffinity(0))
+    for text, count in (("max 100000", bound), ("50000 100000", 1), ("100000 100000", 1), ("6400000 100000", bound)):
+        (tmp_path / "cpu.max").write_text(text)
+        monkeypatch.setattr(cpu_cores, "QUOTA", tmp_path / "cpu.max")
+        assert cpu_cores.cores() == count, text
+    monkeypatch.setattr(cpu_cores, "QUOTA", tmp_path / "none")
+    assert cpu_cores.cores() == bound
