@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from megarl import stop_signals
-from megarl.cluster import numa
+from megarl.cluster import cpu_cores
 
 
 class Child:
@@ -37,7 +37,7 @@ class Child:
         variables = dict(os.environ if environment is None else environment)
         # With it a child finds the modules that this process finds.
         variables["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
-        with theirs, stop_signals.blocked(), numa.unbound():
+        with theirs, stop_signals.blocked(), cpu_cores.unbound():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
                 stdout=2, pass_fds=[theirs.fileno(), *descriptors], start_new_session=True, env=variables,

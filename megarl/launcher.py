@@ -26,7 +26,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 from megarl import child_process
-from megarl.cluster.cores import cores
+from megarl.cluster.cpu_cores import cores
 from megarl.errors import CHECKS_FIRST, STOPPED, WARNED
 from megarl.faults import last_line
 from megarl.stop_signals import STOP_SIGNALS

@@ -10,16 +10,19 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import NamedTuple
 
-from megarl.algorithms.advantages import gae
+from megarl.algorithms.advantages import discounted_to_go, gae
 from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo, unequal_groups
 from megarl.algorithms.packed import broadcast_to_tokens
-from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.algorithms.position_baselines import (
+    on_turns,
+    returns_to_go,
+    token_baseline_advantages,
+    turn_rloo,
+    turn_sums,
+)
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
-from megarl.algorithms.returns import discounted_to_go
-from megarl.algorithms.statistics import local_moments, whiten
-from megarl.algorithms.token_baseline import token_baseline_advantages
-from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
+from megarl.algorithms.whitening import local_moments, whiten
 from megarl.deferred import Tensor, no_grad, torch
 
 NEEDS = frozenset({"values", "groups", "baselines", "parts"})  # of plug-ins; others are of built-in ones
@@ -97,9 +100,15 @@ class Estimator(NamedTuple):
 
 def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16); returns are A + V, with A before whitening."""
-    where = step.response_mask, step.cu_seqlens
-    factors = options.gamma, options.lam, options.length_alpha
-    advantages, returns = gae(step.token_rewards, step.values, *where, *factors)
+    advantages, returns = gae(
+        step.token_rewards,
+        step.values,
+        step.response_mask,
+        step.cu_seqlens,
+        options.gamma,
+        options.lam,
+        options.length_alpha,
+    )
     return _finished(step, options, advantages, returns)
 
 
@@ -131,15 +140,12 @@ def opo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
 
 def reinforce_plus_plus_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = Σ_{k ≥ t} γ^{k−t}·r_k with the KL penalty in r, then whitened (REINFORCE++, arXiv 2501.03262)."""
-    where = step.response_mask, step.cu_seqlens
-    return _finished(step, options, discounted_to_go(step.token_rewards.double(), *where, options.gamma))
+    return _finished(step, options, _to_go(step, options.gamma))
 
 
 def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = Σ_{k ≥ t} r_k − R(greedy response to the prompt): ReMax (arXiv 2310.10505)."""
-    where = step.response_mask, step.cu_seqlens
-    to_go = discounted_to_go(step.token_rewards.double(), *where, 1.0)
-    return _finished(step, options, to_go - broadcast_to_tokens(step.baselines[step.sequence_ids].double(), *where))
+    return _finished(step, options, _to_go(step, 1.0) - _spread(step, step.baselines.double()))
 
 
 def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -158,11 +164,19 @@ def gdpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
 def otb_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = G_t − B_t with the optimal token baseline of the group at each token position (OTB, arXiv 2602.07078)."""
     is_unequal = unequal_groups(step.raw_scores, step.groups)
-    groups = torch.where(is_unequal, step.groups, 0)  # lost responses are alone in groups of large numbers
-    shape = (int(groups.max()) + 1, int(step.response_lengths.max())) if len(groups) else (0, 0)
-    columns = step.token_rewards, step.token_logprobs, step.squares
-    of_rank, where = (groups[step.sequence_ids], is_unequal[step.sequence_ids]), (step.response_mask, step.cu_seqlens)
-    return _finished(step, options, token_baseline_advantages(*columns, *of_rank, shape, *where, step.total))
+    groups = torch.where(is_unequal, step.groups, -1)  # lost responses are alone in groups of large numbers
+    shape = (max(int(groups.max()), 0) + 1, int(step.response_lengths.max())) if len(groups) else (0, 0)
+    advantages = token_baseline_advantages(
+        step.token_rewards,
+        step.token_logprobs,
+        step.squares,
+        groups[step.sequence_ids],
+        shape,
+        step.response_mask,
+        step.cu_seqlens,
+        step.total,
+    )
+    return _finished(step, options, advantages)
 
 
 def no_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -181,8 +195,8 @@ def preference_advantages(step: StepData, options: AdvantageOptions) -> Advantag
 
 def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Advantages, dict[str, float]]:
     """`preference_advantages`, and `preference/…` of the pairs, at the policy before the update."""
-    pairs, sums = best_and_worst(step.raw_scores, step.groups), (step.logprobs, step.reference_logprobs)
-    gradient = pair_gradient(pairs, *sums, step.response_lengths, *options.preference)
+    pairs, (loss, its_options) = best_and_worst(step.raw_scores, step.groups), options.preference
+    gradient = pair_gradient(pairs, step.logprobs, step.reference_logprobs, step.response_lengths, loss, its_options)
     advantages = torch.zeros_like(step.logprobs)
     advantages[pairs.chosen], advantages[pairs.rejected] = -gradient.chosen, -gradient.rejected
     unchanged = dataclasses.replace(options, whiten=False)
@@ -247,23 +261,32 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
 
 
 def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) -> Advantages:
-    """One advantage per response of the step [S], on the response tokens of this rank's sequences."""
-    of_tokens = broadcast_to_tokens(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens)
-    return _finished(step, options, of_tokens)
+    """The result of one advantage per response of the step [S]."""
+    return _finished(step, options, _spread(step, advantages))
+
+
+def _spread(step: StepData, values: Tensor) -> Tensor:
+    """[S] -> [T]: the value of each response of the step, on the response tokens of this rank's sequences."""
+    return broadcast_to_tokens(values[step.sequence_ids], step.response_mask, step.cu_seqlens)
+
+
+def _to_go(step: StepData, gamma: float) -> Tensor:
+    """[T] float64 returns-to-go of the token rewards."""
+    return discounted_to_go(step.token_rewards.double(), step.response_mask, step.cu_seqlens, gamma)
 
 
 def _of_turns(step: StepData, max_turns: int) -> Tensor:
     """[T] float64: the advantage of each token's turn, from the rewards of all responses of the step."""
-    where = step.response_mask, step.cu_seqlens
+    mask, cu_seqlens = step.response_mask, step.cu_seqlens
     fields = [field for field in (step.token_rewards, step.raw_token_rewards) if field is not None]
     tables = step.token_rewards.new_zeros(len(fields), len(step.groups), max_turns, dtype=torch.float64)
-    tables[:, step.sequence_ids] = torch.stack([turn_sums(field, *where, max_turns) for field in fields])
+    tables[:, step.sequence_ids] = torch.stack([turn_sums(field, mask, cu_seqlens, max_turns) for field in fields])
     to_go = returns_to_go(step.total(tables))
     raw_to_go = to_go[-1].clone()
     # What is earned from the first turn on is the score, which a sum over turns may round otherwise.
     raw_to_go[:, 0] = step.raw_scores
     advantages = turn_rloo(to_go[0], step.groups, raw_to_go)
-    return on_turns(advantages[step.sequence_ids], *where)
+    return on_turns(advantages[step.sequence_ids], mask, cu_seqlens)
 
 
 def _finished(

@@ -1,6 +1,6 @@
 """Inputs and outputs of policy losses, their options and flags, and shared functions: clipping, response means.
 
-Each loss is a file in `policy_losses/`. Statistics of a response count its response tokens only, not the observation
+The losses are in `policy_losses/`. Statistics of a response count its response tokens only, not the observation
 tokens between its turns. Means over a response are taken in float64, so that a long response loses no digits of its
 ratio, and the ratio does not depend on the rest of the micro-batch.
 """
@@ -48,6 +48,17 @@ class PolicyTokens:
     def approx_kl(self) -> Tensor:
         """[T] old − new log-probability, no gradient."""
         return (self.old_logprobs - self.logprobs).detach()
+
+
+class MinibatchTokens(NamedTuple):
+    """What is known of a mini-batch before its update: this rank's T tokens. Read at tokens of the mask only."""
+
+    logprobs: Tensor  # [T] log π_old
+    rollout_logprobs: Tensor  # [T] log μ
+    advantages: Tensor  # [T]
+    mask: Tensor  # [T] bool, the tokens with a loss
+    uniforms: Tensor  # [T] float64 in (0, 1), a random number of each token, whatever rank holds it
+    total: Callable[[Tensor], Tensor]  # sums a tensor over the ranks
 
 
 class MinibatchResponses(NamedTuple):
@@ -145,8 +156,13 @@ class ClipRange:
 class ClipOptions(ClipRange):
     """A clip range with PPO's dual clip."""
 
-    dual: float | None = option(None, "bound c of the loss where the advantage is negative (1912.09729 eq. 5)",
-                                lambda value: value > 1, "above 1", "dual-clip")  # fmt: skip
+    dual: float | None = option(
+        None,
+        "bound c of the loss where the advantage is negative (1912.09729 eq. 5)",
+        lambda value: value > 1,
+        "above 1",
+        "dual-clip",
+    )
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:
@@ -162,14 +178,6 @@ def response_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
     """[N] float64 mean of `values` [T] over the response tokens of each sequence; 0 for an empty response."""
     counts = response_counts(tokens.response_mask, tokens.cu_seqlens)
     return sums_by_sequence(values.double(), tokens.response_mask, tokens.cu_seqlens) / counts.clamp(min=1)
-
-
-def without_selected(terms: PolicyTerms, tokens: PolicyTokens) -> PolicyTerms:
-    """The terms with a loss of 0 at the selected tokens, which count as clipped."""
-    if tokens.selected is None:
-        return terms
-    loss = torch.where(tokens.selected, 0.0, terms.loss)
-    return terms._replace(loss=loss, clipped=terms.clipped | tokens.selected)
 
 
 def response_log_ratio(log_ratio: Tensor, tokens: PolicyTokens) -> Tensor:

@@ -8,7 +8,7 @@ at the policy whose log-probs the c_i are computed from: exact for the first upd
 from typing import NamedTuple
 
 from megarl.algorithms.group_advantages import group_sizes
-from megarl.algorithms.preference_loss import (
+from megarl.algorithms.preference_losses import (
     PAIR_METRICS,
     PairLogprobs,
     PreferenceLoss,
@@ -53,9 +53,13 @@ def best_and_worst(scores: Tensor, groups: Tensor) -> GroupPairs:
 
 
 def pair_gradient(
-    pairs: GroupPairs, logprobs: Tensor, reference: Tensor, tokens: Tensor, loss: PreferenceLoss,
+    pairs: GroupPairs,
+    logprobs: Tensor,
+    reference: Tensor,
+    tokens: Tensor,
+    loss: PreferenceLoss,
     options: PreferenceOptions,
-) -> PairGradient:  # fmt: skip
+) -> PairGradient:
     """The gradient of a preference loss, as a mean over the pairs.
 
     Args:
@@ -68,10 +72,14 @@ def pair_gradient(
     with torch.enable_grad():
         chosen, rejected = (logprobs[at].detach().requires_grad_() for at in (pairs.chosen, pairs.rejected))
         of_pairs = PairLogprobs(
-            chosen=chosen, rejected=rejected, chosen_tokens=tokens[pairs.chosen].double(),
-            rejected_tokens=tokens[pairs.rejected].double(), reference_chosen=reference[pairs.chosen],
-            reference_rejected=reference[pairs.rejected], margin=torch.zeros_like(chosen),
-        )  # fmt: skip
+            chosen=chosen,
+            rejected=rejected,
+            chosen_tokens=tokens[pairs.chosen].double(),
+            rejected_tokens=tokens[pairs.rejected].double(),
+            reference_chosen=reference[pairs.chosen],
+            reference_rejected=reference[pairs.rejected],
+            margin=torch.zeros_like(chosen),
+        )
         terms = loss.function(of_pairs, options)
         by_chosen, by_rejected = torch.autograd.grad(terms.loss.sum() / max(count, 1), (chosen, rejected))
     if count:

@@ -11,7 +11,8 @@ loss of each token is multiplied by w = π_old/μ, bounded in one of three ways:
 
 Level "token": w_t of each token. "sequence": Π w_t over the response tokens. "geometric": its n-th root, exp(mean log
 w_t). An unmasked token keeps its weight w. A masked token still counts in the denominators of the aggregation, as a
-zero in a mean over the samples of μ, so the scale of the loss does not depend on how many tokens are masked.
+zero in a mean over the samples of μ, so the scale of the loss does not depend on how many tokens are masked. So do the
+tokens that off-policy sequence masking drops: bad responses that the policy has moved away from (`off_policy_kept`).
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.packed import broadcast_to_tokens, require_same_shape, response_counts, sums_by_sequence
+from megarl.algorithms.policy_loss import PolicyTokens, on_tokens, response_mean
 from megarl.deferred import Tensor, no_grad, torch
 
 CORRECTIONS = ("none", "tis", "mis", "icepop")
@@ -59,6 +61,18 @@ def correction_weights(
     if options.level != "token":
         applied = broadcast_to_tokens(applied, mask, cu_seqlens)
     return torch.where(mask, applied, 1.0).to(old_logprobs.dtype)
+
+
+@no_grad
+def off_policy_kept(tokens: PolicyTokens, threshold: float) -> Tensor:
+    """[T] bool: False at response tokens with A < 0 of a response whose mean of log(μ/π_θ) is above the threshold.
+
+    DeepSeek-V3.2 (arXiv 2512.02556, eq. 9), whose π_old is what the inference engine reports, here μ. A dropped token
+    still counts in the denominators of the loss.
+    """
+    distance = response_mean(tokens.behaviour_logprobs - tokens.logprobs, tokens)
+    is_far = on_tokens((distance > threshold).double(), tokens) > 0
+    return ~(is_far & (tokens.advantages < 0))
 
 
 class CorrectionSums(NamedTuple):

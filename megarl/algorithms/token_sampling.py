@@ -1,17 +1,71 @@
-"""Samples tokens from logits and uniform numbers: temperature, top-k, top-p, min-p, inverse CDF.
+"""Samples tokens: the settings, one random number for each token, and the token that it chooses from the logits.
 
-Two implementations draw the same tokens up to rounding: one with floating-point sums, for CPUs, and one with sums of
-integers, which have one value in any order: a GPU then needs neither a host nor a fixed order.
+There is one uniform number per (seed, step, prompt, sample, position), so that sampling does not depend on the layout.
+SplitMix64 (Steele, Lea, Flood 2014) is used as a counter-based generator: the n-th output is a hash of key + n·γ, so
+any number can be computed alone, in any order, on any rank. Signed int64 tensors hold unsigned arithmetic mod 2^64.
+
+Temperature, top-k, top-p, min-p and the inverse CDF have two implementations, which draw the same tokens up to
+rounding: one with floating-point sums, for CPUs, and one with sums of integers, which have one value in any order: a
+GPU then needs neither a host nor a fixed order.
 """
 
 import math
+from dataclasses import dataclass
 
-from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.deferred import Tensor, torch
 
 UNIT = 2.0**43  # a weight of 1 as an integer: sums over fewer than 2^20 tokens fit into 63 bits
 CHUNK = 2**24  # most elements of weights that become integers at a time: 128 MiB for each of a few buffers
 BLOCK = 256  # vocabulary tokens per block of the two-level search
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are sampled. The rollout's log-probs are those of the temperature-scaled policy over the whole
+    vocabulary, as training recomputes them; top-k, top-p and min-p restrict the sampling, not the log-probs."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    greedy: bool = False
+    min_p: float = 0.0  # least probability of a token, as a share of the most likely one's (2407.01082)
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens of the vocabulary may be excluded."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def splitmix64(state: Tensor) -> Tensor:
+    """SplitMix64's output for a state that already includes γ: int64 bit patterns of unsigned numbers."""
+    z = (state ^ _shift_right(state, 30)) * _signed(_MULTIPLIERS[0])
+    z = (z ^ _shift_right(z, 27)) * _signed(_MULTIPLIERS[1])
+    return z ^ _shift_right(z, 31)
+
+
+def stream_keys(seed: int, step: int, prompts: Tensor, samples: Tensor) -> Tensor:
+    """[N] int64 keys of the streams of N responses; prompts and samples are [N] int64."""
+    key = splitmix64(torch.full_like(prompts, _signed(seed + GOLDEN_GAMMA)))
+    for counter in (torch.full_like(prompts, step), prompts, samples):
+        key = splitmix64((key ^ counter) + _signed(GOLDEN_GAMMA))
+    return key
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """[N] float64 in (0, 1): the number of each stream at each position."""
+    bits = splitmix64(keys + (positions + 1) * _signed(GOLDEN_GAMMA))
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
 
 
 def restrict(weights: Tensor, settings: SamplingSettings) -> Tensor:

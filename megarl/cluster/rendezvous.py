@@ -1,4 +1,4 @@
-"""Where the ranks of a Slurm step meet, on a free port.
+"""Where the ranks of several nodes meet: the port of a Slurm step's store, and the network interface of gloo.
 
 The first rank serves torch's store on any free port. It announces this port on the first free one of a few ports that
 all ranks compute from job and step; the others ask these until one answers with the name of their job. So another
@@ -7,6 +7,8 @@ instead if there are any.
 """
 
 import hashlib
+import ipaddress
+import os
 import random
 import socket
 import threading
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
+import psutil
 from torch.distributed import Store, TCPStore
 
 from megarl.cluster.slurm import JOB
@@ -25,6 +28,7 @@ CANDIDATES = 16
 PATIENCE = 5.0  # seconds for one connection
 PAUSE = 0.2  # seconds between two rounds of questions
 ALL_HERE = "megarl/all ranks have met"
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def meet(environment: Mapping[str, str], timeout: timedelta) -> Store:
@@ -147,3 +151,34 @@ def _ask(host: str, port: int) -> str:
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server(("", port), family=family, backlog=1024)
+
+
+def choose_interface():
+    """Lets gloo use the interface from which this node reaches the first rank, unless the user has named one.
+
+    gloo would take the address of the host's own name, which on many machines is a loopback address, so that ranks of
+    other nodes cannot connect. Does nothing if all ranks are on this node.
+    """
+    host, size = os.environ.get("MASTER_ADDR"), os.environ.get("WORLD_SIZE")
+    if not host or INTERFACE in os.environ or os.environ.get("LOCAL_WORLD_SIZE", size) == size:
+        return
+    name = interface_towards(host)
+    if name is not None:
+        os.environ[INTERFACE] = name
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface from which this machine reaches a host; None for a loopback interface or an unknown host."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: chooses the route and sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    if ipaddress.ip_address(own).is_loopback:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == own for entry in addresses):
+            return name
+    return None

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 from megarl.errors import UsageError
 
 JOB = "TORCHELASTIC_RUN_ID"  # torchrun's name: it separates this job's processes from those of another job on the node
-NEEDED = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES",
-          "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")  # fmt: skip
+NEEDED = (
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_JOB_ID",
+)
 
 
 def is_task(environment: Mapping[str, str]) -> bool:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithms.counter_rng import stream_keys, uniforms
+from megarl.algorithms.token_sampling import stream_keys, uniforms
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import FIELDS, Batch, HostMetadata, SharedPrefix, expand_ranges
 from megarl.comm.role_mesh import RoleGroups

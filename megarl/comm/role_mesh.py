@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.cluster import interfaces, numa, rendezvous
+from megarl.cluster import cpu_cores, rendezvous
 from megarl.flags.role_flags import ROLES
 from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
@@ -170,12 +170,12 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
     if device.has_cuda():
         # Slurm may show each task only its own device.
         index = int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-        numa.bind_to_device(index)  # before the context and all host memory
+        cpu_cores.bind_to_device(index)  # before the context and all host memory
         torch.cuda.set_device(index)
     store = dist.HashStore()
     rank, size = 0, 1
     if "RANK" in os.environ:
-        interfaces.choose_interface()
+        rendezvous.choose_interface()
         if "MASTER_PORT" in os.environ:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         elif os.environ["WORLD_SIZE"] != "1":

@@ -8,9 +8,8 @@ from typing import Any
 
 from megarl.environments.protocol import ToolCall, Turn
 from megarl.tool_formats.calls import WrittenCall, attempt, checked
-from megarl.tool_formats.reader import CONTENT, REASONING, Said
+from megarl.tool_formats.reader import CONTENT, REASONING, Said, TurnParts, joined
 from megarl.tool_formats.table import FORMATS, TextParser, ToolFormat
-from megarl.tool_formats.turns import TurnParts, call_ids, joined
 from megarl.unicode_text import whole_unicode
 
 HERMES = FORMATS["hermes"]
@@ -43,7 +42,7 @@ def parse_turn(
         found = _read_by_user(
             form.parser, thoughts.strip(), "".join(part.text for part in said if part.kind == CONTENT)
         )
-    ids = call_ids(found.calls, form, number)
+    ids = form.call_ids(found.calls, number)
     calls = tuple(ToolCall(each, call.name, call.arguments) for each, call in zip(ids, found.calls, strict=True))
     return Turn(number, text, found.content, found.reasoning, calls, tuple(found.errors))
 

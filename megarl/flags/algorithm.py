@@ -1,6 +1,6 @@
 """Flags of the algorithm: advantages, the policy's loss, the KL to the reference.
 
-The options of each policy loss are defined in its module (`algorithms.policy_losses`).
+The options of policy losses are defined beside them (`algorithms.policy_losses`).
 """
 
 import dataclasses

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from megarl.algorithms.preference_loss import PreferenceLoss, PreferenceOptions
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions
 from megarl.flags.conditions import Condition, FlagContext, Rule
 from megarl.flags.fields import PAIRS, flag, fraction, not_negative, one_of, positive
 

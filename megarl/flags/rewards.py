@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from megarl.algorithms.normalization import ENSEMBLES
+from megarl.algorithms.score_shaping import ENSEMBLES
 from megarl.errors import UsageError
 from megarl.flags.conditions import REWARD_MODEL, Condition, FlagContext, Rule, on
 from megarl.flags.fields import GENERATING, address, flag, fraction, not_negative, one_of, parses, positive

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import aggregate, local_counts, masked_sum
 from megarl.algorithms.kl import REFERENCE_LOG_RATIO_LIMIT, kl_estimate
-from megarl.algorithms.off_policy_mask import off_policy_kept
 from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.policy_loss import PolicyLoss, PolicyTokens
-from megarl.algorithms.rollout_correction import CorrectionOptions, correction_weights
+from megarl.algorithms.rollout_correction import CorrectionOptions, correction_weights, off_policy_kept
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.flags.distillation import LOSS

@@ -5,8 +5,7 @@ import functools
 import torch
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
-from megarl.algorithms.statistics import explained_variance, explained_variance_moments
-from megarl.algorithms.value_loss import clipped_value_loss
+from megarl.algorithms.value_function import clipped_value_loss, explained_variance, explained_variance_moments
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb

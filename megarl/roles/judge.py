@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.arguments import RoleSettings, Settings
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm.role_mesh import RoleGroups

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.algorithms.counter_rng import stream_keys
+from megarl.algorithms.token_sampling import stream_keys
 from megarl.comm.early_responses import ResponseReceiver
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompt import Prompt

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.normalization import RunningMoments, clip, combine
-from megarl.algorithms.shaping import overlong_penalty
+from megarl.algorithms.score_shaping import RunningMoments, clip, combine, overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.early_responses import ResponseReceiver

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.engine import RequestSource

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.counter_rng import stream_keys
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings, stream_keys
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups

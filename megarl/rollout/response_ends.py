@@ -9,8 +9,7 @@ from megarl.errors import UsageError
 from megarl.flags.fields import parse_ints
 from megarl.flags.generation import parse_stops
 from megarl.flags.settings import Settings
-from megarl.tool_formats.by_template import name_of
-from megarl.tool_formats.table import load_format
+from megarl.tool_formats.table import load_format, name_of
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
 
 

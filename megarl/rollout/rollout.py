@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm.early_responses import ResponseSender

@@ -13,8 +13,7 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError, warn_as_first
 from megarl.flags.serving import Serving
 from megarl.plain_files import read_text, reading
-from megarl.tool_formats.by_template import FALLBACK, name_of, unread_calls
-from megarl.tool_formats.table import AUTO, FORMATS
+from megarl.tool_formats.table import AUTO, FALLBACK, FORMATS, name_of, unread_calls
 from megarl.tool_formats.thinking_budget import ThoughtReader
 
 if TYPE_CHECKING:  # it imports torch

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.stop_strings import StopMatcher

@@ -80,7 +80,7 @@ def stream_keys(seed: int | None, prompts: int, count: int) -> list[int]:
 def stream_key(seed: int, prompt: int, choice: int) -> int:
     """The signed 64-bit key of the random stream of one choice for one prompt of a request with this seed.
 
-    It equals `counter_rng.stream_keys(seed, SERVE_STEP, prompt, choice)`, without torch.
+    It equals `token_sampling.stream_keys(seed, SERVE_STEP, prompt, choice)`, without torch.
     """
     key = _splitmix64(seed + _GOLDEN_GAMMA)
     for counter in (SERVE_STEP, prompt, choice):

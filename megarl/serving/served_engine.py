@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.session import GenerationSession

@@ -11,8 +11,7 @@ from collections.abc import Generator
 from typing import Any
 
 from megarl.tool_formats.calls import attempt, read_arguments
-from megarl.tool_formats.reader import CONTENT, REASONING, Begins, Calls, Grammar, Said, Until
-from megarl.tool_formats.thoughts import ThoughtMarks
+from megarl.tool_formats.reader import CONTENT, REASONING, Begins, Calls, Grammar, Said, ThoughtMarks, Until
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -1,4 +1,4 @@
-"""Runs a format's grammar over a turn's text, which comes at once or in pieces.
+"""Reads a turn: runs a format's grammar over its text, which comes at once or in pieces, and puts the parts together.
 
 A grammar is a generator. It yields what it wants to read, gets that back, and yields what it has found:
 
@@ -6,17 +6,20 @@ A grammar is a generator. It yields what it wants to read, gets that back, and y
     written, mark = yield Until(("</call>",))        # this text is kept, and comes back whole
     yield Calls(written, [attempt(read, written)])
 
-At the end of the text, `mark` is None; a grammar then returns. All of it is linear in the length of the text.
+At the end of the text, `mark` is None; a grammar then returns. All of it is linear in the length of the text. Of most
+formats the grammar `thoughts` comes first.
 """
 
 import functools
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
+from megarl.data.message_forms import CLOSE, OPEN
 from megarl.tool_formats.calls import MAX_CALLS, TOO_MANY, WrittenCall
 
 CONTENT, REASONING = "content", "reasoning"
+THINK = OPEN, CLOSE  # marks of thoughts in most formats
 
 
 class Until(NamedTuple):
@@ -58,6 +61,34 @@ class Calls(NamedTuple):
 Part = Said | Calls
 Grammar = Generator[Until | Begins | Back | Said | Calls, Any, None]
 GrammarRule = Callable[[Any], Grammar]  # of the conversation's tools
+
+
+class ThoughtMarks(NamedTuple):
+    """How a family of models marks its thoughts."""
+
+    begin: str
+    end: str
+    after: str = "\n\n"  # what it writes between the end and the answer
+
+
+def thoughts(marks: tuple[str, str], opened: bool | None) -> Grammar:
+    """Reads the thoughts of a turn, if it has any.
+
+    Thoughts that the turn begins and does not end are all of it, so calls in them are not made.
+
+    Args:
+        marks: that begin and end thoughts.
+        opened: whether the prompt has begun them; None: unknown, so all text before their end is thoughts.
+    """
+    begin, end = marks
+    begins = yield Begins((begin,))
+    if opened is None and not begins:
+        text, mark = yield Until((end,))
+        yield Said(REASONING, text) if mark else Back(text)
+    elif opened or begins:
+        if begins:
+            yield Until((begin,))  # white space
+        yield Until((end,), REASONING)
 
 
 class TurnReader:
@@ -193,3 +224,29 @@ def _certain(text: str, at: int, beginnings: frozenset[str], longest: int) -> in
     """Where a text ends that cannot be part of a mark, whatever follows."""
     starts = range(max(at, len(text) - longest), len(text))
     return next((start for start in starts if text[start:] in beginnings), len(text))
+
+
+class TurnParts(NamedTuple):
+    """What a turn consists of; `errors`: why texts that look like calls are none, one for each."""
+
+    reasoning: str
+    content: str  # a line for each text between calls
+    calls: list[WrittenCall]
+    errors: list[str]
+
+
+def joined(parts: Iterable[Part]) -> TurnParts:
+    """The turn of all parts that a `TurnReader` has found."""
+    reasoning: list[str] = []
+    segments: list[list[str]] = [[]]
+    found: list[WrittenCall | str] = []
+    for part in parts:
+        if isinstance(part, Calls):
+            segments.append([])
+            found += part.found
+        else:
+            (segments[-1] if part.kind == CONTENT else reasoning).append(part.text)
+    content = "\n".join(filter(None, ("".join(segment).strip() for segment in segments)))
+    calls = [call for call in found if isinstance(call, WrittenCall)]
+    errors = [error for error in found if isinstance(error, str)]
+    return TurnParts("".join(reasoning).strip(), content, calls, errors)

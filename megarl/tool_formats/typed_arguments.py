@@ -11,9 +11,14 @@ from megarl.tool_formats.calls import read_json
 Tools = Sequence[Mapping[str, Any]]
 _PYTHON = {"True": True, "False": False, "None": None}  # which templates write that do not make JSON of values
 KINDS: dict[str, tuple[type, ...]] = {  # of JSON schemas
-    "string": (str,), "boolean": (bool,), "integer": (int,), "number": (int, float), "array": (list,),
-    "object": (dict,), "null": (type(None),),
-}  # fmt: skip
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
 
 
 class TextCursor:

@@ -8,7 +8,7 @@ import time
 
 from megarl import arguments, user_code
 from megarl.cluster import slurm
-from megarl.cluster.cores import cores
+from megarl.cluster.cpu_cores import cores
 from megarl.deferred import has_met, torch
 from megarl.errors import CHECKS_FIRST, STOPPED, RunStopped, TooManyFailures, UsageError, warn_as_first
 from megarl.faults import heartbeat, last_line, run_lock

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum
-from megarl.algorithms.preference_loss import bradley_terry
+from megarl.algorithms.preference_losses import bradley_terry
 from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.data.columns import REWARD

@@ -48,9 +48,9 @@ def _advantages(walk: Walk, groups) -> dict:
 def _losses(walk: Walk) -> dict:
     from megarl.algorithms.aggregation import AGGREGATIONS, local_counts
     from megarl.algorithms.kl import KL_KINDS
+    from megarl.algorithms.policy_loss import MinibatchTokens
     from megarl.algorithms.policy_losses import POLICY_LOSSES
     from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS, correction_sums
-    from megarl.algorithms.token_selection import MinibatchTokens
     from megarl.flags.settings import Settings
     from megarl.mcore.model.forward_pass import TokenScores
     from megarl.roles.actor_loss import ActorLoss
@@ -84,8 +84,7 @@ def _losses(walk: Walk) -> dict:
 
 def _value_loss(walk: Walk) -> dict:
     from megarl.algorithms.aggregation import token_mean
-    from megarl.algorithms.statistics import explained_variance_moments
-    from megarl.algorithms.value_loss import clipped_value_loss
+    from megarl.algorithms.value_function import clipped_value_loss, explained_variance_moments
 
     batch = _scored_batch()
     values = batch.values.clone().requires_grad_()

@@ -10,7 +10,7 @@ LIMIT, COUNT = 12, 20
 
 def make_requests(limit=LIMIT, count=COUNT):
     """Requests with ragged prompts of 1 to 24 tokens, each with its own random stream."""
-    from megarl.algorithms.counter_rng import stream_keys
+    from megarl.algorithms.token_sampling import stream_keys
     from megarl.mcore.inference.generation import GenerationRequest
 
     generator = torch.Generator().manual_seed(1)
@@ -30,7 +30,7 @@ def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32, **set
 
 def settings_of(**kwargs):
     """`SamplingSettings`, imported late: worlds fork first."""
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
 
     return SamplingSettings(**kwargs)
 

@@ -66,7 +66,7 @@ class ScriptedClient:
 
 def make_requests(count=PROMPTS):
     """Numbered requests for first turns, with prompts of 2 to 8 tokens."""
-    from megarl.algorithms.counter_rng import stream_keys
+    from megarl.algorithms.token_sampling import stream_keys
     from megarl.mcore.inference.generation import GenerationRequest
 
     keys = stream_keys(2, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()

@@ -3,7 +3,7 @@
 import dataclasses
 
 from megarl.algorithms.estimators import AdvantageOptions
-from megarl.algorithms.preference_loss import PreferenceOptions
+from megarl.algorithms.preference_losses import PreferenceOptions
 from megarl.flags import algorithm, conditions, data, preferences, rewards, run, settings
 from megarl.flags.conditions import Condition
 from megarl.flags.settings import Settings

@@ -135,7 +135,7 @@ def _greedy(case: str, model, groups, stored: Reference, vocab_size: int, count:
 
     Two shorter prompts share its beginning, and no step has room for all three.
     """
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.inference.generation import GenerationRequest
 

@@ -76,7 +76,7 @@ def _measure(folder: Path, flags: str, modes: tuple[str, ...], compares: bool) -
 
 def _gap(model, groups, asked, vocabulary: int, max_requests: int = 8, **options) -> float:
     """Largest difference of sampled and of greedy tokens' log-probs from those of the training forward."""
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.inference.generation import GenerationRequest
     from tests.helpers.hf_layouts import logprobs

@@ -2,8 +2,7 @@
 
 import torch
 
-from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.algorithms.token_sampling import sample_tokens
+from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens
 from megarl.mcore.attention.backends import varlen
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import urllib3
 
 from megarl import launcher
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.generation import GenerationRequest
 from tests.helpers.evaluation import MODEL
 from tests.helpers.programs import inputs, program, sft_argv, train

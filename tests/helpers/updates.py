@@ -107,7 +107,7 @@ def forward_of(value_head: bool):
 def clipped_loss(scores, part):
     """The clipped policy loss of each token."""
     from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
-    from megarl.algorithms.policy_losses.ppo_clip import ppo_clip
+    from megarl.algorithms.policy_losses.single_tokens import ppo_clip
 
     fields = scores.logprobs, part.logprobs, part.advantages, part.response_mask, part.cu_seqlens
     return ppo_clip(PolicyTokens(*fields), ClipOptions(0.2, 0.3)).loss

@@ -148,7 +148,7 @@ def test_a_prompt_drawn_twice_in_a_step_gets_new_responses(tmp_path):
 
 def baselines(rank: int, parsed) -> tuple[list, list]:
     """(baseline of each sequence in the step's data, reward of the greedy answer to its prompt) on this rank."""
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.observe.timers import Timers
     from megarl.rewards.base import Sample
     from megarl.rollout.requests import PromptRequest, RoundRequests

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megarl import launcher
-from megarl.cluster import cores
 from megarl.errors import CHECKS_FIRST
 from megarl.planning import ranks
 from megarl.stop_signals import STOP_SIGNALS
@@ -192,16 +191,6 @@ def test_ranks_end_with_their_launcher(tmp_path):
     process.kill()
     process.join()
     assert wait_until_gone(found)
-
-
-def test_cores_are_those_of_the_container(tmp_path, monkeypatch):
-    bound = len(os.sched_getaffinity(0))
-    for text, count in (("max 100000", bound), ("50000 100000", 1), ("100000 100000", 1), ("6400000 100000", bound)):
-        (tmp_path / "cpu.max").write_text(text)
-        monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
-        assert cores.cores() == count, text
-    monkeypatch.setattr(cores, "QUOTA", tmp_path / "none")
-    assert cores.cores() == bound
 
 
 @pytest.mark.usefixtures("own_environment")

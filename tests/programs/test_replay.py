@@ -138,7 +138,7 @@ def answers_by_hand(run: Path, line: int, texts: list[str]) -> list[str]:
     """What `Sums` answers to these texts, in an episode of step 2."""
     import torch
 
-    from megarl.algorithms.counter_rng import stream_keys
+    from megarl.algorithms.token_sampling import stream_keys
 
     seed = int(stream_keys(5, 2, torch.tensor([line]), torch.tensor([1 << 40]))) & ((1 << 63) - 1)
     environment = Sums()

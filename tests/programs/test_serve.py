@@ -11,7 +11,7 @@ import openai
 import pytest
 import torch
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.serving.sampling import stream_key
 from tests.helpers import documents

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.checkpoint import manifest
 from megarl.errors import UsageError
 from tests.helpers.programs import inputs

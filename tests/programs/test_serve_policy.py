@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.remote_generator import RemoteGenerator
 from tests.helpers.evaluation import MODEL

@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.kernels import linear
 from tools.bench import common, rollout

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS

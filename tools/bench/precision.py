@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 
 from megarl import arguments
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.batch import Batch
 from megarl.comm import role_mesh
 from megarl.mcore import device

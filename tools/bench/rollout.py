@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest

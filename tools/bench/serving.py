@@ -178,7 +178,7 @@ def read_seconds(process: subprocess.Popen) -> float:
 
 def run_engine(options: argparse.Namespace):
     """The engine's side: prints "seconds 0" when it is ready, then the time of each call."""
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.arguments import parse
     from megarl.mcore.inference.generation import GenerationRequest
     from megarl.observe.timers import Timers

@@ -16,7 +16,7 @@ from collections import deque
 
 import torch
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
 from tools.bench import common

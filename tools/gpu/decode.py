@@ -77,7 +77,7 @@ def build_engine(model, pg_collection, shape: common.Shape, requests: int):
 
 def step_seconds(engine, count: int) -> tuple[list[float], dict]:
     """Seconds of each step that only decodes, for requests with a full context; and times of a step's kernels."""
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference.generation import GenerationRequest
 
     prompts = common.random_prompts([CONTEXT] * count, SHAPE.vocab)

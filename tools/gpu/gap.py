@@ -36,7 +36,7 @@ def gaps(
 
     `sizes`: as `SIZES`; `watch`: returns the context of the rollout, then that of training's forward.
     """
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore import device
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.inference.generation import GenerationRequest

@@ -1,6 +1,7 @@
 """The policy losses by name. Every file in this folder is discovered and imported.
 
-A file defines `LOSSES`, a tuple of one or more `PolicyLoss`. Their options become flags (`PolicyLoss.flags`).
+A file has the losses of one kind and `LOSSES`, a tuple of one or more `PolicyLoss`. Their options become flags
+(`PolicyLoss.flags`).
 """
 
 import dataclasses
@@ -16,9 +17,13 @@ KINDS = (int, float, bool, str)  # types of an option; each may also be None
 
 
 def discover() -> dict[str, PolicyLoss]:
-    """The losses of all files in this folder, by name. ValueError for a file without `LOSSES` or a duplicate name."""
+    """The losses of all files in this folder, by name, in alphabetical order.
+
+    Raises:
+        ValueError: a file without `LOSSES`, or a duplicate name.
+    """
     losses = {}
-    for entry in sorted(pkgutil.iter_modules(__path__), key=lambda entry: entry.name):
+    for entry in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{entry.name}")
         if not hasattr(module, "LOSSES"):
             raise ValueError(f"{module.__file__}: defines no LOSSES, a tuple of PolicyLoss")
@@ -27,7 +32,7 @@ def discover() -> dict[str, PolicyLoss]:
                 raise ValueError(f"{module.__file__}: a policy loss called {loss.name} already exists")
             option_kinds(loss)
             losses[loss.name] = loss
-    return losses
+    return dict(sorted(losses.items()))
 
 
 def option_kinds(loss: PolicyLoss) -> dict[str, type]:
@@ -55,8 +60,8 @@ def policy_loss_of(name: str, function: Callable[[PolicyTokens, object], PolicyT
     kind = getattr(function, "options", ClipOptions)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         raise ValueError(f"options of {name} must be a dataclass, not {kind!r}")
-    without = [field.name for field in dataclasses.fields(kind)
-               if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING]  # fmt: skip
+    fields, missing = dataclasses.fields(kind), dataclasses.MISSING
+    without = [field.name for field in fields if field.default is missing and field.default_factory is missing]
     if without:
         raise ValueError(f"options of {name} need defaults: {', '.join(without)}")
     loss = PolicyLoss(name, function, kind(), bool(getattr(function, "reads_rollout", False)))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithms.counter_rng import uniforms
+from megarl.algorithms.token_sampling import uniforms
 from megarl.mcore import device
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.inference.step_graphs import StepGraphs, can_capture

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.data.stop_strings import StopMatcher
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -21,7 +21,7 @@ class Trunk(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to generate; `key` selects its random stream (`megarl.algorithms.counter_rng`)."""
+    """One response to generate; `key` selects its random stream (`megarl.algorithms.token_sampling`)."""
 
     prompt: list[int]
     key: int

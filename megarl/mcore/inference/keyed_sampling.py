@@ -6,9 +6,7 @@ import torch
 from megatron.core.inference.sampling.base import Sampling
 from torch import Tensor
 
-from megarl.algorithms.counter_rng import uniforms
-from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.algorithms.token_sampling import sample_tokens, sample_tokens_by_integers
+from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens, sample_tokens_by_integers, uniforms
 from megarl.mcore.inference.forced_tokens import ForcedTokens
 from megarl.mcore.inference.generation import GenerationRequest, TopLogprobs
 from megarl.mcore.kernels import native

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import InferenceMode
 
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
 from megarl.mcore.inference.forced_tokens import ForcedTokens

@@ -1,6 +1,6 @@
 """Speculative decoding that changes no result: several tokens of a request in one engine step.
 
-The token at a position is the one that the position's uniform number draws (`megarl.algorithms.counter_rng`). It
+The token at a position is the one that the position's uniform number draws (`megarl.algorithms.token_sampling`). It
 depends on the sequence before it alone, so a drafted token can be compared with the one that is drawn at its position
 in any case: if they are equal, the row that read the draft has drawn the next token; if not, the drawn token is the
 next one, and later rows are dropped. Rejection sampling (arXiv 2211.17192) would give another sequence.

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.algorithms.counter_rng import stream_keys
-from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings, stream_keys
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders
@@ -44,7 +43,7 @@ from megarl.rollout.remote_engine import RemoteEngine
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_ends import ResponseEnds, thinking_budget_of
-from megarl.tool_formats.by_template import name_of
+from megarl.tool_formats.table import name_of
 
 JOURNAL = "journal"  # folder in that of the run
 _NAME = "environment"  # of what fails, in the window of failures

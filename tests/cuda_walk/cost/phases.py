@@ -91,7 +91,7 @@ def _rollout(log: Log, settings, role, plan: summary.RolePlan, groups) -> Iterat
 
 def _steps(log: Log, engine, count: int, length: int, new_tokens: int) -> list[list]:
     """What each step of the engine does for so many requests."""
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference.generation import GenerationRequest
 
     real, found = engine.engine.step_modern, []

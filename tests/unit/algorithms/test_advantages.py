@@ -1,12 +1,14 @@
-"""Token rewards and GAE: against verl, torchrl, a plain loop, closed forms; independent of the batch's composition."""
+"""Token rewards, returns-to-go and GAE: against verl, torchrl, plain loops, closed forms; independent of the batch."""
 
 import itertools
+import math
+import types
 
 import pytest
 import torch
 
-from megarl.algorithms.advantages import gae, token_rewards
-from megarl.algorithms.statistics import local_moments, whiten
+from megarl.algorithms.advantages import discounted_sums, discounted_to_go, gae, token_rewards
+from megarl.algorithms.whitening import local_moments, whiten
 from tests.references.ragged import ragged_batch, ragged_batches
 from tests.references.torchrl_gae import load_torchrl
 from tests.references.verl_core_algos import load_verl
@@ -186,3 +188,67 @@ def test_the_length_adaptive_factor_is_that_of_each_response():
                 found.append(its)
             expected = torch.tensor(found[::-1], dtype=torch.float64)
             torch.testing.assert_close(advantages[start:stop][kept], expected, rtol=1e-12, atol=1e-12)
+
+
+# -- sums over the rest of a response -----------------------------------------------------------------------------
+
+
+FACTORS = [1.0, 0.99, 0.5, 0.0]
+
+
+def response_lists(batch):
+    """For each sequence, the indices of its response tokens."""
+    borders = [0, *torch.tensor(batch.lengths).cumsum(0).tolist()]
+    return [[t for t in range(a, b) if batch.mask[t]] for a, b in itertools.pairwise(borders)]
+
+
+def test_returns_to_go_equal_verl_and_the_definition():
+    reinforce = load_verl().core_algos.compute_reinforce_plus_plus_outcome_advantage
+    for case, batch in enumerate(ragged_batches()):
+        gamma, rewards = FACTORS[case % 4], batch.normal(10.0 ** (case % 5 - 2))
+        to_go = discounted_to_go(rewards, batch.mask, batch.cu_seqlens, gamma)
+        expected = torch.zeros_like(rewards)
+        for tokens in response_lists(batch):
+            for place, token in enumerate(tokens):
+                expected[token] = sum(gamma**k * rewards[later] for k, later in enumerate(tokens[place:]))
+        torch.testing.assert_close(to_go, expected, rtol=1e-11, atol=1e-10)
+        # verl multiplies by the mask, so the rewards outside it do not count there either.
+        padded = batch.padded(rewards), batch.padded(batch.mask).double()
+        theirs = reinforce(*padded, config=types.SimpleNamespace(gamma=gamma))[1]
+        torch.testing.assert_close(to_go, batch.packed(theirs), rtol=1e-11, atol=1e-10)
+
+
+def test_returns_in_closed_form_skip_observations():
+    terms = torch.tensor([9.0, 1.0, float("nan"), 2.0, 4.0, 9.0, 8.0])
+    mask = torch.tensor([False, True, False, True, True, False, True])
+    result = discounted_to_go(terms, mask, torch.tensor([0, 6, 7]), 0.5)
+    assert result.tolist() == [0.0, 3.0, 0.0, 4.0, 4.0, 0.0, 8.0]
+    assert discounted_to_go(terms, mask, torch.tensor([0, 6, 7]), 1.0).tolist() == [0.0, 7.0, 0.0, 6.0, 4.0, 0.0, 8.0]
+    assert result.dtype == torch.float32
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [3], [0, 3, 0]])
+def test_returns_without_a_response(lengths):
+    where = torch.zeros(sum(lengths), dtype=torch.bool), torch.tensor([0, *lengths]).cumsum(0)
+    terms = torch.ones(sum(lengths))
+    assert torch.equal(discounted_to_go(terms, *where, 1.0), torch.zeros_like(terms))
+
+
+def test_wrong_arguments_of_returns_are_rejected():
+    ones, where = torch.ones(4), (torch.ones(4, dtype=torch.bool), torch.tensor([0, 4]))
+    for factor in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=r"factor must be in \[0, 1\], got"):
+            discounted_to_go(ones, *where, factor)
+    with pytest.raises(ValueError, match="one shape"):
+        discounted_to_go(ones[:1], *where, 1.0)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.9, 1.0])
+def test_discounted_sums_are_those_of_the_loop(factor):
+    for batch in ragged_batches():
+        noise = torch.where(batch.mask, batch.normal(), math.nan)
+        sums = [f(noise, batch.mask, batch.cu_seqlens, factor) for f in (discounted_sums, discounted_to_go)]
+        torch.testing.assert_close(*sums, rtol=1e-12, atol=1e-12)
+        assert not sums[0][~batch.mask].any()
+    nothing = torch.zeros(0, dtype=torch.bool)
+    assert not len(discounted_sums(torch.zeros(0), nothing, torch.zeros(1, dtype=torch.long), factor))

@@ -11,8 +11,8 @@ from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts,
 from megarl.algorithms.kl import kl_estimate
 from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.policy_losses.ppo_clip import ppo_clip
-from megarl.algorithms.value_loss import clipped_value_loss
+from megarl.algorithms.policy_losses.single_tokens import ppo_clip
+from megarl.algorithms.value_function import clipped_value_loss
 from tests.references.ragged import ragged_batches
 from tests.references.verl_core_algos import load_verl
 from tests.references.verl_policy_losses import policy_tokens

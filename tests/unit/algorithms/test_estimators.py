@@ -9,9 +9,8 @@ import torch
 from megarl.algorithms.advantages import gae, token_rewards
 from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, Advantages, StepData, estimator_of
 from megarl.algorithms.packed import sums_by_sequence
-from megarl.algorithms.preference_loss import PreferenceOptions
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
-from megarl.algorithms.statistics import local_moments, whiten
+from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceOptions
+from megarl.algorithms.whitening import local_moments, whiten
 from tests.references.ragged import FEW, ragged_step, ragged_steps
 from tests.references.verl_core_algos import load_verl
 

@@ -1,164 +1,103 @@
-"""Policy losses of single tokens: against verl and case-by-case references, gradients, exact zeros, extreme ratios."""
+"""Records, options and flags of policy losses, plug-ins, and the files in which losses are found."""
 
-import math
+import dataclasses
+import re
+import sys
 
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import ClipOptions, NoOptions, PolicyTokens
-from megarl.algorithms.policy_losses.cispo import cispo
-from megarl.algorithms.policy_losses.ppo_clip import ppo_clip
-from megarl.algorithms.policy_losses.reinforce import reinforce
-from megarl.algorithms.policy_losses.sapo import SapoOptions, sapo
-from tests.references.ragged import ragged_batches
-from tests.references.verl_policy_losses import policy_tokens, verl_loss
-
-
-def one_response(logprobs, old, advantages):
-    """A batch of one response without a prompt."""
-    mask = torch.ones(logprobs.shape, dtype=torch.bool)
-    return PolicyTokens(logprobs, old, advantages, mask, torch.tensor([0, len(logprobs)]))
-
-
-def loss_by_cases(log_ratio, advantage, clip):
-    """The loss of one token from the case table of PPO, and whether a bound holds it."""
-    ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
-    if advantage > 0 and ratio > 1 + clip.high:
-        return -advantage * (1 + clip.high), True
-    if advantage < 0 and ratio < 1 - clip.low:
-        return -advantage * (1 - clip.low), True
-    if advantage < 0 and clip.dual is not None and ratio > clip.dual:
-        return -advantage * clip.dual, True
-    return -advantage * ratio, False
-
-
-def cases():
-    """Ratios from near 1 to beyond what exp can hold, symmetric and asymmetric clips, with and without dual clip."""
-    for case, batch in enumerate(ragged_batches()):
-        old, advantages = -batch.normal().abs(), batch.normal(10.0 ** (case % 3 - 1))
-        advantages[::7] = 0.0
-        logprobs = old + batch.normal((0.01, 0.2, 1.0, 10.0, 800.0)[case % 5])
-        clip_low, clip_high = ((0.2, 0.2), (0.2, 0.28), (0.0, 0.1), (0.5, 3.0))[case % 4]
-        clip = ClipOptions(clip_low, clip_high, (None, 3.0, 1.5)[case % 3])
-        yield batch, policy_tokens(batch, logprobs.requires_grad_(), old, advantages), clip
-
-
-def assert_same(ours, theirs, logprobs):
-    """Values and gradients of each token's loss; returns our gradient."""
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    gradients = [torch.autograd.grad(loss.sum(), logprobs)[0] for loss in (ours, theirs)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-    return gradients[0]
-
-
-def test_ppo_clip_equals_verl_and_the_case_table():
-    for batch, tokens, clip in cases():
-        terms = ppo_clip(tokens, clip)
-        rows = zip((tokens.logprobs.detach() - tokens.old_logprobs).tolist(), tokens.advantages.tolist())
-        losses, clipped = zip(*(loss_by_cases(*row, clip) for row in rows))
-        expected = torch.tensor(losses, dtype=torch.float64)
-        torch.testing.assert_close(terms.loss.detach(), expected, rtol=1e-12, atol=1e-12)
-        assert terms.clipped.tolist() == list(clipped)
-
-        theirs, metrics = verl_loss("vanilla", batch, tokens, clip)
-        assert_same(terms.loss, theirs, tokens.logprobs)
-        fraction = float(terms.clipped[batch.mask].double().mean())
-        assert fraction == pytest.approx(metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"], abs=1e-7)
-        kl = float(terms.approx_kl[batch.mask].clamp(-20, 20).mean())
-        assert kl == pytest.approx(metrics["actor/ppo_kl"], rel=1e-6, abs=1e-6)
-
-
-def test_cispo_equals_verl_and_keeps_the_gradient_of_clipped_tokens():
-    for batch, tokens, clip in cases():
-        terms = cispo(tokens, clip)
-        theirs, metrics = verl_loss("cispo", batch, tokens, clip)
-        gradient = assert_same(terms.loss, theirs, tokens.logprobs)
-        fraction = float(terms.clipped[batch.mask].double().mean())
-        assert fraction == pytest.approx(metrics["actor/pg_clipfrac"], abs=1e-7)
-        ratio = (tokens.logprobs - tokens.old_logprobs).detach().clamp(-20, 20).exp()
-        weights = torch.tensor([min(max(r, 1 - clip.low), 1 + clip.high) for r in ratio.tolist()], dtype=torch.float64)
-        torch.testing.assert_close(gradient, -weights * tokens.advantages, rtol=1e-12, atol=1e-12)
-
-
-def test_cispo_without_a_lower_bound():
-    tokens = one_response(torch.tensor([-9.0, -1.0, -0.1]), torch.tensor([-1.0, -1.0, -5.0]), torch.ones(3))
-    terms = cispo(tokens, ClipOptions(low=1.0, high=2.0))
-    torch.testing.assert_close(terms.loss, torch.tensor([9.0 * math.exp(-8.0), 1.0, 0.3]))
-    assert terms.clipped.tolist() == [False, False, True]
-
-
-def test_reinforce_equals_verl():
-    for batch, tokens, clip in cases():
-        terms = reinforce(tokens, NoOptions())
-        theirs, metrics = verl_loss("reinforce", batch, tokens, clip)
-        assert_same(terms.loss, theirs, tokens.logprobs)
-        assert not terms.clipped.any() and terms.clipped.shape == tokens.logprobs.shape
-        kl = float(terms.approx_kl[batch.mask].mean())
-        assert kl == pytest.approx(metrics["actor/ppo_kl"], rel=1e-6, abs=1e-6)
-
-
-def test_sapo_equals_verl():
-    for case, (batch, tokens, clip) in enumerate(cases()):
-        tau_pos, tau_neg = ((1.0, 1.05), (0.3, 2.0), (5.0, 5.0))[case % 3]
-        terms = sapo(tokens, SapoOptions(tau_pos, tau_neg))
-        theirs, _ = verl_loss("sapo", batch, tokens, clip, tau_pos=tau_pos, tau_neg=tau_neg)
-        assert_same(terms.loss, theirs, tokens.logprobs)
-        assert not terms.clipped.any()
-
-
-def test_sapo_starts_with_the_gradient_of_the_plain_ratio():
-    logprobs, advantages = (-torch.rand(50)).requires_grad_(), torch.randn(50)
-    terms = sapo(one_response(logprobs, logprobs.detach().clone(), advantages), SapoOptions())
-    terms.loss.sum().backward()
-    torch.testing.assert_close(logprobs.grad, -advantages)
-    torch.testing.assert_close(terms.loss, -advantages * torch.where(advantages > 0, 2.0, 2.0 / 1.05))
-
-
-def test_same_logprobs_give_exact_numbers():
-    logprobs = (-30 * torch.rand(1000)).requires_grad_()
-    advantages = torch.randn(1000)
-    terms = ppo_clip(one_response(logprobs, logprobs.detach().clone(), advantages), ClipOptions(0.2, 0.2, dual=3.0))
-    assert torch.equal(terms.approx_kl, torch.zeros(1000)) and not terms.clipped.any()
-    assert torch.equal(terms.loss.detach(), -advantages)
-    terms.loss.sum().backward()
-    assert torch.equal(logprobs.grad, -advantages)
-
-
-def test_known_losses():
-    ratios = torch.tensor([0.5, 0.5, 2.0, 2.0, 5.0, 1.1])
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
-    terms = ppo_clip(one_response(ratios.log(), torch.zeros(6), advantages), ClipOptions(0.2, 0.3, dual=3.0))
-    torch.testing.assert_close(terms.loss, torch.tensor([-0.5, 0.8, -1.3, 2.0, 3.0, -1.1]))
-    assert terms.clipped.tolist() == [False, True, True, False, True, False]
-    torch.testing.assert_close(terms.approx_kl, -ratios.log())
-
-
-def test_gradcheck_and_no_gradient_where_clipped():
-    generator = torch.Generator().manual_seed(1)
-    old = torch.randn(200, generator=generator, dtype=torch.float64)
-    log_ratio = 1.5 * torch.randn(200, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(200, generator=generator, dtype=torch.float64)
-    ratio = log_ratio.exp()
-    smooth = torch.stack([(ratio - kink).abs() for kink in (0.8, 1.3, 2.0)]).amin(0) > 1e-3
-    logprobs = (old + log_ratio)[smooth].requires_grad_()
-    old, advantages, clip = old[smooth], advantages[smooth], ClipOptions(0.2, 0.3, dual=2.0)
-    assert torch.autograd.gradcheck(lambda x: ppo_clip(one_response(x, old, advantages), clip).loss, logprobs)
-    terms = ppo_clip(one_response(logprobs, old, advantages), clip)
-    terms.loss.sum().backward()
-    assert terms.clipped.any() and not logprobs.grad[terms.clipped].any()
-    assert logprobs.grad[~terms.clipped].all()
-
-
-def test_infinite_ratios_give_finite_losses_and_gradients():
-    logprobs = torch.tensor([1000.0, 1000.0, 1000.0, -1000.0, -1000.0], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0])
-    terms = ppo_clip(one_response(logprobs, torch.zeros(5), advantages), ClipOptions(0.2, 0.2))
-    terms.loss.sum().backward()
-    assert terms.loss.isfinite().all() and torch.equal(logprobs.grad, torch.zeros(5))
-    assert terms.approx_kl.tolist() == [-1000.0, -1000.0, -1000.0, 1000.0, 1000.0]
+from megarl.algorithms import policy_losses
+from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens
+from megarl.algorithms.policy_losses import POLICY_LOSSES, option_kinds, policy_loss_of
 
 
 def test_wrong_shapes_are_rejected():
-    ones = torch.ones(2)
+    ones, mask = torch.ones(2), torch.ones(2, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"logprobs \[2\], old_logprobs \[1\]"):
-        one_response(ones, ones[:1], ones)
+        PolicyTokens(ones, ones[:1], ones, mask, torch.tensor([0, 2]))
+
+
+def test_the_upper_clip_range_is_the_lower_one_unless_given():
+    loss = POLICY_LOSSES["gspo"]
+    assert loss.options.high == 0.2 and loss.with_options({"clip-range": 0.4}).options.high == 0.4
+    assert loss.with_options({"clip-range-high": 0.3}).values() == {"clip-range": 0.2, "clip-range-high": 0.3}
+
+
+# -- plug-ins ----------------------------------------------------------------------------------------------------
+
+
+def halved(tokens, clip):
+    terms = POLICY_LOSSES["ppo-clip"].function(tokens, clip)
+    return PolicyTerms(0.5 * terms.loss, terms.clipped, terms.approx_kl)
+
+
+def with_options(**fields):
+    """`halved` with its own options: name=(annotation, default…)."""
+
+    def function(tokens, options):
+        return halved(tokens, options)
+
+    function.options = dataclasses.make_dataclass("Options", [
+        (name, kind, *(dataclasses.field(default=value) for value in default))
+        for name, (kind, *default) in fields.items()
+    ], frozen=True)  # fmt: skip
+    return function
+
+
+def test_a_plug_in_loss_takes_the_clip_options():
+    loss = policy_loss_of("halved", halved)
+    assert loss == PolicyLoss("halved", halved, ClipOptions())
+    assert list(loss.flags()) == ["clip-range", "clip-range-high", "dual-clip"]
+
+
+def test_a_plug_in_loss_may_have_its_own_options():
+    loss = policy_loss_of("my_loss", with_options(weight=(float, 2.0), kind=(str | None, None), is_on=(bool, True)))
+    assert option_kinds(loss) == {"my-loss-weight": float, "my-loss-kind": str, "my-loss-is-on": bool}
+    chosen = loss.with_options({"my-loss-weight": 3.0, "gamma": 0.5})
+    assert chosen.values() == {"my-loss-weight": 3.0, "my-loss-kind": None, "my-loss-is-on": True}
+    assert chosen.function is loss.function and loss.options.weight == 2.0
+
+
+@pytest.mark.parametrize("fields, says", [
+    ({"weight": (float,)}, "options of f need defaults: weight"),
+    ({"weights": (list[int], ())}, "option weights of f is list"),
+    ({"weight": (int | float, 1)}, "option weight of f is int | float; allowed: int, float, bool, str"),
+])  # fmt: skip
+def test_options_that_cannot_be_flags(fields, says):
+    with pytest.raises(ValueError, match="^" + re.escape(says)):
+        policy_loss_of("f", with_options(**fields))
+    halved_with_a_table = with_options()
+    halved_with_a_table.options = {"weight": 1.0}
+    with pytest.raises(ValueError, match="options of f must be a dataclass"):
+        policy_loss_of("f", halved_with_a_table)
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+SOURCE = """
+from megarl.algorithms.policy_loss import NoOptions, PolicyLoss
+LOSSES = (PolicyLoss({name!r}, print, NoOptions()),)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_losses, "__path__", [*policy_losses.__path__, str(tmp_path)])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+def test_a_loss_file_in_the_folder_is_found(folder):
+    (folder / "squared.py").write_text(SOURCE.format(name="squared"))
+    assert set(policy_losses.discover()) == {*POLICY_LOSSES, "squared"}
+
+
+@pytest.mark.parametrize("text, says", [
+    ("", "nothing_there.py: defines no LOSSES"),
+    (SOURCE.format(name="gspo"), "a policy loss called gspo already exists"),
+])  # fmt: skip
+def test_files_without_a_loss(folder, text, says):
+    (folder / "nothing_there.py").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        policy_losses.discover()

@@ -15,9 +15,11 @@ from megarl.algorithms.rollout_correction import (
     correction_report,
     correction_sums,
     correction_weights,
+    off_policy_kept,
 )
 from tests.references.ragged import ragged_batches
 from tests.references.verl_correction import load_verl_correction
+from tests.references.verl_policy_losses import policy_tokens
 
 KINDS = [("none", None), ("tis", None), ("mis", None), ("icepop", 0.4)]
 EVERY_OPTION = [CorrectionOptions(kind, level, 1.5, floor) for (kind, floor), level in itertools.product(KINDS, LEVELS)]
@@ -225,3 +227,24 @@ def test_wrong_shapes_are_rejected():
 
 def test_the_kinds_are_all_covered():
     assert {options.kind for options in EVERY_OPTION} == set(CORRECTIONS) == {kind for kind, _ in KINDS}
+
+
+# -- off-policy sequence masking ----------------------------------------------------------------------------------
+
+
+def test_tokens_with_a_negative_advantage_of_far_responses_are_dropped():
+    dropped = 0
+    for case, batch in enumerate(ragged_batches()):
+        rollout, old, advantages = -batch.normal().abs(), -batch.normal().abs(), batch.normal()
+        logprobs = rollout + batch.normal((0.01, 0.3, 3.0)[case % 3])
+        noisy = [torch.where(batch.mask, field, math.nan) for field in (logprobs, old, advantages, rollout)]
+        kept, threshold = off_policy_kept(policy_tokens(batch, *noisy), 0.1), 0.1
+        for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
+            mask = batch.mask[start:stop]
+            gaps = (rollout - logprobs)[start:stop][mask].tolist()
+            is_far = bool(gaps) and math.fsum(gaps) / len(gaps) > threshold
+            expected = [not (is_far and a < 0) for a in advantages[start:stop][mask].tolist()]
+            assert kept[start:stop][mask].tolist() == expected
+            dropped += expected.count(False)
+        assert kept[~batch.mask].all()
+    assert dropped > 200

@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from megarl.algorithms import token_sampling
-from megarl.algorithms.counter_rng import GOLDEN_GAMMA, _signed, splitmix64, stream_keys, uniforms
 from megarl.algorithms.token_sampling import (
+    GOLDEN_GAMMA,
     SamplingSettings,
+    _signed,
     inverse_cdf,
     restrict,
     sample_tokens_by_integers,
+    splitmix64,
+    stream_keys,
+    uniforms,
 )
 
 M64 = (1 << 64) - 1

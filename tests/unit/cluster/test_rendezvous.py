@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from megarl.cluster import interfaces, rendezvous
+from megarl.cluster import rendezvous
 from megarl.errors import UsageError
 
 LIMIT = timedelta(minutes=5)  # of waits that should be short
@@ -103,17 +103,17 @@ def test_an_unknown_host_is_named():
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "no.such.host.invalid"])
 def test_loopback_and_unknown_hosts_choose_no_interface(host):
-    assert interfaces.interface_towards(host) is None
+    assert rendezvous.interface_towards(host) is None
 
 
 def test_the_interface_is_chosen_for_several_nodes_only(monkeypatch):
-    monkeypatch.setattr(interfaces, "interface_towards", lambda host: f"to-{host}")
+    monkeypatch.setattr(rendezvous, "interface_towards", lambda host: f"to-{host}")
     given = {"MASTER_ADDR": "node1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     for changed, wanted in [({}, None), ({"LOCAL_WORLD_SIZE": "2"}, "to-node1"),
-                            ({"LOCAL_WORLD_SIZE": "2", interfaces.VARIABLE: "ib0"}, "ib0")]:  # fmt: skip
-        monkeypatch.setenv(interfaces.VARIABLE, "")  # so that it is unset after the test, whoever sets it
-        monkeypatch.delenv(interfaces.VARIABLE)
+                            ({"LOCAL_WORLD_SIZE": "2", rendezvous.INTERFACE: "ib0"}, "ib0")]:  # fmt: skip
+        monkeypatch.setenv(rendezvous.INTERFACE, "")  # so that it is unset after the test, whoever sets it
+        monkeypatch.delenv(rendezvous.INTERFACE)
         for name, value in (given | changed).items():
             monkeypatch.setenv(name, value)
-        interfaces.choose_interface()
-        assert interfaces.os.environ.get(interfaces.VARIABLE) == wanted
+        rendezvous.choose_interface()
+        assert rendezvous.os.environ.get(rendezvous.INTERFACE) == wanted

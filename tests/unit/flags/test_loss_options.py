@@ -34,7 +34,8 @@ LOSSES = (PolicyLoss("new-loss", penalised, Options()),)
 '''
 PLUG_IN = """
 import dataclasses
-from megarl.algorithms.policy_losses.reinforce import NoOptions, reinforce
+from megarl.algorithms.policy_loss import NoOptions
+from megarl.algorithms.policy_losses.single_tokens import reinforce
 
 @dataclasses.dataclass
 class Options:

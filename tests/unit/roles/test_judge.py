@@ -72,8 +72,7 @@ def test_judgements_are_those_of_the_documented_streams():
 def one_by_one(rank: int, parsed, sampled: list[dict]) -> list[list[str]]:
     import torch
 
-    from megarl.algorithms.counter_rng import stream_keys
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings, stream_keys
     from megarl.checkpoint import run_state
     from megarl.comm import role_mesh
     from megarl.data.prompts import load_prompts

@@ -4,13 +4,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms import counter_rng
+from megarl.algorithms import token_sampling
 from megarl.serving.sampling import SERVE_STEP, stream_key, stream_keys
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.integers(0, 2**31))
 def test_keys_are_those_of_the_rollout(seed, prompt, choice):
-    expected = counter_rng.stream_keys(seed, SERVE_STEP, torch.tensor([prompt]), torch.tensor([choice]))
+    expected = token_sampling.stream_keys(seed, SERVE_STEP, torch.tensor([prompt]), torch.tensor([choice]))
     assert [stream_key(seed, prompt, choice)] == expected.tolist()
 
 

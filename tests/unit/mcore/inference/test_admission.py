@@ -28,7 +28,7 @@ def states(rank, max_requests, buffer_gb, step_tokens, share):
     """States of two engines after they scheduled requests in two parts: with megarl's method, with Megatron's."""
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference import admission
     from megarl.mcore.inference.engine import RequestList, RolloutEngine
     from megarl.mcore.inference.session import GenerationSession
@@ -82,7 +82,7 @@ def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, st
 
 def steps(rank, only_long: bool, join_together: bool = False, requests: list | None = None, **sizes):
     """(completions, [(waiting, prefilling, decoding, whether it was a short one) of each step])."""
-    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference import engine as engine_module
     from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 

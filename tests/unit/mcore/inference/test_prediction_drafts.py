@@ -43,7 +43,7 @@ def expected_guesses(model, layer, rows, draw) -> list[list[int]]:
 def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, siblings=1, routes=False,
                      **settings):  # fmt: skip
     """(completions without drafts, with them, decode counts, compared guesses, those that differ)."""
-    from megarl.algorithms.counter_rng import uniforms
+    from megarl.algorithms.token_sampling import uniforms
     from megarl.mcore.inference.drafter import FIRST_RATE, PREDICTED
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model.prediction import PredictionLayer
