@@ -5,8 +5,8 @@ import functools
 import math
 
 from megarl.algorithms.normalization import ENSEMBLES
-from megarl.errors import UsageError
-from megarl.flags.conditions import REWARD_MODEL, Condition, FlagContext, Rule, on
+from megarl.errors import Rule, UsageError
+from megarl.flags.conditions import REWARD_MODEL, Condition, FlagContext, on
 from megarl.flags.fields import GENERATING, address, flag, fraction, not_negative, one_of, parses, positive
 from megarl.rewards import expression
 from megarl.rewards.shaping import parse_cosine

@@ -4,9 +4,9 @@ A model that these kernels do not compute, or of which it is not shown that roll
 refused. On a CPU the flag changes nothing, and every model is allowed.
 """
 
-from megarl.errors import UsageError
+from megarl.errors import Rule, UsageError
 from megarl.mcore import device
-from megarl.mcore.config.layout_rules import LayoutRule, only, require, rule
+from megarl.mcore.config.rules import allow, only, require
 
 FLAG = "--exact-rollout"
 BACKEND = "invariant"  # the attention backend
@@ -21,14 +21,14 @@ def applies(args) -> bool:
 def check(role: str, args):
     """Raises UsageError for the first rule that a role's parsed flags break."""
     if applies(args):
-        require(role, rules(args), f"with {FLAG} on CUDA ")
+        require(role, args, rules(args), f"with {FLAG} on CUDA ")
 
 
-def rules(args) -> list[LayoutRule]:
+def rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
     backend, channels = args.attention_kernel, args.kv_channels or args.hidden_size // args.num_attention_heads
     return [
-        rule(args, "--bf16", args.bf16 or args.fp16, "--bf16 or --fp16"),
+        allow("--bf16", args.bf16 or args.fp16, "--bf16 or --fp16"),
         only(args, "--transformer-impl", "local"),
         only(args, "--tensor-model-parallel-size", 1),
         only(args, "--context-parallel-size", 1),
@@ -37,26 +37,25 @@ def rules(args) -> list[LayoutRule]:
         only(args, "--hybrid-layer-pattern"),
         only(args, "--attn-logit-softcapping"),
         only(args, "--softmax-type", "vanilla"),
-        LayoutRule("--attention-backend", backend, backend == BACKEND, f"auto or {BACKEND}"),
-        rule(args, "--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
-        LayoutRule("--kv-channels", channels, channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
-             f"a multiple of {ALIGNED} up to {MAX_CHANNELS}"),
+        allow("--attention-backend", backend == BACKEND, f"auto or {BACKEND}", value=backend),
+        allow("--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
+        allow("--kv-channels", channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+              f"a multiple of {ALIGNED} up to {MAX_CHANNELS}", value=channels),
         *_experts(args),
     ]  # fmt: skip
 
 
-def _experts(args) -> list[LayoutRule]:
+def _experts(args) -> list[Rule]:
     """The experts' products run one by one, and the results of a token are added in a fixed order (`moe.layer`)."""
-    ranks = args.expert_tensor_parallel_size or 1
     is_plain = args.swiglu and not args.add_bias_linear and not args.glu_linear_offset
     is_plain = is_plain and args.activation_func_clamp_value is None and not args.moe_apply_probs_on_input
     return [
-        rule(args, "--moe-grouped-gemm", not args.moe_grouped_gemm,
-             "none: grouped products choose tiles by the number of rows"),
-        rule(args, "--moe-router-dtype", args.moe_router_dtype != "fp64", "fp32, or none"),
-        rule(args, "--num-experts", not args.num_experts or is_plain,
-             "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options"),
-        LayoutRule("--expert-tensor-parallel-size", ranks, ranks == 1, "1"),
+        allow("--moe-grouped-gemm", not args.moe_grouped_gemm,
+              "none: grouped products choose tiles by the number of rows"),
+        allow("--moe-router-dtype", args.moe_router_dtype != "fp64", "fp32, or none"),
+        allow("--num-experts", not args.num_experts or is_plain,
+              "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options"),
+        only(args, "--expert-tensor-parallel-size", 1),
         only(args, "--moe-shared-expert-overlap", False),
     ]  # fmt: skip
 

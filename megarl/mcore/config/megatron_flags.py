@@ -29,7 +29,7 @@ from megarl.mcore.config import (
     recurrent_rules,
     transformer_engine,
 )
-from megarl.mcore.config.layout_rules import require
+from megarl.mcore.config.rules import require
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
 from megarl.mcore.kernels.silu import silu
@@ -191,10 +191,10 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
     _choose_channels(role, args)
-    require(role, layout_rules.rules(role, args))
-    require(role, model_rules.rules(args))
-    require(role, recurrent_rules.rules(args))
-    require(role, optimizer_rules.rules(args))
+    require(role, args, layout_rules.rules(role, args))
+    require(role, args, model_rules.rules(args))
+    require(role, args, recurrent_rules.rules(args))
+    require(role, args, optimizer_rules.rules(args))
     optimizer_offload.check(role, args)
     exact_rules.check(role, args)
     transformer_engine.check(role, args)

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from megarl.mcore.config.layout_rules import LayoutRule, defaults, require, rule
+from megarl.errors import Rule
+from megarl.mcore.config.rules import allow, defaults, require
 
 FLAG = "--optimizer-cpu-offload"
 UNTRAINED = ("reference", "rollout", "teacher")  # roles that have the flag if it has no prefix
@@ -11,21 +12,21 @@ UNTRAINED = ("reference", "rollout", "teacher")  # roles that have the flag if i
 def check(role: str, args):
     """Raises UsageError for the first rule that the flags of a role break that may be trained."""
     if role not in UNTRAINED:
-        require(role, rules(args))
+        require(role, args, rules(args))
 
 
-def rules(args) -> list[LayoutRule]:
+def rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
     is_on, only = args.optimizer_cpu_offload, f"none without {FLAG}"
     return [
-        LayoutRule(FLAG, True, not is_on or args.optimizer == "adam", "none without --optimizer adam"),
-        LayoutRule(FLAG, True, not is_on or not args.use_torch_fsdp2, "none with --use-torch-fsdp2"),
-        LayoutRule(FLAG, True, not is_on or args.use_distributed_optimizer,
-                   "none without --use-distributed-optimizer, which may have a single rank"),
+        allow(FLAG, not is_on or args.optimizer == "adam", "none without --optimizer adam"),
+        allow(FLAG, not is_on or not args.use_torch_fsdp2, "none with --use-torch-fsdp2"),
+        allow(FLAG, not is_on or args.use_distributed_optimizer,
+              "none without --use-distributed-optimizer, which may have a single rank"),
         *defaults(args, {"optimizer-offload-fraction": 1}, is_on, only),
-        rule(args, "--optimizer-offload-fraction", 0 < args.optimizer_offload_fraction <= 1, "above 0, at most 1"),
-        LayoutRule("--overlap-cpu-optimizer-d2h-h2d", True, is_on or not args.overlap_cpu_optimizer_d2h_h2d, only),
-        LayoutRule("--no-pin-cpu-grads", True, is_on or args.pin_cpu_grads, only),
+        allow("--optimizer-offload-fraction", 0 < args.optimizer_offload_fraction <= 1, "above 0, at most 1"),
+        allow("--overlap-cpu-optimizer-d2h-h2d", is_on or not args.overlap_cpu_optimizer_d2h_h2d, only),
+        allow("--no-pin-cpu-grads", is_on or args.pin_cpu_grads, only, value=True),
     ]  # fmt: skip
 
 

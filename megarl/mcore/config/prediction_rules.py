@@ -2,8 +2,8 @@
 
 import re
 
-from megarl.errors import UsageError
-from megarl.mcore.config.layout_rules import LayoutRule, only, require, rule
+from megarl.errors import Rule, UsageError
+from megarl.mcore.config.rules import allow, only, require
 
 
 def flag_of(settings) -> str:
@@ -20,7 +20,7 @@ def check_run(settings, megatron: dict, lora: dict, hf_models: dict):
         return
     flag = flag_of(settings)
     for role in (role for role in ("actor", "rollout") if role in megatron):
-        require(role, _rules(megatron[role]), f"with {flag} ")
+        require(role, megatron[role], _rules(megatron[role]), f"with {flag} ")
     if settings.debug_rollout_only:
         raise UsageError(f"{flag}: not with --debug-rollout-only")
     if lora.get("actor") is not None:
@@ -31,16 +31,16 @@ def check_run(settings, megatron: dict, lora: dict, hf_models: dict):
         raise UsageError("--mtp-drafts: nothing has trained the layer; give --mtp-train, or a model that has it")
 
 
-def _rules(args) -> list[LayoutRule]:
+def _rules(args) -> list[Rule]:
     return [
-        rule(args, "--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1,
-             "1: the layer reads the embedding and the last hidden states"),
+        allow("--pipeline-model-parallel-size", args.pipeline_model_parallel_size == 1,
+              "1: the layer reads the embedding and the last hidden states"),
         only(args, "--use-torch-fsdp2", False),
         only(args, "--transformer-impl", "local"),
         only(args, "--layernorm-position", "pre"),
         only(args, "--window-size"),
         only(args, "--hybrid-layer-pattern"),
-        rule(args, "--no-rope-freq", not args.no_rope_freq, "none"),
+        allow("--no-rope-freq", not args.no_rope_freq, "none"),
     ]  # fmt: skip
 
 
