@@ -89,10 +89,16 @@ def _product(flags: dict[str, int], ranks: int) -> Rule:
 
 def _ranks(args) -> list[Rule]:
     pipeline = {"--pipeline-model-parallel-size": args.pipeline_model_parallel_size}
-    dense = {"--tensor-model-parallel-size": args.tensor_model_parallel_size, **pipeline,
-             "--context-parallel-size": args.context_parallel_size}  # fmt: skip
-    expert = {"--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
-              "--expert-model-parallel-size": args.expert_model_parallel_size, **pipeline}  # fmt: skip
+    dense = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        **pipeline,
+        "--context-parallel-size": args.context_parallel_size,
+    }
+    expert = {
+        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
+        "--expert-model-parallel-size": args.expert_model_parallel_size,
+        **pipeline,
+    }
     return [_product(dense, args.world_size), _product(expert, args.world_size)]
 
 
@@ -281,10 +287,13 @@ def _sharding(args) -> list[Rule]:
         allow(flag, not on or pipeline == 1, f"none with --pipeline-model-parallel-size {pipeline}"),
         allow(flag, not on or expert == 1, f"none with --expert-model-parallel-size {expert}"),
         allow(flag, not on or not args.use_distributed_optimizer, "none with --use-distributed-optimizer"),
-        allow(flag, not on or not args.num_experts or tensor == 1,
-              f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}"),
+        allow(
+            flag,
+            not on or not args.num_experts or tensor == 1,
+            f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}",
+        ),
         allow(flag, not on or not args.fp16, "none with --fp16"),
-    ]  # fmt: skip
+    ]
 
 
 def _runs_on_cpu() -> bool:

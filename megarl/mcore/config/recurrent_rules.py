@@ -24,10 +24,12 @@ VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, token
 def add_to(parser):
     """Adds the flag of megarl's own about these layers to an argparse parser."""
     parser.add_argument_group("megarl's layers").add_argument(
-        RULE, choices=RULE_BACKENDS, default=RULE_BACKENDS[0],
+        RULE,
+        choices=RULE_BACKENDS,
+        default=RULE_BACKENDS[0],
         help="kernels of gated delta nets on CUDA in prompts and training: PyTorch's operators, or with --bf16 those "
         "of flash-linear-attention, of the extra recurrent",
-    )  # fmt: skip
+    )
 
 
 def has_states(args) -> bool:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megarl.mcore.config.optimizer_offload import on_host
+from megarl.mcore.config.optimizer_flags import on_host
 
 
 @pytest.mark.parametrize("sizes, fraction, chosen", [

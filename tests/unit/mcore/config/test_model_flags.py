@@ -1,10 +1,16 @@
-"""Rules on the flags that describe a model's layers: each can be broken, with its flag and value; right ones pass."""
+"""Rules on the flags that describe a model's layers: each can be broken, with its flag and value; right ones pass.
+
+Those on multi-token prediction are at the end."""
 
 import pytest
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
-from megarl.mcore.config import model_rules
+from megarl.mcore.config import model_flags
+from tests.helpers import hf_folders
+from tests.helpers.hf_damage import config, in_order, tensors
+from tests.helpers.hf_prediction import add_layer, with_prediction
+from tests.helpers.tiny_models import LENGTHS, SHAPES
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
@@ -145,7 +151,7 @@ def test_right_models(text):
 
 def test_each_rule_can_be_broken(monkeypatch):
     """Every rule is the one that stops some case of the table: none is covered by those before it."""
-    stopped, total, rules = set(), set(), model_rules.rules
+    stopped, total, rules = set(), set(), model_flags.rules
 
     def recorded(args):
         found = rules(args)
@@ -153,7 +159,7 @@ def test_each_rule_can_be_broken(monkeypatch):
         stopped.update(next(([i] for i, rule in enumerate(found) if rule.is_broken), []))
         return found
 
-    monkeypatch.setattr(model_rules, "rules", recorded)
+    monkeypatch.setattr(model_flags, "rules", recorded)
     from megarl.mcore.parallel import fake_world
 
     for text, _ in WRONG.values():
@@ -167,3 +173,52 @@ def test_each_rule_can_be_broken(monkeypatch):
     names = [rule.flag for rule in rules(parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]
     assert total == {len(names)}  # always as many, in the same order
     assert [f"{i}: {name}" for i, name in enumerate(names) if i not in stopped] == []
+
+
+# -- multi-token prediction ----------------------------------------------------------------------------------------
+
+SHAPE = f"{SHAPES['llama']} {LENGTHS} --lr 1e-3 --advantage grpo --kl-coefficient 0 --reward length"
+EP2 = "--num-experts 4 --expert-model-parallel-size 2"
+# Flags besides SHAPE, and words of the line.
+WRONG_PREDICTION = {
+    "stages": ("--mtp-train --pipeline-model-parallel-size 2",
+               "with --mtp-train allowed is 1: the layer reads the embedding and the last hidden states"),
+    "sharded": ("--mtp-train --use-torch-fsdp2", "--use-torch-fsdp2 True: with --mtp-train allowed is none"),
+    "post-norm": ("--mtp-train --layernorm-position post", "--layernorm-position post: with --mtp-train allowed is"),
+    "window": ("--mtp-train --window-size 3,0", "with --mtp-train allowed is none"),
+    "factors": ("--mtp-train --lora-rank 2", "--mtp-train: not yet with --lora-rank 2"),
+    "nothing trained": ("--mtp-drafts", "--mtp-drafts: nothing has trained the layer; give --mtp-train, or"),
+    "nothing trains": ("--mtp-drafts --debug-rollout-only", "--mtp-drafts: not with --debug-rollout-only"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_PREDICTION)
+def test_what_the_layer_does_not_allow_is_refused(case):
+    flags, needle = WRONG_PREDICTION[case]
+    with pytest.raises(UsageError) as caught:
+        parse(f"{SHAPE} {flags}".split(), 2, "rl")
+    assert needle in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_experts_may_be_on_several_ranks():
+    assert parse(f"{SHAPE} --mtp-train --mtp-drafts {EP2}".split(), 2, "rl").roles["actor"].megatron.predicts
+
+
+def test_folders_need_just_one_layer(tmp_path):
+    folder = hf_folders.write_folder("glm4_moe", tmp_path / "hf")
+    flags = f"{LENGTHS} --lr 1e-3 --advantage grpo --kl-coefficient 0 --reward length --mtp-drafts --hf-model {folder}"
+    with pytest.raises(UsageError, match="has no tensors of multi-token prediction, which --mtp-drafts needs"):
+        parse(flags.split(), 1, "rl")
+    with_prediction(folder)
+    assert parse(flags.split(), 1, "rl").roles["rollout"].megatron.predicts
+    in_order(tensors(add_layer), config(num_nextn_predict_layers=2))(folder)
+    with pytest.raises(UsageError, match="has 2 layers of multi-token prediction; --mtp-drafts allows 1"):
+        parse(flags.split(), 1, "rl")
+
+
+def test_a_layer_that_is_only_carried_is_not_computed(tmp_path):
+    folder = hf_folders.write_folder("hy_v3", tmp_path / "hf")
+    with_prediction(folder)
+    flags = f"{LENGTHS} --lr 1e-3 --advantage grpo --kl-coefficient 0 --reward length --mtp-train --hf-model {folder}"
+    with pytest.raises(UsageError, match="has a layer of multi-token prediction that exports keep and --mtp-train"):
+        parse(flags.split(), 1, "rl")
