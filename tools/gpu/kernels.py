@@ -51,8 +51,7 @@ def paged_decode() -> bool:
 
 def varlen() -> bool:
     """Packed attention of ragged segments with fewer queries than keys, forward and backward."""
-    from megarl.mcore.attention.backends.varlen import flash_kernel
-    from megarl.mcore.attention.cumulative import CumulativePlan
+    from megarl.mcore.attention.backends.varlen import CumulativePlan, flash_kernel
 
     queries, keys = [1, 130, 300, 64], [17, 130, 700, 64]
     ends = [torch.tensor([0, *x], device=DEVICE).cumsum(0).int() for x in (queries, keys)]

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megarl.algorithms.counter_rng import uniforms
 from megarl.mcore import device
-from megarl.mcore.attention.buckets import bucket_of
+from megarl.mcore.attention.cache_attention import bucket_of
 from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
 from megarl.mcore.moe.layer import max_equal_rows
 from megarl.mcore.parallel.collectives import all_reduce_number

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.batch import expand_ranges
 from megarl.mcore import device
-from megarl.mcore.attention.prefill_dedup import PrefillDedup
+from megarl.mcore.attention.cache_attention import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, cache_bytes, snapshot_count, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.state_snapshots import StateSnapshots

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megarl.mcore.attention.prefill_dedup import PrefillDedup
+from megarl.mcore.attention.cache_attention import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.rotation import rotate_
@@ -70,9 +70,9 @@ class StepPlan:
 
     slot_mapping: Tensor  # [T] int64 rows of the flattened caches for the new keys and values
     dedup: PrefillDedup | None  # duplicate prompts, computed once; on the device; None: no duplicates
-    # Of the tokens that are computed, by kind of layer, of `attention.windows`; None without rotary embeddings.
+    # Of the tokens that are computed, by kind of layer, of `attention.segments`; None without rotary embeddings.
     rotations: tuple[Rotation, Rotation] | None
-    reads: tuple  # of the KV cache, by the attention backend; by kind of layer, of `attention.windows`
+    reads: tuple  # of the KV cache, by the attention backend; by kind of layer, of `attention.segments`
     # Of each layer of this rank: [blocks, block, G, 2, D] keys and values, or [blocks, block, W] latents.
     caches: tuple[Tensor, ...]
     attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`

@@ -17,7 +17,7 @@ from megarl.batch import SharedPrefix
 from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
-from megarl.mcore.attention.windows import window_of
+from megarl.mcore.attention.segments import window_of
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.head_divergence import (

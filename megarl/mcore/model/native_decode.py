@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.attention.packed_attention import PackedAttention
-from megarl.mcore.attention.windows import window_of
+from megarl.mcore.attention.segments import window_of
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
 from megarl.mcore.kernels.norm import RMSNorm

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.batch import SharedPrefix
-from megarl.mcore.attention import cumulative, segments
+from megarl.mcore.attention import segments
 from megarl.mcore.attention.backends import varlen
 from megarl.mcore.attention.segments import TokenStream, segments_of_stream
 from megarl.mcore.parallel.context_parallel import chunks_of
@@ -65,7 +65,7 @@ def test_each_query_sees_the_keys_of_the_plan_for_a_cpu(layout, window):
     parts, is_whole = layout
     sent = [
         plan.build([torch.from_numpy(x) for x in plan.arrays])
-        for plan in (module.plan_attention(parts, is_whole, window) for module in (segments, cumulative))
+        for plan in (module.plan_attention(parts, is_whole, window) for module in (segments, varlen))
     ]
     tokens = int(parts.queries.sum())
     assert seen_by_cumulative(sent[1], tokens) == seen_by_pieces(sent[0], window)

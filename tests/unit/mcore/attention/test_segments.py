@@ -6,7 +6,7 @@ import torch
 
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.packing import pack_sequences
-from megarl.mcore.attention.windows import FULL, KEY_BLOCK, WINDOW, cut_segments, kind_of_layer
+from megarl.mcore.attention.segments import FULL, KEY_BLOCK, WINDOW, cut_segments, kind_of_layer
 from tests.helpers.attention_inputs import (
     D,
     PagedRequests,

@@ -8,7 +8,7 @@ from megarl.batch import SharedPrefix
 from megarl.mcore.attention import native_attention
 from megarl.mcore.attention.backends import eager, sdpa
 from megarl.mcore.attention.packing import pack_sequences
-from megarl.mcore.attention.windows import FULL
+from megarl.mcore.attention.segments import FULL
 from megarl.mcore.kernels import native as kernels
 
 pytestmark = pytest.mark.skipif(not kernels.is_built(), reason="no compiled kernels: no C++ compiler, or CUDA")
