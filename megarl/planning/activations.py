@@ -14,7 +14,7 @@ from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.recurrence.delta_rule import HeadSizes
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.planning.parameters import SCALAR_HEAD
 
 SEGMENT_PADDING = 1.2

@@ -19,7 +19,7 @@ from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, predictio
 from megarl.mcore.model.projections import HeadLayout, latent_projections
 from megarl.mcore.parallel.process_groups import ParallelSizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import layer_sizes
 
 LAYERS = "decoder.layers."  # prefix of the names of transformer layers
 CACHED = 8  # models: a plan asks for the weights of each of its roles several times
