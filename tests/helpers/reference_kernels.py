@@ -71,7 +71,7 @@ def _attend(query, key, value, scale, window):
 
 
 def rotate_and_store(heads, cosines, sines, cache, slots):
-    """As that of `kernels.cuda.rotate_and_store`, in single operators, which also rotate the keys of `heads`."""
+    """As that of `kernels.cuda.rotate_heads`, in single operators, which also rotate the keys of `heads`."""
     from megarl.mcore.model.decoder_layer import Rotation
 
     if cosines is not None:
@@ -149,7 +149,7 @@ def use_them():
     """Makes the backend, the sampler and the layers compute with them, in this process."""
     from megarl.mcore.config import kernel_rules
     from megarl.mcore.kernels.cuda import recurrent_rows, row_sampling, segment_attention
-    from megarl.mcore.kernels.cuda import rotate_and_store as rotation
+    from megarl.mcore.kernels.cuda import rotate_heads as rotation
 
     kernel_rules._refused_varlen = lambda args: None
     varlen.flash_kernel = lambda: flash  # type: ignore[assignment]

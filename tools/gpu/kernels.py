@@ -122,8 +122,7 @@ def rotation() -> bool:
 
 def experts() -> bool:
     """Grouped products of experts against one after another."""
-    from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
-    from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
+    from megarl.mcore.kernels.swiglu import grouped_swiglu, stack_, stacked_swiglu
 
     counts = torch.tensor([5, 0, 700, 1, 64, 33, 8, 200], device=DEVICE)
     first = [torch.nn.Parameter(0.05 * drawn(2 * EXPERT_FFN, HIDDEN)) for _ in counts]

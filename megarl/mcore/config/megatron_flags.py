@@ -26,8 +26,7 @@ from megarl.mcore.config import (
 )
 from megarl.mcore.config.rules import require
 from megarl.mcore.config.supported_flags import ARCHITECTURE, DEFAULTS, ONLY, used
-from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
-from megarl.mcore.kernels.silu import silu
+from megarl.mcore.kernels.batch_invariance import gelu_tanh, quick_gelu, silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
 BATCH_INVARIANT = {functional.silu: silu, fused_bias_geglu.quick_gelu: quick_gelu}  # Megatron's activations -> megarl's

@@ -20,10 +20,10 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megarl.mcore.attention.cache_attention import PrefillDedup
-from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
+from megarl.mcore.kernels.batch_invariance import by_whole_rows
 from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.kernels.norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.rotation import rotate_
-from megarl.mcore.kernels.silu import by_whole_rows
 from megarl.mcore.model import rotary
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
@@ -86,7 +86,7 @@ class StepPlan:
         """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to
         the step's slots of a layer's cache [slots, G, 2, D]."""
         if self.is_on_device:
-            from megarl.mcore.kernels.cuda.rotate_and_store import rotate_and_store  # needs Triton
+            from megarl.mcore.kernels.cuda.rotate_heads import rotate_and_store  # needs Triton
 
             return rotate_and_store(heads, *(rotation or (None, None)), cache, self.slot_mapping)
         if rotation is not None:

@@ -17,7 +17,7 @@ from megarl.mcore.attention.segments import window_of
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
 from megarl.mcore.kernels.norm import RMSNorm
-from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
+from megarl.mcore.kernels.swiglu import SwiGLUMLP
 from megarl.mcore.model.decoder_layer import DecoderLayer, PagedSelfAttention, StepPlan
 
 

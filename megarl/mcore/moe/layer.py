@@ -4,7 +4,7 @@ Megarl's direct path replaces Megatron's dispatcher and experts, which run about
 the products with weights, more than a decode step's products take. It groups a layer's (token, expert) pairs by expert
 once, runs the experts' products, and sums the k results of a token in ascending order of the experts: on a CPU with the
 bits of Megatron's path, in rollout and training. Megatron adds them by atomics on CUDA, in no fixed order.
-On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.stacked_swiglu`); else
+On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.swiglu`); else
 each has a product of its own. With expert parallelism, rows travel with their gates; in decode steps in which the ranks
 have equally many rows, the host need not know how many (`moe.equal_rows`).
 """
@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
-from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
 from megarl.mcore.kernels.linear import forward_product
-from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
-from megarl.mcore.kernels.swiglu_mlp import is_plain_swiglu
+from megarl.mcore.kernels.swiglu import grouped_swiglu, is_plain_swiglu, stack_, stacked_swiglu
 from megarl.mcore.moe import equal_rows
 from megarl.mcore.moe.latent import own_projections
 

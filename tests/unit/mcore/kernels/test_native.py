@@ -214,7 +214,7 @@ def test_the_kernels_for_avx2_and_for_other_processors_pass_the_same_tests(march
     library = tmp_path / "other.so"
     assert build.build(native.SOURCES, library) is None
     folders = Path(__file__).parents[1]
-    tests = [folders / "kernels/test_native.py", folders / "kernels/test_segment_attention.py",
+    tests = [folders / "kernels/test_native.py", folders / "kernels/cuda/test_segment_attention.py",
              *(folders / f"attention/test_{name}.py" for name in ("native_attention", "segments", "long_sequences")),
              folders / "attention/backends/test_eager.py", folders / "inference/test_exact_rollout.py"]  # fmt: skip
     done = subprocess.run([sys.executable, "-c", WITH_LIBRARY, library, *tests], capture_output=True, text=True)

@@ -27,7 +27,7 @@ def weights_of(stages) -> list[list[torch.nn.Parameter]]:
 
 
 def are_views(stages, attribute: str = "data") -> bool:
-    from megarl.mcore.kernels.stacked_swiglu import stack_of
+    from megarl.mcore.kernels.swiglu import stack_of
 
     found = []
     for weights in weights_of(stages):
@@ -80,9 +80,9 @@ def test_stacks_are_views_of_the_buffers(size, flags):
 
 def without_views(rank: int, flags: str):
     """As `layout`, but weights are copied and gradients added one after another."""
-    from megarl.mcore.kernels import stacked_swiglu
+    from megarl.mcore.kernels import swiglu
 
-    stacked_swiglu.view_of = lambda weights: None
+    swiglu.view_of = lambda weights: None
     return layout(rank, flags)
 
 

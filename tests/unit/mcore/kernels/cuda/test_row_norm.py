@@ -5,9 +5,8 @@ import types
 import pytest
 import torch
 
-from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.cuda.row_norm import MAX_TILE
-from megarl.mcore.kernels.norm import BY_ROWS, KINDS, Norm
+from megarl.mcore.kernels.norm import BY_ROWS, KINDS, AllHeadsRMSNorm, Norm
 
 
 def norms(normalization: str, zero_centred: bool, columns: int):

@@ -1,12 +1,14 @@
-"""Rotation of training, CUDA's by Triton's interpreter: the bits of Megatron's operators and gradients."""
+"""Rotation, CUDA's by Triton's interpreter: in training the bits of Megatron's operators and gradients; in decode
+steps, with the write to the cache, those of the operators that it replaces."""
 
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
 from megarl.mcore.kernels import native, rotation
-from megarl.mcore.kernels.cuda.rotate_heads import HEAD_TILE, rotate_heads
+from megarl.mcore.kernels.cuda.rotate_heads import HEAD_TILE, rotate_and_store, rotate_heads
 from megarl.mcore.model.decoder_layer import Rotation
+from tests.helpers import reference_kernels
 
 CASES = {  # H, G, D, rotated channels
     "grouped queries": (6, 2, 16, 16),
@@ -42,3 +44,30 @@ def test_it_has_the_bits_of_megatrons_operators(case, dtype, kernels, monkeypatc
 def test_no_tokens():
     query, key = rotate_heads(torch.empty(0, 4, 8), torch.empty(0, 2, 8), *torch.empty(2, 0, 1, 8), False)
     assert query.shape == (0, 4, 8) and key.shape == (0, 2, 8)
+
+
+# -- decode steps --------------------------------------------------------------------------------------------------
+
+DECODES = {  # G, R, D, rotated channels
+    "all channels": (2, 3, 16, 16),
+    "some channels": (1, 4, 24, 8),
+    "one query head": (2, 1, 16, 16),
+    "not rotated": (2, 2, 16, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cuts numbers to bf16
+@pytest.mark.parametrize("case", DECODES.values(), ids=DECODES)
+def test_it_has_the_bits_of_single_operators(case, dtype):
+    groups, queries, channels, rotated = case
+    heads = torch.randn(5, groups, queries + 2, channels).to(dtype)
+    tables = None, None
+    if rotated:
+        tables = Rotation.of(torch.randn(9, 1, 1, rotated), dtype).at(torch.tensor([3, 8, 0, 5, 5]))
+    slots, cache = torch.tensor([7, 0, 3, 11, 2]), torch.randn(12, groups, 2, channels).to(dtype)
+    expected = heads.clone(), cache.clone()
+    reference_kernels.rotate_and_store(expected[0], *tables, expected[1], slots)
+    rotate_and_store(heads, *tables, cache, slots)
+    assert torch.equal(cache, expected[1])
+    assert torch.equal(heads[:, :, :queries], expected[0][:, :, :queries])
+    assert rotated is None or not torch.equal(cache[7, :, 0], heads[0, :, queries])  # the key went there, rotated

@@ -3,8 +3,7 @@
 import torch
 from torch.nn import functional
 
-from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
-from megarl.mcore.kernels.silu import _shared_rows, silu
+from megarl.mcore.kernels.batch_invariance import _shared_rows, gelu_tanh, quick_gelu, silu
 from tests.helpers.worlds import run_world
 
 WIDTHS, ROWS = (352, 48), (1, 4, 97, 99, 107, 257, 1333, 2751)

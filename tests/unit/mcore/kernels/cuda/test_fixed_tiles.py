@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import layers
 
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.cuda.fixed_tiles import ROWS, product
-from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
+from megarl.mcore.kernels.swiglu import grouped_swiglu
 from megarl.mcore.lora.product import LowRankProduct
 from tests.helpers import interpreted_kernels
 
