@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from megarl.mcore.kernels import vocab_parallel_logprobs
+from megarl.mcore.kernels import head_scores as kernel
 from megarl.mcore.kernels.cuda.head_rows import TILE, head_gradient, head_sums
-from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
+from megarl.mcore.kernels.head import HeadOptions
+from megarl.mcore.kernels.head_scores import head_scores
 from tests.helpers import reference_kernels
 from tests.helpers.output_heads import PADDED, PER_TOKEN, T, V, cut_chunks, problem, use_row_kernels, weighted
 from tests.helpers.worlds import run_world
@@ -45,19 +46,19 @@ def both_ways(rank):
     inputs = hidden.requires_grad_(), weight.requires_grad_()
     cut_chunks(4, PADDED)
     multiplied = []
-    gradient_class = vocab_parallel_logprobs.HeadGradients
+    gradient_class = kernel.HeadGradients
     add = gradient_class.add_products
     gradient_class.add_products = lambda *args: multiplied.append(len(args[-1])) or add(*args)
 
     def gradients(used):
-        scores = head_scores(*inputs, targets, PER_TOKEN, V, dist.group.WORLD)
+        scores = head_scores(*inputs, targets, HeadOptions(PER_TOKEN, V, dist.group.WORLD))
         return torch.autograd.grad(weighted(scores, used), inputs)
 
     choices = [(1, None, None), (None, 1, None), (None, None, 1), (1, -2, None), (None, 1, 2)]
     wanted = [gradients(used) for used in choices]
     use_row_kernels()
     for together, sizes in ((1, [4] * 5), (2**28, [T])):
-        vocab_parallel_logprobs.MAX_TOGETHER = together
+        kernel.MAX_TOGETHER = together
         for used, right in zip(choices, wanted, strict=True):
             multiplied.clear()
             for x, y in zip(gradients(used), right, strict=True):

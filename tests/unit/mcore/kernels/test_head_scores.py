@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from megarl.mcore.kernels import vocab_parallel_logprobs
+from megarl.mcore.kernels import head
+from megarl.mcore.kernels import head_scores as kernel
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.gathered_policy import GatheredPolicy
+from megarl.mcore.kernels.head import HeadOptions, row_chunks, softcap_
+from megarl.mcore.kernels.head_scores import GatheredPolicy, HeadScores, head_scores
 from megarl.mcore.kernels.linear import matmul
-from megarl.mcore.kernels.vocab_parallel_logprobs import HeadScores, head_scores, row_chunks, softcap_
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, use_row_kernels, weighted
 from tests.helpers.tiers import by_default
@@ -55,7 +56,7 @@ def on_rank(rank, chunk, temperature, sequence_parallel, dtype=torch.float32, by
     before = [x.clone() for x in (hidden, share, targets)]
     hidden.requires_grad_()
     share.requires_grad_()
-    scores = head_scores(hidden, share, targets, temperature, V, dist.group.WORLD, sequence_parallel)
+    scores = head_scores(hidden, share, targets, HeadOptions(temperature, V, dist.group.WORLD, sequence_parallel))
     forward = len(collectives)
     gradients = torch.autograd.grad(weighted(scores), (hidden, share))
     assert all(torch.equal(x, y) for x, y in zip(before, (hidden, share, targets), strict=True))
@@ -126,7 +127,9 @@ def sum_of_many_chunks(rank):
     found = []
     for rows in (4, 2048):
         weight.requires_grad_()
-        scores = head_scores(hidden.expand(rows, H), weight, targets.expand(rows), 1.0, V, dist.group.WORLD)
+        scores = head_scores(
+            hidden.expand(rows, H), weight, targets.expand(rows), HeadOptions(1.0, V, dist.group.WORLD)
+        )
         found.append(torch.autograd.grad(scores.logprobs.sum(), weight)[0])
     return float((found[1] / 512 - found[0]).abs().max() / found[0].abs().max())
 
@@ -140,7 +143,9 @@ def check_gradients(rank, used):
     inputs = (hidden[:5].requires_grad_(), weight.requires_grad_())
 
     def loss(hidden, weight):
-        return weighted(head_scores(hidden, weight, targets[:5] % 7, PER_TOKEN[:5], 7, dist.group.WORLD), used)
+        return weighted(
+            head_scores(hidden, weight, targets[:5] % 7, HeadOptions(PER_TOKEN[:5], 7, dist.group.WORLD)), used
+        )
 
     return torch.autograd.gradcheck(loss, inputs)
 
@@ -159,7 +164,7 @@ def many_and_few(rank):
     share = weight.chunk(size)[rank].clone()
 
     def score(rows, temperature=0.7):
-        return head_scores(hidden[rows], share, targets[rows], temperature, 61, dist.group.WORLD)
+        return head_scores(hidden[rows], share, targets[rows], HeadOptions(temperature, 61, dist.group.WORLD))
 
     whole = score(slice(None))
     rollout = GatheredPolicy(matmul(hidden, weight), 0.7, 61, size)
@@ -187,7 +192,7 @@ def few_rows(rank, count, sequence_parallel):
     if sequence_parallel:
         hidden, wanted = hidden.chunk(size)[rank], (wanted[0].chunk(size)[rank], wanted[1])
     inputs = (hidden.clone().requires_grad_(), weight.chunk(size)[rank].clone().requires_grad_())
-    scores = head_scores(*inputs, targets, temperature, V, dist.group.WORLD, sequence_parallel)
+    scores = head_scores(*inputs, targets, HeadOptions(temperature, V, dist.group.WORLD, sequence_parallel))
     gradients = torch.autograd.grad(weighted(scores), inputs)
     wanted = wanted[0], wanted[1].chunk(size)[rank]
     return [float((x - y).abs().sum()) for x, y in zip(gradients, wanted, strict=True)]
@@ -208,7 +213,7 @@ def extremes(rank, scale, pull, by_rows):
     targets = torch.tensor([0, 5, 2, 11, 8, 7])
     weight = logits.T.chunk(size)[rank].clone().requires_grad_()
     hidden = torch.eye(6).requires_grad_()
-    scores = head_scores(hidden, weight, targets, 1.0, 12, dist.group.WORLD)
+    scores = head_scores(hidden, weight, targets, HeadOptions(1.0, 12, dist.group.WORLD))
     to_hidden, to_weight = torch.autograd.grad(sum(score.sum() for score in scores) * pull, (hidden, weight))
     assert torch.isfinite(to_hidden).all() and torch.isfinite(to_weight).all()
     for score, wanted in zip(scores, of_logits(logits[:, :12].double(), targets), strict=True):
@@ -225,9 +230,9 @@ def test_extreme_logits_and_gradients_stay_finite(size, by_rows):
 def wrong_sizes(rank):
     hidden, weight, targets = problem()
     with pytest.raises(ValueError, match="20 hidden states, but targets and temperatures of shape .*19"):
-        head_scores(hidden, weight, targets[1:], 1.0, V, dist.group.WORLD)
+        head_scores(hidden, weight, targets[1:], HeadOptions(1.0, V, dist.group.WORLD))
     with pytest.raises(ValueError, match="20 hidden states"):
-        head_scores(hidden, weight, targets, torch.tensor(0.5), V, dist.group.WORLD)
+        head_scores(hidden, weight, targets, HeadOptions(torch.tensor(0.5), V, dist.group.WORLD))
     return True
 
 
@@ -243,9 +248,9 @@ def test_chunks_are_even_and_within_the_budget(rows, columns):
     assert chunks[0].start == 0 and chunks[-1].stop == rows
     assert all(a.stop == b.start for a, b in itertools.pairwise(chunks))
     assert min(sizes) >= MIN_ROWS and max(sizes) - min(sizes) <= 1
-    assert max(sizes) < 2 * MIN_ROWS or max(sizes) * columns <= vocab_parallel_logprobs.MAX_CHUNK
+    assert max(sizes) < 2 * MIN_ROWS or max(sizes) * columns <= head.MAX_CHUNK
     assert len(sizes) == 1 or max(sizes) * columns <= max(
-        vocab_parallel_logprobs.MIN_CHUNK, rows * columns / vocab_parallel_logprobs.CHUNKS, 2 * MIN_ROWS * columns
+        head.MIN_CHUNK, rows * columns / head.CHUNKS, 2 * MIN_ROWS * columns
     )
 
 
@@ -276,20 +281,20 @@ def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):
 
 def one_sided(rank, largest_kept):
     """(whether gradients of single inputs equal those of both, elements that autograd saves for backward)."""
-    vocab_parallel_logprobs.MAX_KEPT = largest_kept
+    kernel.MAX_KEPT = largest_kept
     hidden, weight, targets = problem()
     both = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        scores = head_scores(*both, targets, 1.0, V, dist.group.WORLD)
+        scores = head_scores(*both, targets, HeadOptions(1.0, V, dist.group.WORLD))
     wanted = torch.autograd.grad(weighted(scores), both)
     alone = []
     for i in (0, 1):
         inputs = [x if j == i else x.detach() for j, x in enumerate(both)]
-        scores = head_scores(*inputs, targets, 1.0, V, dist.group.WORLD)
+        scores = head_scores(*inputs, targets, HeadOptions(1.0, V, dist.group.WORLD))
         alone.append(torch.autograd.grad(weighted(scores), both[i])[0])
     with torch.no_grad():
-        silent = head_scores(*both, targets, 1.0, V, dist.group.WORLD)
+        silent = head_scores(*both, targets, HeadOptions(1.0, V, dist.group.WORLD))
     return all(map(torch.equal, [*silent, *alone], [*scores, *wanted])), sum(kept)
 
 
@@ -304,9 +309,9 @@ def kept_or_not(rank, used):
     hidden, weight, targets = problem()
     cut_chunks(8, PADDED)
     found = []
-    for vocab_parallel_logprobs.MAX_KEPT in (2**20, 0):
+    for kernel.MAX_KEPT in (2**20, 0):
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        scores = head_scores(*inputs, targets, PER_TOKEN, V, dist.group.WORLD)
+        scores = head_scores(*inputs, targets, HeadOptions(PER_TOKEN, V, dist.group.WORLD))
         found.append(torch.autograd.grad(weighted(scores, used), inputs))
     return found
 
@@ -328,8 +333,8 @@ def some_places(rank, sequence_parallel):
     for chosen in (None, places):
         inputs = [part.clone().requires_grad_(), share.clone().requires_grad_()]
         rows = slice(None) if chosen is None else chosen
-        scores = head_scores(*inputs, targets[rows], PER_TOKEN[rows], V, dist.group.WORLD, sequence_parallel,
-                             chosen, squares=chosen is None)  # fmt: skip
+        options = HeadOptions(PER_TOKEN[rows], V, dist.group.WORLD, sequence_parallel)
+        scores = head_scores(*inputs, targets[rows], options, chosen, squares=chosen is None)
         assert (scores.square_sum is None) == (chosen is not None)
         scores = [score[places] if chosen is None else score for score in scores[:2]]
         gradients = torch.autograd.grad((scores[0] * PER_TOKEN[places]).sum() - scores[1].sum(), inputs)
@@ -351,7 +356,7 @@ def capped_on_rank(rank, chunk, temperature):
     share = weight.chunk(size)[rank].clone().requires_grad_()
     cut_chunks(chunk, len(share))
     hidden.requires_grad_()
-    scores = head_scores(hidden, share, targets, temperature, V, dist.group.WORLD, softcap=1.5)
+    scores = head_scores(hidden, share, targets, HeadOptions(temperature, V, dist.group.WORLD, softcap=1.5))
     gradients = torch.autograd.grad(weighted(scores), (hidden, share))
     gap = None
     if not isinstance(temperature, torch.Tensor):
