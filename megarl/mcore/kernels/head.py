@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.mcore.kernels import linear, native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.parallel.collectives import all_reduce
+from megarl.mcore.parallel.process_groups import all_reduce
 
 PADDED_LOGIT = -1e30  # logit of a padded column; finite, because 0 · −∞ in the entropy would be NaN
 

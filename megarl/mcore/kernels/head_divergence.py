@@ -19,7 +19,7 @@ from megarl.algorithms.divergence import Divergence, center_of, divergence_sums,
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.head import MAX_KEPT, Head, HeadGradients, HeadOptions, at_least_fp32, row_chunks
-from megarl.mcore.parallel.collectives import all_reduce
+from megarl.mcore.parallel.process_groups import all_reduce
 
 BUFFERS = 3  # times as many buffers of a chunk's size as `head_scores` needs, so chunks are that much smaller
 

@@ -2,9 +2,9 @@
 
 The experts' rows are grouped by expert. Their MLPs run one after another, or, on CUDA devices in bf16, as grouped
 matrix products: one kernel for all, whose rows the host need not know. The experts' weights are parameters of their
-own, as checkpoints name them. `stack_` and `moe.buffer_layout` lay them out at equal distances, so that a view of their
-memory is the stack that the kernel wants. Weights that FSDP gathers have memory of their own, so that each product
-copies them.
+own, as checkpoints name them. `stack_` and `moe.layer.stacked_experts` lay them out at equal distances, so that a view
+of their memory is the stack that the kernel wants. Weights that FSDP gathers have memory of their own, so that each
+product copies them.
 """
 
 import itertools

@@ -160,13 +160,13 @@ def test_each_rule_can_be_broken(monkeypatch):
         return found
 
     monkeypatch.setattr(model_flags, "rules", recorded)
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
     for text, _ in WRONG.values():
         error_of(text)
     # On a CPU a rule on layouts stops expert tensor parallelism before.
     with (
-        fake_world.fake_world(2),
+        fake_world(2),
         pytest.raises(UsageError, match="--expert-tensor-parallel-size 2: allowed is 1 with"),
     ):
         parse(f"{MODEL} {MOE} --expert-tensor-parallel-size 2".split(), 2, "sft")
