@@ -315,7 +315,7 @@ def _megatron_namespace(
     hf_model: "HFModel | None", teacher: TeacherFolder | None = None,
 ) -> argparse.Namespace:  # fmt: skip
     """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
-    from megarl.mcore.config import architecture, megatron_flags
+    from megarl.mcore.config import megatron_flags
 
     settings = context.settings
     own: dict[str, Any] = {
@@ -334,11 +334,11 @@ def _megatron_namespace(
     if hf_model is None:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
     described, folder = hf_model.tokens(), f"{hf_model.folder.flag} {hf_model.folder.path}"
-    tokens = architecture.with_folder(role, described, folder, tokens)
+    tokens = megatron_flags.with_folder(role, described, folder, tokens)
     try:
         return megatron_flags.parse(role, tokens, ranks, own, extra)
     except UsageError as error:
-        raise architecture.with_source(error, described, folder) from None
+        raise megatron_flags.with_source(error, described, folder) from None
 
 
 def _generating_roles(context: FlagContext) -> set[str]:

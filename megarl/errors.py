@@ -1,4 +1,4 @@
-"""The exception for wrong input, an argument parser that raises it, names of flags in messages, and warnings."""
+"""The exception for wrong input, rules that flags may break, a parser that raises it, names of flags, and warnings."""
 
 import argparse
 import os
@@ -23,6 +23,20 @@ class UsageError(Exception):
     def __init__(self, message: str, reporting_rank: int = 0):
         super().__init__(message)
         self.reporting_rank = reporting_rank
+
+
+class Rule(typing.NamedTuple):
+    """A flag, whether it breaks a rule with the others, and the reason."""
+
+    flag: str
+    is_broken: object
+    reason: str
+    value: object = None  # shown in the error; None: the attribute with the flag's name
+
+    def problem(self, settings: typing.Any) -> str:
+        """The error of a broken rule: the flag with its value, and the reason. `settings`: flags as attributes."""
+        value = getattr(settings, self.flag[2:].replace("-", "_")) if self.value is None else self.value
+        return f"{self.flag} {value}: {self.reason}"
 
 
 class RunStopped(Exception):

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from megarl.entry_kinds import MAX_COUNT, Each, fits, is_count
-from megarl.mcore.config.parameter_patterns import is_multiplier
+from megarl.mcore.config.optimizer_flags import is_multiplier
 from megarl.numbers import is_plain_number, is_whole
 
 MAX_SIZE = 2**20  # of a group, and replicas: lists have as many items

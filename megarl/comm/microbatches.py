@@ -26,7 +26,7 @@ from megarl.batch import FIELDS, Batch, HostMetadata, SharedPrefix, expand_range
 from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
-from megarl.mcore.parallel.collectives import all_reduce
+from megarl.mcore.parallel.process_groups import all_reduce
 
 ORDER_STREAM = -1  # no prompt has this number, so the shuffle and the responses use disjoint random streams
 

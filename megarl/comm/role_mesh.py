@@ -17,7 +17,7 @@ from megarl.flags.role_flags import ROLES
 from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.parallel import process_groups
-from megarl.mcore.parallel.collectives import all_reduce, all_reduce_max
+from megarl.mcore.parallel.process_groups import all_reduce, all_reduce_max
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)

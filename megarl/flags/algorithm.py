@@ -10,7 +10,8 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
 from megarl.algorithms.kl import IN_LOSS, KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.flags.conditions import TRAINED, Condition, FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import TRAINED, Condition, FlagContext, on
 from megarl.flags.fields import flag, fraction, not_negative, one_of, positive
 
 

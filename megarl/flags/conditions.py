@@ -48,18 +48,6 @@ class Condition:
         return why
 
 
-class Rule(NamedTuple):
-    """A flag, whether it breaks a rule with the others of a run, and the reason."""
-
-    flag: str
-    is_broken: object
-    reason: str
-
-    def problem(self, settings: Any) -> str:
-        """The error of a broken rule: the flag with its value, and the reason."""
-        return f"{self.flag} {getattr(settings, self.flag[2:].replace('-', '_'))}: {self.reason}"
-
-
 def on(holds: Callable[[Any], object], reason: str) -> Condition:
     """A condition on megarl's own flags."""
     return Condition(lambda run: bool(holds(run.settings)), reason)

@@ -4,7 +4,8 @@ import dataclasses
 
 from megarl.algorithms.rejection import parse_bounds
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
-from megarl.flags.conditions import TRAINED, FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import TRAINED, FlagContext, on
 from megarl.flags.fields import flag, one_of, parses, positive
 
 RECOMPUTE, ROLLOUT, INTERPOLATE = OLD_LOGPROBS = ("recompute", "rollout", "interpolate")

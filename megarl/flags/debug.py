@@ -3,7 +3,8 @@
 import dataclasses
 import re
 
-from megarl.flags.conditions import SAVED, FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import SAVED, FlagContext, on
 from megarl.flags.fields import TRAINING, flag, parses
 
 STEP_RANGE = re.compile(r"([1-9][0-9]{0,17})(?:-([1-9][0-9]{0,17}))?")

@@ -5,7 +5,8 @@ from typing import Any
 
 from megarl.algorithms.divergence import DIVERGENCES, JSD
 from megarl.algorithms.estimators import NO_ADVANTAGE
-from megarl.flags.conditions import TRAINED, FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import TRAINED, FlagContext, on
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
 from megarl.named_paths import ALLOWED, parse_named_paths
 from megarl.observe.alarms import ALARMS_WITHOUT_REWARD

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from megarl.flags.conditions import ENVIRONMENT, TOOL_CALLS, FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import ENVIRONMENT, TOOL_CALLS, FlagContext, on
 from megarl.flags.fields import GENERATING, ROLLOUT, flag, fraction, not_negative, one_of, positive
 from megarl.tool_formats.table import FORMATS
 

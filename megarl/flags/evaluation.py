@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 
-from megarl.flags.conditions import EVALUATES, EVALUATION, FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import EVALUATES, EVALUATION, FlagContext, on
 from megarl.flags.fields import DATA, GENERATING, SUPERVISED, TRAINING, flag, not_negative, parse_ints, parses, positive
 
 BEST = on(lambda s: s.evaluates and s.eval_interval and s.save, "needs --eval-prompts, --eval-interval and --save")

@@ -3,7 +3,8 @@
 import dataclasses
 import json
 
-from megarl.flags.conditions import ENGINE, SAVED, THINKS, TRAINED, Condition, FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import ENGINE, SAVED, THINKS, TRAINED, Condition, FlagContext, on
 from megarl.flags.fields import GENERATING, ROLLOUT, address, flag, not_negative, one_of, parse_ints, parses, positive
 from megarl.unicode_text import is_unicode
 

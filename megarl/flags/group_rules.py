@@ -7,8 +7,8 @@ from fractions import Fraction
 
 from megarl.data.column_names import RL
 from megarl.data.mixture import TRAINING, MixtureEntry, is_mixture, read_mixture
-from megarl.errors import UsageError
-from megarl.flags.conditions import FlagContext, Rule
+from megarl.errors import Rule, UsageError
+from megarl.flags.conditions import FlagContext
 from megarl.flags.settings import Settings
 
 

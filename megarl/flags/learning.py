@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from megarl.flags.conditions import CRITIC, ENGINE, REFERENCE, TRAINED, FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import CRITIC, ENGINE, REFERENCE, TRAINED, FlagContext, on
 from megarl.flags.fields import TRAINING, flag, not_negative, positive
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 

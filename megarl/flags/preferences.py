@@ -5,7 +5,8 @@ import functools
 from collections.abc import Callable
 
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions
-from megarl.flags.conditions import Condition, FlagContext, Rule
+from megarl.errors import Rule
+from megarl.flags.conditions import Condition, FlagContext
 from megarl.flags.fields import PAIRS, flag, fraction, not_negative, one_of, positive
 
 LOSSES = "preference rl"

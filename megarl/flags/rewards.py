@@ -4,8 +4,8 @@ import dataclasses
 import functools
 
 from megarl.algorithms.score_shaping import ENSEMBLES
-from megarl.errors import UsageError
-from megarl.flags.conditions import REWARD_MODEL, Condition, FlagContext, Rule, on
+from megarl.errors import Rule, UsageError
+from megarl.flags.conditions import REWARD_MODEL, Condition, FlagContext, on
 from megarl.flags.fields import GENERATING, address, flag, fraction, not_negative, one_of, parses, positive
 from megarl.measurements import MAX_VALUE
 from megarl.rewards import expression

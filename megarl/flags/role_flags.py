@@ -247,11 +247,11 @@ def check_models(settings, offloads: dict[str, bool], megatron: dict, lora: dict
         offloads: of each role with a model, whether it is offloaded.
         megatron, lora, hf_models: namespaces, factors and Hugging Face folders by role.
     """
-    from megarl.mcore.config import exact_rules, prediction_rules, recurrent_rules  # they import Megatron
+    from megarl.mcore.config import kernel_rules, model_flags, recurrent_rules  # they import Megatron
 
-    exact_rules.check_lora(megatron, lora)
+    kernel_rules.check_lora(megatron, lora)
     recurrent_rules.check_run(settings, megatron)
-    prediction_rules.check_run(settings, megatron, lora, hf_models)
+    model_flags.check_prediction(settings, megatron, lora, hf_models)
     for role, is_offloaded in offloads.items():
         if is_offloaded and megatron[role].use_torch_fsdp2:
             raise UsageError(

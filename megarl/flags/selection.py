@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from megarl.flags.conditions import FlagContext, Rule, on
+from megarl.errors import Rule
+from megarl.flags.conditions import FlagContext, on
 from megarl.flags.correction import is_corrected
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
 

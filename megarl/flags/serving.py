@@ -3,7 +3,8 @@
 import dataclasses
 import re
 
-from megarl.flags.conditions import SERVES, Condition, FlagContext, Rule
+from megarl.errors import Rule
+from megarl.flags.conditions import SERVES, Condition, FlagContext
 from megarl.flags.fields import flag, not_negative, positive
 
 BOTH, SERVE = "rl serve", "serve"

@@ -9,6 +9,7 @@ import itertools
 
 from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.errors import Rule
 from megarl.flags import (
     algorithm,
     correction,
@@ -25,7 +26,7 @@ from megarl.flags import (
     selection,
     serving,
 )
-from megarl.flags.conditions import FlagContext, Rule
+from megarl.flags.conditions import FlagContext
 from megarl.flags.distillation import LOSS, REWARD
 from megarl.rewards import expression
 

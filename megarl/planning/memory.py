@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.config.optimizer_offload import on_host
-from megarl.mcore.config.optimizer_rules import MUON, SGD
+from megarl.mcore.config.optimizer_flags import MUON, SGD, on_host
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.planning import activations
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen

@@ -1,12 +1,11 @@
-"""Checks of flags with patterns of parameter names (`mcore.config.parameter_patterns`) against the roles' models."""
+"""Checks of flags with patterns of parameter names (`mcore.config.optimizer_flags`) against the roles' models."""
 
 import difflib
 import re
 
 from megarl.arguments import RunConfig
 from megarl.errors import UsageError, flag_of
-from megarl.mcore.config import parameter_patterns as patterns
-from megarl.mcore.config.optimizer_rules import MUON
+from megarl.mcore.config import optimizer_flags
 from megarl.planning.factors import trained_and_frozen
 from megarl.planning.parameters import layout_free_names, stage_weights
 
@@ -20,27 +19,29 @@ def check(config: RunConfig):
 
 
 def _check(role: str, args, has_lora: bool, value_head: bool):
-    if has_lora and args.optimizer == MUON:
-        raise UsageError(f"{role}: --optimizer {MUON}: not allowed with low-rank factors; allowed is adam or sgd")
-    given = [name for name in sorted(patterns.ATTRIBUTES) if getattr(args, name)]
+    if has_lora and args.optimizer == optimizer_flags.MUON:
+        raise UsageError(
+            f"{role}: --optimizer {optimizer_flags.MUON}: not allowed with low-rank factors; allowed is adam or sgd"
+        )
+    given = [name for name in sorted(optimizer_flags.ATTRIBUTES) if getattr(args, name)]
     for flag in map(flag_of, given if has_lora else ()):
         raise UsageError(f"{role}: {flag}: not allowed with low-rank factors, beside which all weights are frozen")
     if not given:
         return
     names = layout_free_names(args, value_head)
-    trained = [name for name in names if not patterns.is_frozen(args, name)]
+    trained = [name for name in names if not optimizer_flags.is_frozen(args, name)]
     for attribute in given:
         texts = getattr(args, attribute)
-        for number, pattern in enumerate(found := patterns.patterns_of(args, attribute)):
+        for number, pattern in enumerate(found := optimizer_flags.patterns_of(args, attribute)):
             flag = f"{role}: {flag_of(attribute)} {texts[number]}"
-            named = [name for name in names if patterns.matches(name, [pattern])]
+            named = [name for name in names if optimizer_flags.matches(name, [pattern])]
             if not named:
                 raise UsageError(f"{flag}: names no parameter of the {role}; nearest: {_nearest(pattern, names)}")
-            if attribute == patterns.FREEZE:
+            if attribute == optimizer_flags.FREEZE:
                 continue
             if not {*named} & {*trained}:
                 raise UsageError(f"{flag}: names only parameters that --freeze excludes from training")
-            if all(patterns.matches(name, found[number + 1 :]) for name in named):
+            if all(optimizer_flags.matches(name, found[number + 1 :]) for name in named):
                 raise UsageError(f"{flag}: has no effect: later patterns name all of its parameters")
     if args.freeze:
         _check_stages(role, args, value_head, trained)

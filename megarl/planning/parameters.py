@@ -13,13 +13,13 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
-from megarl.mcore.config.parameter_patterns import is_frozen, layout_free
+from megarl.mcore.config.optimizer_flags import is_frozen, layout_free
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, prediction_kind, stage_layers
 from megarl.mcore.model.projections import HeadLayout, latent_projections
 from megarl.mcore.parallel.process_groups import ParallelSizes
 from megarl.mcore.recurrence.delta_rule import HeadSizes
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import layer_sizes
 
 LAYERS = "decoder.layers."  # prefix of the names of transformer layers
 KEYS = 64  # of the latest namespaces
@@ -147,7 +147,7 @@ def _whole_model(args, vocab_size: int, value_head: bool) -> list[Weight]:
 
 
 def layout_free_names(args, value_head: bool) -> list[str]:
-    """The names that patterns are matched with (`parameter_patterns`), each once."""
+    """The names that patterns are matched with (`optimizer_flags`), each once."""
     return list(dict.fromkeys(layout_free(weight.name) for weight in _whole_model(args, 1, value_head)))
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megarl import arguments
 from megarl.flags import role_flags
-from megarl.mcore.parallel import fake_world
+from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import parameter_rules, summary
 
 
@@ -39,7 +39,7 @@ class Question:
 
     def program(self, more: tuple[str, ...] = ()) -> arguments.RunConfig:
         """The run with further flags, parsed and checked as the run itself does. UsageError for wrong ones."""
-        with fake_world.fake_world(self.world_size):
+        with fake_world(self.world_size):
             program = arguments.parse([*self.flags, *more], self.world_size, ranks_per_node=self.ranks_per_node)
         role_flags.check_microbatches(program)
         parameter_rules.check(program)

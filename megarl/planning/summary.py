@@ -11,7 +11,7 @@ from megarl.comm import role_mesh
 from megarl.flags.distillation import LOSS
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.parallel import fake_world
+from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import reward_traffic, traffic
 from megarl.planning.kv_cache import CachePlan, cache_plan
 from megarl.planning.memory import GIB, Memory, average_bytes, stage_memory
@@ -162,7 +162,7 @@ def _in_turns(plans: list[RolePlan]) -> RolePlan:
 
 def create_role_groups(roles: dict, world_size: int) -> dict:
     """RoleGroups of all roles by name, created as the programs do, as seen from the first rank of a fake world."""
-    with fake_world.fake_world(world_size):
+    with fake_world(world_size):
         return role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
 
 

@@ -29,7 +29,7 @@ from megarl.mcore.model.pipeline_layout import (
 )
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.gradient_buffers import buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.memory import is_unsharded, plain_bytes, sharded_bytes

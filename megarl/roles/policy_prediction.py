@@ -21,7 +21,8 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.mcore.attention.packing import PackedLayout
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
+from megarl.mcore.kernels.head import HeadOptions
+from megarl.mcore.kernels.head_scores import head_scores
 from megarl.mcore.model.prediction import PredictionLayer
 from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
@@ -101,11 +102,12 @@ class PolicyPrediction:
         """Adds the gradients of a micro-batch whose forward pass is running; arguments as of `token_scores`' hook."""
         predicted, targets = self._hidden_states(microbatch.tokens, hidden, packing, model)
         rows, counts = device.to_device(self._rows(microbatch, packing))
-        logprobs, *_ = head_scores(
-            predicted.squeeze(1), weight.detach(), targets[rows], 1.0, self.vocab_size, output_layer.tp_group,
-            model.config.sequence_parallel, rows if len(rows) >= MIN_ROWS else None, squares=False,
-            softcap=model.config.final_logit_softcapping,
-        )  # fmt: skip
+        c = model.config
+        options = HeadOptions(
+            1.0, self.vocab_size, output_layer.tp_group, c.sequence_parallel, c.final_logit_softcapping
+        )
+        states, places = predicted.squeeze(1), rows if len(rows) >= MIN_ROWS else None
+        logprobs, *_ = head_scores(states, weight.detach(), targets[rows], options, places, squares=False)
         loss = -masked_sum(logprobs.double(), counts.bool()) / self._count
         self.optimizer.scale_loss(loss).backward()
         self._sum += loss.detach()

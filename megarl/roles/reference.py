@@ -5,7 +5,7 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups, RoleMesh
 from megarl.comm.step_batch import StepBatch
-from megarl.mcore.config import exact_rules, supported_flags
+from megarl.mcore.config import kernel_rules, supported_flags
 from megarl.mcore.model.forward_pass import TokenScores
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.timers import Timers
@@ -28,7 +28,7 @@ def shares_base(actor: RoleSettings, reference: RoleSettings | None) -> bool:
     if args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate:  # then the routers change
         return False
     ignored = supported_flags.training() | _OF_THE_ACTOR
-    if exact_rules.applies(args):
+    if kernel_rules.is_exact(args):
         ignored |= {"attention_kernel"}
     described = [{n: v for n, v in vars(role.megatron).items() if n not in ignored} for role in (actor, reference)]
     return described[0] == described[1] and actor.hf_model == reference.hf_model

@@ -24,7 +24,7 @@ from megarl.faults import heartbeat, run_lock
 from megarl.flags import role_flags
 from megarl.flags.debug import parse_step_range
 from megarl.mcore import device, kernel_choice
-from megarl.mcore.config import optimizer_offload, recurrent_rules
+from megarl.mcore.config import optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
@@ -213,7 +213,9 @@ def check_device(config: arguments.RunConfig):
         recurrent_rules.check_backend(role.name, role.megatron)
     for role in (config.roles[name] for name in config.trained):
         if role.megatron.optimizer_cpu_offload and not device.has_cuda():
-            raise UsageError(f"{role.name}: {optimizer_offload.FLAG}: needs a CUDA device; on a CPU nothing would move")
+            raise UsageError(
+                f"{role.name}: {optimizer_flags.OFFLOAD}: needs a CUDA device; on a CPU nothing would move"
+            )
 
 
 def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None = None):

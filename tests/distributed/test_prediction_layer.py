@@ -25,7 +25,8 @@ LAYOUTS = {
 
 def scored(layer, model, hidden, output_layer, weight, packing, vocab_size: int) -> torch.Tensor:
     """Log-probs of the token after each one's next, of the whole stream."""
-    from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
+    from megarl.mcore.kernels.head import HeadOptions
+    from megarl.mcore.kernels.head_scores import head_scores
     from megarl.mcore.model.forward_pass import gather_stream
 
     tokens, own = torch.tensor(sum(ROWS, [])), copy.copy(packing)
@@ -35,7 +36,9 @@ def scored(layer, model, hidden, output_layer, weight, packing, vocab_size: int)
     embedded, frequencies, *_ = model._preprocess(following, packing.positions.unsqueeze(0), packed_seq_params=own)
     states = layer(hidden.unsqueeze(1), embedded, frequencies, own).squeeze(1)
     targets, is_split = stream.roll(-2)[packing.token_indices], model.config.sequence_parallel
-    found, *_ = head_scores(states, weight, targets, 1.0, vocab_size, output_layer.tp_group, is_split, squares=False)
+    found, *_ = head_scores(
+        states, weight, targets, HeadOptions(1.0, vocab_size, output_layer.tp_group, is_split), squares=False
+    )
     return gather_stream(found, packing)
 
 

@@ -55,7 +55,6 @@ def _install_references():
         expert_pairs,
         head_rows,
         recurrent_rows,
-        rotate_and_store,
         rotate_heads,
         row_sampling,
         segment_attention,

@@ -18,7 +18,6 @@ from megarl.mcore.kernels.cuda import (
     fixed_tiles,
     head_rows,
     recurrent_rows,
-    rotate_and_store,
     rotate_heads,
     row_norm,
     row_sampling,
@@ -76,7 +75,7 @@ cases += [
     (kernel, ROW, dict(TILE=row_sampling.TILE)) for kernel in (row_sampling._sample_row, row_sampling._logprob_row)
 ]
 cases += [(row_norm._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
-cases += [(rotate_and_store._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
+cases += [(rotate_heads._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
 TURNED = dict.fromkeys(("query", "key", "query_out", "key_out", "cosines", "sines"), "*bf16")
 TURNED |= dict.fromkeys(("query_heads", "key_heads", "query_token", "query_head", "key_token", "key_head"), "i32")
 cases += [
@@ -93,8 +92,8 @@ cases += [
 ]
 OPTIONS = {
     matmul_kernel_persistent: {"num_warps": 8, "num_stages": 3},
-    rotate_and_store._rotate_and_store: rotate_and_store.OPTIONS,
-    rotate_heads._rotate_heads: rotate_and_store.OPTIONS,
+    rotate_heads._rotate_and_store: rotate_heads.OPTIONS,
+    rotate_heads._rotate_heads: rotate_heads.OPTIONS,
 }
 HEAD_ROWS = dict.fromkeys(("logits", "temperatures", "sums", "statistics", "grads"), "*fp32")
 HEAD_ROWS |= {"targets": "*i64", "out": "*bf16", "row_stride": "i64", "out_stride": "i64", "temperature": "fp32"}

@@ -2,7 +2,7 @@
 
 import torch
 
-from megarl.mcore.kernels import vocab_parallel_logprobs
+from megarl.mcore.kernels import head
 
 T, H, V, PADDED = 20, 12, 21, 32
 PER_TOKEN = torch.linspace(0.4, 2.0, T)
@@ -20,7 +20,7 @@ def problem(dtype=torch.float32):
 
 def cut_chunks(rows: int, columns: int):
     """In a forked rank alone: chunks of at most `rows` tokens."""
-    vocab_parallel_logprobs.MIN_CHUNK = vocab_parallel_logprobs.MAX_CHUNK = rows * columns
+    head.MIN_CHUNK = head.MAX_CHUNK = rows * columns
 
 
 def weighted(scores, used=(1.0, 0.7, -3.0)):
@@ -31,6 +31,6 @@ def weighted(scores, used=(1.0, 0.7, -3.0)):
 
 def use_row_kernels(rank=0) -> bool:
     """Makes this process compute as on CUDA, with Triton's interpreter, without a softcap and other than in float64."""
-    is_so = property(lambda head: head.softcap is None and head.hidden.dtype is not torch.float64)
-    vocab_parallel_logprobs.Head.has_row_kernels = is_so
+    is_so = property(lambda one: one.options.softcap is None and one.hidden.dtype is not torch.float64)
+    head.Head.has_row_kernels = is_so
     return True

@@ -70,7 +70,7 @@ def _attend(query, key, value, scale, window):
 
 
 def rotate_and_store(heads, cosines, sines, cache, slots):
-    """As that of `kernels.cuda.rotate_and_store`, in single operators, which also rotate the keys of `heads`."""
+    """As that of `kernels.cuda.rotate_heads`, in single operators, which also rotate the keys of `heads`."""
     from megarl.mcore.model.decoder_layer import Rotation
 
     if cosines is not None:
@@ -146,11 +146,11 @@ def space_rows(mixed, steps, decay_logs, biases, skips, numbers, memories, out, 
 
 def use_them():
     """Makes the backend, the sampler and the layers compute with them, in this process."""
-    from megarl.mcore.config import megatron_flags
+    from megarl.mcore.config import kernel_rules
     from megarl.mcore.kernels.cuda import recurrent_rows, row_sampling, segment_attention
-    from megarl.mcore.kernels.cuda import rotate_and_store as rotation
+    from megarl.mcore.kernels.cuda import rotate_heads as rotation
 
-    megatron_flags._refused_varlen = lambda args: None
+    kernel_rules._refused_varlen = lambda args: None
     varlen.flash_kernel = lambda: flash  # type: ignore[assignment]
     segment_attention.paged_decode = paged_decode  # type: ignore[assignment]
     rotation.rotate_and_store = rotate_and_store  # type: ignore[assignment]

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from megarl.errors import UsageError
-from megarl.mcore.config.optimizer_rules import has_muon
+from megarl.mcore.config.optimizer_flags import has_muon
 from tests.helpers import programs
 from tests.helpers.worlds import RankFailed, run_world
 

@@ -13,7 +13,7 @@ from megarl import arguments, plan
 from megarl.comm import role_mesh
 from megarl.errors import UsageError
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.parallel import fake_world
+from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import summary
 from megarl.planning.changes import FULL_RECOMPUTE
 from tests.helpers import judges
@@ -95,7 +95,7 @@ def test_a_671b_model_on_4096_ranks(tmp_path):
 def test_groups_are_those_of_the_rank_order(rank):
     """Membership by a reshape of the ranks: tensor fastest, then context, data, pipeline; expert, expert data."""
     more = ["--actor-context-parallel-size", "2", "--critic-expert-model-parallel-size", "64"]
-    with fake_world.fake_world(4096, rank):
+    with fake_world(4096, rank):
         roles = arguments.parse([*LARGE, *more], 4096).roles
         places = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
         for name, context, expert in (("actor", 2, 32), ("critic", 1, 64), ("reference", 1, 32)):
@@ -195,7 +195,7 @@ def test_a_greedy_baseline_costs_generation_and_an_absent_critic_nothing(tmp_pat
 
 def test_a_reward_model_is_planned_as_a_critic_without_updates():
     flags = ["--reward", "model", "--reward-model", "one,two", "--reward-max-length", "40"]
-    with fake_world.fake_world(4):
+    with fake_world(4):
         program = arguments.parse([*SMALL[2:], *flags], 4)
     found = summary.make_plan(program, 4, 20).roles
     larger = summary.make_plan(program, 4, 20, 2000).roles["reward"]

@@ -244,8 +244,8 @@ WITHOUT_NAN = {
     "comm/microbatches.py": "counts", "mcore/inference/device_decode.py": "truth values",
     "mcore/inference/session.py": "whole numbers", "mcore/kernel_choice.py": "truth values",
     "mcore/kernels/head_divergence.py": "a sum of e^(logit − top) over the same ranks has the NaN",
-    "mcore/kernels/vocab_parallel_logprobs.py": "a sum of e^(logit − top) over the same ranks has the NaN",
-    "mcore/parallel/collectives.py": "defines it", "mcore/weights/reshard.py": "whole numbers",
+    "mcore/kernels/head.py": "a sum of e^(logit − top) over the same ranks has the NaN",
+    "mcore/parallel/process_groups.py": "defines it", "mcore/weights/reshard.py": "whole numbers",
     "rollout/bank.py": "ranks", "serving/replica_service.py": "truth values",
 }  # fmt: skip
 

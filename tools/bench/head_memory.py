@@ -47,19 +47,22 @@ def naive(hidden, weight, targets):
 
 def chunked(hidden, weight, targets):
     """The same from megarl's function."""
-    from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
+    from megarl.mcore.kernels.head import HeadOptions
+    from megarl.mcore.kernels.head_scores import head_scores
 
-    return head_scores(hidden, weight, targets, 1.0, len(weight), dist.group.WORLD)[:2]
+    return head_scores(hidden, weight, targets, HeadOptions(1.0, len(weight), dist.group.WORLD))[:2]
 
 
 def divergence(hidden, weight, targets):
     """The divergence from a teacher of the same size, in place of both scores."""
     from megarl.algorithms.divergence import Divergence
+    from megarl.mcore.kernels.head import HeadOptions
     from megarl.mcore.kernels.head_divergence import TeacherHead, head_divergence
 
     states, head = hidden.detach().roll(1, 0), weight.detach()
     teacher = TeacherHead(head, 1.0, None, Divergence("jsd"))
-    scores = head_divergence(hidden, weight, states, teacher, targets, 1.0, len(weight), dist.group.WORLD)
+    options = HeadOptions(1.0, len(weight), dist.group.WORLD)
+    scores = head_divergence(hidden, weight, states, teacher, targets, options)
     return scores.divergence, scores.divergence
 
 

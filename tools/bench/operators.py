@@ -23,7 +23,7 @@ from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.swiglu_mlp import swiglu
+from megarl.mcore.kernels.swiglu import swiglu
 from tools.bench import common, rollout
 
 

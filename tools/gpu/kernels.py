@@ -51,8 +51,7 @@ def paged_decode() -> bool:
 
 def varlen() -> bool:
     """Packed attention of ragged segments with fewer queries than keys, forward and backward."""
-    from megarl.mcore.attention.backends.varlen import flash_kernel
-    from megarl.mcore.attention.cumulative import CumulativePlan
+    from megarl.mcore.attention.backends.varlen import CumulativePlan, flash_kernel
 
     queries, keys = [1, 130, 300, 64], [17, 130, 700, 64]
     ends = [torch.tensor([0, *x], device=DEVICE).cumsum(0).int() for x in (queries, keys)]
@@ -123,8 +122,7 @@ def rotation() -> bool:
 
 def experts() -> bool:
     """Grouped products of experts against one after another."""
-    from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
-    from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
+    from megarl.mcore.kernels.swiglu import grouped_swiglu, stack_, stacked_swiglu
 
     counts = torch.tensor([5, 0, 700, 1, 64, 33, 8, 200], device=DEVICE)
     first = [torch.nn.Parameter(0.05 * drawn(2 * EXPERT_FFN, HIDDEN)) for _ in counts]

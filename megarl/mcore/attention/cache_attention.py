@@ -1,15 +1,33 @@
-"""Attention over the paged cache in a step of the rollout engine: what all backends do alike.
+"""Attention in a step of the rollout engine: over the paged cache, of keys and values or of latents.
 
+Here is what all backends do alike. A step's rows may be rounded up to a bucket, and prompts that are equal within a
+step are computed once.
 Shapes: T tokens of the step, G key/value groups of R query heads each, D channels per head.
 """
 
 import abc
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from megarl.batch import expand_ranges
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+
+# Rows that calls on a CUDA device are rounded up to; above, multiples of the last one. Few shapes mean few CUDA graphs,
+# and memory that fits again.
+BUCKETS = (4, 8, 16, 32, 64)
+
+
+def bucket_of(rows: int, multiple: int = 1) -> int:
+    """The least bucket of at least so many rows; a multiple of `multiple`, the ranks that split the rows."""
+    last = BUCKETS[-1]
+    size = -(-rows // last) * last if rows > last else next(bucket for bucket in BUCKETS if bucket >= rows)
+    return -(-size // multiple) * multiple
 
 
 def softmax_scale(channels: int, scale: float | None) -> float:
@@ -60,3 +78,82 @@ class CacheAttention(abc.ABC):
     @abc.abstractmethod
     def _prefill(self, query: Tensor, cache: Tensor, reads: list, scale: float | None, result: Tensor):
         """Writes the results of prefills to their rows of `result` [T, G, R, D]."""
+
+
+# -- latents -------------------------------------------------------------------------------------------------------
+
+
+class Latents(NamedTuple):
+    """The cache of one layer with multi-latent attention (DeepSeek-V2, 2405.04434 §2.1).
+
+    A token's row is its normed latent and the rotated key that all heads share: W numbers instead of keys and values of
+    every head. Each step expands the rows that it reads into keys and values, with the products of training, so that
+    rollout and training are equal to the last bit. Absorbed decoding, which multiplies queries and results by the
+    expansion's weights instead, sums in another order; it is not implemented. G is the number of heads.
+    """
+
+    rows: Tensor  # [blocks, block, W]
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]]  # rows […, W] -> keys […, G, D] and values […, G, V]
+    value_channels: int  # V; D unless the backend takes values of another size
+
+
+class _Expanding:
+    """A `PagedAttention` of any backend that reads `Latents`."""
+
+    def _gather_pages(self, cache: Latents, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [n, G, K, D] of the first K rows of pages [n·P]."""
+        return _by_head(cache.expand(self._page_rows(cache.rows, pages, width, count)))
+
+    def _gather_keys(self, cache: Latents, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [n, G, K, D] of rows [n, K] of the flattened cache."""
+        rows = cache.rows.flatten(0, 1).index_select(0, keys.flatten()).unflatten(0, keys.shape)
+        return _by_head(cache.expand(rows))
+
+
+def _by_head(expanded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    key, value = expanded
+    return key.transpose(1, 2), value.transpose(1, 2)
+
+
+def latent_attention(backend) -> CacheAttention:
+    """Returns the attention of a backend's module over `Latents`: its own, or the one over keys and values, changed."""
+    if hasattr(backend, "LatentAttention"):
+        return backend.LatentAttention()
+    return type("LatentAttention", (_Expanding, backend.PagedAttention), {})()
+
+
+# -- equal prompts -------------------------------------------------------------------------------------------------
+
+
+class PrefillDedup(NamedTuple):
+    """Deduplicated prefills of a step: equal prompts, such as those of a group's samples, are computed once.
+
+    Unlike a shared prefix, which one sequence of a packed micro-batch holds for others, they are equal as a whole.
+    """
+
+    requests: Tensor  # [N'] int64 requests that are computed
+    kept_tokens: Tensor  # [T'] int64 indices of their tokens and of padding
+    inverse: Tensor  # [T] int64 index among the kept tokens of each token of the step
+
+
+def deduplicate_prefills(tokens: Tensor, queries: Tensor, keys: Tensor) -> PrefillDedup | None:
+    """Finds equal prompts; returns None if no two are equal, or if fewer than `MIN_ROWS` tokens would remain.
+
+    Args:
+        tokens: [T] new tokens of the step and its padding, on the host.
+        queries, keys: [N] as in `plan_cache_reads`; only requests without cached keys are compared.
+    """
+    starts, is_uncached = queries.cumsum(0) - queries, queries == keys
+    ids, first_requests = tokens.tolist(), {}  # prompt -> the first request with it
+    bounds = zip(starts.tolist(), queries.tolist(), is_uncached.tolist(), strict=True)
+    prompts = [tuple(ids[a : a + n]) if uncached else i for i, (a, n, uncached) in enumerate(bounds)]
+    originals = torch.tensor([first_requests.setdefault(prompt, i) for i, prompt in enumerate(prompts)])
+    requests = originals.unique()
+    sizes, padding = queries[requests], torch.arange(int(queries.sum()), len(tokens))
+    remaining = int(sizes.sum())
+    if len(requests) == len(queries) or remaining + len(padding) < MIN_ROWS:
+        return None
+    kept_starts = (sizes.cumsum(0) - sizes)[torch.searchsorted(requests, originals)]
+    kept = torch.cat([expand_ranges(starts[requests], sizes), padding])
+    source = torch.cat([expand_ranges(kept_starts, queries), remaining + torch.arange(len(padding))])
+    return PrefillDedup(requests, kept, source)

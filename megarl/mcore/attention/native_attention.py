@@ -36,7 +36,7 @@ class _PackedAttention(torch.autograd.Function):
         out = query.new_empty(*query.shape[:2], value.shape[2])
         sums = query.new_empty(query.shape[:2])
         for batch in batches:
-            _attend(query, key, value, batch, scale, softcap, sinks, out, sums)
+            _attend(query, key, value, batch, (scale, softcap, sinks), out, sums)
         ctx.save_for_backward(query, key, value, sinks, out, sums)
         ctx.batches, ctx.scale, ctx.softcap = batches, scale, softcap
         return out
@@ -62,8 +62,12 @@ def _indices(segments: SegmentBatch) -> tuple:
     return segments.queries, segments.keys, segments.last_keys, segments.real_queries
 
 
-def _attend(query, key, value, segments: SegmentBatch, scale, softcap, sinks, out: Tensor, sums: Tensor | None):
-    """Writes to the real queries' rows of `out` [T, H, V], and of `sums` [T, H] their log-sums."""
+def _attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor, sums: Tensor | None = None):
+    """Writes to the real queries' rows of `out` [T, H, V], and of `sums` [T, H] their log-sums.
+
+    `score`: scale, softcap and sinks.
+    """
+    scale, softcap, sinks = score
     options = scale, segments.window, softcap, sinks
     native.ops.segment_attention(query, key, value, *_indices(segments), *options, out, sums)
 
@@ -113,7 +117,7 @@ def plan_cache_reads(
 
 def _decode_reads(
     tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None, token_bytes: int | None
-) -> NativeDecodes | LatentDecodes:  # fmt: skip
+) -> NativeDecodes | LatentDecodes:
     pages = pages[:, : -(-int(keys.max()) // cache.shape[1])].contiguous()
     is_new = (pages[1:] != pages[:-1]).any(1).nonzero().flatten() + 1
     starts = torch.cat([is_new.new_zeros(1), is_new, is_new.new_full((1,), len(keys))])
@@ -177,27 +181,27 @@ class NativePagedAttention(CacheAttention):
         self, query: Tensor, cache: Tensor, reads: list[SegmentBatch], scale: float | None, result: Tensor,
         softcap=None, sinks=None,
     ):  # fmt: skip
-        (key, value), scale = cache.flatten(0, 1).unbind(2), softmax_scale(query.shape[-1], scale)
+        (key, value), score = cache.flatten(0, 1).unbind(2), (softmax_scale(query.shape[-1], scale), softcap, sinks)
         heads, out = query.flatten(1, 2), result.flatten(1, 2)
         for segments in reads:
-            _attend(heads, key, value, segments, scale, softcap, sinks, out, None)
+            _attend(heads, key, value, segments, score, out)
 
 
 PagedAttention = NativePagedAttention  # the name of a backend's
 
 
 class NativeLatentAttention(CacheAttention):
-    """Attention over a cache of latents (`latent_cache.Latents`); a read expands the rows that it needs, each once."""
+    """Attention over a cache of `Latents`; a read expands the rows that it needs, each once."""
 
     def _new_result(self, query: Tensor, cache) -> Tensor:
         return query.new_zeros(*query.shape[:-1], cache.value_channels)
 
     def _decode(self, query: Tensor, cache, reads: LatentDecodes, scale: float | None, softcap=None, sinks=None):
         out, heads = self._new_result(query, cache), query.flatten(1, 2)
+        score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for rows, segments in reads.parts:
             key, value = cache.expand(cache.rows.flatten(0, 1).index_select(0, rows))
-            _attend(heads, key, value, segments, softmax_scale(query.shape[-1], scale), softcap, sinks,
-                    out.flatten(1, 2), None)  # fmt: skip
+            _attend(heads, key, value, segments, score, out.flatten(1, 2))
         return out
 
     def _prefill(
@@ -205,13 +209,14 @@ class NativeLatentAttention(CacheAttention):
         softcap=None, sinks=None,
     ):  # fmt: skip
         heads, out, flat = query.flatten(1, 2), result.flatten(1, 2), cache.rows.flatten(0, 1)
+        score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for segments in reads:
             key, value = cache.expand(flat.index_select(0, segments.keys.flatten()))
             places = torch.arange(segments.keys.numel()).view_as(segments.keys)
             expanded = SegmentBatch(
                 segments.queries, places, segments.last_keys, segments.real_queries, segments.window
             )
-            _attend(heads, key, value, expanded, softmax_scale(query.shape[-1], scale), softcap, sinks, out, None)
+            _attend(heads, key, value, expanded, score, out)
 
 
 LatentAttention = NativeLatentAttention  # of a backend that reads `Latents` in its own way

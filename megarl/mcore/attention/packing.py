@@ -33,7 +33,7 @@ from megarl.mcore.recurrence.runs import Runs, runs_of_stream
 class PackedLayout(PackedSeqParams):
     """Megatron's `PackedSeqParams` with the indices that megarl's attention and model need."""
 
-    attention: tuple | None = None  # the attention backend's plans; by kind of layer, of `attention.windows`
+    attention: tuple | None = None  # the attention backend's plans; by kind of layer, of `attention.segments`
     order: Tensor | None = None  # [T] of context_parallel.stream_order; None without context parallelism
     token_indices: Tensor | None = None  # [T/c] int64 indices in the padded stream of this rank's tokens
     positions: Tensor | None = None  # [T/c] int64 positions of this rank's tokens in their sequences
@@ -92,7 +92,7 @@ def hidden_rows(lengths: Tensor, shared: SharedPrefix | None, pg_collection, seq
 
 def routed_tokens(
     lengths: Tensor, pg_collection, sequence_parallel: bool, shared: SharedPrefix | None = None
-) -> RoutedTokens:  # fmt: skip
+) -> RoutedTokens:
     """Returns the tokens that this rank routes of a micro-batch of sequences with these lengths [N], on the host.
 
     Example on one rank: sequences A = a b c and B = a b d e share the prefix a b, which A holds. The stream is

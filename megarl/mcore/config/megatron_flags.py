@@ -11,7 +11,6 @@ import warnings
 import torch
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 from megatron.training import arguments
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
 from torch.nn import functional
@@ -19,20 +18,15 @@ from torch.nn import functional
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import cuda_environment, device
 from megarl.mcore.config import (
-    exact_rules,
+    kernel_rules,
     layout_rules,
     model_flags,
-    model_rules,
-    optimizer_offload,
-    optimizer_rules,
-    parameter_patterns,
+    optimizer_flags,
     recurrent_rules,
-    transformer_engine,
 )
-from megarl.mcore.config.layout_rules import require
-from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
-from megarl.mcore.kernels.gelu import gelu, gelu_tanh, quick_gelu
-from megarl.mcore.kernels.silu import silu
+from megarl.mcore.config.rules import require
+from megarl.mcore.config.supported_flags import ARCHITECTURE, DEFAULTS, ONLY, used
+from megarl.mcore.kernels.batch_invariance import gelu, gelu_tanh, quick_gelu, silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
 BATCH_INVARIANT = {functional.silu: silu, fused_bias_geglu.quick_gelu: quick_gelu}  # Megatron's activations -> megarl's
@@ -46,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     add_megatron_arguments(parser)
     model_flags.add_to(parser)
     recurrent_rules.add_to(parser)
-    parameter_patterns.add_to(parser)
+    optimizer_flags.add_to(parser)
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
     parser.set_defaults(exact_rollout=False)  # one of megarl's own flags
@@ -56,9 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         if action.dest in ("transformer_impl", "attention_backend"):  # megarl has modules of its own for both
             action.choices, action.type = None, str
         if action.dest == "muon_fp32_matmul_prec":
-            action.choices = optimizer_rules.PRECISIONS  # torch has no "low"
+            action.choices = optimizer_flags.PRECISIONS  # torch has no "low"
         if action.dest in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            action.choices = optimizer_rules.MOMENT_TYPES
+            action.choices = optimizer_flags.MOMENT_TYPES
         if action.dest == "use_precision_aware_optimizer":
             action.help = "Keep Adam's moments in the types of --exp-avg-dtype and --exp-avg-sq-dtype"
         if action.dest == "lr_warmup_init":
@@ -96,41 +90,6 @@ def _check_only(role: str, values, cause: str = ""):
             raise UsageError(f"{role}: {flag} {value}{cause}: {reason} (allowed: {', '.join(map(str, choices))})")
 
 
-def _automatic_attention(args, has_score_options: bool) -> str:
-    """The attention backend that `auto` stands for; `backends.load` says what `sdpa` stands for."""
-    if has_score_options:
-        return "sdpa"
-    if exact_rules.applies(args):
-        return exact_rules.BACKEND
-    is_half = args.bf16 or args.fp16
-    return "varlen" if device.has_cuda() and is_half and not args.multi_latent_attention else "sdpa"
-
-
-def _refused_varlen(args) -> str | None:
-    """What keeps a model from `--attention-backend` varlen or invariant; None: nothing."""
-    if not device.has_cuda():
-        return "a CUDA device"
-    if not args.bf16 and not args.fp16:
-        return "--bf16 or --fp16"
-    return "a model without --multi-latent-attention" if args.multi_latent_attention else None
-
-
-def _choose_attention(role: str, args):
-    """Sets `attention_kernel`, the module of `mcore/attention/backends` that `--attention-backend` names."""
-    name, args.attention_backend = args.attention_backend, AttnBackend.auto
-    has_options = model_flags.has_score_options(args)
-    args.attention_kernel = _automatic_attention(args, has_options) if name == "auto" else name
-    if has_options and name in ATTENTION_BACKENDS and name not in model_flags.SCORE_BACKENDS:
-        allowed = ", ".join(("auto", *model_flags.SCORE_BACKENDS))
-        raise UsageError(
-            f"{role}: --attention-backend {name}: allowed with --attn-logit-softcapping or --softmax-type are {allowed}"
-        )
-    if name in ("varlen", exact_rules.BACKEND) and (missing := _refused_varlen(args)):
-        raise UsageError(f"{role}: --attention-backend {name} needs {missing}")
-    if args.attention_kernel not in ATTENTION_BACKENDS:
-        raise UsageError(f"{role}: --attention-backend {name}: allowed are auto, {', '.join(ATTENTION_BACKENDS)}")
-
-
 def _choose_channels(role: str, args):
     """Sets `kv_channels` of multi-latent attention to the channels of its values, which are those of its output."""
     if args.multi_latent_attention and args.kv_channels is not None:
@@ -164,6 +123,34 @@ def _parsed(argv: tuple[str, ...]) -> argparse.Namespace:
     return _parser().parse_args([*DEFAULTS, *argv])
 
 
+def with_folder(role: str, described: list[str], folder: str, tokens: list[str]) -> list[str]:
+    """A role's Megatron tokens after those that describe its folder's model.
+
+    Args:
+        described: tokens of the folder's config.json.
+        folder: flag and path, for messages.
+
+    Raises:
+        UsageError: a flag of the user contradicts the folder.
+    """
+    of_folder, given = parse_tokens(role, described), parse_tokens(role, tokens)
+    for option in (token.split("=", 1)[0] for token in tokens):
+        dest = destinations().get(option)
+        if dest in ARCHITECTURE and getattr(given, dest) != getattr(of_folder, dest):
+            raise UsageError(
+                f"{role}: {option} {getattr(given, dest)}: config.json of {folder} describes "
+                f"{getattr(of_folder, dest)}; leave the flag out"
+            )
+    return described + tokens
+
+
+def with_source(error: UsageError, described: list[str], folder: str) -> UsageError:
+    """An error about a role's flags that says which of them a folder gave. `described`, `folder`: as above."""
+    words = str(error).replace(":", " ").replace(",", " ").split()
+    named = [token for token in dict.fromkeys(described) if token.startswith("--") and token in words]
+    return UsageError(f"{error} ({', '.join(named)}: from config.json of {folder})") if named else error
+
+
 def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[str] = frozenset()):
     """Megatron's namespace of one role, validated for that many ranks.
 
@@ -185,19 +172,17 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         setattr(args, name, value)
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
-    _choose_attention(role, args)
+    kernel_rules.choose_attention(role, args)
     _check_only(role, args)
     for flag in ("num_layers", "hidden_size", "num_attention_heads"):
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
     _choose_channels(role, args)
-    require(role, layout_rules.rules(role, args))
-    require(role, model_rules.rules(args))
-    require(role, recurrent_rules.rules(args))
-    require(role, optimizer_rules.rules(args))
-    optimizer_offload.check(role, args)
-    exact_rules.check(role, args)
-    transformer_engine.check(role, args)
+    require(role, args, layout_rules.rules(role, args))
+    require(role, args, model_flags.rules(args))
+    require(role, args, recurrent_rules.rules(args))
+    optimizer_flags.check(role, args)
+    kernel_rules.check(role, args)
     if args.overlap_grad_reduce is None:
         args.overlap_grad_reduce = _overlaps(args, ranks)
     # Megatron wants a sequence length that context parallelism divides; megarl's cut of the packed stream does not.
@@ -265,7 +250,7 @@ def transformer_config(args) -> TransformerConfig:
         config = core_transformer_config_from_args(args)
     config.hybrid_layer_pattern, config.delta_rule_backend = args.hybrid_layer_pattern, args.delta_rule_backend
     config.hetereogenous_dist_checkpoint |= args.hybrid_layer_pattern is not None  # no stacks of unlike layers
-    config.attention_kernel, config.exact_rollout = args.attention_kernel, exact_rules.applies(args)
+    config.attention_kernel, config.exact_rollout = args.attention_kernel, kernel_rules.is_exact(args)
     config.freezes_by_name = bool(args.freeze)
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:

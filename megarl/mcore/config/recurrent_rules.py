@@ -5,9 +5,9 @@ A rule is data, as in `layout_rules`.
 """
 
 from megarl import bundled
-from megarl.errors import UsageError
+from megarl.errors import Rule, UsageError
 from megarl.mcore import device
-from megarl.mcore.config.layout_rules import LayoutRule, defaults, is_pattern, min_value, only, rule, value_of
+from megarl.mcore.config.rules import allow, defaults, is_pattern, min_value, only, value_of
 from megarl.mcore.recurrence import fused_chunks
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
@@ -24,10 +24,12 @@ VECTOR, MAX_TAPS = 16, 8  # of the compiled kernels: elements of a vector, token
 def add_to(parser):
     """Adds the flag of megarl's own about these layers to an argparse parser."""
     parser.add_argument_group("megarl's layers").add_argument(
-        RULE, choices=RULE_BACKENDS, default=RULE_BACKENDS[0],
+        RULE,
+        choices=RULE_BACKENDS,
+        default=RULE_BACKENDS[0],
         help="kernels of gated delta nets on CUDA in prompts and training: PyTorch's operators, or with --bf16 those "
         "of flash-linear-attention, of the extra recurrent",
-    )  # fmt: skip
+    )
 
 
 def has_states(args) -> bool:
@@ -41,53 +43,53 @@ def flag_of(args) -> str:
     return f"{PATTERN} {args.hybrid_layer_pattern}" if variant is None else f"{FLAG} {variant}"
 
 
-def rules(args) -> list[LayoutRule]:
+def rules(args) -> list[Rule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
     gate, freq = args.attention_output_gate, args.linear_attention_freq
     on, where = args.experimental_attention_variant is not None, f"with {flag_of(args)}"
     is_space = args.hybrid_layer_pattern is not None
     return [
-        *(rule(args, f"--{name}", on or value_of(args, name) == default or is_space and name == TAPS,
-               f"none without {FLAG}") for name, default in SIZES.items()),
-        rule(args, "--linear-attention-freq", on or freq is None, f"none without {FLAG}"),
+        *(allow(f"--{name}", on or value_of(args, name) == default or is_space and name == TAPS,
+                f"none without {FLAG}") for name, default in SIZES.items()),
+        allow("--linear-attention-freq", on or freq is None, f"none without {FLAG}"),
         *defaults(args, SPACE_SIZES | {"mamba-dt-min": 0.0}, is_space, f"none without {PATTERN}"),
         *_of_spaces(args, is_space),
         *(min_value(args, f"--{name}") for name in SIZES),
         *_of_layers(args, on),
-        *(each._replace(holds=not has_states(args) or each.holds, allowed=f"{each.allowed} {where}")
+        *(each._replace(is_broken=has_states(args) and each.is_broken, reason=f"{each.reason} {where}")
           for each in _combinations(args)),
-        rule(args, "--attention-output-gate", not gate or not args.multi_latent_attention,
-             "none with --multi-latent-attention"),
-        rule(args, "--attention-output-gate", not gate or not args.qk_layernorm_all_heads,
-             "none with --qk-layernorm-all-heads"),
-        rule(args, "--attention-output-gate", not gate or not args.add_bias_linear and not args.add_qkv_bias,
-             "none with biases of queries, keys and values"),
+        allow("--attention-output-gate", not gate or not args.multi_latent_attention,
+              "none with --multi-latent-attention"),
+        allow("--attention-output-gate", not gate or not args.qk_layernorm_all_heads,
+              "none with --qk-layernorm-all-heads"),
+        allow("--attention-output-gate", not gate or not args.add_bias_linear and not args.add_qkv_bias,
+              "none with biases of queries, keys and values"),
     ]  # fmt: skip
 
 
-def _of_spaces(args, on: bool) -> list[LayoutRule]:
+def _of_spaces(args, on: bool) -> list[Rule]:
     """Of models whose layers have one half each: Mamba-2, attention, an MLP or experts."""
     pattern, layers, experts = args.hybrid_layer_pattern or "", args.num_layers, args.num_experts
     groups, heads = args.mamba_num_groups, args.mamba_num_heads
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     return [
-        LayoutRule(PATTERN, pattern, not on or len(pattern) == layers and set(pattern) <= LETTERS and "M" in pattern,
-             f"for each of --num-layers {layers} M (Mamba-2), * (attention), - (MLP) or E (experts), at least one M"),
-        LayoutRule(PATTERN, pattern, not on or ("E" in pattern) == bool(experts),
-             "one with E if and only if --num-experts is given"),
-        LayoutRule(PATTERN, pattern, not on or args.experimental_attention_variant is None, f"none with {FLAG}"),
-        rule(args, "--moe-layer-freq", not on or args.moe_layer_freq == 1, f"none with {PATTERN}"),
-        *(rule(args, f"--{name}", not on or (value_of(args, name) or 0) > 0, "1 or more") for name in SPACE_SIZES),
-        rule(args, "--mamba-num-groups", not on or groups % (tensor * context) == 0,
-             f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
-        rule(args, "--mamba-num-heads", not on or not heads or not groups or heads % groups == 0,
-             f"a multiple of --mamba-num-groups {groups}"),
-        rule(args, "--mamba-head-dim", not on or args.mamba_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
-        rule(args, "--mamba-dt-min", 0 <= args.mamba_dt_min < float("inf"), "0 or more"),
+        allow(PATTERN, not on or len(pattern) == layers and set(pattern) <= LETTERS and "M" in pattern,
+              f"for each of --num-layers {layers} M (Mamba-2), * (attention), - (MLP) or E (experts), at least one M"),
+        allow(PATTERN, not on or ("E" in pattern) == bool(experts),
+              "one with E if and only if --num-experts is given"),
+        allow(PATTERN, not on or args.experimental_attention_variant is None, f"none with {FLAG}"),
+        allow("--moe-layer-freq", not on or args.moe_layer_freq == 1, f"none with {PATTERN}"),
+        *(allow(f"--{name}", not on or (value_of(args, name) or 0) > 0, "1 or more") for name in SPACE_SIZES),
+        allow("--mamba-num-groups", not on or groups % (tensor * context) == 0,
+              f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
+        allow("--mamba-num-heads", not on or not heads or not groups or heads % groups == 0,
+              f"a multiple of --mamba-num-groups {groups}"),
+        allow("--mamba-head-dim", not on or args.mamba_head_dim % VECTOR == 0, f"a multiple of {VECTOR}"),
+        allow("--mamba-dt-min", 0 <= args.mamba_dt_min < float("inf"), "0 or more"),
     ]  # fmt: skip
 
 
-def _of_layers(args, on: bool) -> list[LayoutRule]:
+def _of_layers(args, on: bool) -> list[Rule]:
     freq, layers, context = args.linear_attention_freq, args.num_layers, args.context_parallel_size
     tensor, backend, channels = args.tensor_model_parallel_size, args.delta_rule_backend, args.linear_key_head_dim
     keys, values, is_fused = args.linear_num_key_heads, args.linear_num_value_heads, backend == fused_chunks.BACKEND
@@ -95,34 +97,34 @@ def _of_layers(args, on: bool) -> list[LayoutRule]:
         1 < freq <= layers if isinstance(freq, int) else on and freq and is_pattern(freq, layers) and {*freq} == {0, 1}
     )
     return [
-        LayoutRule(RULE, backend, on or not is_fused, f"torch without {FLAG}"),
-        LayoutRule(RULE, backend, args.bf16 or not is_fused, "torch without --bf16"),
-        LayoutRule(RULE, backend, channels <= fused_chunks.MAX_KEYS or not is_fused,
-             f"torch with --linear-key-head-dim {channels}, above {fused_chunks.MAX_KEYS}"),
-        rule(args, "--linear-attention-freq", not on or fits,
-             f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
-        rule(args, "--linear-num-key-heads", not on or keys % (tensor * context) == 0,
-             f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
-        rule(args, "--linear-num-value-heads", not on or keys > 0 and values % keys == 0,
-             f"a multiple of --linear-num-key-heads {keys}"),
-        rule(args, "--linear-value-head-dim", not on or args.linear_value_head_dim % VECTOR == 0,
-             f"a multiple of {VECTOR}"),
-        rule(args, "--linear-conv-kernel-dim", not has_states(args) or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS,
-             f"from 2 to {MAX_TAPS}"),
+        allow(RULE, on or not is_fused, f"torch without {FLAG}"),
+        allow(RULE, args.bf16 or not is_fused, "torch without --bf16"),
+        allow(RULE, channels <= fused_chunks.MAX_KEYS or not is_fused,
+              f"torch with --linear-key-head-dim {channels}, above {fused_chunks.MAX_KEYS}"),
+        allow("--linear-attention-freq", not on or fits,
+              f"a number from 2 to --num-layers {layers}, or a pattern of {layers} ones (a recurrent state) and zeros"),
+        allow("--linear-num-key-heads", not on or keys % (tensor * context) == 0,
+              f"a multiple of --tensor-model-parallel-size {tensor} × --context-parallel-size {context}"),
+        allow("--linear-num-value-heads", not on or keys > 0 and values % keys == 0,
+              f"a multiple of --linear-num-key-heads {keys}"),
+        allow("--linear-value-head-dim", not on or args.linear_value_head_dim % VECTOR == 0,
+              f"a multiple of {VECTOR}"),
+        allow("--linear-conv-kernel-dim", not has_states(args) or 2 <= args.linear_conv_kernel_dim <= MAX_TAPS,
+              f"from 2 to {MAX_TAPS}"),
     ]  # fmt: skip
 
 
-def _combinations(args) -> list[LayoutRule]:
+def _combinations(args) -> list[Rule]:
     """Rules on other flags, beside recurrent states."""
     modules = args.recompute_modules or []
     return [
         only(args, "--transformer-impl", "local"),
-        rule(args, "--fp16", not args.fp16, "--bf16 or fp32: decays overflow,"),
+        allow("--fp16", not args.fp16, "--bf16 or fp32: decays overflow,"),
         only(args, "--multi-latent-attention", False),
         only(args, "--layernorm-position", "pre"),
         only(args, "--normalization", "RMSNorm"),
-        LayoutRule("--disable-bias-linear", False, not args.add_bias_linear, "given"),
-        LayoutRule("--recompute-modules", " ".join(modules), "gdn_norm_out" not in modules, "others than gdn_norm_out"),
+        allow("--disable-bias-linear", not args.add_bias_linear, "given", value=False),
+        allow("--recompute-modules", "gdn_norm_out" not in modules, "others than gdn_norm_out", " ".join(modules)),
     ]
 
 

@@ -9,42 +9,44 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from megarl.mcore.config import model_flags, parameter_patterns
+from megarl.mcore.config import model_flags, optimizer_flags
 
 # Attributes that change what a model computes, also where a folder's flags leave their defaults.
-ARCHITECTURE = frozenset({
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
-    "kv_channels", "swiglu", "squared_relu", "quick_geglu", "normalization", "layernorm_epsilon", "add_bias_linear",
-    "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
-    "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "no_rope_freq",
-    "untie_embeddings_and_output_weights", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
-    "moe_latent_size", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
-    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
-    "use_rotary_position_embeddings", "layernorm_zero_centered_gamma",
-    "activation_func_clamp_value", "glu_linear_offset", "window_size", "window_attn_skip_freq", "softmax_type",
-    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
-    "rotary_scaling_factor", "mscale", "mscale_all_dim", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
-    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "experimental_attention_variant", "linear_attention_freq",
-    "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-    "linear_num_value_heads", "attention_output_gate", "hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim",
-    "mamba_num_groups", "mamba_num_heads",
-}) | model_flags.attributes()  # fmt: skip
+ARCHITECTURE = model_flags.attributes().union(
+    """
+    num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
+    swiglu squared_relu quick_geglu normalization layernorm_epsilon add_bias_linear add_qkv_bias qk_layernorm
+    position_embedding_type rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling
+    rope_scaling_factor no_rope_freq untie_embeddings_and_output_weights num_experts moe_layer_freq
+    moe_ffn_hidden_size moe_router_topk moe_latent_size moe_router_pre_softmax moe_router_score_function
+    moe_router_enable_expert_bias moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk
+    moe_shared_expert_intermediate_size moe_shared_expert_gate use_rotary_position_embeddings
+    layernorm_zero_centered_gamma activation_func_clamp_value glu_linear_offset window_size window_attn_skip_freq
+    softmax_type yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+    yarn_correction_range_round_to_int rotary_scaling_factor mscale mscale_all_dim multi_latent_attention
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim experimental_attention_variant
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads attention_output_gate hybrid_layer_pattern mamba_state_dim mamba_head_dim
+    mamba_num_groups mamba_num_heads
+    """.split()
+)
 # Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
-READ_BY_MODEL = ARCHITECTURE | {
-    "bias_gelu_fusion", "bias_swiglu_fusion", "make_vocab_size_divisible_by", "max_position_embeddings",
-    "no_persist_layer_norm", "recompute_activations", "pretrained_checkpoint", "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "delta_rule_backend",
-}  # fmt: skip
-READ_BY_SCHEDULER = {
-    "lr_decay_iters", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_iters",
-    "lr_wsd_decay_iters", "lr_wsd_decay_style", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
-    "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
-}  # fmt: skip
-READ_BY_DDP = {
-    "accumulate_allreduce_grads_in_fp32", "ddp_bucket_size", "use_torch_fsdp2",
-}  # fmt: skip
+READ_BY_MODEL = ARCHITECTURE.union(
+    """
+    bias_gelu_fusion bias_swiglu_fusion make_vocab_size_divisible_by max_position_embeddings no_persist_layer_norm
+    recompute_activations pretrained_checkpoint num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    delta_rule_backend
+    """.split()
+)
+READ_BY_SCHEDULER = set(
+    """
+    lr_decay_iters lr_decay_style lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_wsd_decay_iters
+    lr_wsd_decay_style start_weight_decay end_weight_decay weight_decay_incr_style override_opt_param_scheduler
+    use_checkpoint_opt_param_scheduler
+    """.split()
+)
+READ_BY_DDP = set("accumulate_allreduce_grads_in_fp32 ddp_bucket_size use_torch_fsdp2".split())
 READ_BY_PROGRAM = {"distributed_timeout_minutes"}
 READ_BY_TRAINER = {"profile_ranks"}
 
@@ -113,11 +115,12 @@ ONLY = {
 }
 
 # Families of flags for parts that megarl's models, optimizer and engine do not have.
-FOREIGN = (
-    "dsa_", "mamba_", "mtp_", "lion_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
-    "megatron_fsdp_", "fsdp_", "moe_paged_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_", "moe_flex_", "kitchen_",
-    "use_kitchen", "qk_clip_", "moe_router_quantile_", "cuda_graph_", "gtp_",
-)  # fmt: skip
+FOREIGN = tuple(
+    """
+    dsa_ mamba_ mtp_ lion_ fp4_ fp8_ mup_ tp_comm_ inference_ megatron_fsdp_ fsdp_ moe_paged_ moe_hybridep_
+    moe_deepep_ moe_ncclep_ moe_flex_ kitchen_ use_kitchen qk_clip_ moe_router_quantile_ cuda_graph_ gtp_
+    """.split()
+)
 
 # Fields of Megatron's configs that nothing reads on megarl's path, or only code for parts that megarl does not have.
 WITHOUT_EFFECT = {
@@ -152,15 +155,14 @@ WITHOUT_EFFECT = {
     "log_num_zeros_in_grad", "barrier_with_L1_time",
 }  # fmt: skip
 
-DEFAULTS = [
-    "--micro-batch-size", "1", "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
-    "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--attention-dropout", "0", "--hidden-dropout", "0",
-    "--attention-backend", "auto", "--position-embedding-type", "rope", "--tokenizer-type", "NullTokenizer",
-    "--lr", "1e-5", "--global-batch-size", "64", "--calculate-per-token-loss", "--expert-tensor-parallel-size", "1",
-    "--moe-token-dispatcher-type", "alltoall", "--no-check-for-nan-in-loss-and-grad",
-    "--muon-tp-mode", "duplicated",
-]  # fmt: skip
+DEFAULTS = """
+    --micro-batch-size 1 --transformer-impl local --no-rope-fusion --no-persist-layer-norm
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --attention-dropout 0 --hidden-dropout 0 --attention-backend auto
+    --position-embedding-type rope --tokenizer-type NullTokenizer --lr 1e-5 --global-batch-size 64
+    --calculate-per-token-loss --expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall
+    --no-check-for-nan-in-loss-and-grad --muon-tp-mode duplicated
+""".split()
 
 
 @functools.cache
@@ -168,9 +170,7 @@ def training() -> frozenset[str]:
     """Attributes that only a role that learns has a use for: of optimizer, schedule and gradient buffers."""
     fields = {f.name for config in (OptimizerConfig, DistributedDataParallelConfig) for f in dataclasses.fields(config)}
     model = {field.name for field in dataclasses.fields(TransformerConfig)} | {"use_torch_fsdp2"}  # a reference shards
-    return frozenset(
-        (fields | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_TRAINER | parameter_patterns.ATTRIBUTES) - model
-    )
+    return frozenset((fields | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_TRAINER | optimizer_flags.ATTRIBUTES) - model)
 
 
 @functools.cache
@@ -180,4 +180,4 @@ def used() -> frozenset[str]:
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     ours = {name for name in fields if name in ONLY or not name.startswith(FOREIGN)} - WITHOUT_EFFECT
     read = READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM | READ_BY_TRAINER
-    return frozenset(ours | model_flags.attributes() | parameter_patterns.ATTRIBUTES | read)
+    return frozenset(ours | model_flags.attributes() | optimizer_flags.ATTRIBUTES | read)

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from megarl.algorithms.token_sampling import uniforms
 from megarl.mcore import device
-from megarl.mcore.attention.buckets import bucket_of
+from megarl.mcore.attention.cache_attention import bucket_of
 from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
 from megarl.mcore.moe.layer import max_equal_rows
-from megarl.mcore.parallel.collectives import all_reduce_number
+from megarl.mcore.parallel.process_groups import all_reduce_number
 
 MAX_AHEAD = 8  # requests; with more, steps are dropped so often that they take more time than the host's work
 # Of 32 bits, of a row before its blocks: token, position, recurrent state, temperature, greedy, two of its random key.

@@ -11,8 +11,8 @@ from megarl.mcore.inference.forced_tokens import ForcedTokens
 from megarl.mcore.inference.generation import GenerationRequest, TopLogprobs
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.gathered_policy import GatheredPolicy
-from megarl.mcore.kernels.vocab_parallel_logprobs import softcap_
+from megarl.mcore.kernels.head import softcap_
+from megarl.mcore.kernels.head_scores import GatheredPolicy
 
 
 class KeyedSampling(Sampling):

@@ -7,7 +7,7 @@ from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from megarl.mcore.attention.latent_cache import latent_attention
+from megarl.mcore.attention.cache_attention import latent_attention
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.paged_context import PagedContext

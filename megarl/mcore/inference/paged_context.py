@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
-from megarl.mcore.attention.prefill_dedup import PrefillDedup, deduplicate_prefills
-from megarl.mcore.attention.windows import window_of
+from megarl.mcore.attention.cache_attention import PrefillDedup, deduplicate_prefills
+from megarl.mcore.attention.segments import window_of
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan

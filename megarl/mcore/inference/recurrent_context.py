@@ -11,13 +11,12 @@ from torch import Tensor
 
 from megarl.batch import expand_ranges
 from megarl.mcore import device
-from megarl.mcore.attention.prefill_dedup import PrefillDedup
+from megarl.mcore.attention.cache_attention import PrefillDedup
 from megarl.mcore.inference.cache_size import GIB, cache_bytes, snapshot_count, state_bytes
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.state_snapshots import StateSnapshots
 from megarl.mcore.model.decoder_layer import StepPlan
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
-from megarl.mcore.recurrence.rule import apply_rule
+from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
 from megarl.mcore.recurrence.runs import NONE, DeviceRuns, Runs
 from megarl.mcore.recurrence.states import States
 

@@ -18,7 +18,7 @@ from megarl.mcore.inference.forced_tokens import ForcedTokens
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.stop_states import StopStates
 from megarl.mcore.moe.router import recording_routes
-from megarl.mcore.parallel.collectives import all_reduce_number
+from megarl.mcore.parallel.process_groups import all_reduce_number
 
 # What a replica wants of those that share experts with it, or all of them agreed to do: nothing, a wait for requests,
 # or a step; a step in which each decodes as many rows, which is `WAIT` plus their number; or another one.

@@ -22,7 +22,7 @@ from megarl.mcore.inference.draft_sequences import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
 from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.sequence_groups import Groups
-from megarl.mcore.parallel.collectives import all_reduce_number
+from megarl.mcore.parallel.process_groups import all_reduce_number
 from megarl.observe import activity
 
 

@@ -4,12 +4,94 @@ This makes rollout and training equal to the last bit (docs/exactness.md). On a 
 fewer than `MIN_ROWS` rows use another BLAS kernel; a softmax row that does not fill whole vectors of `VECTOR` elements
 is summed in another order. Extra rows and keys are padding; their results are dropped. On CUDA it takes other kernels
 (`kernels.cuda`), which a model of an exact rollout uses.
+
+Element-wise functions depend on places, too: on a CPU the elements after the last vectors of a tensor, and of a
+thread's share of it, use another exp or tanh. `silu`, `gelu_tanh` and `quick_gelu` do not: a token's result depends
+neither on its position in the batch nor on the number of threads.
 """
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 MIN_ROWS = 4
 VECTOR = 16
+GRAIN = 32768  # minimum elements per thread in torch's element-wise operations
+SCALE, CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 
 def is_exact(config) -> bool:
     """Whether a model with this config uses the kernels of `--exact-rollout` on CUDA in its forward passes."""
     return getattr(config, "exact_rollout", False)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x · σ(x) of [T, …, W] (arXiv 1702.03118 eq. 9)."""
+    return by_whole_rows(functional.silu, x)
+
+
+def by_whole_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Applies an element-wise function to [T, …, W] so that threads get whole rows.
+
+    CPU threads get equal shares of the elements. If a share ends inside a row, its last elements do not fill a vector
+    and use another exp. So the largest leading block of rows that splits into whole rows is computed separately.
+    """
+    head = x.shape[0] if x.is_cuda else _shared_rows(x.shape[0], x.numel())
+    if head == x.shape[0]:
+        return function(x)
+    return torch.cat([function(rows) for rows in x.split([head, x.shape[0] - head]) if len(rows)])
+
+
+def _shared_rows(rows: int, elements: int) -> int:
+    """Returns the most of `rows` (with `elements` in total) that threads split into whole rows; all if none do."""
+    width, all_rows = elements // max(rows, 1), rows
+    while rows and rows % max(1, min(torch.get_num_threads(), -(-rows * width // GRAIN))):
+        rows -= 1
+    return rows or all_rows
+
+
+def _padded(x: Tensor) -> Tensor:
+    """[T, …, W] -> [T, …, ≥ W], rows of whole pairs of vectors, where rows are adjacent in memory."""
+    extra = 0 if x.is_cuda else -x.shape[-1] % (2 * VECTOR)
+    return functional.pad(x, (0, extra)) if extra else x
+
+
+class _GELU(torch.autograd.Function):
+    """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))); saves only x. torch's own kernel splits rows between threads."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (_tanh(x) + 1).mul_(x).mul_(0.5)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        tanh = _tanh(x)
+        inner = x.square().mul_(3 * CUBIC).add_(1).mul_(x).mul_(SCALE)  # x times the derivative of tanh's argument
+        return (1 - tanh.square()).mul_(inner).add_(tanh).add_(1).mul_(grad).mul_(0.5)
+
+
+def _tanh(x: Tensor) -> Tensor:
+    inner = x.square().mul_(CUBIC).add_(1).mul_(x).mul_(SCALE)
+    return by_whole_rows(torch.tanh, _padded(inner))[..., : x.shape[-1]]
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x · Φ(x) with the normal distribution's Φ, of [T, …, W] (arXiv 1606.08415 §2)."""
+    return by_whole_rows(functional.gelu, _padded(x))[..., : x.shape[-1]]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The tanh form of GELU, of [T, …, W] (arXiv 1606.08415 §2)."""
+    return _GELU.apply(x)
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x · σ(1.702 x) of [T, …, W] (arXiv 1606.08415 §2)."""
+    return x * by_whole_rows(torch.sigmoid, _padded(1.702 * x))[..., : x.shape[-1]]

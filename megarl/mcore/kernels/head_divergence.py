@@ -6,7 +6,6 @@ collectives per chunk (maxima, sums of exponentials, sums of the divergences), b
 Shapes: T tokens, n of them scored; H, H_T channels of student and teacher, V columns of the padded vocabulary.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ from torch.nn.functional import pad
 from megarl.algorithms.divergence import Divergence, center_of, divergence_sums, logit_gradient, value_of
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.vocab_parallel_logprobs import MAX_KEPT, Head, HeadGradients, at_least_fp32, row_chunks
-from megarl.mcore.parallel.collectives import all_reduce
+from megarl.mcore.kernels.head import MAX_KEPT, Head, HeadGradients, HeadOptions, at_least_fp32, row_chunks
+from megarl.mcore.parallel.process_groups import all_reduce
 
 BUFFERS = 3  # times as many buffers of a chunk's size as `head_scores` needs, so chunks are that much smaller
 
@@ -46,7 +45,7 @@ class DistillScores(NamedTuple):
 
 def _log_probs(heads: tuple[Head, Head], rows: slice) -> tuple[list[Tensor], Tensor, Tensor]:
     """Log-probs [C, V/tp] of both heads, their normalizers [2, C], and (agreement, teacher's log-probs) [2, C]."""
-    logits, group = [head.scaled_logits(rows) for head in heads], heads[0].group
+    logits, group = [head.scaled_logits(rows) for head in heads], heads[0].options.group
     best = [each.max(-1) for each in logits]
     tops = torch.stack([values for values, _ in best])
     all_reduce(tops, group, dist.ReduceOp.MAX)
@@ -72,18 +71,17 @@ class _HeadDivergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, states, targets, indices, teacher, options):
-        """Arguments as in `head_divergence`; hidden states are already gathered. `options`: the last fields of the
-        student's `Head`."""
+        """Arguments as in `head_divergence`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
         heads = _heads(hidden, weight, states, targets, indices, teacher, options)
         count, divergence, kept = len(targets), teacher.divergence, None
         results = [hidden.new_empty(count, dtype=at_least_fp32(hidden)) for _ in range(8)]
-        if any(ctx.needs_input_grad[:2]) and heads[0].softcap is None and count * len(weight) <= MAX_KEPT:
+        if any(ctx.needs_input_grad[:2]) and heads[0].options.softcap is None and count * len(weight) <= MAX_KEPT:
             kept = hidden.new_empty(count, len(weight), dtype=results[0].dtype)
         for rows in row_chunks(count, len(weight), BUFFERS):
             logprobs, normalizers, others = _log_probs(heads, rows)
             sums = divergence_sums(logprobs[0], logprobs[1], divergence)
-            all_reduce(sums, heads[0].group)
+            all_reduce(sums, heads[0].options.group)
             center = center_of(sums, divergence)
             if kept is not None:
                 kept[rows] = logit_gradient(logprobs[0], logprobs[1], center, divergence)
@@ -118,26 +116,21 @@ class _HeadDivergence(torch.autograd.Function):
         return *gradients.returned(), *[None] * 5
 
 
-def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, options: tuple) -> tuple[Head, Head]:
+def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, options: HeadOptions) -> tuple[Head, Head]:
     """Student's and teacher's head; arguments as of `_HeadDivergence`."""
-    student = Head(hidden, weight, targets, indices, *options)
-    return student, dataclasses.replace(
-        student, hidden=states, weight=teacher.weight, indices=None, temperature=teacher.temperature,
-        softcap=teacher.softcap,
-    )  # fmt: skip
+    of_teacher = options._replace(temperature=teacher.temperature, softcap=teacher.softcap)
+    return Head(hidden, weight, targets, indices, options), Head(states, teacher.weight, targets, None, of_teacher)
 
 
 def head_divergence(
-    hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, temperature: float,
-    vocab_size: int, group, sequence_parallel=False, indices: Tensor | None = None, softcap: float | None = None,
-    is_exact: bool = False,
+    hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, options: HeadOptions,
+    indices: Tensor | None = None,
 ) -> DistillScores:  # fmt: skip
     """Compares the student's next-token distributions with the teacher's, differentiable once in `hidden` and `weight`.
 
     Args:
         states: [n, H_T] the teacher's hidden states after its final norm, of the same tokens as `targets`.
-        hidden, weight, targets, temperature, vocab_size, group, sequence_parallel, indices, softcap, is_exact: of the
-            student, as of `head_scores`.
+        hidden, weight, targets, options, indices: of the student, as of `head_scores`.
 
     Returns:
         DistillScores in float32 (float64 for float64 hidden states), equal on all ranks of the group.
@@ -145,14 +138,13 @@ def head_divergence(
     Raises:
         ValueError: as many states as targets are needed, and as many rows of the teacher's weight as of the student's.
     """
-    hidden = linear.to_all_ranks(hidden, group, sequence_parallel)
-    options = temperature, vocab_size, group, softcap, is_exact
-    return _compared(hidden, weight, states, teacher, targets, indices, options)
+    hidden = linear.to_all_ranks(hidden, options.group, options.sequence_parallel)
+    return _compared(hidden, weight, states, teacher, targets, options, indices)
 
 
 def _compared(
-    hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, indices: Tensor | None,
-    options: tuple,
+    hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, options: HeadOptions,
+    indices: Tensor | None,
 ) -> DistillScores:  # fmt: skip
     """`head_divergence` of hidden states that are already gathered."""
     total = len(hidden if indices is None else indices)
@@ -178,20 +170,20 @@ class TaughtRows(NamedTuple):
 
 
 def heads_divergence(
-    hidden: Tensor, weight: Tensor, taught: Sequence[TaughtRows], targets: Tensor, temperature: float, vocab_size: int,
-    group, sequence_parallel=False, indices: Tensor | None = None, softcap: float | None = None, is_exact: bool = False,
+    hidden: Tensor, weight: Tensor, taught: Sequence[TaughtRows], targets: Tensor, options: HeadOptions,
+    indices: Tensor | None = None,
 ) -> DistillScores:  # fmt: skip
     """`head_divergence` with a teacher for each token: the numbers of each token are those with its teacher alone.
 
     `taught`: every target is in one of them; the same rows on all ranks of the group. ValueError as there.
     """
-    hidden = linear.to_all_ranks(hidden, group, sequence_parallel)
+    hidden = linear.to_all_ranks(hidden, options.group, options.sequence_parallel)
     hidden = hidden if indices is None else hidden.index_select(0, indices)
-    options, places = (temperature, vocab_size, group, softcap, is_exact), torch.cat([t.rows for t in taught])
+    places = torch.cat([each.rows for each in taught])
     if len(places) != len(hidden):
         raise ValueError(f"{len(hidden)} hidden states, but teachers for {len(places)}")
     scores = [
-        _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], None, options)
+        _compared(hidden.index_select(0, rows), weight, states, teacher, targets[rows], options, None)
         for rows, states, teacher in [each for each in taught if len(each.rows)] or taught[:1]
     ]
     order = places.argsort()

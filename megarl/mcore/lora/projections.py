@@ -21,7 +21,7 @@ from megarl.mcore.model.projections import (
     mlp_sizes,
     recurrent_sizes,
 )
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import layer_sizes
 
 ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")  # tensor-parallel ranks share their inputs, not their outputs
 

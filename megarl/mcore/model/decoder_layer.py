@@ -19,11 +19,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megarl.mcore.attention.prefill_dedup import PrefillDedup
-from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
+from megarl.mcore.attention.cache_attention import PrefillDedup
+from megarl.mcore.kernels.batch_invariance import by_whole_rows
 from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.kernels.norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.rotation import rotate_
-from megarl.mcore.kernels.silu import by_whole_rows
 from megarl.mcore.model import rotary
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
@@ -70,9 +70,9 @@ class StepPlan:
 
     slot_mapping: Tensor  # [T] int64 rows of the flattened caches for the new keys and values
     dedup: PrefillDedup | None  # duplicate prompts, computed once; on the device; None: no duplicates
-    # Of the tokens that are computed, by kind of layer, of `attention.windows`; None without rotary embeddings.
+    # Of the tokens that are computed, by kind of layer, of `attention.segments`; None without rotary embeddings.
     rotations: tuple[Rotation, Rotation] | None
-    reads: tuple  # of the KV cache, by the attention backend; by kind of layer, of `attention.windows`
+    reads: tuple  # of the KV cache, by the attention backend; by kind of layer, of `attention.segments`
     # Of each layer of this rank: [blocks, block, G, 2, D] keys and values, or [blocks, block, W] latents.
     caches: tuple[Tensor, ...]
     attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`
@@ -86,7 +86,7 @@ class StepPlan:
         """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to
         the step's slots of a layer's cache [slots, G, 2, D]."""
         if self.is_on_device:
-            from megarl.mcore.kernels.cuda.rotate_and_store import rotate_and_store  # needs Triton
+            from megarl.mcore.kernels.cuda.rotate_heads import rotate_and_store  # needs Triton
 
             return rotate_and_store(heads, *(rotation or (None, None)), cache, self.slot_mapping)
         if rotation is not None:

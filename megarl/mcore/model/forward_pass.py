@@ -17,9 +17,10 @@ from megarl.batch import SharedPrefix
 from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
-from megarl.mcore.attention.windows import window_of
+from megarl.mcore.attention.segments import window_of
 from megarl.mcore.config.recurrent_rules import has_states
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
+from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_divergence import (
     DistillScores,
     TaughtRows,
@@ -27,7 +28,7 @@ from megarl.mcore.kernels.head_divergence import (
     head_divergence,
     heads_divergence,
 )
-from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
+from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
 from megarl.mcore.model.eval_mode import eval_mode
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.routing import Routing
@@ -152,16 +153,12 @@ def token_scores(
 
     def processor(hidden, output_layer, weight, targets, packing, model):
         """TokenScores of the whole micro-batch from hidden states of this rank's tokens."""
-        group, sequence_parallel = output_layer.tp_group, model.config.sequence_parallel
+        options = _head_options(output_layer, model, temperature, vocab_size)
         scored = None if mask is None else scored_tokens(mask, packing)
         rows = None if scored is None or len(targets) <= MIN_ROWS else scored.rows
         row_targets = targets if rows is None else targets[rows]
-        of_head = {"softcap": model.config.final_logit_softcapping, "is_exact": is_exact(model.config)}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not only_distills):
-            logprobs, entropy, square_sums = head_scores(
-                hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=squares,
-                **of_head,
-            )  # fmt: skip
+            logprobs, entropy, square_sums = head_scores(hidden, weight, row_targets, options, rows, squares)
 
         def aligned(score: Tensor) -> Tensor:
             if scored is not None:
@@ -173,23 +170,58 @@ def token_scores(
             scores = aligned(logprobs), aligned(entropy)
             return SquaredScores(*scores, aligned(square_sums)) if squares else TokenScores(*scores)
         places = packing.next_tokens if rows is None else packing.next_tokens[rows]
-        of_policy = (row_targets, temperature, vocab_size, group, sequence_parallel, rows)
         if teachers[0].tokens is None:
             (teacher,) = teachers
-            divergences = head_divergence(hidden, weight, teacher.states[places], teacher.head, *of_policy, **of_head)
+            states = teacher.states[places]
+            divergences = head_divergence(hidden, weight, states, teacher.head, row_targets, options, rows)
         else:
             host_places = packing.host_next_tokens if rows is None else packing.host_next_tokens[scored.host_rows]
             taught = _taught_rows(teachers, places, host_places)
-            divergences = heads_divergence(hidden, weight, taught, *of_policy, **of_head)
+            divergences = heads_divergence(hidden, weight, taught, row_targets, options, rows)
         return TaughtScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
 
     return run_chunk(chunk, tokens, lengths, processor, routing, shared, learner)
+
+
+def _head_options(output_layer, model, temperature: float, vocab_size: int) -> HeadOptions:
+    c = model.config
+    return HeadOptions(
+        temperature, vocab_size, output_layer.tp_group, c.sequence_parallel, c.final_logit_softcapping, is_exact(c)
+    )
 
 
 def _taught_rows(teachers: Sequence[TeacherRows], places: Tensor, host_places: np.ndarray) -> list[TaughtRows]:
     """The rows of each teacher. `places`: [n] int64, the token of each row; also on the host."""
     rows = device.to_device([np.flatnonzero(teacher.tokens[host_places]) for teacher in teachers])
     return [TaughtRows(at, each.states[places[at]], each.head) for each, at in zip(teachers, rows, strict=True)]
+
+
+def top_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, count: int):
+    """Returns log-probs of packed tokens that a client sends, and the `count` most likely tokens in their places.
+
+    Args:
+        chunk, tokens, lengths, temperature, vocab_size: as of `token_scores`.
+        count: 0: log-probs alone.
+
+    Returns:
+        (log-probs [T], top tokens [T, k], their log-probs [T, k]) from a model's last chunk, 0 at the first token of
+        each sequence; k ≤ count. Hidden states for the next stage from other chunks.
+    """
+
+    def processor(hidden, output_layer, weight, targets, packing, model):
+        """The results for the whole micro-batch from hidden states of this rank's tokens."""
+        options = _head_options(output_layer, model, temperature, vocab_size)
+        logprobs = head_scores(hidden, weight, targets, options, squares=False).logprobs
+
+        def aligned(values: Tensor) -> Tensor:
+            return align_to_tokens(gather_stream(values, packing), packing)
+
+        best = head_top_logprobs(hidden, weight, count, options) if count else ()
+        best = [torch.stack([aligned(column) for column in values.unbind(-1)], dim=-1) for values in best]
+        empty = logprobs.new_zeros(len(tokens), 0)
+        return (aligned(logprobs), *best) if best else (aligned(logprobs), empty.long(), empty)
+
+    return run_chunk(chunk, tokens, lengths, processor, None, None)
 
 
 def token_states(

@@ -8,8 +8,8 @@ from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
+from megarl.mcore.kernels.batch_invariance import silu
 from megarl.mcore.kernels.norm import RMSNorm
-from megarl.mcore.kernels.silu import silu
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.rule import apply_rule

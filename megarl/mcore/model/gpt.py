@@ -26,7 +26,7 @@ from megarl.mcore.model.rotary import Rotary
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.balancing import balancing_state
 from megarl.mcore.parallel.fsdp import shard
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import layer_sizes
 
 HEAD = "output_layer.weight"  # name of the head after the last layer, either the vocabulary's or a scalar one
 HEAD_BIAS = "output_layer.bias"  # of a scalar head

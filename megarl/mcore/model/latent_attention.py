@@ -16,7 +16,7 @@ from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.mcore.attention.latent_cache import Latents
+from megarl.mcore.attention.cache_attention import Latents
 from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
 from megarl.mcore.model import rotary
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan, local_layer

@@ -8,8 +8,8 @@ from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.kernels.batch_invariance import silu
 from megarl.mcore.kernels.norm import rms_norm
-from megarl.mcore.kernels.silu import silu
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 from megarl.mcore.recurrence.rule import apply_rule
 from megarl.mcore.recurrence.runs import AnyRuns

@@ -13,11 +13,11 @@ from torch import Tensor
 from megarl.mcore.attention.cache_attention import softmax_scale
 from megarl.mcore.attention.native_attention import NativeDecodes
 from megarl.mcore.attention.packed_attention import PackedAttention
-from megarl.mcore.attention.windows import window_of
+from megarl.mcore.attention.segments import window_of
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
 from megarl.mcore.kernels.norm import RMSNorm
-from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
+from megarl.mcore.kernels.swiglu import SwiGLUMLP
 from megarl.mcore.model.decoder_layer import DecoderLayer, PagedSelfAttention, StepPlan
 
 

@@ -19,7 +19,7 @@ from megarl.mcore import device
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.mcore.recurrence.runs import AnyRuns
 from megarl.mcore.recurrence.states import States
 

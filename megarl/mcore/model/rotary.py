@@ -13,7 +13,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.attention.windows import FULL, WINDOW
+from megarl.mcore.attention.segments import FULL, WINDOW
 from megarl.mcore.config.model_flags import divisors_of
 
 

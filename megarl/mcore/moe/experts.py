@@ -1,7 +1,17 @@
-"""Megatron's experts, made batch-invariant: a token's output does not depend on the other tokens."""
+"""Megatron's experts, made batch-invariant: a token's output does not depend on the other tokens.
+
+Experts may read and write latents instead of hidden states (Nemotron 3, `--moe-latent-size`). A projection of the
+hidden states goes to the experts, and one of the sum of their results comes back; the router and the shared expert read
+hidden states. Tokens travel to experts on other ranks as latents.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
 
 import torch
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
@@ -9,7 +19,7 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.expand_counts import expand_counts
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
-from megarl.mcore.kernels.linear import at_least_rows, forward_product, linear
+from megarl.mcore.kernels.linear import ReplicatedLinear, at_least_rows, forward_product, linear
 
 
 class Experts(SequentialMLP):
@@ -55,3 +65,29 @@ class SharedExperts(SharedExpertMLP):
         else:
             gate = at_least_rows(linear, hidden, self.gate_weight.expand(MIN_ROWS, -1))[..., :1]
         return output * torch.sigmoid(gate)
+
+
+class LatentProjection(ReplicatedLinear):
+    """One of the two projections of latents; whole on every tensor-parallel rank."""
+
+    def __init__(self, columns: int, rows: int, *, config, group, **_):
+        """`group`: tensor-parallel ranks; the others are arguments of Transformer Engine's layer."""
+        super().__init__(columns, rows, config, group)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """[T, 1, K] -> [T, 1, N], and no bias."""
+        return super().forward(x), None
+
+
+@contextlib.contextmanager
+def own_projections(group) -> Iterator[None]:
+    """Context in which Megatron's MoE layer is built with these projections: its own need Transformer Engine.
+
+    `group`: tensor-parallel ranks.
+    """
+    of_megatron = moe_layer.HAVE_TE, moe_layer.TELinear
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, functools.partial(LatentProjection, group=group)
+    try:
+        yield
+    finally:
+        moe_layer.HAVE_TE, moe_layer.TELinear = of_megatron

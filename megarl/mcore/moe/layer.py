@@ -4,30 +4,32 @@ Megarl's direct path replaces Megatron's dispatcher and experts, which run about
 the products with weights, more than a decode step's products take. It groups a layer's (token, expert) pairs by expert
 once, runs the experts' products, and sums the k results of a token in ascending order of the experts: on a CPU with the
 bits of Megatron's path, in rollout and training. Megatron adds them by atomics on CUDA, in no fixed order.
-On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.stacked_swiglu`); else
+On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.swiglu`); else
 each has a product of its own. With expert parallelism, rows travel with their gates; in decode steps in which the ranks
 have equally many rows, the host need not know how many (`moe.equal_rows`).
 """
 
+import contextlib
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.param_layout import bucket_end_divisor, pad_to_divisor
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
-from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
 from megarl.mcore.kernels.linear import forward_product
-from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
-from megarl.mcore.kernels.swiglu_mlp import is_plain_swiglu
+from megarl.mcore.kernels.swiglu import grouped_swiglu, is_plain_swiglu, stack_, stacked_swiglu
 from megarl.mcore.moe import equal_rows
-from megarl.mcore.moe.latent import own_projections
+from megarl.mcore.moe.experts import own_projections
 
 
 class MixtureLayer(MoELayer):
@@ -213,3 +215,36 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return ctx.adjoint(grad, *ctx.saved_tensors), None, None, None, None
+
+
+# -- where buffers have the weights of grouped experts -------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stacked_experts(stages, config, pg_collection):
+    """Context in which Megatron's buffers of these chunks are made, with a DistributedDataParallelConfig, so that the
+    weights of grouped experts lie at equal distances, in ascending order; names do not change.
+
+    Megatron lays parameters out in the reverse order of the modules, and pads the end of a bucket, which may lie
+    between two experts of a layer. Here every parameter begins where a bucket could end: its end adds no padding.
+    """
+    modules = [module for chunk in stages for module in chunk.modules()]
+    lists = [m.experts.local_experts for m in modules if isinstance(m, MixtureLayer) and m.is_grouped]
+    replicas = math.lcm(*(dist.get_world_size(group) for group in (pg_collection.dp_cp, pg_collection.expt_dp)))
+    divisor = bucket_end_divisor(replicas, config.pad_buckets_for_high_nccl_busbw)
+    pad_param_start = distrib_optimizer.pad_param_start
+    try:
+        for module_list in lists:
+            _reverse(module_list)
+        if lists:
+            distrib_optimizer.pad_param_start = lambda param_start_index: pad_to_divisor(param_start_index, divisor)
+        yield
+    finally:
+        distrib_optimizer.pad_param_start = pad_param_start
+        for module_list in lists:
+            _reverse(module_list)
+
+
+def _reverse(module_list):
+    """Reverses the order in which a list of modules has its parameters, not their names."""
+    module_list._modules = dict(reversed(module_list._modules.items()))

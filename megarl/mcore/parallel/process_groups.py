@@ -1,16 +1,24 @@
 """Process groups of one role: a `ProcessGroupCollection` on a range of ranks, without Megatron's global state.
 
 Group creation is collective over the world: every rank, member or not, calls `create_groups` for every role in the
-same order. Groups of the same ranks are created once and shared, within a role and between colocated roles.
+same order. Groups of the same ranks are created once and shared, within a role and between colocated roles. Inside
+`fake_world(4096)` this process is one rank of 4,096: it creates its groups with the same code as a real run, and
+collectives send nothing. The collectives here cost nothing where a group has one rank.
 """
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.mcore import device
 
 # Attribute of the ProcessGroupCollection -> dimensions of the dense grid (tp fastest, pp slowest: Megatron's order).
 DENSE = {
@@ -114,3 +122,52 @@ def create_groups(ranks: range, sizes: ParallelSizes, cache: GroupCache) -> Proc
     # Where Transformer Engine's experts are replicated: one of these ranks saves them. Weights are not split further.
     pg_collection.expt_dp_gtp_remat = pg_collection.expt_dp
     return pg_collection if dist.get_rank() in ranks else None
+
+
+@contextlib.contextmanager
+def fake_world(size: int, rank: int = 0):
+    """Makes this process `rank` of a world of `size` ranks, without other processes, through torch's fake backend.
+
+    RuntimeError if torch.distributed is initialized.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed is initialized already: start a fake world only in a process without one")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# -- collectives ---------------------------------------------------------------------------------------------------
+
+
+def all_reduce(values: Tensor, group, op=dist.ReduceOp.SUM) -> Tensor:
+    """Reduces a tensor over the ranks of a group, in place, and returns it.
+
+    A rank alone calls nothing: gloo would hand the tensor to a thread and wait for it, which takes as long as several
+    small operators.
+    """
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(values, op=op, group=group)
+    return values
+
+
+def all_reduce_max(values: Tensor, group) -> Tensor:
+    """The largest of each number over the ranks of a group, in place; NaN if a rank has NaN.
+
+    gloo keeps a NaN of the first rank alone: of the others a comparison, which is false, takes the other number.
+    """
+    if dist.get_world_size(group) == 1 or not values.is_floating_point():
+        return all_reduce(values, group, dist.ReduceOp.MAX)
+    is_nan = values.isnan()
+    both = torch.stack([values.masked_fill(is_nan, -torch.inf), is_nan.to(values.dtype)])
+    largest, has_nan = all_reduce(both, group, dist.ReduceOp.MAX)
+    return values.copy_(largest.masked_fill(has_nan > 0, torch.nan))
+
+
+def all_reduce_number(value: int, group, op=dist.ReduceOp.SUM) -> int:
+    """Reduces a number over the ranks of a group, and waits for the result."""
+    if dist.get_world_size(group) == 1:
+        return value
+    return int(all_reduce(torch.tensor([value], dtype=torch.int64, device=device.device()), group, op))

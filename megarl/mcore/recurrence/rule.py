@@ -1,4 +1,5 @@
-"""The rules of recurrent layers, by compiled kernels token by token or by PyTorch's operations, with its gradients.
+"""The rule of any recurrent layer: its sizes, and its results with gradients, by compiled kernels token by token or by
+PyTorch's operations.
 
 The backward pass computes everything again from the layer's inputs.
 """
@@ -7,12 +8,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.mcore.recurrence.delta_rule import Inputs
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
 from megarl.mcore.recurrence.runs import AnyRuns, DeviceRuns
-from megarl.mcore.recurrence.state_space import SpaceInputs
+from megarl.mcore.recurrence.state_space import SpaceInputs, SpaceSizes
 from megarl.mcore.recurrence.states import States, has_kernels, own_states
 
 AnyInputs = Inputs | SpaceInputs
+
+
+def layer_sizes(config, ranks: int) -> HeadSizes | SpaceSizes:
+    """Sizes of a model's recurrent layers on one of some tensor-parallel ranks.
+
+    `config`: the model's, or its role's Megatron namespace.
+    """
+    if config.hybrid_layer_pattern is None:
+        return HeadSizes.of(config, ranks)
+    heads = config.mamba_num_groups // ranks, config.mamba_num_heads // ranks
+    return SpaceSizes(*heads, config.mamba_state_dim, config.mamba_head_dim, config.mamba_dt_min)
 
 
 def apply_rule(inputs: AnyInputs, sizes, runs: AnyRuns, states: States | None = None) -> Tensor:

@@ -21,9 +21,9 @@ from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_s
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.config.optimizer_offload import on_host
+from megarl.mcore.config.optimizer_flags import on_host
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
-from megarl.mcore.moe.buffer_layout import stacked_experts
+from megarl.mcore.moe.layer import stacked_experts
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 from megarl.mcore.training import layer_wise  # noqa: F401  it replaces a class of Megatron
 from megarl.mcore.training.adam import Adam, SmallMomentsAdam

@@ -6,9 +6,8 @@ from itertools import chain
 from megatron.core.optimizer import OptimizerConfig, ParamKey, ParamPredicate, get_standard_config_overrides
 from torch import Tensor
 
-from megarl.mcore.config import parameter_patterns
-from megarl.mcore.config.optimizer_rules import MUON
-from megarl.mcore.config.parameter_patterns import LEARNING_RATES, WEIGHT_DECAYS
+from megarl.mcore.config import optimizer_flags
+from megarl.mcore.config.optimizer_flags import LEARNING_RATES, MUON, WEIGHT_DECAYS
 from megarl.mcore.lora.adapter import give_gradient_to_layers
 from megarl.mcore.model.initialization import global_name
 from megarl.mcore.model.value_head import has_value_head
@@ -17,7 +16,7 @@ from megarl.mcore.model.value_head import has_value_head
 def named(chunk, pg_collection) -> Iterator[tuple[str, Tensor]]:
     """(the name that patterns are matched with, parameter) of each parameter of a bare chunk."""
     for name, parameter in chunk.named_parameters():
-        yield parameter_patterns.layout_free(global_name(name, chunk, pg_collection)), parameter
+        yield optimizer_flags.layout_free(global_name(name, chunk, pg_collection)), parameter
 
 
 def freeze(stages, args, pg_collection):
@@ -31,7 +30,7 @@ def freeze(stages, args, pg_collection):
         return
     for chunk in stages:
         for name, parameter in named(chunk, pg_collection):
-            if parameter_patterns.is_frozen(args, name):
+            if optimizer_flags.is_frozen(args, name):
                 parameter.requires_grad_(False)
         if chunk.pre_process:
             give_gradient_to_layers(chunk)
@@ -64,8 +63,8 @@ def group_overrides(wrapped, config: OptimizerConfig, args, pg_collection) -> di
         for name, parameter in named(chunk.module, pg_collection):
             own = {k: v for key, override in standard.items() if key.matches(parameter, name)
                    for k, v in override.items()}  # fmt: skip
-            own["lr_mult"] = parameter_patterns.multiplier(args, LEARNING_RATES, name)
-            own["wd_mult"] = own.get("wd_mult", 1.0) * parameter_patterns.multiplier(args, WEIGHT_DECAYS, name)
+            own["lr_mult"] = optimizer_flags.multiplier(args, LEARNING_RATES, name)
+            own["wd_mult"] = own.get("wd_mult", 1.0) * optimizer_flags.multiplier(args, WEIGHT_DECAYS, name)
             own = {k: v for k, v in own.items() if v != 1.0 or not k.endswith("_mult")}
             members.setdefault(tuple(sorted(own.items())), set()).add(id(parameter))
     return {

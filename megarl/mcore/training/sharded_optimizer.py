@@ -8,7 +8,7 @@ from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig
 from megatron.core.utils import to_local_if_dtensor
 from torch import Tensor
 
-from megarl.mcore.config.optimizer_rules import SGD
+from megarl.mcore.config.optimizer_flags import SGD
 from megarl.mcore.training.host_adam import HostShard
 
 

@@ -11,7 +11,7 @@ import torch
 from megarl.comm import role_mesh
 from megarl.errors import UsageError
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.parallel import fake_world
+from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import summary, traffic
 from megarl.planning.question import Price
 from tests.cuda_walk import parallel
@@ -57,7 +57,7 @@ def walk_all(walk: Walk, price: Price, world_size: int) -> Iterator[Phase]:
     for name, plan in price.roles.items():
         role = price.program.roles[name]
         if role.has_model and (name != "rollout" or plan.cache is not None):
-            with fake_world.fake_world(world_size, plan.ranks.start):
+            with fake_world(world_size, plan.ranks.start):
                 groups = role_mesh.create_mesh(price.program.roles, timedelta(minutes=1))[name].pg_collection
                 walks = _rollout if name == "rollout" else _passes
                 yield from walks(walk.log, price.program.settings, role, plan, groups)

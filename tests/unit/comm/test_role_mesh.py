@@ -9,8 +9,15 @@ import torch
 import torch.distributed as dist
 
 from megarl.comm import role_mesh
-from megarl.mcore.parallel.fake_world import fake_world
-from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, create_groups, replica_ranks
+from megarl.mcore.parallel.process_groups import (
+    DENSE,
+    EXPERT,
+    GroupCache,
+    ParallelSizes,
+    create_groups,
+    fake_world,
+    replica_ranks,
+)
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 

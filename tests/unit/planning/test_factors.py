@@ -53,13 +53,13 @@ def check_bytes(flags: str, shape: str, value_head: bool, ranks: int):
     """The plan has the bytes of the fullest rank of each stage."""
     from megarl.mcore.lora import adapter
     from megarl.mcore.model import gpt
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
     from megarl.mcore.training import optimizer, parameter_groups
 
     kind = "value" if value_head else "train"
     found: dict[int, list] = {}
     for rank in range(ranks):
-        with fake_world.fake_world(ranks, rank):
+        with fake_world(ranks, rank):
             roles = parse_roles(flags, ranks, shape, "reward" if value_head and "--freeze" in flags else "sft")
             ((name, role),) = roles.items()
             groups = role_mesh.create_mesh(roles, timedelta(minutes=1))[name].pg_collection
@@ -93,12 +93,12 @@ def test_a_rollout_gets_the_factors_of_16_bits(flags, ranks):
     """Its weights are those of a model with factors, and only these travel after each update."""
     from megarl.mcore.lora import adapter
     from megarl.mcore.model import gpt
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
     places = f"--role-map actor=0-1;critic=0;reward=0;rollout=2-{ranks - 1} --kl-coefficient 0"
     sent = 0
     for rank in range(2, ranks):
-        with fake_world.fake_world(ranks, rank):
+        with fake_world(ranks, rank):
             roles = parse_roles(f"{flags} {places} --bf16 --lora-rank 3", ranks, program="rl")
             role, groups = roles["rollout"], role_mesh.create_mesh(roles, timedelta(minutes=1))["rollout"].pg_collection
             stages = gpt.build_frozen_model(role.megatron, VOCAB, groups)

@@ -26,10 +26,10 @@ HOST_MODELS = [
 @pytest.mark.parametrize("flags, shape, ranks", by_default(HOST_MODELS, HOST_MODELS[:1]))
 def test_states_on_the_host_are_exact_on_every_rank(flags, shape, ranks):
     from megarl.mcore.memory.offload import bytes_on_host
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
     for rank in range(ranks):
-        with fake_world.fake_world(ranks, rank):
+        with fake_world(ranks, rank):
             args, pg_collection, stages, wrapped, optimizer = build(flags, shape, False)
             planned = check_weights(args, pg_collection, stages, False, rank, ranks)
             stage = dist.get_rank(pg_collection.pp)

@@ -63,21 +63,21 @@ MUON_MODELS = [
 @pytest.mark.parametrize("more", ["", DISTRIBUTED])
 @pytest.mark.parametrize("flags, shape, value_head, ranks", MUON_MODELS)
 def test_states_of_muon_are_exact_on_every_rank(flags, shape, value_head, ranks, more):
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
     for rank in range(ranks):
-        with fake_world.fake_world(ranks, rank):
+        with fake_world(ranks, rank):
             args, pg_collection, *built = build(f"{flags} --optimizer muon {more}", shape, value_head)
             assert check_weights(args, pg_collection, built[0], value_head, rank, ranks) == real_bytes(*built)
 
 
 @pytest.mark.parametrize("flags, shape, value_head, ranks", by_default(MODELS, MODELS[3::3]))
 def test_weights_gradients_and_states_are_exact_on_every_rank(flags, shape, value_head, ranks):
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
     for rank in range(ranks):
         for more in ("", DISTRIBUTED, f"{DISTRIBUTED} --overlap-grad-reduce --ddp-bucket-size 5000"):
-            with fake_world.fake_world(ranks, rank):
+            with fake_world(ranks, rank):
                 args, pg_collection, *built = build(f"{flags} {more}", shape, value_head)
                 planned = check_weights(args, pg_collection, built[0], value_head, rank, ranks)
                 assert planned == real_bytes(*built), (rank, more)
@@ -90,11 +90,11 @@ PREDICTIONS = [("", "llama", 1), (f"{DENSE_FIRST} {SP2} {EP2} --bf16", "latent",
 @pytest.mark.parametrize("more", ["", DISTRIBUTED])
 def test_a_layer_of_multi_token_prediction_is_exact_on_every_rank(flags, shape, ranks, more):
     from megarl.mcore.model.prediction import PredictionLayer
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
     from megarl.mcore.training import optimizer
 
     for rank in range(ranks):
-        with fake_world.fake_world(ranks, rank):
+        with fake_world(ranks, rank):
             args, place = join_actor(f"{flags} {more}", shape)
             args.predicts = args.trains_prediction = True
             layer = PredictionLayer(args, place.pg_collection)
@@ -110,17 +110,17 @@ def test_a_layer_of_multi_token_prediction_is_exact_on_every_rank(flags, shape, 
 @pytest.mark.parametrize("flags, shape, value_head, ranks", MODELS)
 def test_totals_count_each_weight_once(flags, shape, value_head, ranks):
     from megarl.mcore.model import gpt
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
     parts = [part.strip() for part in flags.split("--") if part]
     alone = " ".join(f"--{part}" for part in parts if "parallel" not in part and "pipeline" not in part)
-    with fake_world.fake_world(1):
+    with fake_world(1):
         args, place = join_actor(alone, shape)
         stages = gpt.build_model(args, VOCAB, place.pg_collection, value_head)
         real = {name: p.numel() for name, p in stages[0].named_parameters()}
     held = []
     for rank in range(ranks):
-        with fake_world.fake_world(ranks, rank):
+        with fake_world(ranks, rank):
             args, place = join_actor(flags, shape)
             counted = parameters.parameter_totals(args, VOCAB, value_head)
             stages = gpt.build_model(args, VOCAB, place.pg_collection, value_head)
@@ -260,9 +260,9 @@ def test_a_real_update_uses_the_planned_memory(ranks, cases):
 @pytest.mark.parametrize("flags", [MOE, f"--bf16 {DISTRIBUTED}"])
 def test_offload_leaves_the_planned_bytes_on_device_and_host(flags):
     from megarl.mcore.memory import offload
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
-    with fake_world.fake_world(1):
+    with fake_world(1):
         role = replace(parse_roles(flags, 1)["actor"], name="critic", model_role="critic", offload=True)
         args, _, *built = build(flags, "llama", True)
         moved = offload.offload_trainable(*built)
@@ -275,7 +275,7 @@ def test_offload_leaves_the_planned_bytes_on_device_and_host(flags):
     assert actor.resident == actor.weights + 100 and actor.host == actor.optimizer
     (rollout,) = memory.stage_memory(replace(role, name="rollout", model_role="rollout"), VOCAB, "generate", 9, 1, 100)
     assert rollout.resident == rollout.weights + 100 and rollout.host == 0
-    with fake_world.fake_world(1):
+    with fake_world(1):
         wrapped = build(flags, "llama", False)[3]
     largest = max(b.grad_data.nbytes for w in wrapped for b in w.buffers + w.expert_parallel_buffers)
     for cache in (100, 2**30):  # on the actor's module: what its gradients have no room for

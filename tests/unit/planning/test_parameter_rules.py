@@ -6,8 +6,7 @@ import pytest
 
 from megarl import arguments
 from megarl.errors import UsageError
-from megarl.mcore.config.optimizer_rules import has_muon
-from megarl.mcore.config.parameter_patterns import multiplier
+from megarl.mcore.config.optimizer_flags import has_muon, multiplier
 from megarl.planning import parameter_rules
 from tests.helpers.tiny_models import LENGTHS, SHAPES
 

@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
-from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR
-from megarl.mcore.kernels.silu import by_whole_rows
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR, by_whole_rows
 
 plan_attention, plan_cache_reads = sdpa.plan_attention, sdpa.plan_cache_reads
 MAX_SCORES = 2**24  # scores [n, H, Q, K] that exist at a time, if n > 1

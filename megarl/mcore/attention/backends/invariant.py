@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.mcore.attention import cumulative
 from megarl.mcore.attention.backends import varlen
+from megarl.mcore.attention.backends.varlen import CumulativePlan
 from megarl.mcore.attention.cache_attention import softmax_scale
-from megarl.mcore.attention.cumulative import CumulativePlan
 from megarl.mcore.attention.segments import HostPlan, Segments
 
 plan_cache_reads, reads_of_table = varlen.plan_cache_reads, varlen.reads_of_table
 
 
 def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> HostPlan:
-    """Plans a `CumulativePlan` with rows; arguments as of `cumulative.plan_attention`."""
-    return cumulative.plan_attention(segments, False, window)
+    """Plans a `CumulativePlan` with rows; arguments as of `varlen.plan_attention`."""
+    return varlen.plan_attention(segments, False, window)
 
 
 class _Attention(torch.autograd.Function):

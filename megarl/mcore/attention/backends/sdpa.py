@@ -21,12 +21,13 @@ from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads
 from megarl.mcore.attention.segments import (  # noqa: F401  plan_attention is one of the backend's functions
     SegmentBatch,
     SegmentPlan,
+    cut_segments,
+    drop_unseen,
     group_by_size,
     padded_key_count,
     plan_attention,
     plan_segments,
 )
-from megarl.mcore.attention.windows import cut_segments, drop_unseen
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 SCRATCH_BYTES = 2**23  # maximum bytes of keys and values gathered at once
@@ -198,7 +199,7 @@ class PagedAttention(CacheAttention):
 
     def _prefill(
         self, query: Tensor, cache: Tensor, reads: list[SegmentBatch], scale: float | None, result: Tensor, **options
-    ):  # fmt: skip
+    ):
         for segments in reads:
             key, value = self._gather_keys(cache, segments.keys)
             out = self._attend(query.flatten(1, 2), key, value, segments, scale, **options)

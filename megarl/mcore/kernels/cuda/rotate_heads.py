@@ -1,7 +1,8 @@
-"""Rotary embeddings of training's queries and keys (2104.09864 §3.4.2), and their gradients, one launch each.
+"""Rotary embeddings of queries and keys (2104.09864 §3.4.2): of training, with their gradients, and of decode steps,
+which also write new keys and values into the cache. One launch each.
 
-It rounds as Megatron's single operators and as decode steps do, so the bits are the same.
-Shapes: T tokens, H query heads, G key heads, D channels per head, r of them rotated.
+They round as the single operators that they replace, Megatron's, `Rotation.apply_` and a copy: the bits are the same.
+Shapes: T tokens, H query heads, G key/value groups of R query heads each, D channels per head, r of them rotated.
 """
 
 import torch
@@ -9,9 +10,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megarl.mcore.kernels.cuda.rotate_and_store import OPTIONS, rotate
-
 HEAD_TILE = 8  # heads of a program
+# Otherwise the compiler fuses a product of 16 bits and the sum after it, without the rounding between them that
+# PyTorch's operators do.
+OPTIONS = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def rotate(
+    heads, cosines, sines, channel, is_read, is_rotated, ROTATED: tl.constexpr, IS_BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Values at `heads + channel`, of which `is_rotated` are turned by a token's tables, or back."""
+    own = tl.load(heads + channel, mask=is_read, other=0.0)
+    kind = own.dtype
+    other = tl.where(channel < ROTATED // 2, channel + ROTATED // 2, channel - ROTATED // 2)
+    partner = tl.load(heads + other, mask=is_rotated, other=0.0)
+    cosine = tl.load(cosines + channel, mask=channel < ROTATED, other=1.0).to(tl.float32)
+    sine = tl.load(sines + channel, mask=channel < ROTATED, other=0.0).to(tl.float32)
+    if IS_BACKWARD:
+        sine = -sine
+    first = (own.to(tl.float32) * cosine).to(kind).to(tl.float32)
+    second = (partner.to(tl.float32) * sine).to(kind).to(tl.float32)
+    return tl.where(is_rotated, (first + second).to(kind), own)
+
+
+# -- training ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -69,3 +92,49 @@ def rotate_heads(query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor, is_
 @rotate_heads.register_fake
 def _(query, key, cosines, sines, is_backward):
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
+
+
+# -- decode steps --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotate_and_store(
+    heads, cosines, sines, cache, slots, token_stride, group_stride,
+    QUERIES: tl.constexpr, HEAD_TILE: tl.constexpr, CHANNELS: tl.constexpr, CHANNEL_TILE: tl.constexpr,
+    ROTATED: tl.constexpr,
+):  # fmt: skip
+    """One token's heads of one group."""
+    token, group = tl.program_id(0), tl.program_id(1)
+    head, channel = tl.arange(0, HEAD_TILE)[:, None], tl.arange(0, CHANNEL_TILE)[None, :]
+    is_read = (head < QUERIES + 2) & (channel < CHANNELS)
+    place = heads + token.to(tl.int64) * token_stride + group * group_stride + head * CHANNELS
+    if ROTATED > 0:
+        tables, is_rotated = token * ROTATED, is_read & (head <= QUERIES) & (channel < ROTATED)
+        own = rotate(place, cosines + tables, sines + tables, channel, is_read, is_rotated, ROTATED, False)
+    else:
+        own = tl.load(place + channel, mask=is_read, other=0.0)
+    tl.store(place + channel, own, mask=is_read & (head < QUERIES))
+    slot = tl.load(slots + token)
+    target = cache + (slot * tl.num_programs(1) + group) * 2 * CHANNELS + (head - QUERIES) * CHANNELS
+    tl.store(target + channel, own, mask=is_read & (head >= QUERIES))
+
+
+@torch.library.custom_op("megarl::rotate_and_store", mutates_args=("heads", "cache"))
+def rotate_and_store(heads: Tensor, cosines: Tensor | None, sines: Tensor | None, cache: Tensor, slots: Tensor) -> None:
+    """Rotates queries in place, and writes rotated keys, and values, to their slots of the cache.
+
+    Args:
+        heads: [T, G, R + 2, D], contiguous: the queries of each group, its key, its value.
+        cosines, sines: [T, 1, 1, r] of the tokens, as in `Rotation`; None: nothing is rotated.
+        cache: [slots, G, 2, D], contiguous.
+        slots: [T] int64. Several tokens of padding may have one slot.
+    """
+    tokens, groups, each, channels = heads.shape
+    _rotate_and_store[tokens, groups](
+        heads, cosines, sines, cache, slots, heads.stride(0), heads.stride(1), QUERIES=each - 2,
+        HEAD_TILE=triton.next_power_of_2(each), CHANNELS=channels, CHANNEL_TILE=triton.next_power_of_2(channels),
+        ROTATED=0 if cosines is None else cosines.shape[-1], **OPTIONS,
+    )  # fmt: skip
+
+
+rotate_and_store.register_fake(lambda *_: None)

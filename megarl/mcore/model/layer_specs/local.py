@@ -11,7 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore.kernels.norm import Norm
-from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
+from megarl.mcore.kernels.swiglu import SwiGLUMLP
 from megarl.mcore.model.layer_parts import drop_absent_parts, put_own_parts
 from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
 from megarl.mcore.moe.experts import Experts, SharedExperts

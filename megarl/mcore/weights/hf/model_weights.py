@@ -13,7 +13,7 @@ from megarl.mcore.model.projections import (
     linear_sizes,
     mlp_sizes,
 )
-from megarl.mcore.recurrence.layer_sizes import layer_sizes
+from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceSizes
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, PREDICTED, PREDICTED_LAYER
 

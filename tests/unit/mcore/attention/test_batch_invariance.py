@@ -32,7 +32,7 @@ def test_prefill_and_decode_are_the_packed_attention(name):
         pytest.skip("no compiled kernels: no C++ compiler, or CUDA")
     backend = importlib.import_module(f"megarl.mcore.attention.{name}")
     from megarl.mcore.attention.packing import pack_sequences
-    from megarl.mcore.attention.windows import FULL
+    from megarl.mcore.attention.segments import FULL
 
     generator = torch.Generator().manual_seed(3)
     lengths = torch.cat([torch.tensor([1, 2, 3, 4, 5, 31, 32, 33, 34, 35, 47, 64, 67]),

@@ -30,7 +30,7 @@ def test_the_ranks_hold_the_stream_in_equal_shares(ranks):
 @pytest.mark.parametrize("lengths", RAGGED, ids=lambda x: str(x)[:24])
 def test_attention_segments_hold_every_token_once(lengths):
     from megarl.mcore.attention.packing import pack_sequences
-    from megarl.mcore.attention.windows import FULL
+    from megarl.mcore.attention.segments import FULL
 
     packing = pack_sequences(torch.tensor(lengths))
     assert packing.padding == 0 and packing.tokens == sum(lengths)

@@ -189,10 +189,10 @@ def test_wrong_layouts(case):
 
 @pytest.mark.parametrize("case", WRONG_ON_GPUS)
 def test_wrong_layouts_of_gpus(case):
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
     text, ranks, needle = WRONG_ON_GPUS[case]
-    with fake_world.fake_world(ranks):
+    with fake_world(ranks):
         assert needle in error_of(text, ranks)
 
 
@@ -208,16 +208,16 @@ def test_each_rule_can_be_broken(monkeypatch):
     def recorded(role, args):
         found = rules(role, args)
         total.add(len(found))
-        stopped.update(next(([i] for i, rule in enumerate(found) if not rule.holds), []))
+        stopped.update(next(([i] for i, rule in enumerate(found) if rule.is_broken), []))
         return found
 
     monkeypatch.setattr(layout_rules, "rules", recorded)
-    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.parallel.process_groups import fake_world
 
     for text, ranks, _ in WRONG.values():
         error_of(text, ranks)
     for text, ranks, _ in WRONG_ON_GPUS.values():
-        with fake_world.fake_world(ranks):
+        with fake_world(ranks):
             error_of(text, ranks)
     (count,) = total  # always as many, in the same order
     names = [rule.flag for rule in rules("actor", parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]

@@ -3,7 +3,7 @@
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.mcore.config import exact_rules, megatron_flags
+from megarl.mcore.config import kernel_rules
 from tests.helpers import interpreted_kernels
 from tests.helpers.engines import largest_gap, make_engine, make_requests, settings_of
 from tests.helpers.tiers import by_default
@@ -34,9 +34,9 @@ def as_on_cuda(monkeypatch):
     """Models compute as on CUDA, without its rules."""
     interpreted_kernels.multiply_rows_alone(monkeypatch)
     interpreted_kernels.use_one_unit(monkeypatch)
-    monkeypatch.setattr(exact_rules, "applies", lambda args: True)
-    monkeypatch.setattr(exact_rules, "check", lambda role, args: None)
-    monkeypatch.setattr(megatron_flags, "_automatic_attention", lambda *_: exact_rules.BACKEND)
+    monkeypatch.setattr(kernel_rules, "is_exact", lambda args: True)
+    monkeypatch.setattr(kernel_rules, "check", lambda role, args: None)
+    monkeypatch.setattr(kernel_rules, "_automatic_attention", lambda args: kernel_rules.INVARIANT)
 
 
 class Operators(TorchDispatchMode):

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.mcore.kernels.cuda.row_sampling import sample_rows
+from megarl.mcore.kernels.head import HeadOptions, softcap_
+from megarl.mcore.kernels.head_scores import head_scores
 from megarl.mcore.kernels.linear import exact_product
-from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores, softcap_
 from tests.helpers import interpreted_kernels
 from tests.helpers.worlds import run_world
 
@@ -30,14 +31,13 @@ def scores(rank, temperature, softcap):
     found = []
     for is_exact in (True, False):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        out = head_scores(*leaves, tokens, temperature, VOCAB, dist.group.WORLD, softcap=softcap, is_exact=is_exact)
+        options = HeadOptions(temperature, VOCAB, dist.group.WORLD, softcap=softcap, is_exact=is_exact)
+        out = head_scores(*leaves, tokens, options)
         grads = torch.autograd.grad((out.logprobs.cos() + out.entropy + out.square_sum).sum(), leaves)
         found.append([x.detach() for x in (*out, *grads)])
     some = torch.tensor([5, 0, 2, 3])
-    part = head_scores(
-        hidden, weight, tokens[some], temperature, VOCAB, dist.group.WORLD, indices=some, squares=False,
-        softcap=softcap, is_exact=True,
-    )  # fmt: skip
+    options = options._replace(is_exact=True)
+    part = head_scores(hidden, weight, tokens[some], options, indices=some, squares=False)
     same = torch.equal(found[0][0], logprobs) and torch.equal(part.logprobs, logprobs[some])
     return same, found
 

@@ -9,6 +9,7 @@ from torch.nn.functional import kl_div
 
 from megarl.algorithms.divergence import DIVERGENCES, JSD, Divergence
 from megarl.mcore.kernels import head_divergence as kernel
+from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_divergence import (
     DistillScores,
     TaughtRows,
@@ -74,6 +75,11 @@ def exact(case):
     return DistillScores(value, forward, reverse, agrees, chosen), gradients
 
 
+def options_of(case, sequence_parallel):
+    """The student's."""
+    return HeadOptions(case["temperatures"][0], case["vocab"], dist.group.WORLD, sequence_parallel, case["softcaps"][0])
+
+
 def of_kernel(case, rank, size, sequence_parallel=False, indices=None):
     share = case["weight"].chunk(size)[rank].clone().requires_grad_()
     hidden = case["hidden"].clone()
@@ -81,10 +87,8 @@ def of_kernel(case, rank, size, sequence_parallel=False, indices=None):
     teacher = TeacherHead(
         case["teacher"].chunk(size)[rank], case["temperatures"][1], case["softcaps"][1], case["divergence"]
     )
-    scores = head_divergence(
-        hidden, share, case["states"], teacher, case["targets"], case["temperatures"][0], case["vocab"],
-        dist.group.WORLD, sequence_parallel, indices, case["softcaps"][0],
-    )  # fmt: skip
+    options = options_of(case, sequence_parallel)
+    scores = head_divergence(hidden, share, case["states"], teacher, case["targets"], options, indices)
     return scores, torch.autograd.grad((scores.divergence * case["upstream"]).sum(), (hidden, share))
 
 
@@ -238,10 +242,7 @@ def of_several(cases, rows, rank, size, sequence_parallel):
         ))
         for each, at in zip(cases, rows, strict=True)
     ]  # fmt: skip
-    scores = heads_divergence(
-        hidden, share, taught, case["targets"], case["temperatures"][0], case["vocab"], dist.group.WORLD,
-        sequence_parallel, None, case["softcaps"][0],
-    )  # fmt: skip
+    scores = heads_divergence(hidden, share, taught, case["targets"], options_of(case, sequence_parallel))
     return scores, torch.autograd.grad((scores.divergence * case["upstream"]).sum(), (hidden, share))
 
 

@@ -214,9 +214,9 @@ def test_the_kernels_for_avx2_and_for_other_processors_pass_the_same_tests(march
     library = tmp_path / "other.so"
     assert build.build(native.SOURCES, library) is None
     folders = Path(__file__).parents[1]
-    tests = [folders / "kernels/test_native.py", folders / "kernels/test_segment_attention.py",
-             *(folders / "attention" / f"test_{name}.py" for name in ("native", "eager", "windows", "long_sequences")),
-             folders / "inference/test_exact_rollout.py"]  # fmt: skip
+    tests = [folders / "kernels/test_native.py", folders / "kernels/cuda/test_segment_attention.py",
+             *(folders / f"attention/test_{name}.py" for name in ("native_attention", "segments", "long_sequences")),
+             folders / "attention/backends/test_eager.py", folders / "inference/test_exact_rollout.py"]  # fmt: skip
     done = subprocess.run([sys.executable, "-c", WITH_LIBRARY, library, *tests], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -128,7 +128,7 @@ def test_each_pipeline_stage_prefills_duplicates_once():
 
 def test_duplicates_are_whole_equal_prompts():
     """A request with older keys is not a duplicate; padding keeps its rows; too few rows are not deduplicated."""
-    from megarl.mcore.attention.prefill_dedup import deduplicate_prefills
+    from megarl.mcore.attention.cache_attention import deduplicate_prefills
 
     text = torch.tensor([7, 8, 9, 7, 8, 9, 7, 8, 9, 5, 0, 0])
     queries, keys = torch.tensor([3, 3, 3, 1]), torch.tensor([3, 9, 3, 1])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megarl.arguments import parse
-from megarl.mcore.attention.windows import FULL, WINDOW
+from megarl.mcore.attention.segments import FULL, WINDOW
 from megarl.mcore.config.megatron_flags import transformer_config
 from megarl.mcore.model.rotary import Rotary, concentration, kinds, of_kind
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from megarl.mcore.config.optimizer_rules import MAX_BETA_BF16
+from megarl.mcore.config.optimizer_flags import MAX_BETA_BF16
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
 SHAPES = [(64, 16), (16,), (), (0, 16), (3, 16, 2), (160,)]

@@ -1,0 +1,150 @@
+"""Which kernels a role's model computes with, and which models and machines each of them is for.
+
+`--attention-backend` names a module of `mcore/attention/backends`. `--exact-rollout` changes nothing on a CPU; on CUDA
+a model is refused that its kernels do not compute, or of which it is not shown that rollout and training have the same
+bits. `--transformer-impl transformer_engine` is refused where its layers cannot run, would be wrong or are untried.
+"""
+
+import importlib.util
+
+from megatron.core.transformer.enums import AttnBackend
+
+from megarl.errors import Rule, UsageError
+from megarl.mcore import device
+from megarl.mcore.config import model_flags
+from megarl.mcore.config.rules import allow, only, require
+from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS
+
+EXACT_ROLLOUT = "--exact-rollout"
+INVARIANT = "invariant"  # the attention backend of an exact rollout
+MAX_CHANNELS, ALIGNED = 256, 8  # of a head in flash attention's backward; 16-bit elements of the loads of a kernel
+TRANSFORMER_ENGINE = "transformer_engine"
+
+
+def check(role: str, args):
+    """Raises UsageError for the first rule on kernels that a role's parsed flags break, or if they cannot run here."""
+    if is_exact(args):
+        require(role, args, exact_rules(args), f"with {EXACT_ROLLOUT} on CUDA ")
+    if args.transformer_impl == TRANSFORMER_ENGINE:
+        if missing := _missing():
+            raise UsageError(f"{role}: --transformer-impl {TRANSFORMER_ENGINE} needs {' and '.join(missing)}")
+        require(role, args, transformer_engine_rules(args))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+
+def choose_attention(role: str, args):
+    """Sets `attention_kernel`, the module of `mcore/attention/backends` that `--attention-backend` names."""
+    name, args.attention_backend = args.attention_backend, AttnBackend.auto
+    args.attention_kernel = _automatic_attention(args) if name == "auto" else name
+    if model_flags.has_score_options(args) and name in ATTENTION_BACKENDS and name not in model_flags.SCORE_BACKENDS:
+        allowed = ", ".join(("auto", *model_flags.SCORE_BACKENDS))
+        raise UsageError(
+            f"{role}: --attention-backend {name}: allowed with --attn-logit-softcapping or --softmax-type are {allowed}"
+        )
+    if name in ("varlen", INVARIANT) and (missing := _refused_varlen(args)):
+        raise UsageError(f"{role}: --attention-backend {name} needs {missing}")
+    if args.attention_kernel not in ATTENTION_BACKENDS:
+        raise UsageError(f"{role}: --attention-backend {name}: allowed are auto, {', '.join(ATTENTION_BACKENDS)}")
+
+
+def _automatic_attention(args) -> str:
+    """The attention backend that `auto` stands for; `backends.load` says what `sdpa` stands for."""
+    if model_flags.has_score_options(args):
+        return "sdpa"
+    if is_exact(args):
+        return INVARIANT
+    is_half = args.bf16 or args.fp16
+    return "varlen" if device.has_cuda() and is_half and not args.multi_latent_attention else "sdpa"
+
+
+def _refused_varlen(args) -> str | None:
+    """What keeps a model from `--attention-backend` varlen or invariant; None: nothing."""
+    if not device.has_cuda():
+        return "a CUDA device"
+    if not args.bf16 and not args.fp16:
+        return "--bf16 or --fp16"
+    return "a model without --multi-latent-attention" if args.multi_latent_attention else None
+
+
+# -- exact rollout -----------------------------------------------------------------------------------------------
+
+
+def is_exact(args) -> bool:
+    """Whether a role with this Megatron namespace computes as an exact rollout does on CUDA."""
+    return args.exact_rollout and device.has_cuda()
+
+
+def exact_rules(args) -> list[Rule]:
+    """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
+    backend, channels = args.attention_kernel, args.kv_channels or args.hidden_size // args.num_attention_heads
+    return [
+        allow("--bf16", args.bf16 or args.fp16, "--bf16 or --fp16"),
+        only(args, "--transformer-impl", "local"),
+        only(args, "--tensor-model-parallel-size", 1),
+        only(args, "--context-parallel-size", 1),
+        only(args, "--multi-latent-attention", False),
+        only(args, "--experimental-attention-variant"),
+        only(args, "--hybrid-layer-pattern"),
+        only(args, "--attn-logit-softcapping"),
+        only(args, "--softmax-type", "vanilla"),
+        allow("--attention-backend", backend == INVARIANT, f"auto or {INVARIANT}", value=backend),
+        allow("--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
+        allow("--kv-channels", channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+              f"a multiple of {ALIGNED} up to {MAX_CHANNELS}", value=channels),
+        *_exact_experts(args),
+    ]  # fmt: skip
+
+
+def _exact_experts(args) -> list[Rule]:
+    """The experts' products run one by one, and the results of a token are added in a fixed order (`moe.layer`)."""
+    is_plain = args.swiglu and not args.add_bias_linear and not args.glu_linear_offset
+    is_plain = is_plain and args.activation_func_clamp_value is None and not args.moe_apply_probs_on_input
+    return [
+        allow("--moe-grouped-gemm", not args.moe_grouped_gemm,
+              "none: grouped products choose tiles by the number of rows"),
+        allow("--moe-router-dtype", args.moe_router_dtype != "fp64", "fp32, or none"),
+        allow("--num-experts", not args.num_experts or is_plain,
+              "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options"),
+        only(args, "--expert-tensor-parallel-size", 1),
+        only(args, "--moe-shared-expert-overlap", False),
+    ]  # fmt: skip
+
+
+def check_lora(megatron: dict, lora: dict):
+    """Raises UsageError for low-rank factors of experts in an exact rollout: with them Megatron adds a token's results,
+    in no fixed order.
+
+    `megatron`, `lora`: namespaces and factors of roles.
+    """
+    for role, args in megatron.items():
+        if is_exact(args) and args.num_experts and lora.get(role) is not None:
+            raise UsageError(
+                f"--lora-rank {lora[role].rank}: with {EXACT_ROLLOUT} on CUDA allowed is none for a model with experts"
+            )
+
+
+# -- Transformer Engine ------------------------------------------------------------------------------------------
+
+
+def _missing() -> list[str]:
+    """What Transformer Engine's layers need and this machine does not have."""
+    has_package = importlib.util.find_spec(TRANSFORMER_ENGINE) is not None
+    lacks = {"a CUDA device": not device.has_cuda(), "the package transformer-engine[pytorch]": not has_package}
+    return [name for name, is_missing in lacks.items() if is_missing]
+
+
+def transformer_engine_rules(args) -> list[Rule]:
+    """Returns all rules for a role with Transformer Engine's layers, as `exact_rules`."""
+    experts, with_it = args.num_experts, f"with --transformer-impl {TRANSFORMER_ENGINE}"
+    return [
+        allow("--multi-latent-attention", not args.multi_latent_attention,
+              f"none {with_it}, which fuses the norm of latents that the KV cache holds"),
+        allow("--use-torch-fsdp2", not args.use_torch_fsdp2, f"none {with_it}"),
+        allow("--num-experts", not experts or args.moe_grouped_gemm,
+              f"none without --moe-grouped-gemm {with_it}: experts are grouped"),
+        allow("--num-experts", not experts or not args.add_bias_linear,
+              f"none without --disable-bias-linear {with_it}"),
+        allow("--moe-latent-size", args.moe_latent_size is None, f"none {with_it}"),
+    ]  # fmt: skip

@@ -1,0 +1,267 @@
+"""SwiGLU MLPs (arXiv 2002.05202 eq. 5) with few passes over the activations: of dense layers, and of several experts.
+
+The experts' rows are grouped by expert. Their MLPs run one after another, or, on CUDA devices in bf16, as grouped
+matrix products: one kernel for all, whose rows the host need not know. The experts' weights are parameters of their
+own, as checkpoints name them. `stack_` and `moe.layer.stacked_experts` lay them out at equal distances, so that a view
+of their memory is the stack that the kernel wants. Weights that FSDP gathers have memory of their own, so that each
+product copies them.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import grouped_mm
+
+from megarl.mcore.kernels import native
+from megarl.mcore.kernels.batch_invariance import silu
+from megarl.mcore.kernels.linear import Product, apply_linear, at_least_rows, matmul, weight_gradient
+
+
+class _SwiGLU(torch.autograd.Function):
+    """x […, 2F] -> […, F] = silu(first half) · second half; saves only x for backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        return swiglu(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """[…, F] -> […, 2F], in one pass where a kernel computes it."""
+        (x,) = ctx.saved_tensors
+        if native.supports(x, grad):
+            return native.ops.swiglu_backward(grad.contiguous(), x)
+        if x.is_cuda:
+            from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows_backward  # needs Triton
+
+            return swiglu_rows_backward(grad.reshape(-1, grad.shape[-1]).contiguous(), x.flatten(0, -2)).view(x.shape)
+        (gate, up), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_x
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[…, 2F] -> […, F]; differentiable only through `SwiGLUMLP`."""
+    if native.supports(x):
+        return native.ops.swiglu(x.contiguous())
+    if x.is_cuda:
+        from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows  # needs Triton
+
+        return swiglu_rows(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], x.shape[-1] // 2)
+    gate, up = x.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
+
+
+def is_plain_swiglu(config) -> bool:
+    """Whether MLPs or experts with this config are two products with `swiglu` between them."""
+    c = config
+    return (
+        c.gated_linear_unit and c.activation_func is silu and not c.add_bias_linear and not c.glu_linear_offset
+        and c.activation_func_clamp_value is None and not c.bias_activation_fusion and not c.use_te_activation_func
+    )  # fmt: skip
+
+
+class SwiGLUMLP(MLP):
+    """MLP without the zero offset that Megatron adds to the linear half; saves one tensor for backward, not four."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.is_plain_swiglu = is_plain_swiglu(self.config)
+
+    def forward(self, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""
+        is_called_plainly = all(x is None for x in (*args, *kwargs.values()))  # Megatron's layer passes empty options
+        if not self.is_plain_swiglu or not is_called_plainly:
+            return super().forward(hidden, *args, **kwargs)
+        both, _ = apply_linear(self.linear_fc1, hidden)
+        return apply_linear(self.linear_fc2, _SwiGLU.apply(both) if torch.is_grad_enabled() else swiglu(both))
+
+
+# -- experts, one after another ------------------------------------------------------------------------------------
+
+
+def grouped_swiglu(
+    x: Tensor, gates: Tensor, counts: list[int], first: Sequence, second: Sequence, multiply: Product = matmul
+) -> Tensor:
+    """Applies e's SwiGLU MLP to the rows of each expert e, times the rows' gates.
+
+    A row's result does not depend on the other rows: an expert with fewer than `MIN_ROWS` repeats its last one.
+
+    Args:
+        x: [P, H] rows, grouped by expert in ascending order.
+        gates: [P] factor of each row.
+        counts: rows of each of E experts; their sum is P.
+        first, second: weights [2F, H] and [H, F] of each expert.
+        multiply: product of forward passes.
+
+    Returns:
+        [P, H]. Differentiable once.
+    """
+    if torch.is_grad_enabled():
+        return _GroupedSwiGLU.apply(x, gates, counts, multiply, *first, *second)
+    # Without gradients, in rollout, experts have few rows: one operator for all is faster than one for each.
+    both = [_product(*pair, multiply) for pair in zip(x.split(counts), first, strict=True)]
+    gated = swiglu(torch.cat(both)).mul_(gates.unsqueeze(1))
+    return torch.cat([_product(*pair, multiply) for pair in zip(gated.split(counts), second, strict=True)])
+
+
+def _product(rows: Tensor, weight: Tensor, multiply: Product = matmul) -> Tensor:
+    """[n, K] and weight [N, K] -> [n, N], with the kernel for `MIN_ROWS` rows or more."""
+    return at_least_rows(multiply, rows, weight) if len(rows) else rows.new_empty(0, len(weight))
+
+
+class _GroupedSwiGLU(torch.autograd.Function):
+    """Runs expert by expert, so that an expert's activations stay in the cache of the processor. Saves the rows, the
+    first products and the gates; backward computes the activations again."""
+
+    @staticmethod
+    def forward(ctx, x, gates, counts, multiply, *weights):
+        first, second = weights[: len(counts)], weights[len(counts) :]
+        both, outputs = [], []
+        for rows, columns, *pair in zip(x.split(counts), gates.unsqueeze(1).split(counts), first, second, strict=True):
+            both.append(_product(rows, pair[0], multiply))
+            outputs.append(_product(swiglu(both[-1]).mul_(columns), pair[1], multiply))
+        ctx.counts = counts
+        ctx.save_for_backward(x, gates, *weights, *both)
+        return torch.cat(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        counts, (x, gates, *rest) = ctx.counts, ctx.saved_tensors
+        experts, columns = len(counts), gates.unsqueeze(1).split(counts)
+        first, second = rest[:experts], rest[experts : 2 * experts]
+        both = rest[2 * experts :]
+        pieces = zip(grad.split(counts), x.split(counts), columns, first, second, both, strict=True)
+        is_needed = ctx.needs_input_grad[4], ctx.needs_input_grad[-1]
+        grad_x, grad_gates, *grads = zip(*(_expert_gradients(*piece, *is_needed) for piece in pieces), strict=True)
+        return torch.cat(grad_x), torch.cat(grad_gates), None, None, *grads[0], *grads[1]
+
+
+def _expert_gradients(grad, x, column, first, second, both, first_is_needed: bool, second_is_needed: bool):
+    """Gradients of one expert's rows [n, H], gates [n] and weights, from that of its output [n, H].
+
+    A weight without rows gets 0, not None, because hooks wait for the gradient of every weight.
+    """
+    grad_both, grad_column, gated = activation_gradients(_product(grad, second.t()), both, column)
+    grad_second = weight_gradient(grad, gated) if second_is_needed else None
+    grad_first = weight_gradient(grad_both, x) if first_is_needed else None
+    return _product(grad_both, first.t()), grad_column, grad_first, grad_second
+
+
+def activation_gradients(grad_gated: Tensor, both: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of `both` [n, 2F] and of the gates [n], and again the gated activations [n, F].
+
+    `grad_gated` [n, F]: of the gated activations; overwritten. `column`: the gates [n, 1].
+    """
+    (gate, up), grad_both = both.chunk(2, dim=-1), torch.empty_like(both)
+    grad_gate, grad_up = grad_both.chunk(2, dim=-1)
+    activated = silu(gate)
+    product = activated * up
+    grad_column = torch.mul(grad_gated, product, out=grad_up).sum(1)
+    gated = product.mul_(column)
+    torch.mul(grad_gated.mul_(column), activated, out=grad_up)
+    torch.mul(grad_gated, up, out=activated)
+    torch.ops.aten.silu_backward.grad_input(activated, gate, grad_input=grad_gate)
+    return grad_both, grad_column, gated
+
+
+# -- experts by grouped products -----------------------------------------------------------------------------------
+
+
+def stack_of(weights: Sequence[Tensor]) -> Tensor:
+    """[E, N, K] of E weights [N, K]: a view if they have one, else a copy."""
+    view = view_of(weights)
+    return torch.stack([weight.detach() for weight in weights]) if view is None else view
+
+
+def view_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """[E, N, K] of E weights [N, K] that lie at equal distances in ascending order; None: they do not."""
+    first, starts = weights[0].detach(), [weight.storage_offset() for weight in weights]
+    distances = {after - before for before, after in itertools.pairwise(starts)}
+    storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    distance = next(iter(distances), first.numel())
+    if len(storages) > 1 or len(distances) > 1 or distance < first.numel():
+        return None
+    return first.as_strided((len(weights), *first.shape), (distance, *first.stride()))
+
+
+def stack_(weights: Sequence[torch.nn.Parameter]):
+    """Moves weights of one shape into one piece of memory, one after another."""
+    for weight, part in zip(weights, torch.stack([weight.detach() for weight in weights]), strict=True):
+        weight.data = part
+
+
+def stacked_swiglu(x: Tensor, gates: Tensor, ends: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+    """As `grouped_swiglu`, with the end [E] int32 of each expert's rows on the device; reads nothing on the host.
+
+    Without gradients there may be more rows than the last expert's; what is returned for them is not defined.
+    """
+    if torch.is_grad_enabled():
+        return _StackedSwiGLU.apply(x, gates, ends, *first, *second)
+    gated = swiglu(_grouped_product(_packed(x), first, ends)).mul_(gates.unsqueeze(1))
+    return _grouped_product(gated, second, ends)
+
+
+def _packed(rows: Tensor) -> Tensor:
+    """Contiguous rows, of which even a single one has the stride of several: the kernel wants rows to begin at
+    multiples of 16 bytes."""
+    return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1))
+
+
+def _grouped_product(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Rows [P, K] of experts that end at `ends` [E], and weights [N, K] -> [P, N]."""
+    return grouped_mm(rows, stack_of(weights).transpose(1, 2), offs=ends)
+
+
+def _input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Gradient [P, N] of the outputs -> [P, K] of the rows."""
+    return grouped_mm(grad, stack_of(weights), offs=ends)
+
+
+def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Gradient [P, N] of the outputs, rows [P, K] -> [N, K] of each expert; 0 without rows.
+
+    Adds them to Megatron's buffer by one kernel instead of one for each expert, where it has a stack of them.
+    """
+    found = grouped_mm(grad.t(), rows, offs=ends)
+    if all(hasattr(weight, "grad_added_to_main_grad") for weight in weights):
+        total = view_of([weight.main_grad for weight in weights])
+        if total is not None:
+            total.add_(found)
+            for weight in weights:
+                weight.grad_added_to_main_grad = True
+    return found.unbind()
+
+
+class _StackedSwiGLU(torch.autograd.Function):
+    """Saves the rows, the first products and the gates; backward computes the activations again."""
+
+    @staticmethod
+    def forward(ctx, x, gates, ends, *weights):
+        experts, x = len(ends), _packed(x)
+        both = _grouped_product(x, weights[:experts], ends)
+        ctx.save_for_backward(x, gates, ends, both, *weights)
+        return _grouped_product(swiglu(both).mul_(gates.unsqueeze(1)), weights[experts:], ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, gates, ends, both, *weights = ctx.saved_tensors
+        experts, grad = len(ends), _packed(grad)
+        first, second = weights[:experts], weights[experts:]
+        grad_both, grad_gates, gated = activation_gradients(
+            _input_gradient(grad, second, ends), both, gates.unsqueeze(1)
+        )
+        is_needed, none = (ctx.needs_input_grad[3], ctx.needs_input_grad[-1]), (None,) * experts
+        grad_first = _weight_gradients(grad_both, x, ends, first) if is_needed[0] else none
+        grad_second = _weight_gradients(grad, gated, ends, second) if is_needed[1] else none
+        return _input_gradient(grad_both, first, ends), grad_gates, None, *grad_first, *grad_second

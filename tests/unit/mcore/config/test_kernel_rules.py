@@ -1,0 +1,190 @@
+"""Kernels: attention backends, `--exact-rollout` and Transformer Engine are refused, each with one line, for models
+that they do not compute and machines that do not have them; on a CPU `--exact-rollout` changes nothing."""
+
+import subprocess
+import sys
+from argparse import Namespace
+
+import pytest
+
+from megarl.arguments import parse
+from megarl.errors import UsageError
+from megarl.mcore import device
+from megarl.mcore.config import kernel_rules
+from megarl.mcore.config.megatron_flags import transformer_config
+from tests.helpers.tiny_models import SHAPES, parse_roles
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2"
+RECURRENT = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+WRONG = {  # flags, what the line says
+    "fp32": ("", "--bf16 False: with --exact-rollout on CUDA allowed is --bf16 or --fp16"),
+    "tensor parallelism": ("--bf16 --tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: with"),
+    "context parallelism": ("--bf16 --context-parallel-size 2", "--context-parallel-size 2: with"),
+    "recurrent states": (f"--bf16 {RECURRENT}", "--experimental-attention-variant gated_delta_net: with"),
+    "Mamba-2": ("--bf16 --hybrid-layer-pattern M* --num-layers 2 --mamba-num-heads 8",
+                "--hybrid-layer-pattern M*: with"),
+    "softcap": ("--bf16 --attn-logit-softcapping 5", "--attn-logit-softcapping 5.0: with"),
+    "sinks": ("--bf16 --softmax-type learnable", "--softmax-type learnable: with"),
+    "other attention": ("--bf16 --attention-backend sdpa", "--attention-backend sdpa: with --exact-rollout on CUDA "
+                        "allowed is auto or invariant"),
+    "other rows": ("--bf16 --hidden-size 68 --kv-channels 16", "--hidden-size 68: with"),
+    "other heads": ("--bf16 --kv-channels 20", "--kv-channels 20: with"),
+    "grouped products": (f"--bf16 {EXPERTS} --moe-grouped-gemm", "--moe-grouped-gemm True: with"),
+    "wide scores": (f"--bf16 {EXPERTS} --moe-router-dtype fp64", "--moe-router-dtype fp64: with"),
+    "offset": (f"--bf16 {EXPERTS} --glu-linear-offset 1", "--num-experts 4: with"),
+    "split experts": (f"--bf16 {EXPERTS} --expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2: with"),
+    "overlap": (f"--bf16 {EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap",
+                "--moe-shared-expert-overlap True: with"),
+    "low rank": (f"--bf16 {EXPERTS} --lora-rank 4", "--lora-rank 4: with"),
+}  # fmt: skip
+RIGHT = [
+    "--bf16", "--fp16 --attention-backend invariant --pipeline-model-parallel-size 2", "--bf16 --lora-rank 4",
+    f"--bf16 {EXPERTS} --expert-model-parallel-size 2 --moe-router-dtype fp32 --router-replay rollout",
+]  # fmt: skip
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+
+
+def roles_of(flags: str, shape: str = "llama"):
+    """The Megatron namespaces of a run's roles."""
+    program = parse(f"{SHAPES[shape]} --exact-rollout {flags}".split(), 2, "rl")
+    return {name: role.megatron for name, role in program.roles.items()}
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_models(case):
+    flags, needle = WRONG[case]
+    with pytest.raises(UsageError) as error:
+        roles_of(flags)
+    assert needle in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_rule_is_broken_by_a_case():
+    args = parse(SHAPES["llama"].split(), 1, "sft").roles["actor"].megatron
+    flags = {rule.flag for rule in kernel_rules.exact_rules(args)} - {"--transformer-impl", "--multi-latent-attention"}
+    assert flags == {needle.split()[0] for name, (_, needle) in WRONG.items() if name != "low rank"}
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_latents():
+    with pytest.raises(UsageError, match="--multi-latent-attention True: with --exact-rollout on CUDA allowed is none"):
+        roles_of("--bf16", "latent")
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("flags", RIGHT)
+def test_the_policy_computes_so_in_training_and_rollout_and_no_other_model_does(flags):
+    roles = roles_of(flags)
+    for name, args in roles.items():
+        is_policy = name in ("actor", "rollout")
+        assert transformer_config(args).exact_rollout is is_policy
+        assert args.attention_kernel == (kernel_rules.INVARIANT if is_policy or "invariant" in flags else "varlen")
+    assert not any(transformer_config(args).exact_rollout for args in _without_the_flag(flags))
+
+
+def _without_the_flag(flags: str):
+    program = parse(f"{SHAPES['llama']} {flags}".split(), 2, "rl")
+    return [role.megatron for role in program.roles.values()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_a_cpu_it_changes_nothing(shape):
+    with_flag = roles_of("", shape)
+    for name, role in parse(SHAPES[shape].split(), 2, "rl").roles.items():
+        args = with_flag[name]
+        assert vars(args) | {"exact_rollout": False} == vars(role.megatron)
+        assert not transformer_config(args).exact_rollout
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_the_backend_alone_needs_what_its_kernels_need():
+    with pytest.raises(UsageError, match="--attention-backend invariant needs --bf16 or --fp16"):
+        parse(f"{SHAPES['llama']} --attention-backend invariant".split(), 1, "sft")
+
+
+# -- Transformer Engine ------------------------------------------------------------------------------------------
+
+TE = "--transformer-impl transformer_engine"
+SPARSE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+REFUSED = {  # what is asked besides -> what is said
+    "--multi-latent-attention": ("latent", "", "--multi-latent-attention True: allowed is none with"),
+    "--use-torch-fsdp2": ("llama", "--use-torch-fsdp2", "--use-torch-fsdp2 True: allowed is none with"),
+    "experts apart": ("llama", SPARSE, "--num-experts 4: allowed is none without --moe-grouped-gemm"),
+    "biases of experts": ("gpt2", f"{SPARSE} --moe-grouped-gemm",
+                          "--num-experts 4: allowed is none without --disable-bias-linear"),
+    "latents of experts": ("llama", f"{SPARSE} --moe-grouped-gemm --moe-latent-size 16",
+                           "--moe-latent-size 16: allowed is none with"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A machine with a CUDA device and the package."""
+    monkeypatch.setattr(kernel_rules, "_missing", list)
+
+
+def refusal(flags: str, shape: str = "llama") -> str:
+    with pytest.raises(UsageError) as error:
+        parse_roles(f"{TE} {flags}", 1, shape)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_without_a_device_and_the_package_both_are_asked_for(monkeypatch):
+    needs = f"actor: {TE} needs"
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    assert refusal("") == f"{needs} a CUDA device and the package transformer-engine[pytorch]"
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    assert refusal("") == f"{needs} the package transformer-engine[pytorch]"
+    monkeypatch.setattr(kernel_rules.importlib.util, "find_spec", lambda name: object())
+    assert kernel_rules._missing() == []
+
+
+@pytest.mark.long
+def test_a_program_ends_with_one_line():
+    command = [sys.executable, "-m", "megarl.train_sft", *SHAPES["llama"].split(), *TE.split(), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "needs a CUDA device" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_its_layers_do_not_compute_is_refused(case, installed):
+    shape, flags, says = REFUSED[case]
+    assert says in refusal(flags, shape)
+
+
+def test_every_rule_of_its_layers_is_tested(installed):
+    args = parse_roles("", 1)["actor"].megatron
+    wrong = Namespace(**vars(args) | {"multi_latent_attention": True, "use_torch_fsdp2": True, "num_experts": 2,
+                                      "moe_latent_size": 16, "add_bias_linear": True})  # fmt: skip
+    assert all(rule.is_broken for rule in kernel_rules.transformer_engine_rules(wrong))
+    assert len(kernel_rules.transformer_engine_rules(wrong)) == len(REFUSED)
+
+
+def test_low_rank_factors_are_refused(installed):
+    assert "allowed is local with --lora-rank" in refusal("--lora-rank 2")
+
+
+def test_it_is_allowed_where_it_runs_and_local_stays_the_default(installed):
+    assert parse_roles(TE, 1)["actor"].megatron.transformer_impl == "transformer_engine"
+    assert parse_roles(f"{TE} {SPARSE} --moe-grouped-gemm", 1)["actor"].megatron.moe_grouped_gemm
+    assert parse_roles("", 1)["actor"].megatron.transformer_impl == "local"
+
+
+@pytest.mark.long
+def test_the_package_is_hidden_from_megatron_without_a_device():
+    code = "import sys, megarl.mcore; print([sys.modules[name] for name in ('transformer_engine', 'apex')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[None, None]\n", done.stderr
+
+
+@pytest.mark.parametrize("flag", [
+    "--fp8-format hybrid", "--delay-wgrad-compute", "--moe-single-grouped-weight", "--symmetric-ar-type two_shot",
+    "--use-precision-aware-optimizer", "--moe-router-padding-for-fp8",
+])  # fmt: skip
+def test_its_features_that_megarl_does_not_have_are_refused(flag, installed):
+    assert flag.split()[0] in refusal(flag)

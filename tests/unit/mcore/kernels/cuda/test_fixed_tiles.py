@@ -1,0 +1,107 @@
+"""Products of exact rollouts, run by Triton's interpreter: rows independent of their number, layers, gradients."""
+
+import functools
+import types
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+
+from megarl.mcore.kernels import linear
+from megarl.mcore.kernels.cuda.fixed_tiles import ROWS, product
+from megarl.mcore.kernels.swiglu import grouped_swiglu
+from megarl.mcore.lora.product import LowRankProduct
+from tests.helpers import interpreted_kernels
+
+INNER, OUTER = 72, 70  # fill no whole tile
+OPTIONS = (False, False, False, None)  # of Megatron's layers: no fusion, no collective, no group
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_device(monkeypatch):
+    interpreted_kernels.multiply_rows_alone(monkeypatch)
+    interpreted_kernels.use_one_unit(monkeypatch)
+
+
+def operands(dtype=torch.float32, rows: int = ROWS + 3):
+    """(x, weight, bias)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, INNER), (OUTER, INNER), (OUTER,)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-5), (torch.float16, 0.02)])
+def test_a_row_does_not_depend_on_the_other_rows(dtype, rounding, has_bias):
+    x, weight, bias = operands(dtype)
+    bias = bias if has_bias else None
+    found = product(x, weight, bias)
+    exact = torch.nn.functional.linear(*(t if t is None else t.double() for t in (x, weight, bias)))
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=rounding)
+    for rows in (slice(1), slice(5, 8), slice(ROWS, None)):
+        assert torch.equal(product(x[rows], weight, bias), found[rows])
+    assert torch.equal(product(x[:4].view(2, 2, INNER), weight, bias).flatten(0, 1), found[:4])
+    assert product(x[:0], weight, bias).shape == (0, OUTER)
+    columns = torch.cat([x, x], dim=1)[:, :INNER]  # rows that are not adjacent
+    assert torch.equal(product(columns, weight, bias), found)
+
+
+def test_a_layer_of_an_exact_rollout_multiplies_so_and_has_the_gradients_of_others():
+    x, weight, bias = operands()
+    layer, found = types.SimpleNamespace(config=interpreted_kernels.exact_config()), []
+    kinds = (functools.partial(linear.parallel_linear, layer), OPTIONS), (torch.nn.functional.linear, ())
+    for multiply, options in kinds:
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        out = multiply(*leaves, *options)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert torch.equal(found[0][0], product(x, weight, bias))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-3)
+    with torch.no_grad():
+        assert torch.equal(linear.parallel_linear(layer, x, weight, bias, *OPTIONS), found[0][0])
+
+
+def test_megatrons_layers_take_it_only_in_exact_rollouts(monkeypatch):
+    monkeypatch.setattr(linear.device, "has_cuda", lambda: True)
+    kinds = layers.ColumnParallelLinear, layers.RowParallelLinear
+    for kind in kinds:
+        monkeypatch.setattr(kind, "_forward_impl", lambda layer, *args, **options: "Megatron's")
+    linear.install()
+    monkeypatch.setattr(linear, "parallel_linear", lambda layer, *args: "exact")
+    inputs = *operands(), False
+    for kind in kinds:
+        assert kind._forward_impl(types.SimpleNamespace(config=interpreted_kernels.exact_config()), *inputs) == "exact"
+        assert kind._forward_impl(types.SimpleNamespace(config=None), *inputs) == "Megatron's"
+
+
+def test_experts_multiply_so_in_forward_passes():
+    """With and without gradients, also an expert without rows; the gradients are those of other products."""
+    generator = torch.Generator().manual_seed(1)
+    x, gates = torch.randn(5, 16, generator=generator), torch.rand(5, generator=generator)
+    first = [torch.randn(24, 16, generator=generator).requires_grad_() for _ in range(3)]
+    second = [torch.randn(16, 12, generator=generator).requires_grad_() for _ in range(3)]
+    calls = []
+
+    def multiply(*args):
+        calls.append(args)
+        return product(*args)
+
+    found = grouped_swiglu(x, gates, [3, 0, 2], first, second, multiply)
+    assert len(calls) == 4
+    with torch.no_grad():
+        assert torch.equal(grouped_swiglu(x, gates, [3, 0, 2], first, second, multiply), found)
+    assert len(calls) == 8
+    grads = [
+        torch.autograd.grad(out.sum(), [*first, *second])
+        for out in (found, grouped_swiglu(x, gates, [3, 0, 2], first, second))
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_low_rank_factors_multiply_so():
+    x, weight, bias = operands()
+    factors = [(weight[:4], weight.t()[:OUTER, :4].contiguous())]
+    adapted = LowRankProduct((slice(0, OUTER),), 0.5, False, False, None, product)
+    found = adapted.forward(x, weight, bias, factors)
+    torch.testing.assert_close(found, adapted._replace(multiply=linear.matmul).forward(x, weight, bias, factors))
+    assert torch.equal(adapted.forward(x[3:5], weight, bias, factors), found[3:5])
