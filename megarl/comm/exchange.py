@@ -127,9 +127,15 @@ def is_already_there(mesh: RoleMesh, source: str, destination: str, dp_assignmen
 
 
 def send(
-    mesh: RoleMesh, batch: Batch | None, source: str, destination: str, names: list[str],
-    dp_assignment: dict[str, Tensor], pending: PendingSends | None = None, in_evaluation: bool = False,
-) -> Batch | None:  # fmt: skip
+    mesh: RoleMesh,
+    batch: Batch | None,
+    source: str,
+    destination: str,
+    names: list[str],
+    dp_assignment: dict[str, Tensor],
+    pending: PendingSends | None = None,
+    in_evaluation: bool = False,
+) -> Batch | None:
     """Moves fields of a batch from the replicas of one role to the replicas of another.
 
     Returns this rank's sequences in the destination with the header and the named fields, in ascending order of
@@ -156,9 +162,13 @@ def send(
 
 
 def _exchange(
-    batch: Batch | None, receiver: RoleGroups, names: list[str], dp_assignment: Tensor, group,
+    batch: Batch | None,
+    receiver: RoleGroups,
+    names: list[str],
+    dp_assignment: Tensor,
+    group,
     pending: PendingSends | None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     ranks = dist.get_process_group_ranks(group)
     buffers = dict.fromkeys(ranks, torch.empty(0, dtype=torch.uint8, device=device.device()))
     if batch is not None:

@@ -69,9 +69,13 @@ def assign_by_cost(costs: Tensor, minibatches: list[Tensor], replicas: int) -> T
 
 
 def balanced_assignment(
-    mesh: RoleMesh, lengths: Tensor, generated_on: Tensor, minibatches: list[Tensor], hidden: int,
+    mesh: RoleMesh,
+    lengths: Tensor,
+    generated_on: Tensor,
+    minibatches: list[Tensor],
+    hidden: int,
     groups: PromptGroups | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Assignment for every role: as generated for the rollout, balanced by FLOPs for the others.
 
     Args:

@@ -183,9 +183,10 @@ def blank_sequences(fields: list[str], device, sequences: int = 1) -> Batch:
     values = {name: torch.zeros(sequences, dtype=FIELDS[name].dtype, device=device) for name in fields}
     blank = Batch(**{**values, "lengths": torch.ones(sequences, dtype=torch.int64, device=device)})
     blank.host_metadata = HostMetadata(
-        lengths=torch.ones(sequences, dtype=torch.int64), response_mask=torch.zeros(sequences, dtype=torch.bool),
+        lengths=torch.ones(sequences, dtype=torch.int64),
+        response_mask=torch.zeros(sequences, dtype=torch.bool),
         teacher_ids=torch.zeros(sequences, dtype=torch.int64) if "teacher_ids" in fields else None,
-    )  # fmt: skip
+    )
     return blank
 
 
@@ -211,9 +212,11 @@ def build_microbatches(
         microbatch = batch.take(positions, tokens)
         shared = None if prompts is None else _shared_prefix(prompts.ids[group].numpy(), prompts.shared[group])
         microbatch.host_metadata = HostMetadata(
-            lengths=lengths[group], response_mask=None if mask is None else mask[rows], shared=shared,
+            lengths=lengths[group],
+            response_mask=None if mask is None else mask[rows],
+            shared=shared,
             teacher_ids=None if teachers is None else teachers[group],
-        )  # fmt: skip
+        )
         if row_starts is not None and bool((starts_here := row_starts[rows]).any()):
             microbatch.host_metadata = _by_rows(microbatch.host_metadata, starts_here)
         microbatches.append((microbatch, positions))
@@ -236,9 +239,11 @@ def _by_rows(host: HostMetadata, row_starts: Tensor) -> HostMetadata:
         holders = torch.where(is_first, first_rows[host.shared.holders[sequence]], rows)
         shared = SharedPrefix(holders, host.shared.tokens[sequence].masked_fill(~is_first, 0))
     return dataclasses.replace(
-        host, lengths=torch.diff(begins, append=begins.new_tensor([len(row_starts)])), shared=shared,
+        host,
+        lengths=torch.diff(begins, append=begins.new_tensor([len(row_starts)])),
+        shared=shared,
         teacher_ids=None if host.teacher_ids is None else host.teacher_ids[sequence],
-    )  # fmt: skip
+    )
 
 
 def _check_shared_prefixes(microbatches: list[Batch]):

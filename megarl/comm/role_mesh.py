@@ -135,9 +135,14 @@ class RoleMesh:
         if role in self.roles or role not in ROLES:
             return self.roles[role]
         return RoleGroups(
-            role=role, ranks=range(0), replicas=(), pg_collection=None, replica_group=None, rank=self.rank,
+            role=role,
+            ranks=range(0),
+            replicas=(),
+            pg_collection=None,
+            replica_group=None,
+            rank=self.rank,
             model_role=role,
-        )  # fmt: skip
+        )
 
     def roles_of(self, rank: int) -> list[str]:
         """Roles that own a model on a rank; a role that runs on the model of another counts as the other."""
@@ -206,9 +211,14 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
         pg_collection = process_groups.create_groups(role.ranks, sizes, cache)
         replicas = tuple(map(tuple, process_groups.replica_ranks(role.ranks, sizes)))
         all_groups[name] = RoleGroups(
-            role=name, ranks=role.ranks, replicas=replicas, pg_collection=pg_collection,
-            replica_group=cache.mine(replicas), rank=rank, model_role=role.model_role,
-        )  # fmt: skip
+            role=name,
+            ranks=role.ranks,
+            replicas=replicas,
+            pg_collection=pg_collection,
+            replica_group=cache.mine(replicas),
+            rank=rank,
+            model_role=role.model_role,
+        )
     leaders = {}
     for one, other in itertools.combinations(all_groups, 2):
         pair = frozenset((one, other))

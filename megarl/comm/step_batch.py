@@ -1,6 +1,7 @@
 """One step's data on one rank: this rank's batch for every role it works for, and the transfers between them."""
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -22,31 +23,25 @@ class Role(Protocol):
     name: str
 
 
+@dataclass(eq=False, repr=False)
 class StepBatch:
     """Batches by role: `step_batch["critic"]` is None on ranks that do not work for the critic.
 
     A role that the run does not have takes part in no transfer.
     """
 
-    def __init__(
-        self, mesh: RoleMesh, timers: Timers, dp_assignment: dict[str, Tensor], responses: Batch | None, step: int,
-        prompts: PromptSet, groups: PromptGroups, settings: Settings, sources: Sequence[str] = (GENERATED,),
-        in_evaluation: bool = False,
-    ):  # fmt: skip
-        """
-        Args:
-            dp_assignment: role -> [N] int64, the dp rank that holds each sequence of the step.
-            responses: what this rank generated; None outside the rollout.
-            step: number of the training step.
-            prompts: the set whose lines `prompt_ids` are.
-            groups: of the sequences, by prompt.
-            sources: of `batch.ON_ROLLOUT`, those that have filled the responses' fields.
-            in_evaluation: it is not a step's batch, but one of an evaluation.
-        """
-        self._mesh, self._timers = mesh, timers
-        self._settings, self._sources, self._in_evaluation = settings, sources, in_evaluation
-        self.dp_assignment, self.step = dp_assignment, step
-        self.prompts, self.groups = prompts, groups
+    mesh: RoleMesh
+    timers: Timers
+    dp_assignment: dict[str, Tensor]  # role -> [N] int64, the dp rank that holds each sequence of the step
+    responses: InitVar[Batch | None]  # what this rank generated; None outside the rollout
+    step: int  # number of the training step
+    prompts: PromptSet  # the set whose lines `prompt_ids` are
+    groups: PromptGroups  # of the sequences, by prompt
+    settings: Settings
+    sources: Sequence[str] = (GENERATED,)  # of `batch.ON_ROLLOUT`, those that have filled the responses' fields
+    in_evaluation: bool = False  # it is not a step's batch, but one of an evaluation
+
+    def __post_init__(self, responses: Batch | None):
         self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
         self._pending = exchange.PendingSends()
 
@@ -63,7 +58,7 @@ class StepBatch:
         sends does not wait (`wait_sends`)."""
         for role in roles:
             if self._has(role) and role not in self._batches:
-                fields = fields_sent(self._settings, self._sources, role)
+                fields = fields_sent(self.settings, self.sources, role)
                 self._batches[role] = self._send(self._closest_copy(role), role, fields)
 
     def gather(self, *producers: Role):
@@ -77,7 +72,7 @@ class StepBatch:
 
     def pass_on(self, source: str, destination: str):
         """Sends the fields that a role has computed for another one, which holds the same sequences."""
-        fields = fields_sent(self._settings, [source], destination)
+        fields = fields_sent(self.settings, [source], destination)
         if fields and self._has(source) and self._has(destination):
             received = self._send(source, destination, fields)
             if received is not None:
@@ -89,27 +84,33 @@ class StepBatch:
 
     def pending_sends(self, source: str, destination: str) -> exchange.PendingSends | None:
         """Collects sends between two roles for `wait_sends`; None if a rank works for both, which must receive."""
-        is_disjoint = set(self._mesh[source].ranks).isdisjoint(self._mesh[destination].ranks)
+        is_disjoint = set(self.mesh[source].ranks).isdisjoint(self.mesh[destination].ranks)
         return self._pending if is_disjoint else None
 
     def exchange_phase(self, source: str, destination: str):
         """Context that times a transfer for the role of this rank that takes part in it."""
-        role = source if self._mesh[source].is_member else destination
-        return self._timers.phase(self._mesh[role].model_role, "exchange")
+        role = source if self.mesh[source].is_member else destination
+        return self.timers.phase(self.mesh[role].model_role, "exchange")
 
     def _has(self, role: str) -> bool:
-        return role in self._mesh.roles
+        return role in self.mesh.roles
 
     def _closest_copy(self, role: str) -> str:
         """A role that holds the same sequences on the same ranks already, else the rollout."""
         # The actor gets fields that others lack, so it always asks the rollout.
         served = (name for name in self._batches if name != ROLLOUT and role != ACTOR)
-        return next((n for n in served if exchange.is_already_there(self._mesh, n, role, self.dp_assignment)), ROLLOUT)
+        return next((n for n in served if exchange.is_already_there(self.mesh, n, role, self.dp_assignment)), ROLLOUT)
 
     def _send(self, source: str, destination: str, fields: list[str]) -> Batch | None:
         pending = self.pending_sends(source, destination)
         with self.exchange_phase(source, destination):
-            roles = source, destination
             return exchange.send(
-                self._mesh, self[source], *roles, fields, self.dp_assignment, pending, self._in_evaluation
+                self.mesh,
+                self[source],
+                source,
+                destination,
+                fields,
+                self.dp_assignment,
+                pending,
+                self.in_evaluation,
             )

@@ -27,7 +27,7 @@ from megarl.roles.loss_mask import actor_mask, is_all_masked
 from megarl.roles.policy_scores import policy_scores
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
-from megarl.router_replay import probe
+from megarl.router_replay.routing_metrics import logprob_gaps, probed_ids
 
 FIRST_SELECTION = -2  # random stream of the first update's selection; that of the n-th one is n − 1 below
 
@@ -64,7 +64,7 @@ class Actor:
             return
         if self._should_probe(step_batch.step):
             with self.timers.phase(self.name, "probe"):
-                self.metrics |= probe.logprob_gaps(self.trainable_model, step_batch[self.name], self._forward)
+                self.metrics |= logprob_gaps(self.trainable_model, step_batch[self.name], self._forward)
         batch = step_batch[self.name]
         if self.settings.old_logprobs != RECOMPUTE:
             batch.logprobs = batch.rollout_logprobs
@@ -88,7 +88,7 @@ class Actor:
     def passes_of_step(self, step_batch: StepBatch) -> list[Tensor]:
         """Positions in this replica's batch of the sequences of each pass of a step."""
         batch, step = step_batch[self.name], step_batch.step
-        probed = [mb.positions_of(batch, probe.probed_ids())] if self._should_probe(step) else []
+        probed = [mb.positions_of(batch, probed_ids())] if self._should_probe(step) else []
         return [*probed, *mb.updates_of_step(self.settings, batch, step_batch.groups, step)]
 
     def _should_probe(self, step: int) -> bool:

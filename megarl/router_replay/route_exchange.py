@@ -1,4 +1,8 @@
-"""Sends routes from the rollout to the ranks that replay them, directly between ranks, with two bytes per expert.
+"""Router replay of the rollout's routes (R3): sends them to the ranks that replay them, with two bytes per expert.
+
+Training passes take the routes of the rollout instead of those that their routers choose: if kernels or precision
+differ, both may choose different experts for the same token, and the ratio of their probabilities diverges (arXiv
+2510.11370).
 
 Routes flow one way, and nobody asks for them. The rows that a replica of the rollout sends to a replica of another role
 are those of the sequences that both hold, all tokens but each sequence's last; each side computes which. The ranks of a
@@ -7,19 +11,72 @@ that a rank holds itself take the same path without network traffic.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch, expand_ranges
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleMesh
+from megarl.comm.step_batch import ACTOR, ROLLOUT, StepBatch
 from megarl.mcore import device
-from megarl.router_replay.route_table import RouteTable, check_rows
+from megarl.router_replay.router_state import RouterState, RouteTable
 
-ROLLOUT = "rollout"
+
+class RoutingReplay:
+    """Sends the rollout's routes to the roles that replay them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: RoleSettings,
+        mesh: RoleMesh,
+        recorded_layers: tuple[int, ...] | None,
+        router_states: dict[str, RouterState],
+        actor_passes: Callable[[StepBatch], list[Tensor]],
+    ):
+        """With `--router-replay rollout`, gathers which rank holds which MoE layers of the policy. Collective.
+
+        Args:
+            policy: the actor's settings.
+            recorded_layers: MoE layers whose routes this rank records in the rollout (`Rollout.recorded_layers`).
+            router_states: of this rank's models, by role.
+            actor_passes: `Actor.passes_of_step`.
+        """
+        self._router_states, self._actor_passes = router_states, actor_passes
+        self._exchange = None
+        self._roles = ("actor", "reference") if settings.router_replay_reference else ("actor",)
+        if settings.router_replay == "rollout":
+            layers = {name: router_states[name].layers for name in self._roles if name in router_states}
+            layers[ROLLOUT] = recorded_layers
+            self._exchange = RouteExchange(mesh, layers, policy.megatron.moe_router_topk, policy.megatron.num_experts)
+
+    def begin_step(self):
+        """Resets the routers of all models: removes routes to replay, and statistics."""
+        for state in self._router_states.values():
+            state.begin_step()
+
+    def send_routes(self, step_batch: StepBatch):
+        """Sends each rank the routes that it replays in the step, for its own tokens and layers only. Ranks that only
+        generate do not wait (`StepBatch.wait_sends`). Collective."""
+        for role in self._roles if self._exchange else ():
+            self._send_routes(step_batch, role)
+
+    def _send_routes(self, step_batch: StepBatch, role: str):
+        batch, state = step_batch[role], self._router_states.get(role)
+        wanted = None
+        with step_batch.exchange_phase(ROLLOUT, role):
+            if state is not None:
+                passes = self._actor_passes(step_batch) if role == ACTOR else [torch.arange(len(batch))]
+                wanted = state.wanted(batch, passes)
+            pending = step_batch.pending_sends(ROLLOUT, role)
+            table = self._exchange.send(step_batch[ROLLOUT], role, batch, wanted, step_batch.dp_assignment, pending)
+            if state is not None:
+                state.replayed_routes = table
 
 
 class LayerHolders:
@@ -99,9 +156,14 @@ class RouteExchange:
             self._holders.check(role)
 
     def send(
-        self, source: Batch | None, destination: str, batch: Batch | None, wanted: Tensor | None,
-        dp_assignment: dict[str, Tensor], pending: exchange.PendingSends | None = None,
-    ) -> RouteTable | None:  # fmt: skip
+        self,
+        source: Batch | None,
+        destination: str,
+        batch: Batch | None,
+        wanted: Tensor | None,
+        dp_assignment: dict[str, Tensor],
+        pending: exchange.PendingSends | None = None,
+    ) -> RouteTable | None:
         """The routes of the wanted tokens in this rank's layers; None outside the destination.
 
         A collective of the ranks of rollout and destination; others return at once.
@@ -212,3 +274,18 @@ def _routed_tokens(batch: Batch, dp_assignment: Tensor) -> dict[int, Tensor]:
         for dp_rank in dp_ranks.unique().tolist()
     }
     return {dp_rank: tokens[~is_last[tokens]] for dp_rank, tokens in found.items()}
+
+
+def check_rows(role: str, rows: Tensor, layers: tuple[int, ...], experts: int):
+    """RuntimeError unless every route in rows [R, L, k] is k ascending experts from 0 to `experts` − 1."""
+    is_valid = (rows[..., 0] >= 0) & (rows[..., -1] <= experts - 1) & (rows[..., 1:] > rows[..., :-1]).all(-1)
+    if is_valid.all():
+        return
+    invalid = (~is_valid).sum(0).tolist()
+    by_layer = ", ".join(f"layer {layer}: {count}" for layer, count in zip(layers, invalid, strict=True) if count)
+    row, column = (~is_valid).nonzero()[0].tolist()
+    raise RuntimeError(
+        f"{role}: of {len(rows)} routes of the rollout in each MoE layer some are not {rows.shape[2]} ascending "
+        f"experts from 0 to {experts - 1} ({by_layer}); the first, of layer {layers[column]}, is "
+        f"{rows[row, column].tolist()}"
+    )

@@ -1,10 +1,14 @@
 """The routers of one role's model: routes that its passes replay, routes that they record, and expert statistics.
 
+A route is the k experts of a token in an MoE layer: int16, ascending (arXiv 2510.11370 §3.2: the mask that is
+replayed). A sequence's last token has no route, because it passes no router: all k entries are −1.
+
 For a dense model every call does nothing. The tokens that a rank routes depend on the split into micro-batches and on
 the parallel layout.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,10 +24,36 @@ from megarl.mcore.attention.packing import routed_tokens
 from megarl.mcore.moe import router
 from megarl.mcore.moe.balancing import aux_loss_names
 from megarl.mcore.moe.routing import NO_ROUTE, MinibatchCounts, RoutedTokens, Routing
-from megarl.router_replay.route_table import RouteTable
 from megarl.router_replay.routing_metrics import RoutingStatistics, router_metrics
 
 Microbatches = list[tuple[Batch, Tensor]]  # micro-batches, with the positions of their sequences in the batch
+
+
+@dataclass(frozen=True)
+class RouteTable:
+    """Routes of some tokens of a replica's batch in the L MoE layers of this rank."""
+
+    rows: Tensor  # [R, L, k] int16
+    index: Tensor  # [T] int64, row of each token of the batch; −1: no route
+
+    @classmethod
+    def of_rows(cls, tokens: Tensor, rows: Tensor, count: int) -> "RouteTable":
+        """The table of rows [R, L, k] that are the routes of `tokens` [R], among `count` tokens of the batch."""
+        index = torch.full((count,), NO_ROUTE, dtype=torch.int64, device=tokens.device)
+        index[tokens] = torch.arange(len(tokens), device=tokens.device)
+        return cls(rows, index)
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """[n, L, k] int16 routes of tokens; −1 for tokens without a route.
+
+        Args:
+            tokens: [n] int64 positions in the batch; T and above are padding.
+        """
+        if not len(self.rows):
+            return self.rows.new_full((len(tokens), *self.rows.shape[1:]), NO_ROUTE)
+        last = len(self.index) - 1
+        row = torch.where(tokens > last, NO_ROUTE, self.index[tokens.clamp(max=last)])
+        return torch.where((row < 0)[:, None, None], NO_ROUTE, self.rows[row.clamp(min=0)])
 
 
 class RouterState:

@@ -27,7 +27,7 @@ from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedGroupCollector, SavedRollout
-from megarl.router_replay.replay import RoutingReplay
+from megarl.router_replay.route_exchange import RoutingReplay
 from megarl.trainers.evaluator import ACCURACY, Evaluations
 from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks

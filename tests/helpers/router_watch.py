@@ -52,7 +52,7 @@ class Watch:
         Router.gating = disturbed
 
     def _watch_rollout(self):
-        from megarl.router_replay.replay import RoutingReplay
+        from megarl.router_replay.route_exchange import RoutingReplay
 
         send_routes, watch = RoutingReplay.send_routes, self
 

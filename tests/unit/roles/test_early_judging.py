@@ -1,15 +1,11 @@
 """A judge on ranks beside the rollout's reads responses while others are generated; the bytes stay the same."""
 
-import itertools
-import re
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megarl.comm import early_responses
-from megarl.comm.announcements import MessageQueue
-from megarl.comm.early_responses import ResponseReceiver, ResponseSender
+from megarl.comm.early_responses import ResponseSender
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
@@ -20,8 +16,7 @@ from megarl.roles.judge_requests import ArrivingResponses, JudgedText, Judgement
 from megarl.roles.reward import Reward
 from megarl.rollout.rollout import Rollout
 from tests.helpers.judges import judge_flags, rows, write
-from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
-from tests.helpers.worlds import run_world
+from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tools import record_runs
 
 BESIDE = "--role-map actor=0;critic=0;reference=0;reward=1"
@@ -125,54 +120,6 @@ def test_the_judge_has_begun_before_the_rollout_ends(tmp_path, monkeypatch):
     assert timeless(metrics(runs[0])[1]) == timeless(metrics(runs[1])[1])
 
 
-def queue_of_three(rank: int) -> list:
-    queue = MessageQueue("numbers")
-    if rank:
-        for number in range(3):
-            queue.send({"rank": rank, "number": number})
-        return []
-    found = []
-    while len(found) < 6:
-        queue.wait()
-        found.append(queue.take())
-    assert not queue.has_next()
-    queue.close()
-    store, key = dist.distributed_c10d._get_default_store(), "megarl/numbers/sent"
-    assert not store.check([key])
-    store.set("megarl/numbers/7", "[")
-    queue = MessageQueue("numbers")
-    queue._count = 6
-    with pytest.raises(RuntimeError, match=re.escape("the message megarl/numbers/7 is damaged")):
-        queue.take()
-    return [(each["rank"], each["number"]) for each in found]
-
-
-def test_a_queue_gives_each_message_of_several_senders_once_and_in_their_order():
-    found = run_world(queue_of_three, 3)[0]
-    assert sorted(found) == list(itertools.product((1, 2), range(3)))
-    assert all([number for rank, number in found if rank == sender] == [0, 1, 2] for sender in (1, 2))
-
-
-def responses_of_a_round(rank: int) -> list:
-    if rank == 2:  # the rollout
-        sender = ResponseSender(5, 0, PromptGroups([2, 2, 2]), replicas=2)
-        for sequence in (4, 0, 2, 1, 5, 3, 4):  # the last one again
-            sender.send(sequence, None if sequence == 1 else [sequence, 7])
-        return []
-    receiver, found = ResponseReceiver(5, 0, PromptGroups([2, 2, 2]), 2, rank), []
-    while not receiver.is_done:
-        receiver.wait()
-        found += receiver.receive()
-    assert receiver.receive() == []
-    receiver.wait(0.0)
-    return found
-
-
-def test_groups_go_round_robin_to_the_replicas_of_the_judge():
-    first, second, _ = run_world(responses_of_a_round, 3)
-    assert first == [(4, [4, 7]), (0, [0, 7]), (1, None), (5, [5, 7])] and second == [(2, [2, 7]), (3, [3, 7])]
-
-
 class Received(list):
     """What a receiver returns, one call after the other."""
 
@@ -201,23 +148,6 @@ def test_what_arrives_without_episodes_that_failed(together, expected):
     assert [[[text.sequence for text in texts] for texts in call] for call in found] == expected
     texts = {text.sequence: (text.prompt.index, text.text) for call in found for texts in call for text in texts}
     assert texts == {0: (10, "[1]"), 2: (10, "[9]"), 3: (11, "[1]"), 5: (11, "[1]")}
-
-
-@pytest.mark.parametrize("changes, ranks, expected", [
-    ({}, (range(1), range(1, 2)), True),
-    ({}, (range(2), range(1, 2)), False),
-    ({"over_sampling": 1.5}, (range(1), range(1, 2)), False),
-    ({"max_response_length": early_responses.MAX_TOKENS + 1}, (range(1), range(1, 2)), False),
-    ({"debug_train_only": True}, (range(1), range(1, 2)), False),
-])  # fmt: skip
-def test_when_a_judge_reads_early(changes, ranks, expected):
-    from dataclasses import replace
-
-    from tests.helpers.programs import program
-
-    settings = replace(program("rl", rl_argv(inputs() / "run"), 1).settings, **changes)
-    assert early_responses.judges_early(settings, True, *ranks) == expected
-    assert not early_responses.judges_early(settings, False, *ranks)
 
 
 class Alone:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from megarl.batch import Batch, concatenate
 from megarl.comm.exchange import PendingSends
-from megarl.router_replay.route_exchange import RouteExchange
-from megarl.router_replay.route_table import RouteTable, check_rows
+from megarl.router_replay.route_exchange import RouteExchange, check_rows
+from megarl.router_replay.router_state import RouteTable
 from tests.helpers.batches import create_mesh, random_batch, share_of
 from tests.helpers.worlds import RankFailed, run_world
 
@@ -176,15 +176,6 @@ def test_every_rank_gets_the_routes_of_its_tokens_and_layers():
     # Two tensor-parallel ranks of the rollout hold the same: each serves one rank of the actor.
     served = [{giver for case in result[-1] for giver, size in case["from"].items() if size} for result in results[2:]]
     assert served == [{0}, {1}]
-
-
-def test_rows_of_a_route_table():
-    rows = torch.tensor([[[1, 4]], [[0, 2]]], dtype=torch.int16)
-    table = RouteTable(rows, torch.tensor([1, -1, 0]))
-    assert table.of(torch.tensor([2, 0, 1, 3, 9])).tolist() == [[[1, 4]], [[0, 2]], [[-1, -1]], [[-1, -1]], [[-1, -1]]]
-    assert table.of(torch.zeros(0, dtype=torch.int64)).shape == (0, 1, 2)
-    nothing = RouteTable(rows[:0], torch.full((3,), -1))
-    assert nothing.of(torch.tensor([0, 3])).tolist() == [[[-1, -1]]] * 2 and nothing.rows.dtype == torch.int16
 
 
 @pytest.mark.parametrize("bad", [[-1, -1, -1], [-1, 2, 5], [0, 1, 300], [0, 4, 4]])
