@@ -23,16 +23,16 @@ LONG = 48  # words of a sentence that tires
 
 # What the tree may have at most.
 LIMITS = {
-    "files": 660,
-    "files below 60 lines": 200,
+    "files": 603,
+    "files below 60 lines": 143,
     "classes": 770,
-    "fmt: skip": 471,
-    "star-passed local tuples": 300,
-    "functions with 9 and more parameters": 38,
-    "file names that occur twice": 45,
-    "modules of 60 lines and more without a test of their name": 285,
+    "fmt: skip": 422,
+    "star-passed local tuples": 277,
+    "functions with 9 and more parameters": 30,
+    "file names that occur twice": 32,
+    "modules of 60 lines and more without a test of their name": 253,
     "pages": 50,
-    "sentences of 48 words and more": 44,
+    "sentences of 48 words and more": 14,
 }
 
 
