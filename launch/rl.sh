@@ -86,7 +86,7 @@ ROLLOUT_ARGS=(
 ALGORITHM_ARGS=(--config "$RECIPE")
 [[ -z ${MINIBATCH_SIZE:-} ]] || ALGORITHM_ARGS+=(--minibatch-size "$MINIBATCH_SIZE")
 # The experts that the rollout chose are those that are trained.
-[[ $EP == 1 ]] || ALGORITHM_ARGS+=(--router-replay rollout)
+[[ $EP == 1 && " $* " != *" --expert-model-parallel-size "* ]] || ALGORITHM_ARGS+=(--router-replay rollout)
 
 OPTIMIZER_ARGS=(
     --lr "${LR:-1e-6}" --lr-warmup-iters 10 --lr-decay-style constant --weight-decay 0.0 --adam-beta2 0.98
