@@ -147,6 +147,9 @@ clear_remains() {
     find "$VENV" -mindepth 1 -maxdepth 1 ! -name 'megarl-env.*' -exec rm -rf {} +
 }
 
+# Whether an interrupted completion has left a working environment as it was: pip changes nothing before this line.
+is_unchanged() { [[ $S_status == completing ]] && ! grep -q '^Installing collected packages' "$LOG"; }
+
 prepare_folder() {
     local foreign
     if [[ ! -f $STATE ]]; then
@@ -161,7 +164,7 @@ prepare_folder() {
             [[ -z $foreign ]] || die 2 "$VENV has other files and is no Python environment; set MEGARL_VENV"
             S_maker=setup_env
         fi
-    elif [[ $S_status != ready ]] || ! python_works; then
+    elif [[ $S_status != ready ]] && ! is_unchanged || ! python_works; then
         [[ $S_maker == setup_env ]] || die 2 \
             "an installation into $VENV did not finish, and this script did not make it; remove it or set MEGARL_VENV"
         clear_remains
@@ -175,7 +178,7 @@ failed() { # what
     tail -n 15 "$LOG" >&2
     # pip changes nothing before this line of its log: a working environment still works.
     if ! tail -n "+$LOG_START" "$LOG" | grep '^Installing collected packages' >/dev/null; then
-        if [[ $S_status == ready ]]; then write_state ready; fi
+        if [[ $S_status == ready || $S_status == completing ]]; then write_state "$S_status"; fi
     fi
     exit 1
 }
@@ -219,12 +222,13 @@ make_environment() {
     PLAIN_LIST=$(list_requirements "$PICKED" "$without_gpu")
     GPU_LIST=$(list_requirements "$PICKED" "$WANTED")
     : >"$LOG"
-    write_state installing
     if [[ ! -e $VENV/pyvenv.cfg ]]; then
+        write_state installing
         S_python=$VERSION
-        say "making $VENV with Python $VERSION: about 5.4 GB and two minutes, log in $LOG"
+        say "making $VENV with Python $VERSION: about 5.4 GB and two to four minutes, log in $LOG"
         "$PICKED" -I -m venv "$VENV" >>"$LOG" 2>&1 || failed 'making the environment'
     else
+        write_state completing
         say "completing $VENV${WANTED:+ (extras $WANTED)}, log in $LOG"
     fi
     install_packages

@@ -35,7 +35,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory", type=float,
                         help="memory of a GPU, GiB: ends with a verdict, and exit status 1 if the run does not fit;"
                         " default: that of --gpu")  # fmt: skip
-    parser.add_argument("--gpu", type=str.lower, help="a100, h100, h200 or b200: a verdict, and an estimate of a step's time")
+    parser.add_argument(
+        "--gpu", type=str.lower, help="a100, h100, h200 or b200: a verdict, and an estimate of a step's time"
+    )
     parser.add_argument("--mfu", type=float, help="of the estimate: share of the GPU's FLOPs that is reached, 0.4")
     parser.add_argument("--network", type=float, help="of the estimate: GB/s of a GPU between nodes, default 50")
     searches = parser.add_mutually_exclusive_group()

@@ -22,6 +22,7 @@ from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
 from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Observation, resolved
 from megarl.environments.validation import checked
+from megarl.user_code import place_of
 from megarl.user_results import is_async, shown_error
 
 THREADS = 512  # of plain methods; started when they are needed
@@ -95,7 +96,7 @@ class Worker:
         except Late as late:
             facts |= {"failure": f"no answer within {self._seconds:g} s", "is_late": True, "is_stuck": late.args[0]}
         except (Exception, SystemExit) as error:
-            facts["failure"] = " ".join(shown_error(error).split())[:500]
+            facts["failure"] = " ".join(f"{shown_error(error)[:500]}{place_of(error)}".split())
         known = environment or self._environments.get(call.slot)
         facts["replayable"] = bool(getattr(known, "replayable", True))
         if "failure" in facts:

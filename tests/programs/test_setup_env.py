@@ -185,6 +185,21 @@ def test_a_killed_installation_is_cleared_and_made_again(machine):
     assert machine.state()["status"] == "ready" and not (machine.venv / "half").exists()
 
 
+@pytest.mark.parametrize("installs", [False, True])
+def test_a_killed_completion_clears_only_what_pip_has_changed(machine, installs):
+    machine.python("python3", "3.12.1")
+    assert machine.setup()[0] == 0
+    line = 'echo "Installing collected packages: x"; ' * installs
+    machine.python("python3", "3.12.1", pip=f'[ ! -e "$HOME/kills" ] || {{ {line}kill -9 $PPID; }}')
+    (machine.venv / "mine").touch()
+    (machine.folder / "kills").touch()
+    assert machine.setup("test")[:2] == (-9, "") and machine.state()["status"] == "completing"
+    (machine.folder / "kills").unlink()
+    status, _, err = machine.setup("test")
+    assert status == 0 and machine.state()["status"] == "ready" and machine.state()["extras"] == "test"
+    assert (machine.venv / "mine").exists() == (not installs) and ("unfinished" in err) == installs
+
+
 def test_failing_pip_shows_the_log_and_keeps_a_working_environment(machine):
     machine.python("python3", "3.12.1", pip='[ ! -e "$HOME/broken" ] || { echo "ERROR: no disk"; exit 1; }')
     (machine.folder / "broken").touch()

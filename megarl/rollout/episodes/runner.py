@@ -23,7 +23,7 @@ from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
 from megarl.environments.sessions.pool import SessionPool
-from megarl.errors import TooManyFailures
+from megarl.errors import TooManyFailures, warn
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
@@ -111,6 +111,7 @@ class EpisodeRunner:
         self._round: EpisodeRound  # the last one
         self._records: dict[str, dict] = {}  # by key, of episodes that have ended, until they are written
         self._window = FailureWindow(s.environment_max_failures)
+        self._has_warned = False  # of the first environment that failed
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
         self._part_names = NamesOfRun()
         if role_groups.is_leader:
@@ -283,6 +284,9 @@ class EpisodeRunner:
         counts = torch.tensor([own.counts["episodes"], own.counts["failed"]], dtype=torch.float64)
         episodes, failed = self.role_groups.dp_all_reduce(counts.to(device.device())).tolist()
         self._window.add(int(episodes), {_NAME: int(failed)})
+        if own.failures and not self._has_warned:
+            self._has_warned = True
+            warn([f"{own.failures[0]}; such episodes are not trained on (--environment-max-failures)"])
         if self._window.exceeded(_NAME):
             text = reasons_text(own.failures, self.role_groups)
             raise TooManyFailures(
