@@ -190,7 +190,7 @@ def test_a_killed_completion_clears_only_what_pip_has_changed(machine, installs)
     machine.python("python3", "3.12.1")
     assert machine.setup()[0] == 0
     line = 'echo "Installing collected packages: x"; ' * installs
-    machine.python("python3", "3.12.1", pip=f'[ ! -e "$HOME/kills" ] || {{ {line}kill -9 $PPID; }}')
+    machine.python("../venv/bin/python", "3.12.1", pip=f'[ ! -e "$HOME/kills" ] || {{ {line}kill -9 $PPID; }}')
     (machine.venv / "mine").touch()
     (machine.folder / "kills").touch()
     assert machine.setup("test")[:2] == (-9, "") and machine.state()["status"] == "completing"
@@ -227,7 +227,7 @@ def test_folders_that_the_script_did_not_make_are_never_cleared(machine):
     (machine.venv / "pyvenv.cfg").touch()
     machine.python("../venv/bin/python", "3.12.5")
     assert machine.setup()[0] == 0 and len(machine.pip_calls()) == 1
-    machine.python("../venv/bin/python", "3.12.5", pip="kill -9 $PPID")
+    machine.python("../venv/bin/python", "3.12.5", pip='echo "Installing collected packages: x"; kill -9 $PPID')
     assert machine.setup("test")[0] == -9
     status, _, err = machine.setup("test")
     assert status == 2 and "did not finish" in err
