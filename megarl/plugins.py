@@ -23,6 +23,9 @@ def load(flag: str, name: str, built_in: dict[str, T], awaits: bool = False) -> 
     if name in built_in:
         return built_in[name]
     module_name, colon, function_name = name.partition(":")
+    if module_name.endswith(".py"):
+        stem = module_name.removesuffix(".py").rpartition("/")[2]
+        raise UsageError(f"{flag} {name}: is a file; write {stem}:{function_name}, with its folder in PYTHONPATH")
     if not (module_name and colon and function_name):
         raise UsageError(
             f"{flag} {name}: unknown; allowed: {', '.join(built_in)}, or a plug-in as package.module:function"

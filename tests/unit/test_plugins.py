@@ -75,6 +75,7 @@ def test_names_are_built_in_or_functions():
     (".relative:f", "cannot import .relative: TypeError"),
     ("broken_plugins:f", "cannot import broken_plugins: ValueError: first second"),
     ("leaving_plugins:f", "cannot import leaving_plugins: SystemExit: 3"),
+    ("a/my_plugins.py:loss", "is a file; write my_plugins:loss, with its folder in PYTHONPATH"),
     ("my_plugins:nothing", "my_plugins has no nothing"),
     ("my_plugins:limit", "my_plugins has a non-callable limit"),
     ("my_plugins:later", "is async, and nothing awaits it"), ("my_plugins:partly", "is async, and nothing awaits it"),
