@@ -79,6 +79,7 @@ def folder(tmp_path_factory) -> Path:
             saved(f"data/saved/{split}", [{"task": {"text": prompt, "result": answer}} for prompt, answer in ROWS])
         Path("data/saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
         Path("data/pointer.parquet").write_text("version https://git-lfs.github.com/spec/v1\nsize 1\n")
+        Path("list.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": "b",}\n')
     return folder
 
 
@@ -138,7 +139,7 @@ def test_the_errors_of_the_page(folder, monkeypatch):
         with pytest.raises(UsageError) as caught:
             load_prompts(value, columns=columns.Columns(answer=named and named[1]))
         assert str(caught.value) == wrong
-    assert len(shown) == 7
+    assert len(shown) == 8
 
 
 def test_the_tables_of_the_page():

@@ -52,7 +52,8 @@ REFUSED = [  # flags, ranks, what the message says
     (f"{HOST} --use-torch-fsdp2", 2, "--optimizer-cpu-offload True: allowed is none with --use-torch-fsdp2"),
     (f"{HOST} --optimizer sgd", 1, "--optimizer-cpu-offload True: allowed is none without --optimizer adam"),
     *((f"{HOST} --use-distributed-optimizer --optimizer-offload-fraction {fraction}", 1, "allowed is above 0, at most")
-      for fraction in ("0", "1.5", "nan")),
+      for fraction in ("0", "1.5")),
+    (f"{HOST} --use-distributed-optimizer --optimizer-offload-fraction nan", 1, "allowed is a finite number"),
     ("--optimizer-offload-fraction 0.5", 1, "fraction 0.5: allowed is none without --optimizer-cpu-offload"),
     ("--overlap-cpu-optimizer-d2h-h2d", 1, "allowed is none without --optimizer-cpu-offload"),
     ("--no-pin-cpu-grads", 1, "--no-pin-cpu-grads True: allowed is none without --optimizer-cpu-offload"),
