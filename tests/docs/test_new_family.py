@@ -13,6 +13,7 @@ from megarl.mcore.weights.hf import families
 from megarl.mcore.weights.hf.family import model_flags
 from tests.helpers import documents, hf_layouts, small_tokenizers
 from tests.helpers.programs import ROOT
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 SEQUENCES = [[5, 9, 40, 7, 23, 11, 60, 2], [31, 8, 8, 14]]
@@ -88,7 +89,7 @@ def with_activation(monkeypatch, kind: str, value: str, flags: dict):
     monkeypatch.setitem(families.families(), kind, families.families()[kind]._replace(flags=flags_of))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", by_default(FAMILIES, ["llama"]))
 def test_both_forms_of_gelu_are_those_of_transformers(kind, tmp_path, monkeypatch):
     """The flags of the page's table; those of the other form are seen to be wrong."""
     rows = OF_PAGE.findall(documents.text_of(ROOT / "docs" / "huggingface.md"))
