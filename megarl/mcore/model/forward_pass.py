@@ -4,7 +4,7 @@ Only this module splits a micro-batch for context and sequence parallelism and g
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,6 @@ from megarl.mcore.kernels.head_divergence import (
     heads_divergence,
 )
 from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
-from megarl.mcore.model.eval_mode import eval_mode
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.routing import Routing
 from megarl.mcore.parallel.context_parallel import gather_result
@@ -262,6 +261,22 @@ def sequence_scores(
         return _head_values(hidden, output_layer, packing, model)[packing.last]
 
     return run_chunk(chunk, tokens, lengths, processor, routing, shared)
+
+
+@contextlib.contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Context with the model in evaluation mode, and in its own mode afterwards.
+
+    Changing the mode visits every module, so a model that is in evaluation mode, such as a frozen one, is left alone.
+    """
+    if not model.training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore import device
-from megarl.mcore.model.layer_parts import put_own_parts
+from megarl.mcore.model.layer_specs import put_own_parts
 from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
 from megarl.mcore.moe.router import Router
 
