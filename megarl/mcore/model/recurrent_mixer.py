@@ -43,9 +43,14 @@ class RecurrentMixer(MegatronModule):
     """
 
     def __init__(
-        self, config, submodules: GatedDeltaNetSubmodules, layer_number: int, pg_collection, convolved: tuple[str, ...],
+        self,
+        config,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        pg_collection,
+        convolved: tuple[str, ...],
         has_bias: bool,
-    ):  # fmt: skip
+    ):
         """Builds the projections, the convolution, and the parameters of heads that both kinds have.
 
         Args:
@@ -59,17 +64,30 @@ class RecurrentMixer(MegatronModule):
         parts, channels = self.sizes.parts, self.sizes.channels
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = submodules.in_proj(
-            config.hidden_size, sum(parts.values()) * ranks, init_method=config.init_method, gather_output=False,
-            skip_bias_add=False, **linear,
-        )  # fmt: skip
+            config.hidden_size,
+            sum(parts.values()) * ranks,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
         self.out_proj = submodules.out_proj(
-            self.sizes.heads * self.sizes.values * ranks, config.hidden_size,
-            init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True, **linear,
-        )  # fmt: skip
+            self.sizes.heads * self.sizes.values * ranks,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
         self.conv1d = torch.nn.Conv1d(
-            channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=has_bias,
-            dtype=config.params_dtype, device=device.device(),
-        )  # fmt: skip
+            channels,
+            channels,
+            config.linear_conv_kernel_dim,
+            groups=channels,
+            bias=has_bias,
+            dtype=config.params_dtype,
+            device=device.device(),
+        )
         # Always fp32: in 16 bits e^A_log would move decays by a part in 256.
         self.dt_bias = torch.nn.Parameter(torch.ones(self.sizes.heads, device=device.device()))
         self.A_log = torch.nn.Parameter(torch.zeros(self.sizes.heads, device=device.device()))

@@ -41,9 +41,13 @@ class EngineNorm:
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
         kind = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}[config.normalization]
         return kind(
-            hidden_size, eps=eps, sequence_parallel=config.sequence_parallel, dtype=config.params_dtype,
-            zero_centered_gamma=config.layernorm_zero_centered_gamma, device=device.device(),
-        )  # fmt: skip
+            hidden_size,
+            eps=eps,
+            sequence_parallel=config.sequence_parallel,
+            dtype=config.params_dtype,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            device=device.device(),
+        )
 
 
 final_norm = EngineNorm  # after the last layer
