@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -222,6 +223,18 @@ def expand_ranges(starts: Tensor, counts: Tensor) -> Tensor:
     """[Σ counts] int64: the concatenated ranges start, start + 1, … of `counts` elements each."""
     shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
     return shift + torch.arange(len(shift), device=shift.device)
+
+
+def expand_counts(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (owner, place) [Σ counts]: for each of counts[i] items of list i, i and the item's number in the list."""
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+
+
+def expand_array_counts(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Same as `expand_counts`, for arrays. No operation of torch, so a mode that watches torch sees none."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
 def common_prefix_lengths(rows: Sequence[Sequence[int]], ids: Tensor) -> Tensor:

@@ -3,11 +3,28 @@
 The import first installs the CPU device shim (see `device.py`), which does nothing if CUDA is present.
 """
 
+import contextlib
 import logging
+import sys
 import warnings
+from collections.abc import Iterator
 
 from megarl.mcore import device
-from megarl.mcore.absent import TRACKERS, absent
+
+TRACKERS = ("torch.utils.tensorboard", "wandb")  # seconds of a start; Megatron would load them, megarl does not
+
+
+@contextlib.contextmanager
+def absent(*names: str) -> Iterator[None]:
+    """Context in which importing these modules raises ImportError, as if they were not installed. Modules that have
+    been imported already stay."""
+    hidden = [name for name in names if sys.modules.setdefault(name, None) is None]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
 
 # Unless logging is configured, importing Megatron sets the root logger to INFO and prints hundreds of lines per rank.
 logging.basicConfig(level=logging.WARNING)

@@ -73,9 +73,14 @@ def _attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None,
-    softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: SegmentPlan,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads; value [T', G, V] -> [T, H, V]."""
     scale = softmax_scale(query.shape[-1], scale)
     return _PackedAttention.apply(query, key, value, sinks, segments.batches, scale, softcap)
@@ -99,9 +104,14 @@ class LatentDecodes(NamedTuple):
 
 
 def plan_cache_reads(
-    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None,
+    queries: Tensor,
+    keys: Tensor,
+    pages: Tensor,
+    total: int,
+    cache: Tensor,
+    window: int | None = None,
     token_bytes: int | None = None,
-) -> CacheReads:  # fmt: skip
+) -> CacheReads:
     """As that of `sdpa`. `token_bytes`: of a token's keys and values when its latent is expanded."""
     first, single = queries.cumsum(0) - queries, queries == 1
     if bool(single.all()):

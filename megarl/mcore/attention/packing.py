@@ -19,10 +19,9 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.batch import SharedPrefix
+from megarl.batch import SharedPrefix, expand_array_counts
 from megarl.mcore import device
 from megarl.mcore.attention.segments import HostPlan, Segments, TokenStream, plan_attention, segments_of_stream
-from megarl.mcore.expand_counts import expand_array_counts
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.moe.routing import Occurrences, RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order
@@ -178,10 +177,15 @@ def _places(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, np.nd
 
 
 def pack_sequences(
-    lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None,
-    shared: SharedPrefix | None = None, window: int | None = None,
-    plan: Callable[[Segments, bool, int | None], HostPlan] = plan_attention, taps: int | None = None,
-) -> PackedLayout:  # fmt: skip
+    lengths: Tensor,
+    context=None,
+    tensor_ranks: int = 1,
+    routing: Routing | None = None,
+    shared: SharedPrefix | None = None,
+    window: int | None = None,
+    plan: Callable[[Segments, bool, int | None], HostPlan] = plan_attention,
+    taps: int | None = None,
+) -> PackedLayout:
     """Returns this rank's layout of sequences of these lengths [N] int64, each at least 1.
 
     Args:

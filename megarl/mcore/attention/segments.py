@@ -25,9 +25,8 @@ import torch
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megarl.batch import SharedPrefix
+from megarl.batch import SharedPrefix, expand_array_counts
 from megarl.mcore import device
-from megarl.mcore.expand_counts import expand_array_counts
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR
 
 FULL, WINDOW = 0, 1  # kinds of layers: plans by kind are pairs with these indices

@@ -91,10 +91,14 @@ def exact_rules(args) -> list[Rule]:
         only(args, "--softmax-type", "vanilla"),
         allow("--attention-backend", backend == INVARIANT, f"auto or {INVARIANT}", value=backend),
         allow("--hidden-size", args.hidden_size % ALIGNED == 0, f"a multiple of {ALIGNED}"),
-        allow("--kv-channels", channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
-              f"a multiple of {ALIGNED} up to {MAX_CHANNELS}", value=channels),
+        allow(
+            "--kv-channels",
+            channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+            f"a multiple of {ALIGNED} up to {MAX_CHANNELS}",
+            value=channels,
+        ),
         *_exact_experts(args),
-    ]  # fmt: skip
+    ]
 
 
 def _exact_experts(args) -> list[Rule]:
@@ -102,14 +106,18 @@ def _exact_experts(args) -> list[Rule]:
     is_plain = args.swiglu and not args.add_bias_linear and not args.glu_linear_offset
     is_plain = is_plain and args.activation_func_clamp_value is None and not args.moe_apply_probs_on_input
     return [
-        allow("--moe-grouped-gemm", not args.moe_grouped_gemm,
-              "none: grouped products choose tiles by the number of rows"),
+        allow(
+            "--moe-grouped-gemm", not args.moe_grouped_gemm, "none: grouped products choose tiles by the number of rows"
+        ),
         allow("--moe-router-dtype", args.moe_router_dtype != "fp64", "fp32, or none"),
-        allow("--num-experts", not args.num_experts or is_plain,
-              "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options"),
+        allow(
+            "--num-experts",
+            not args.num_experts or is_plain,
+            "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options",
+        ),
         only(args, "--expert-tensor-parallel-size", 1),
         only(args, "--moe-shared-expert-overlap", False),
-    ]  # fmt: skip
+    ]
 
 
 def check_lora(megatron: dict, lora: dict):

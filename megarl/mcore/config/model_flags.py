@@ -68,16 +68,29 @@ MODEL_FLAGS = (
 SCORE_BACKENDS = ("eager",)  # attention backends for models that `has_score_options`
 ROTARY = ("rope", "yarn")  # values of --position-embedding-type with rotary embeddings
 # Flags that are for one kind of model, and their defaults.
-ROTARY_FLAGS = {"rotary-base": 10000, "rotary-percent": 1.0, "rotary-seq-len-interpolation-factor": None,
-                "no-rope-freq": None}  # fmt: skip
-LLAMA3_FLAGS = {"rope-low-freq-factor": None, "rope-high-freq-factor": None,
-                "rope-original-max-position-embeddings": None, "rope-scaling-factor": 8.0}  # fmt: skip
+ROTARY_FLAGS = {
+    "rotary-base": 10000,
+    "rotary-percent": 1.0,
+    "rotary-seq-len-interpolation-factor": None,
+    "no-rope-freq": None,
+}
+LLAMA3_FLAGS = {
+    "rope-low-freq-factor": None,
+    "rope-high-freq-factor": None,
+    "rope-original-max-position-embeddings": None,
+    "rope-scaling-factor": 8.0,
+}
 YARN_FLAGS = {"yarn-original-max-position-embeddings": None, "yarn-beta-fast": None, "yarn-beta-slow": None,
               "yarn-correction-range-round-to-int": None, "rotary-scaling-factor": 1.0, "mscale": 1.0,
               "mscale-all-dim": 0.0}  # fmt: skip
 LATENT = "--multi-latent-attention"
-LATENT_SIZES = {"q-lora-rank": None, "kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64,
-                "v-head-dim": 128}  # fmt: skip
+LATENT_SIZES = {
+    "q-lora-rank": None,
+    "kv-lora-rank": 32,
+    "qk-head-dim": 128,
+    "qk-pos-emb-head-dim": 64,
+    "v-head-dim": 128,
+}
 NOT_LATENT = {
     "group-query-attention": False, "add-qkv-bias": False, "qk-layernorm-all-heads": False, "window-size": None,
     "no-rope-freq": None, "query-pre-attn-scalar": None, "rotary-percent": 1.0, "attn-logit-softcapping": None,

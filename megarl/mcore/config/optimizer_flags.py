@@ -26,10 +26,15 @@ PACKAGE = "emerging-optimizers"  # Muon's
 # Flags that only one optimizer reads -> Megatron's default, or megarl's.
 ADAM_FLAGS = {"adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8}
 MUON_FLAGS = {
-    "muon-momentum": 0.9, "muon-nesterov": False, "muon-scale-mode": "spectral", "muon-fp32-matmul-prec": "medium",
-    "muon-coefficient-type": "quintic", "muon-num-ns-steps": 5, "muon-tp-mode": "duplicated",
+    "muon-momentum": 0.9,
+    "muon-nesterov": False,
+    "muon-scale-mode": "spectral",
+    "muon-fp32-matmul-prec": "medium",
+    "muon-coefficient-type": "quintic",
+    "muon-num-ns-steps": 5,
+    "muon-tp-mode": "duplicated",
     "muon-extra-scale-factor": 1.0,
-}  # fmt: skip
+}
 MOMENT_TYPES = ("fp32", "bf16")  # others would need a scale for each tensor
 # A moment of bf16 does not move by changes below 2^-9 to 2^-8 of itself. With Megatron's 0.999 it would never fall.
 MAX_BETA_BF16 = 0.99
@@ -68,9 +73,13 @@ def _rules(args) -> list[Rule]:
         allow("--sgd-momentum", is_sgd or args.sgd_momentum == 0.9, "none without --optimizer sgd"),
         allow("--sgd-momentum", 0 <= args.sgd_momentum < 1, "from 0 to below 1"),
         *defaults(args, ADAM_FLAGS, not is_sgd, f"none with --optimizer {args.optimizer}"),
-        allow("--weight-decay-multipliers", decays or not multipliers,
-              "none without a --weight-decay above 0", value=" ".join(multipliers or [])),
-    ]  # fmt: skip
+        allow(
+            "--weight-decay-multipliers",
+            decays or not multipliers,
+            "none without a --weight-decay above 0",
+            value=" ".join(multipliers or []),
+        ),
+    ]
 
 
 def _moments(args) -> list[Rule]:
@@ -124,12 +133,21 @@ def _coefficient_types() -> tuple[str, ...]:
 def add_to(parser: argparse.ArgumentParser):
     """Adds the flags to an argparse parser."""
     group = parser.add_argument_group("parameters by name")
-    group.add_argument("--freeze", nargs="+", metavar="PATTERN",
-                       help="parameters that are not trained, as embedding.* 'decoder.layers.0.*'")  # fmt: skip
+    group.add_argument(
+        "--freeze",
+        nargs="+",
+        metavar="PATTERN",
+        help="parameters that are not trained, as embedding.* 'decoder.layers.0.*'",
+    )
     for flag, what in (("lr", "learning rates"), ("weight-decay", "weight decays")):
-        group.add_argument(f"--{flag}-multipliers", nargs="+", type=_checked, metavar="PATTERN=FACTOR",
-                           help=f"factors of the {what} of parameters, as '*.mlp.router.*=0.1'; of several patterns"
-                           " that name a parameter the last one counts")  # fmt: skip
+        group.add_argument(
+            f"--{flag}-multipliers",
+            nargs="+",
+            type=_checked,
+            metavar="PATTERN=FACTOR",
+            help=f"factors of the {what} of parameters, as '*.mlp.router.*=0.1'; of several patterns"
+            " that name a parameter the last one counts",
+        )
 
 
 def is_multiplier(text: str) -> bool:

@@ -11,8 +11,13 @@ from megarl.mcore.config.rules import allow, defaults, is_pattern, min_value, on
 from megarl.mcore.recurrence import fused_chunks
 
 FLAG, GATED_DELTA_NET = "--experimental-attention-variant", "gated_delta_net"
-SIZES = {"linear-conv-kernel-dim": 4, "linear-key-head-dim": 128, "linear-value-head-dim": 128,
-         "linear-num-key-heads": 16, "linear-num-value-heads": 32}  # fmt: skip  # Megatron's defaults
+SIZES = {
+    "linear-conv-kernel-dim": 4,
+    "linear-key-head-dim": 128,
+    "linear-value-head-dim": 128,
+    "linear-num-key-heads": 16,
+    "linear-num-value-heads": 32,
+}  # Megatron's defaults
 PATTERN, LETTERS = "--hybrid-layer-pattern", {"M", "*", "-", "E"}
 SPACE_SIZES = {"mamba-state-dim": 128, "mamba-head-dim": 64, "mamba-num-groups": 8, "mamba-num-heads": None}
 TAPS = "linear-conv-kernel-dim"  # of both kinds

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.mcore.expand_counts import expand_counts
+from megarl.batch import expand_counts
 
 
 class _Fitting(NamedTuple):

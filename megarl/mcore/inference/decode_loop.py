@@ -11,7 +11,7 @@ from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from megarl.mcore.absent import TRACKERS, absent
+from megarl.mcore import TRACKERS, absent
 from megarl.mcore.inference import admission
 from megarl.mcore.inference.device_decode import DeviceDecode
 from megarl.observe import activity

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.mcore.expand_counts import expand_counts
+from megarl.batch import expand_counts
 from megarl.mcore.inference.sequence_groups import Groups
 
 

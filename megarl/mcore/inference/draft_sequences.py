@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.mcore.expand_counts import expand_array_counts
+from megarl.batch import expand_array_counts
 from megarl.mcore.inference.draft_index import MAX_CONTEXT, NO_TOKEN, DraftIndex
 
 MAX_DEPTH = 16  # drafted tokens of a request in a step

@@ -14,7 +14,7 @@ from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.session import ANY_STEP, NONE, WAIT, GenerationSession
 from megarl.mcore.kernels.linear import prepacked_weights
-from megarl.mcore.model.eval_mode import eval_mode
+from megarl.mcore.model.forward_pass import eval_mode
 
 # On CUDA a step in which requests join is not a graph and takes several times as long as others. Therefore requests
 # wait until a sixteenth of the places is free, and join together.

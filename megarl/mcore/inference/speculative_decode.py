@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.batch import expand_array_counts
 from megarl.mcore import device
-from megarl.mcore.expand_counts import expand_array_counts
 from megarl.mcore.inference import admission, draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.draft_sequences import MAX_DEPTH

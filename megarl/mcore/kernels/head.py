@@ -125,10 +125,14 @@ class Head:
         all_reduce(top, self.options.group, dist.ReduceOp.MAX)
         drop = (own[0] - top).masked_fill(own[0].isneginf(), 0.0)  # −∞: this rank has no token of the vocabulary
         factor, (_, here) = drop.exp(), self.columns(rows)
-        sums = torch.stack([
-            factor * own[1], (own[4] - top).masked_fill(~here.squeeze(-1), 0.0), factor * (own[2] + drop * own[1]),
-            factor.square() * own[3],
-        ])  # fmt: skip
+        sums = torch.stack(
+            [
+                factor * own[1],
+                (own[4] - top).masked_fill(~here.squeeze(-1), 0.0),
+                factor * (own[2] + drop * own[1]),
+                factor.square() * own[3],
+            ]
+        )
         all_reduce(sums, self.options.group)
         return [top, *_scores(*sums[: 3 + squares])]
 

@@ -123,9 +123,14 @@ def _heads(hidden, weight, states, targets, indices, teacher: TeacherHead, optio
 
 
 def head_divergence(
-    hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, options: HeadOptions,
+    hidden: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    teacher: TeacherHead,
+    targets: Tensor,
+    options: HeadOptions,
     indices: Tensor | None = None,
-) -> DistillScores:  # fmt: skip
+) -> DistillScores:
     """Compares the student's next-token distributions with the teacher's, differentiable once in `hidden` and `weight`.
 
     Args:
@@ -143,9 +148,14 @@ def head_divergence(
 
 
 def _compared(
-    hidden: Tensor, weight: Tensor, states: Tensor, teacher: TeacherHead, targets: Tensor, options: HeadOptions,
+    hidden: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    teacher: TeacherHead,
+    targets: Tensor,
+    options: HeadOptions,
     indices: Tensor | None,
-) -> DistillScores:  # fmt: skip
+) -> DistillScores:
     """`head_divergence` of hidden states that are already gathered."""
     total = len(hidden if indices is None else indices)
     if (len(states), len(targets), len(teacher.weight)) != (total, total, len(weight)):
@@ -170,9 +180,13 @@ class TaughtRows(NamedTuple):
 
 
 def heads_divergence(
-    hidden: Tensor, weight: Tensor, taught: Sequence[TaughtRows], targets: Tensor, options: HeadOptions,
+    hidden: Tensor,
+    weight: Tensor,
+    taught: Sequence[TaughtRows],
+    targets: Tensor,
+    options: HeadOptions,
     indices: Tensor | None = None,
-) -> DistillScores:  # fmt: skip
+) -> DistillScores:
     """`head_divergence` with a teacher for each token: the numbers of each token are those with its teacher alone.
 
     `taught`: every target is in one of them; the same rows on all ranks of the group. ValueError as there.

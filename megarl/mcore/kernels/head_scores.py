@@ -117,9 +117,12 @@ class _HeadScores(torch.autograd.Function):
                     weights.sub_(column_of(top, rows)).exp_()
             columns = [None if x is None else column_of(x, rows) for x in (total, entropy, square_sum, *grads)]
             gradients.add(  # nested calls, so that no name keeps the logits' gradient during the next chunk
-                rows, _with_target(_logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3],
-                                   *head.columns(rows)), slope,
-            )  # fmt: skip
+                rows,
+                _with_target(
+                    _logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3], *head.columns(rows)
+                ),
+                slope,
+            )
         return *gradients.returned(), *[None] * 4
 
 
@@ -153,9 +156,13 @@ def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[
 
 
 def head_scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, indices: Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    options: HeadOptions,
+    indices: Tensor | None = None,
     squares: bool = True,
-) -> HeadScores:  # fmt: skip
+) -> HeadScores:
     """Returns scores of next-token distributions, differentiable once in `hidden` and `weight`.
 
     Args:

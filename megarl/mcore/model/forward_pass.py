@@ -4,7 +4,7 @@ Only this module splits a micro-batch for context and sequence parallelism and g
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,6 @@ from megarl.mcore.kernels.head_divergence import (
     heads_divergence,
 )
 from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
-from megarl.mcore.model.eval_mode import eval_mode
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.routing import Routing
 from megarl.mcore.parallel.context_parallel import gather_result
@@ -89,9 +88,14 @@ def _head_values(hidden: Tensor, head: ValueHead, packing: PackedLayout, model) 
 
 
 def run_chunk(
-    chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: SharedPrefix | None,
+    chunk,
+    tokens: Tensor,
+    lengths: Tensor,
+    processor,
+    routing: Routing | None,
+    shared: SharedPrefix | None,
     learner: Callable | None = None,
-):  # fmt: skip
+):
     """Returns hidden states [T', 1, H] of a chunk; from the last chunk, what `processor` returns for them.
 
     `learner`: called before it, with (hidden states [T', H], output layer, its weight, packing, model).
@@ -101,10 +105,15 @@ def run_chunk(
     model = chunk.module if hasattr(chunk, "module") else chunk  # with or without the gradient-buffer wrapper
     pg_collection, sequence_parallel = model.pg_collection, model.config.sequence_parallel
     packing = pack_sequences(
-        lengths, pg_collection.cp, dist.get_world_size(pg_collection.tp) if sequence_parallel else 1, routing, shared,
-        window_of(model.config), backends.load(model.config).plan_attention,
+        lengths,
+        pg_collection.cp,
+        dist.get_world_size(pg_collection.tp) if sequence_parallel else 1,
+        routing,
+        shared,
+        window_of(model.config),
+        backends.load(model.config).plan_attention,
         model.config.linear_conv_kernel_dim if has_states(model.config) else None,
-    )  # fmt: skip
+    )
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])
     next_tokens = torch.cat([padded[1:], padded[:1]])
@@ -225,9 +234,13 @@ def top_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab
 
 
 def token_states(
-    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, mask: Tensor | None = None,
+    chunk,
+    tokens: Tensor,
+    lengths: Tensor,
+    routing: Routing | None = None,
+    mask: Tensor | None = None,
     shared: SharedPrefix | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Returns [T, H] hidden states before each token, after the final norm; 0 at tokens that were not requested. Hidden
     states for the next stage from other chunks than the last. Arguments as of `token_scores`."""
 
@@ -262,6 +275,22 @@ def sequence_scores(
         return _head_values(hidden, output_layer, packing, model)[packing.last]
 
     return run_chunk(chunk, tokens, lengths, processor, routing, shared)
+
+
+@contextlib.contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Context with the model in evaluation mode, and in its own mode afterwards.
+
+    Changing the mode visits every module, so a model that is in evaluation mode, such as a frozen one, is left alone.
+    """
+    if not model.training:
+        yield
+        return
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
 
 
 @contextlib.contextmanager

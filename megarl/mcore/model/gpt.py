@@ -66,9 +66,13 @@ class ModelChunk(GPTModel):
         if self.post_process and not self.pre_process:
             replicas, weight = metadata["dp_cp_group"], self.shared_embedding_or_output_weight()
             state[output_key] = make_tp_sharded_tensor_for_checkpoint(
-                weight, embedding_key, replica_id=(1, 0, dist.get_rank(replicas)), allow_shape_mismatch=True,
-                tp_group=self.tp_group, dp_cp_group=replicas,
-            )  # fmt: skip
+                weight,
+                embedding_key,
+                replica_id=(1, 0, dist.get_rank(replicas)),
+                allow_shape_mismatch=True,
+                tp_group=self.tp_group,
+                dp_cp_group=replicas,
+            )
 
 
 @contextlib.contextmanager

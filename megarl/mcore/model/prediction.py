@@ -93,9 +93,11 @@ class PredictionLayer(MegatronModule):
             packing: the micro-batch's `PackedLayout`.
         """
         predicted, _ = self.layer.mtp_model_layer(
-            hidden_states=self.combined(hidden, embedded), attention_mask=None, rotary_pos_emb=frequencies,
+            hidden_states=self.combined(hidden, embedded),
+            attention_mask=None,
+            rotary_pos_emb=frequencies,
             packed_seq_params=packing,
-        )  # fmt: skip
+        )
         return self.layer.final_layernorm(predicted)
 
 

@@ -1,4 +1,11 @@
-"""What layers have instead of attention: a first projection, a recurrence over runs of rows, a last projection."""
+"""What layers have instead of attention: a first projection, a recurrence over runs of rows, a last projection.
+
+The recurrence is a gated delta net (2412.06464, Qwen3-Next) or Mamba-2 (2405.21060, Nemotron-H): packed sequences in
+training, a state of each request in rollout. Megatron's modules have no packed sequences in their deterministic form,
+and no inference.
+Shapes on this rank: T rows; of a gated delta net G key heads with K channels and H value heads with V channels; of
+Mamba-2 G groups, H heads of P channels, I = H·P.
+"""
 
 import functools
 
@@ -7,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.ssm.utils import _split_tensor_factory
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -16,11 +24,15 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.kernels.batch_invariance import silu
 from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.kernels.norm import RMSNorm, rms_norm
 from megarl.mcore.model.decoder_layer import StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import to_heads, to_tokens
-from megarl.mcore.recurrence.rule import layer_sizes
+from megarl.mcore.recurrence.delta_rule import HeadSizes, Inputs
+from megarl.mcore.recurrence.rule import apply_rule, layer_sizes
 from megarl.mcore.recurrence.runs import AnyRuns
+from megarl.mcore.recurrence.state_space import CONVOLVED, SpaceInputs, SpaceSizes
 from megarl.mcore.recurrence.states import States
 
 
@@ -31,9 +43,14 @@ class RecurrentMixer(MegatronModule):
     """
 
     def __init__(
-        self, config, submodules: GatedDeltaNetSubmodules, layer_number: int, pg_collection, convolved: tuple[str, ...],
+        self,
+        config,
+        submodules: GatedDeltaNetSubmodules,
+        layer_number: int,
+        pg_collection,
+        convolved: tuple[str, ...],
         has_bias: bool,
-    ):  # fmt: skip
+    ):
         """Builds the projections, the convolution, and the parameters of heads that both kinds have.
 
         Args:
@@ -47,17 +64,30 @@ class RecurrentMixer(MegatronModule):
         parts, channels = self.sizes.parts, self.sizes.channels
         linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = submodules.in_proj(
-            config.hidden_size, sum(parts.values()) * ranks, init_method=config.init_method, gather_output=False,
-            skip_bias_add=False, **linear,
-        )  # fmt: skip
+            config.hidden_size,
+            sum(parts.values()) * ranks,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            **linear,
+        )
         self.out_proj = submodules.out_proj(
-            self.sizes.heads * self.sizes.values * ranks, config.hidden_size,
-            init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True, **linear,
-        )  # fmt: skip
+            self.sizes.heads * self.sizes.values * ranks,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            **linear,
+        )
         self.conv1d = torch.nn.Conv1d(
-            channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=has_bias,
-            dtype=config.params_dtype, device=device.device(),
-        )  # fmt: skip
+            channels,
+            channels,
+            config.linear_conv_kernel_dim,
+            groups=channels,
+            bias=has_bias,
+            dtype=config.params_dtype,
+            device=device.device(),
+        )
         # Always fp32: in 16 bits e^A_log would move decays by a part in 256.
         self.dt_bias = torch.nn.Parameter(torch.ones(self.sizes.heads, device=device.device()))
         self.A_log = torch.nn.Parameter(torch.zeros(self.sizes.heads, device=device.device()))
@@ -143,3 +173,99 @@ class RecurrentMixer(MegatronModule):
         for key, parts in split.items():
             found[prefix + key] = _split_tensor_factory(found[prefix + key], list(parts.values()), list(parts), 0)
         return found
+
+
+# -- gated delta net -----------------------------------------------------------------------------------------------
+
+
+class _SplitHeadsNorm(RMSNorm):
+    """RMSNorm of each head, whose heads are split over tensor-parallel ranks: they share the weights' gradient."""
+
+    def __init__(self, channels: int, config, group):
+        super().__init__(channels, eps=config.layernorm_epsilon, dtype=config.params_dtype)
+        self._group = group
+
+    def own_weight(self) -> Tensor:
+        """The weights, with a gradient that is summed over the ranks."""
+        return copy_to_tensor_model_parallel_region(self.weight, self._group) if self._group.size() > 1 else self.weight
+
+
+class GatedDeltaNet(RecurrentMixer):
+    """Queries, keys and values by a convolution; a state of each head; gated norm of what it reads."""
+
+    sizes: HeadSizes
+
+    def __init__(self, config, submodules: GatedDeltaNetSubmodules, layer_number: int, pg_collection=None, **_):
+        super().__init__(config, submodules, layer_number, pg_collection, ("query", "key", "value"), has_bias=False)
+        self.out_norm = _SplitHeadsNorm(self.sizes.values, config, self.tp_group)
+
+    def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> Inputs:
+        """What the rule reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
+        sizes = self._sizes_of(shares)
+        x, _, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
+        own = self._of_share(shares, share, [self.conv1d.weight.float()], [self.A_log, self.dt_bias])
+        return Inputs(x, a, b, *own)
+
+    def _mixed(
+        self, projected: Tensor, runs: AnyRuns, states: States | None, shares: int = 1, share: int = 0
+    ) -> Tensor:
+        """[T, in_proj rows] -> [T, H·V]: what each row reads from its state, normed and gated.
+
+        `shares`, `share`: the heads are one of so many shares of this rank's.
+        """
+        sizes, wide = self._sizes_of(shares), projected.float()
+        read = apply_rule(self._inputs(wide, shares, share), sizes, runs, states).to(projected.dtype)
+        z = wide[:, sizes.channels : sizes.channels + sizes.heads * sizes.values]
+        gated = self.out_norm(read).flatten(1) * silu(z.contiguous())
+        return gated.to(projected.dtype)
+
+
+# -- Mamba-2 -------------------------------------------------------------------------------------------------------
+
+
+class GroupedNorm(torch.nn.Module):
+    """RMSNorm of each group of channels; ranks have whole groups."""
+
+    def __init__(self, channels: int, config):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(channels, dtype=config.params_dtype, device=device.device()))
+        self._epsilon = config.layernorm_epsilon
+
+    def forward(self, x: Tensor, groups: int, dtype: torch.dtype, weight: Tensor) -> Tensor:
+        """[T, I] in fp32 -> [T, I] of a type, normed in fp32 and multiplied by weights of that type."""
+        parts = x.unflatten(1, (groups, -1))
+        normed = rms_norm(parts, parts.new_ones(parts.shape[-1]), self._epsilon).flatten(1)
+        return normed.to(dtype) * weight
+
+
+class Mamba2(RecurrentMixer):
+    """x, B and C by a convolution; a state of each head; norm of groups of what it reads times silu(z)."""
+
+    sizes: SpaceSizes
+
+    def __init__(self, config, submodules: GatedDeltaNetSubmodules, layer_number: int, pg_collection=None, **_):
+        super().__init__(config, submodules, layer_number, pg_collection, CONVOLVED, has_bias=True)
+        self.D = torch.nn.Parameter(torch.ones(self.sizes.heads, device=device.device()))
+        self.dt_bias.draws_steps = True
+        self.norm = GroupedNorm(self.sizes.parts["x"], config)
+        self._mark_split(self.D, self.norm.weight)
+
+    def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> SpaceInputs:
+        """What the state space reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
+        sizes = self._sizes_of(shares)
+        _, x, steps = wide.split((sizes.parts["x"], sizes.channels, sizes.heads), 1)
+        convolution = [self.conv1d.weight.float(), self.conv1d.bias.float()]
+        own = self._of_share(shares, share, convolution, [self.A_log, self.dt_bias, self.D])
+        return SpaceInputs(x, steps, *own)
+
+    def _mixed(
+        self, projected: Tensor, runs: AnyRuns, states: States | None, shares: int = 1, share: int = 0
+    ) -> Tensor:
+        """[T, in_proj rows] -> [T, I]: what each row reads from its state, gated and normed.
+
+        `shares`, `share`: the heads are one of so many shares of this rank's.
+        """
+        sizes, wide = self._sizes_of(shares), projected.float()
+        read = apply_rule(self._inputs(wide, shares, share), sizes, runs, states).flatten(1)
+        gated = read * silu(wide[:, : sizes.parts["z"]].contiguous())
+        return self.norm(gated, sizes.groups, projected.dtype, self.norm.weight.chunk(shares)[share])

@@ -29,9 +29,13 @@ def max_rows(group, topk: int, row_bytes: int) -> int:
 
 
 def exchange_and_compute(
-    hidden: Tensor, probs: Tensor, routing_map: Tensor, topk: int, group,
+    hidden: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    topk: int,
+    group,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Results of the pairs of this rank's rows. Collective over the ranks that share the experts.
 
     Args:

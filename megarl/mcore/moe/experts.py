@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
+from megarl.batch import expand_counts
 from megarl.mcore import device
-from megarl.mcore.expand_counts import expand_counts
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.linear import ReplicatedLinear, at_least_rows, forward_product, linear
 

@@ -128,9 +128,13 @@ def with_rows(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return rows
     return DTensor.from_local(
-        rows, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        rows,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
         stride=parameter.stride(),
-    )  # fmt: skip
+    )
 
 
 def _local_range(parameter: DTensor) -> range:

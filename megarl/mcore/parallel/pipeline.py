@@ -35,9 +35,14 @@ class KnownShapeCommunicator(P2PCommunicator):
 
 
 def run_microbatches(
-    stages, microbatches: list, forward: Callable, loss: Callable, pg_collection, train: bool,
+    stages,
+    microbatches: list,
+    forward: Callable,
+    loss: Callable,
+    pg_collection,
+    train: bool,
     rows: list[int] | None = None,
-) -> list:  # fmt: skip
+) -> list:
     """Runs forward (and backward) of every micro-batch; gradients accumulate and are reduced after the last one.
 
     Args:

@@ -57,9 +57,13 @@ def convolved(x: Tensor, weight: Tensor, kind: torch.dtype, runs: Runs, states: 
         # The kernel's states have as many rows as the convolution reads; it never reads the first.
         before = functional.pad(_inputs_of(x, plan.before, states).transpose(1, 2), (1, 0))
     mixed, _ = causal_conv1d(
-        x.to(kind).unsqueeze(0), weight.squeeze(1), initial_state=before, activation="silu",
-        cu_seqlens=packed.cu_rows, chunk_indices=packed.chunks,
-    )  # fmt: skip
+        x.to(kind).unsqueeze(0),
+        weight.squeeze(1),
+        initial_state=before,
+        activation="silu",
+        cu_seqlens=packed.cu_rows,
+        chunk_indices=packed.chunks,
+    )
     if states is not None and len(plan.states):
         states.inputs.index_copy_(0, plan.states, _inputs_of(x, plan.last, states))
     return mixed.squeeze(0)
@@ -75,9 +79,14 @@ def _inputs_of(x: Tensor, rows: Tensor, states: States | None) -> Tensor:
 
 
 def scan(
-    queries: Tensor, keys: Tensor, values: Tensor, log_decays: Tensor, strengths: Tensor, runs: Runs,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_decays: Tensor,
+    strengths: Tensor,
+    runs: Runs,
     states: States | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """[T, H, V]: what the rows read, in their type; `states` get the memories after the runs. Has gradients without.
 
     Args:
@@ -96,10 +105,13 @@ def scan(
         if len(level.chunks):
             rows = queries, keys, values, log_decays, strengths
             out, memory = chunk_gated_delta_rule(
-                *((x if level.rows is None else x[level.rows]).unsqueeze(0) for x in rows), initial_state=memory,
-                output_final_state=keeps, use_qk_l2norm_in_kernel=True, cu_seqlens=level.cu_rows,
+                *((x if level.rows is None else x[level.rows]).unsqueeze(0) for x in rows),
+                initial_state=memory,
+                output_final_state=keeps,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=level.cu_rows,
                 chunk_indices=level.chunks,
-            )  # fmt: skip
+            )
             found.append(out.squeeze(0))
         if keeps:
             after = zip(level.after, torch.stack([zeros] * len(level.after)) if memory is None else memory, strict=True)

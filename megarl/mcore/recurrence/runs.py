@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.batch import expand_array_counts
 from megarl.mcore import device
-from megarl.mcore.expand_counts import expand_array_counts
 
 NONE = -1  # no state
 CHUNK = 64  # rows of a chunk, at most

@@ -124,9 +124,14 @@ def attend_segments(
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None,
-    softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: SegmentPlan,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads."""
     attend = functools.partial(attend_segments, softcap=softcap, sinks=sinks)
     return sdpa.packed_attention(query, key, value, segments, scale, attend)

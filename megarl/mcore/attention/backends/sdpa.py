@@ -63,9 +63,13 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: Segment
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: SegmentPlan,
+    scale: float | None,
     attend: Callable = attend_segments,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Causal attention of a packed micro-batch: query [T, H, D] of this rank, key and value [T', G, D] of the whole
     stream -> [T, H, D]. `attend`: the kernel, with the arguments of `attend_segments`."""
 
@@ -77,9 +81,14 @@ def packed_attention(
 
 
 def plan_cache_reads(
-    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None,
+    queries: Tensor,
+    keys: Tensor,
+    pages: Tensor,
+    total: int,
+    cache: Tensor,
+    window: int | None = None,
     token_bytes: int | None = None,
-) -> CacheReads:  # fmt: skip
+) -> CacheReads:
     """Returns the cache reads of a step; arguments are on the host, except the cache.
 
     Args:
@@ -140,9 +149,14 @@ def _decode_calls(lengths: list[int], row: int) -> Iterator[slice]:
 
 
 def plan_prefills(
-    first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None = None,
+    first: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    pages: Tensor,
+    cache: Tensor,
+    window: int | None = None,
     row: int | None = None,
-) -> list[SegmentBatch]:  # fmt: skip
+) -> list[SegmentBatch]:
     """Returns the segment batches of n prefills, whose keys are rows of the flattened cache.
 
     `row`: bytes of a token's keys and values, of which a batch gathers `SCRATCH_BYTES`; None: it gathers none.

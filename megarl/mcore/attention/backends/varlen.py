@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megarl.batch import expand_array_counts
 from megarl.mcore import device
 from megarl.mcore.attention.cache_attention import CacheAttention, CacheReads, bucket_of, softmax_scale
 from megarl.mcore.attention.segments import HostPlan, Segments
-from megarl.mcore.expand_counts import expand_array_counts
 
 Kernel = Callable[..., Tensor]
 TOKENS, KEYS = 64, 256  # a call for prompts has multiples of them
@@ -146,9 +146,14 @@ class PromptReads(NamedTuple):
 
 
 def plan_cache_reads(
-    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None,
+    queries: Tensor,
+    keys: Tensor,
+    pages: Tensor,
+    total: int,
+    cache: Tensor,
+    window: int | None = None,
     token_bytes: int | None = None,
-) -> CacheReads:  # fmt: skip
+) -> CacheReads:
     """As that of `sdpa`."""
     first, is_decode = queries.cumsum(0) - queries, queries == 1
     decodes, prompts = is_decode.nonzero().flatten(), (~is_decode).nonzero().flatten()

@@ -1,11 +1,38 @@
-"""Layer specs, one module each, chosen by `--transformer-impl NAME`: a new spec is a new module in this folder."""
+"""Layer specs, one module each, chosen by `--transformer-impl NAME`: a new spec is a new module in this folder.
+
+A module has two names: `layer_spec(args, kind)` and `final_norm`. All specs have megarl's own layer, attention and core
+attention in common, which `put_own_parts` puts into Megatron's spec.
+"""
 
 import importlib
 
 import torch.distributed as dist
+from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.mcore.model.pipeline_layout import layer_kinds, layers_of_chunk
+from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
+from megarl.mcore.config.model_flags import has_score_options
+from megarl.mcore.model.decoder_layer import (
+    AllHeadsNormAttention,
+    DecoderLayer,
+    GatedSelfAttention,
+    MoEDecoderLayer,
+    PagedSelfAttention,
+    PostNormLayer,
+    PostNormMoELayer,
+)
+from megarl.mcore.model.latent_attention import LatentAttention
+from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, layers_of_chunk
+from megarl.mcore.model.recurrent_mixer import GatedDeltaNet, Mamba2
+
+LAYERS = {  # norms only before attention and MLP, experts
+    (True, False): DecoderLayer,
+    (True, True): MoEDecoderLayer,
+    (False, False): PostNormLayer,
+    (False, True): PostNormMoELayer,
+}
 
 
 def block_spec(args, config, pg_collection, virtual_stage: int | None) -> TransformerBlockSubmodules:
@@ -15,3 +42,38 @@ def block_spec(args, config, pg_collection, virtual_stage: int | None) -> Transf
     specs = {kind: spec.layer_spec(args, kind) for kind in set(pattern)}
     layers = layers_of_chunk(config, dist.get_rank(pg_collection.pp), virtual_stage)
     return TransformerBlockSubmodules(layer_specs=[specs[pattern[i]] for i in layers], layer_norm=spec.final_norm)
+
+
+def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
+    """Puts megarl's layer, attention and core attention into Megatron's spec of a layer.
+
+    `args`: the role's Megatron namespace.
+    """
+    attention = spec.submodules.self_attention
+    spec.module = LAYERS[args.layernorm_position == "pre", kind.is_moe]
+    if kind.is_recurrent:
+        parts = GatedDeltaNetSubmodules(attention.submodules.linear_qkv, out_proj=attention.submodules.linear_proj)
+        kind_of_mixer = GatedDeltaNet if args.hybrid_layer_pattern is None else Mamba2
+        spec.submodules.self_attention = ModuleSpec(kind_of_mixer, submodules=parts)
+        return
+    attention.module = _attention_kind(args)
+    attention.submodules.core_attention = ScoredAttention if has_score_options(args) else PackedAttention
+
+
+def drop_absent_parts(spec: ModuleSpec, kind: LayerKind):
+    """Takes the half that a layer does not have, and its norm, out of a complete spec."""
+    layer = spec.submodules
+    if not kind.has_mixer:
+        layer.input_layernorm = layer.self_attention = IdentityOp
+        layer.self_attn_bda = IdentityFuncOp
+    if not kind.has_mlp:
+        layer.pre_mlp_layernorm = layer.mlp = IdentityOp
+        layer.mlp_bda = IdentityFuncOp
+
+
+def _attention_kind(args) -> type:
+    if args.multi_latent_attention:
+        return LatentAttention
+    if args.attention_output_gate:
+        return GatedSelfAttention
+    return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention

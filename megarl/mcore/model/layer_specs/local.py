@@ -1,7 +1,4 @@
-"""`--transformer-impl local`: Megatron's local layers with megarl's attention, norms, MLP, experts and router.
-
-A layer spec is a module of this folder with two names: `layer_spec(args, kind)` and `final_norm`.
-"""
+"""`--transformer-impl local`: Megatron's local layers with megarl's attention, norms, MLP, experts and router."""
 
 import dataclasses
 import functools
@@ -12,7 +9,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.kernels.swiglu import SwiGLUMLP
-from megarl.mcore.model.layer_parts import drop_absent_parts, put_own_parts
+from megarl.mcore.model.layer_specs import drop_absent_parts, put_own_parts
 from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
 from megarl.mcore.moe.experts import Experts, SharedExperts
 from megarl.mcore.moe.layer import MixtureLayer

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore import device
-from megarl.mcore.model.layer_parts import put_own_parts
+from megarl.mcore.model.layer_specs import put_own_parts
 from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
 from megarl.mcore.moe.router import Router
 
@@ -41,9 +41,13 @@ class EngineNorm:
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
         kind = {"RMSNorm": _RMSNorm, "LayerNorm": _LayerNorm}[config.normalization]
         return kind(
-            hidden_size, eps=eps, sequence_parallel=config.sequence_parallel, dtype=config.params_dtype,
-            zero_centered_gamma=config.layernorm_zero_centered_gamma, device=device.device(),
-        )  # fmt: skip
+            hidden_size,
+            eps=eps,
+            sequence_parallel=config.sequence_parallel,
+            dtype=config.params_dtype,
+            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            device=device.device(),
+        )
 
 
 final_norm = EngineNorm  # after the last layer

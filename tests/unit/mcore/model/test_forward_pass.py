@@ -1,7 +1,9 @@
-"""A forward that scores the tokens of a mask only."""
+"""A forward that scores the tokens of a mask only; evaluation mode for a while."""
 
+import pytest
 import torch
 
+from megarl.mcore.model.forward_pass import eval_mode
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.tiny_models import VOCAB, build, ragged_tokens
 from tests.helpers.worlds import run_world
@@ -31,3 +33,14 @@ def masked_scores(rank):
 
 def test_a_mask_leaves_its_tokens_scores_as_they_are_and_the_others_at_zero():
     assert run_world(masked_scores, 1) == [True]
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_model_has_its_own_mode_afterwards_and_a_frozen_one_is_not_visited(is_trained, monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Dropout()).train(is_trained)
+    visits, change = [], torch.nn.Module.train
+    monkeypatch.setattr(torch.nn.Module, "train", lambda self, mode=True: visits.append(mode) or change(self, mode))
+    with pytest.raises(KeyError), eval_mode(model):
+        assert not any(module.training for module in model.modules())
+        raise KeyError
+    assert all(module.training is is_trained for module in model.modules()) and bool(visits) is is_trained

@@ -55,11 +55,16 @@ GLM_4_MOE = Family(
     model_type="glm4_moe",
     layers=LAYERS | EXPERT_LAYERS,
     flags=flags_of(
-        model_flags, expert_flags, sigmoid_gates, shared_experts, dense_then_experts, QKV_BIASES,
+        model_flags,
+        expert_flags,
+        sigmoid_gates,
+        shared_experts,
+        dense_then_experts,
+        QKV_BIASES,
         switched("use_qk_norm", QK_NORMS),
     ),
     prediction=PREDICTION_LAYERS,
-)  # fmt: skip
+)
 # GLM-4.5V (2507.01006): the rotation of its text in three axes is the plain one.
 GLM_4V_MOE = GLM_4_MOE._replace(model_type="glm4v_moe", config_type="glm4v_moe_text", multimodal=QWEN_VL)
 # Sarvam 30B: GLM-4.5's layers, with a rotation of all channels, under names of their own.

@@ -37,10 +37,15 @@ QWEN_2_MOE = Family(
     model_type="qwen2_moe",
     layers=LAYERS | expert_layers(shared="mlp.shared_expert"),
     flags=flags_of(
-        model_flags, window_flags, expert_flags, softmax_gates, sparse_layers, gated_shared_expert,
+        model_flags,
+        window_flags,
+        expert_flags,
+        softmax_gates,
+        sparse_layers,
+        gated_shared_expert,
         switched("qkv_bias", {"add-qkv-bias": True}),
     ),
-)  # fmt: skip
+)
 
 # Qwen3 (2505.09388): norms of each query and key head.
 QWEN_3 = Family("qwen3", LAYERS, flags_of(_NO_BIASES, model_flags, window_flags, QK_NORMS))
@@ -70,8 +75,13 @@ MELLUM = Family(
     model_type="mellum",
     layers=LAYERS | EXPERT_LAYERS,
     flags=flags_of(
-        _NO_BIASES, lambda config: model_flags(config, rotary=rotary_flags_by_kind), window_flags, expert_flags,
-        softmax_gates, dense_then_experts, QK_NORMS,
+        _NO_BIASES,
+        lambda config: model_flags(config, rotary=rotary_flags_by_kind),
+        window_flags,
+        expert_flags,
+        softmax_gates,
+        dense_then_experts,
+        QK_NORMS,
     ),
     prediction=Prediction(r"mtp\..+", {}, ("num_mtp_layers", "num_nextn_predict_layers")),
-)  # fmt: skip
+)

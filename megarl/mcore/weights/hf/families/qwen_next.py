@@ -44,10 +44,12 @@ def _delta_net_flags(config: ModelConfig) -> Flags:
     if other := set(kinds) - {FULL, LINEAR}:
         raise config.error("layer_types", f"{FULL} or {LINEAR} of each layer, not {min(other)}")
     found: Flags = {
-        "qk-layernorm": True, "apply-layernorm-1p": True, "attention-output-gate": True,
+        "qk-layernorm": True,
+        "apply-layernorm-1p": True,
+        "attention-output-gate": True,
         "experimental-attention-variant": "gated_delta_net",
         "linear-attention-freq": layer_pattern(kind == LINEAR for kind in kinds),
-    }  # fmt: skip
+    }
     return found | {f"linear-{name.replace('_', '-')}": config.whole(f"linear_{name}") for name in LINEAR_SIZES}
 
 
