@@ -33,8 +33,8 @@ class _Progress:
     def continuation(self) -> GenerationRequest:
         """A request for the rest of the response."""
         remaining = self.request.max_new_tokens - len(self.tokens)
-        prompt = [*self.request.prompt, *self.tokens]
-        return dataclasses.replace(self.request, prompt=prompt, max_new_tokens=remaining)
+        prompt, written = [*self.request.prompt, *self.tokens], len(self.tokens)
+        return dataclasses.replace(self.request, prompt=prompt, written=written, max_new_tokens=remaining)
 
 
 class ServedEngine:

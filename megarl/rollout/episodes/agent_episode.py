@@ -91,8 +91,8 @@ class AgentEpisode(Episode):
         turn, depth = self._turns[number], len(self._path(number)) - 1
         return dataclasses.replace(
             self.request, prompt=turn.row, key=turn.key, max_new_tokens=turn.limit - len(turn.tokens),
-            counted_tokens=self.new_tokens, stops_from=len(turn.prompt), stops=self.limits.matcher(turn.stops),
-            thinking_from=len(turn.prompt), trunk=self.request.trunk_of(depth),
+            counted_tokens=self.new_tokens, written=len(turn.tokens), stops=self.limits.matcher(turn.stops),
+            trunk=self.request.trunk_of(depth),
         )  # fmt: skip
 
     def write(self, number: int, completion: Completion) -> Completion | None:

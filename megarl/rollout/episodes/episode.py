@@ -170,7 +170,7 @@ class Episode:
         turn = self.complete_turns
         return dataclasses.replace(
             own, prompt=list(self.tokens), key=turn_key(own.stream_of(turn), self.tokens[:start]),
-            max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, stops_from=start, thinking_from=start,
+            max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, written=len(self.tokens) - start,
             trunk=own.trunk_of(turn),
         )  # fmt: skip
 

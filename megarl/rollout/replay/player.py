@@ -64,10 +64,7 @@ class Player:
         if saved.is_agent:
             asked = saved.record["asked"][turn]
             key, limit, stops = asked["stream"], asked["limit"], self._limits.matcher(tuple(asked["stops"]))
-        return dataclasses.replace(
-            self._request, prompt=before, key=key, max_new_tokens=limit, stops_from=len(before), stops=stops,
-            thinking_from=len(before),
-        )  # fmt: skip
+        return dataclasses.replace(self._request, prompt=before, key=key, max_new_tokens=limit, stops=stops)
 
     def _compared(self, turn: int, completion: Completion) -> TurnCheck:
         own, saved = completion.tokens, self._saved.turn_tokens(turn)

@@ -113,7 +113,7 @@ def test_forced_tokens_of_turns_are_not_the_policys_but_within_their_turns():
     episode = Episode(0, GenerationRequest([1, 2], 7, 0), line=3, limits=limits, key="1/3/0")
     episode.apply(EnvironmentResult(0, [1, 2, 4]))
     for turn, tokens in enumerate(([10, 11, 12, 0, 0, 13], [20, 21, 22, 23], [30, 31, 32, 0])):
-        assert episode.next_request().thinking_from == len(episode.tokens)
+        assert episode.next_request().start == len(episode.tokens)
         episode.add_turn(Completion(tokens, [-1.0] * len(tokens), finished=True))
         episode.apply(EnvironmentResult(0, [51 - turn % 2] if turn < 2 else [], 0.5 + turn, done=turn == 2))
     # Prompt, turn, observation 51, turn, observation 50, turn.
