@@ -69,9 +69,13 @@ class _RoundResponses:
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
         numbers = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         found = [(i, self.responses[i].request()) for i in numbers]
-        new = self._others.take(room - len(found)) if len(found) < room else []
+        return found if len(found) == room else found + self.begin(room - len(found))
+
+    def begin(self, room: int) -> list[tuple[int, GenerationRequest]]:
+        """At most `room` requests of responses that have not begun."""
+        new = self._others.take(room)
         self.responses |= {i: Response(request) for i, request in new}
-        return found + new
+        return new
 
     def go_on(self, i: int):
         """Has the rest of a response generated."""
@@ -209,7 +213,7 @@ class ScheduledRounds:
                 break
             self._take_next()
         # Of a round that stopped early: others may not have begun, and belong to whoever takes them now.
-        source.take(count)
+        source.begin(count)
         return source.responses
 
     def _follow(
@@ -228,11 +232,11 @@ class ScheduledRounds:
                 responses[i].take(completion, weights)
                 is_last = record.segments[i][-1][0] == weights
                 if len(completion.tokens) != counts[i] or (completion.finished and not is_last):
-                    raise self._error(f"response {i} ended after {len(responses[i])} tokens")
+                    raise self._error(f"response {i} ended after {responses[i].length} tokens")
         taken = range(len(requests.prompts)) if record.groups is None else record.groups
         for i in (i for i in mine if requests.group_of[i] in {*taken}):
             if not responses[i].has_ended:
-                raise self._error(f"response {i} has not ended after {len(responses[i])} tokens")
+                raise self._error(f"response {i} has not ended after {responses[i].length} tokens")
         return responses
 
     def _check_fits(self, record: RoundRecord, requests: RoundRequests):
