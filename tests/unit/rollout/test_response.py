@@ -33,3 +33,22 @@ def test_what_is_new_begins_where_the_response_has_gone_on():
     response.take(Completion([47], [0.0], True), 5)
     assert response.new == 1 and response.has_ended and response.room == 2
     assert len(response.spans) == 2, "the weights are the same"
+
+
+def test_a_response_that_is_cut_goes_on():
+    for length in range(7):
+        response = stopped()
+        response.take(Completion([], [], True), 5)
+        response.cut(length)
+        assert response.tokens == [*range(41, 47)][:length] and response.versions == [3, 3, 3, 5, 5, 5][:length]
+        assert len(response.logprobs) == length and not response.has_ended and response.room == 9 - length
+
+
+def test_versions_can_be_learnt_later():
+    response = stopped()
+    response.learn([0, 0, 1, 1, 1, 2])
+    response.take(Completion([47, 48], [0.0] * 2, False), None)
+    assert response.versions == [0, 0, 1, 1, 1, 2] and response.length == 8
+    assert [len(span.tokens) for span in response.spans] == [2, 3, 1, 2]
+    response.learn(response.versions + [4, 4])
+    assert response.spans[-1] == Span(4, [47, 48], [0.0, 0.0])
