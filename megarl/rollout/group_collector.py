@@ -27,8 +27,8 @@ from megarl.observe.timers import Timers
 from megarl.rollout.batch_queue import BatchQueue, PolicyVersions
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
+from megarl.rollout.replica_batch import forced_responses
 from megarl.rollout.requests import PromptRequest, episode_keys, groups_of, remaining_tokens
-from megarl.rollout.response_rows import forced_responses
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.round_scores import GenerationRound, RoundScorer

@@ -31,8 +31,8 @@ from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import FAILED, Episode
+from megarl.rollout.replica_batch import joined, rows_by_id, split_at, truncated_to
 from megarl.rollout.requests import PartialResponse, PromptRequest, episode_keys, groups_of
-from megarl.rollout.response_rows import joined, rows_by_id, split_at, truncated_to
 from megarl.rollout.waiting_groups import VERSIONS
 
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any

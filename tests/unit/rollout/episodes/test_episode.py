@@ -11,7 +11,7 @@ from megarl.roles.episode_turns import turns_of
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits
-from megarl.rollout.response_rows import forced_responses
+from megarl.rollout.replica_batch import forced_responses
 from tests.helpers.character_tokenizer import CharacterTokenizer
 
 LIMITS = EpisodeLimits(turns=4, turn=5, response=40)
