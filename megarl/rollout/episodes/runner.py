@@ -39,7 +39,7 @@ from megarl.rollout.episodes.record import record_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.episodes.turn_bank import TurnBank
-from megarl.rollout.remote_engine import RemoteEngine
+from megarl.rollout.remote_generator import RemoteEngine
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_ends import ResponseEnds, thinking_budget_of
