@@ -20,9 +20,9 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.response import Response
 from megarl.rollout.request_queue import FirstGroups, SharedRequestQueue
 from megarl.rollout.requests import RoundRequests, unknown_routes
-from megarl.rollout.response import Response
 from megarl.rollout.schedule import RoundRecord, Schedule, Segments, bounds
 from megarl.rollout.weight_sync import WeightSync
 

@@ -1,7 +1,7 @@
 """The rollout engine of a replica as a server uses it: requests come and go, and a pause leaves it without a cache.
 
-A paused request goes on afterwards (`rollout.response`): under the same weights its text is the same to the bit; under
-other weights, its next tokens are those of the new policy.
+A paused request goes on afterwards (`mcore.inference.response`): under the same weights its text is the same to the
+bit; under other weights, its next tokens are those of the new policy.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ from typing import Literal
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.response import Response
 from megarl.mcore.inference.session import GenerationSession
-from megarl.rollout.response import Response
 
 # wait: running requests end first; abort: they end at once; keep: they stop, and go on after `resume`.
 PauseMode = Literal["wait", "abort", "keep"]

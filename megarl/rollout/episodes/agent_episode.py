@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.response import Response
 from megarl.rollout.episodes.episode import DONE, FAILED, TRUNCATED_BY_BUDGET, Episode, TurnRequest
-from megarl.rollout.response import Response
 
 
 class AgentEnd(NamedTuple):

@@ -1,7 +1,7 @@
 """A response that is stopped: what there is of it, and the request for the rest."""
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.rollout.response import Response, Span
+from megarl.mcore.inference.response import Response, Span
 
 
 def stopped() -> Response:
