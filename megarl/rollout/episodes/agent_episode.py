@@ -117,7 +117,8 @@ class AgentEpisode(Episode):
         """The same episode in another round."""
         other = copy.copy(self)
         other.number, other.request, other.new_tokens, other.routes = number, request, 0, None
-        other.known_versions, other.is_relaid = [], self.end is None
+        if self.end is None:
+            other.known_versions = []  # its tokens get other places
         for turn in other._turns.values():
             turn.response.go_on()
         return other
@@ -194,10 +195,13 @@ class AgentEpisode(Episode):
             self.rewards.append(0.0)
 
     def learn_versions(self, versions: list[int]):
-        """Takes in the versions of the policy that wrote the tokens; a later round gives them back."""
+        """See Episode. Turns that go on may get other places."""
+        if self.end is not None:
+            return super().learn_versions(versions)
         for number, start, end in self._places:
             if number in self._turns:
                 self._turns[number].response.learn(versions[start:end])
+        return None
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 

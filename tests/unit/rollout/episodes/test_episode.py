@@ -76,11 +76,13 @@ def test_a_checkpoint_brings_episodes_of_all_kinds():
     for limit, fails_after in itertools.product(range(WRITTEN + 1), (None, 1)):
         episode = play(begun(), WRITTEN, fails_after)
         episode.settle(limit)
+        episode.learn_versions(list(range(len(episode.tokens))))
         carried, loaded = (CarriedEpisodes(LIMITS, None) for _ in range(2))
         carried._client = NoAnswers()
         carried.add([episode])
         text = carried.to_json([episode.key])
         batch, is_own = episodes_to_batch([episode]), torch.tensor([True])
+        batch.versions = torch.arange(len(batch.tokens), dtype=torch.int32)
         assert loaded.load(text, batch, [episode.key], is_own, "file") == [episode.end is not None]
         assert facts(loaded.get(episode.key)) | {"new_tokens": 0} == facts(episode) | {"new_tokens": 0}
         assert carried.of([episode.key]) == [episode] and episode.replayable
