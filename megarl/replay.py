@@ -33,8 +33,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.replay import transcript
-from megarl.rollout.replay.agent_fork import ForkedPool
-from megarl.rollout.replay.player import Player, fork_problem, go_on_after, other_answer
+from megarl.rollout.replay.player import ForkedPool, Player, fork_problem, go_on_after, other_answer
 from megarl.rollout.replay.saved import SavedResponse, read_response
 from megarl.rollout.requests import Branching, PromptRequest, RoundRequests
 from megarl.rollout.response_ends import check_ends, thinking_budget_of

@@ -3,6 +3,9 @@
 Each replica appends the responses that it finishes to a file of its own. After a restart a response is used again if
 its request is exactly the same: policy, prompt, random stream, sampling, and everything that may change rounding.
 A response depends on nothing else, so the run's results are those of a run without interruption.
+
+A turn of an episode or of an agent is a response to all tokens before it. So a run that was killed plays its episodes
+again, with the answers of their environments from the journal, and generates only the turns that are not here.
 """
 
 import contextlib
@@ -11,10 +14,12 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleGroups
@@ -222,3 +227,43 @@ class RolloutBank:
         if self._routes is None or routes is None:
             return self._routes is None and routes is None
         return routes.shape == (len(request.prompt) + len(tokens), *self._routes.shape[1:])
+
+
+class TurnBank(RolloutBank):
+    """The bank on one rank of the rollout.
+
+    An episode may run on another replica after a restart, so each leader reads the files of all replicas.
+    """
+
+    _count = 0  # turns that earlier attempts have left; the same on all ranks of a replica
+    _by_identity: dict[bytes, Entry]  # of them, on the leader
+
+    def begin_round(self, step: int, common: tuple, routes: Tensor | None):
+        """Reads what earlier attempts of the step have left. Arguments as of `take`. A collective of the replica."""
+        self._set_common(common, routes)
+        if step == self._step:
+            return
+        self._begin(step)
+        self._by_identity, self._found = {entry.identity: entry for entry in self._found}, []
+        self._count = self.role_groups.broadcast_number(len(self._by_identity))
+        if self._count:
+            self._say(f"{self._count} turns")
+
+    def _files_to_read(self, folder: Path) -> list[Path]:
+        return self._all_files(folder)
+
+    def find(self, requests: Iterable[tuple[int, GenerationRequest]]) -> dict[int, Completion]:
+        """The turns that the bank has, by the numbers of their requests. A collective of the replica."""
+        if not self._count:
+            return {}
+        bodies = []
+        for number, request in requests if self.role_groups.is_leader else ():
+            entry = self._by_identity.get(self._identity(request))
+            if entry is not None and (body := self._read(entry, request)) is not None:
+                bodies.append((number, body))
+        return {number: bank_file.unpack(body)[2] for number, body in self.role_groups.broadcast_object(bodies)}
+
+    def keep(self, request: GenerationRequest, completion: Completion):
+        """Appends a turn, unless a round has cut it. Not a collective."""
+        if self._writes:
+            self._append(request, 0, completion)

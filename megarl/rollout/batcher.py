@@ -26,7 +26,8 @@ from megarl.flags.distillation import SIBLING
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
-from megarl.rollout import pool_files, replica_files, waiting_groups
+from megarl.roles.reward_metrics import step_metrics
+from megarl.rollout import replica_files, waiting_groups
 from megarl.rollout.group_collector import GroupCollector
 from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, POOLS_FILE, QUEUED_FILE
 from megarl.rollout.requests import dp_assignment_of
@@ -117,7 +118,7 @@ class RolloutBatcher:
             yield PARTIAL_ROLLOUTS_FILE, self.collector.partial_rollouts.to_bytes()
         role_groups = self.mesh[ROLLOUT]
         if self.collector.pools is not None and role_groups.is_leader and not role_groups.dp_rank:
-            yield POOLS_FILE, pool_files.to_bytes(self.collector.pools)
+            yield POOLS_FILE, replica_files.pools_to_bytes(self.collector.pools)
         for step, data in self.collector.queue.to_bytes():
             yield QUEUED_FILE.format(step=step), data
 
@@ -150,7 +151,7 @@ class RolloutBatcher:
                 self.collector.partial_rollouts.from_bytes(replica_files.read(files))
             if self.collector.pools is not None and not has_new_prompts:
                 for data, where in replica_files.read(replica_files.find(folder, POOLS_FILE)):
-                    pool_files.from_bytes(self.collector.pools, data, where)
+                    replica_files.pools_from_bytes(self.collector.pools, data, where)
             self.collector.restart(step, queue.get("version", self.collector.partial_rollouts.version))
         except UsageError as error:
             raise UsageError(str(error), self.mesh[ROLLOUT].ranks.start) from None
@@ -209,3 +210,18 @@ class RolloutBatcher:
         return StepBatch(
             self.mesh, self.timers, dp_assignment, responses, step, self.prompts, groups, self.settings, ON_ROLLOUT
         )
+
+
+class ScoringBatcher(RolloutBatcher):
+    """Generates the batch of each step and scores it; hands nothing on, so that nothing is trained."""
+
+    def generate(self, step: int) -> None:
+        """Generates a step's batch and sets its metrics `rollout/…` and `reward/…`. Collective."""
+        batch = super().generate(step)
+        if batch is not None:
+            batch.dispatch(self.reward.name)
+            self.reward.score(batch)
+            batch.wait_sends()
+            if batch[self.reward.name] is not None:
+                metrics, _, _ = step_metrics(batch[self.reward.name], self.settings, self.mesh[self.reward.name])
+                self.metrics |= metrics

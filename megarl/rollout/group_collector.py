@@ -24,15 +24,15 @@ from megarl.flags.selection import parse_shares, parse_weights
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers
-from megarl.rollout.batch_queue import BatchQueue, PolicyVersions
+from megarl.rollout.batch_queue import BatchQueue
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
+from megarl.rollout.replica_batch import forced_responses
 from megarl.rollout.requests import PromptRequest, episode_keys, groups_of, remaining_tokens
-from megarl.rollout.response_rows import forced_responses
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
-from megarl.rollout.staleness import staleness_metrics, staleness_of
+from megarl.rollout.staleness import PolicyVersions, staleness_metrics, staleness_of
 
 
 @dataclasses.dataclass

@@ -28,15 +28,14 @@ from megarl.errors import UsageError
 from megarl.groups import PromptGroups
 from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
-from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import FAILED, Episode
+from megarl.rollout.replica_batch import joined, rows_by_id, split_at, truncated_to
 from megarl.rollout.requests import PartialResponse, PromptRequest, episode_keys, groups_of
-from megarl.rollout.response_rows import joined, rows_by_id, split_at, truncated_to
 from megarl.rollout.waiting_groups import VERSIONS
 
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
-_RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS, "forced")
+_RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS)
 
 
 class CarriedGroup(NamedTuple):
@@ -162,28 +161,19 @@ class PartialRolloutBuffer:
         return is_kept & ~is_stuck
 
     def _restore_continued(self, batch: Batch, episodes: list[Episode]):
-        """Restores continued tokens, which the engine had as prompt: mask, log-probs, versions, prompt lengths.
-
-        Of agents' tokens, which may have other places, the episodes know all but the versions.
-        """
+        """Restores continued tokens, which the engine had as prompt: mask, log-probs, versions, prompt lengths. Of
+        episodes only the versions: they know all else."""
         if batch.versions is None:  # the round had one policy
             batch.versions = torch.full_like(batch.tokens, self.version, dtype=torch.int32)
-        if not len(self._continued):
-            return
-        is_continued = batch.sequence_ids < self._continued_count
         if self.episodes is not None:
             _restore_versions(batch, episodes)
-            is_relaid = torch.tensor([episode.is_relaid for episode in episodes], dtype=torch.bool)
-            is_continued &= ~is_relaid.to(is_continued.device)
-        is_continued = is_continued.nonzero().flatten()
+            return
+        is_continued = (batch.sequence_ids < self._continued_count).nonzero().flatten()
         found = torch.searchsorted(self._continued.sequence_ids, batch.sequence_ids[is_continued].cpu())
         before = self._continued.select(found).to(batch.tokens.device)
-        is_longer = batch.lengths[is_continued] >= before.lengths  # an episode that failed has lost its turns
-        is_continued, before = is_continued[is_longer], before.select(is_longer.nonzero().flatten())
         positions = expand_ranges(batch.cu_seqlens[:-1][is_continued], before.lengths)
         for name in _RESTORED_FIELDS:
-            if getattr(batch, name) is not None:
-                getattr(batch, name)[positions] = getattr(before, name)
+            getattr(batch, name)[positions] = getattr(before, name)
         batch.prompt_lengths[is_continued] = before.prompt_lengths
 
     def _keep(self, batch: Batch, episodes: list[Episode], requests: list[PromptRequest], is_kept: Tensor):
@@ -197,8 +187,7 @@ class PartialRolloutBuffer:
         if self.episodes is not None:
             ended = [episode.end is not None for episode in episodes]
             for episode, versions in zip(episodes, kept.versions.split(kept.lengths.tolist()), strict=True):
-                if isinstance(episode, AgentEpisode):
-                    episode.learn_versions(versions.tolist())
+                episode.learn_versions(versions.tolist())
         own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
         known = role_groups.gather_rows(ids, own, groups.count)
         self._responses = joined(kept, self._responses, len(known))
@@ -275,11 +264,14 @@ class PartialRolloutBuffer:
 
 
 def _restore_versions(batch: Batch, episodes: list[Episode]):
-    """Restores the versions of agents' tokens of earlier rounds; `episodes`: of the batch's rows."""
-    for first, episode in zip(batch.cu_seqlens.tolist(), episodes, strict=False):
+    """Restores the versions of tokens of earlier rounds; `episodes`: of the batch's rows."""
+    restored, first = batch.versions.tolist(), 0
+    for length, episode in zip(batch.lengths.tolist(), episodes, strict=True):
         for start, versions in episode.known_versions:
-            at = first + start
-            batch.versions[at : at + len(versions)] = batch.versions.new_tensor(versions)
+            if start + len(versions) <= length:  # an episode that failed has lost its turns
+                restored[first + start : first + start + len(versions)] = versions
+        first += length
+    batch.versions = batch.versions.new_tensor(restored)
 
 
 def _carried_groups(requests: list[PromptRequest], known: Sequence[Tensor]) -> list[CarriedGroup]:

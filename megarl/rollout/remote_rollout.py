@@ -9,8 +9,7 @@ from megarl.data.prompts import PromptSet
 from megarl.mcore.inference.engine import RequestList
 from megarl.observe.timers import Timers
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.remote_engine import RemoteEngine
-from megarl.rollout.remote_generator import RemoteGenerator
+from megarl.rollout.remote_generator import RemoteEngine, RemoteGenerator
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, sampling_of
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.tool_formats.thinking_budget import ThinkingBudget

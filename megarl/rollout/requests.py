@@ -198,9 +198,8 @@ class RoundRequests:
                 max_new_tokens=self.limits[i],
                 sampling=sampling,
                 end_ids=end_ids,
-                stops_from=len(self.prompt_of(i).tokens),
+                written=len(self.partial(i).tokens),
                 thinking=self.thinking,
-                thinking_from=len(self.prompt_of(i).tokens),
                 trunk=trunk,
             )
             for i, key, trunk in zip(ids, keys, self._trunks(ids), strict=True)

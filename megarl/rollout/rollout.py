@@ -26,10 +26,9 @@ from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction import layer_of
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
-from megarl.rollout.bank import RolloutBank
+from megarl.rollout.bank import RolloutBank, TurnBank
 from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.episodes.turn_bank import TurnBank
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
     Branching,

@@ -7,8 +7,8 @@ computed with the new weights. A response's tokens depend on the weights of each
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +20,13 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.response import Response
 from megarl.rollout.request_queue import FirstGroups, SharedRequestQueue
 from megarl.rollout.requests import RoundRequests, unknown_routes
 from megarl.rollout.schedule import RoundRecord, Schedule, Segments, bounds
 from megarl.rollout.weight_sync import WeightSync
 
 _GO_ON, _TAKE_WEIGHTS, _STOP = 0, 1, 2  # what a replica does after a look
-
-_EMPTY = Completion(tokens=[], logprobs=[], finished=False)
 
 # Runs the engine; its arguments are `max_requests`, the requests, and `interrupt`, as of `RolloutEngine.stream`.
 Stream = Callable[[int | None, RequestSource, Callable[[], int] | None], Iterator[tuple[int, Completion]]]
@@ -59,43 +58,34 @@ class HeldWeights:
                 self.sync.run(is_checked=False)
 
 
-@dataclasses.dataclass
-class _Progress:
-    """What a response has got in the round."""
+class _RoundResponses:
+    """A source of the requests of a round, which knows their responses: those that go on come first."""
 
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    segments: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (weights, tokens)
-
-    def add(self, completion: Completion, weights: int) -> Completion:
-        """Adds what the engine returned; returns all of it, with the weights of each token as its versions."""
-        self.tokens += completion.tokens
-        self.logprobs += completion.logprobs
-        if completion.tokens:
-            self.segments.append((weights, len(completion.tokens)))
-        versions = [weights for weights, count in self.segments for _ in range(count)]
-        return dataclasses.replace(completion, tokens=self.tokens, logprobs=self.logprobs, versions=versions)
-
-    def continuation(self, request: GenerationRequest, max_new_tokens: int) -> GenerationRequest:
-        """The request for the next tokens."""
-        return dataclasses.replace(request, prompt=[*request.prompt, *self.tokens], max_new_tokens=max_new_tokens)
-
-
-class _Continued(NamedTuple):
-    """A source of requests that continue, and then those of another source."""
-
-    continued: RequestList
-    others: RequestSource
+    def __init__(self, others: RequestSource):
+        """`others`: of the responses that have not begun."""
+        self.responses: dict[int, Response] = {}  # that the engine has taken
+        self._others, self._waiting = others, deque[int]()  # numbers of those that go on
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
-        first = self.continued.take(room)
-        return first if len(first) == room else first + self.others.take(room - len(first))
+        numbers = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        found = [(i, self.responses[i].request()) for i in numbers]
+        return found if len(found) == room else found + self.begin(room - len(found))
+
+    def begin(self, room: int) -> list[tuple[int, GenerationRequest]]:
+        """At most `room` requests of responses that have not begun."""
+        new = self._others.take(room)
+        self.responses |= {i: Response(request) for i, request in new}
+        return new
+
+    def go_on(self, i: int):
+        """Has the rest of a response generated."""
+        self._waiting.append(i)
 
     def is_empty(self) -> bool:
-        return self.continued.is_empty() and self.others.is_empty()
+        return not self._waiting and self._others.is_empty()
 
     def wait(self):
-        self.others.wait()
+        self._others.wait()
 
 
 class ScheduledRounds:
@@ -166,20 +156,21 @@ class ScheduledRounds:
             sender: as of `Rollout.generate`.
         """
         self.begin(step)
-        progress: dict[int, _Progress] = {}
         if self._record is not None:
-            done = self._follow(self._record, requests, mine, stream, progress)
+            responses = self._follow(self._record, requests, mine, stream)
         else:
             if wanted is not None:
                 self._first_groups = FirstGroups(wanted, requests, self.role_groups)
             source, queue = open_source(wanted is not None)
             share = None if queue is None else queue.share
-            done = self._decide(requests, source, functools.partial(stream, share), progress, sender)
+            responses = self._decide(source, len(requests), functools.partial(stream, share), sender)
             if queue is not None:
                 queue.close()
+        done = {i: response.completion() for i, response in responses.items()}
         for i, completion in done.items() if sender else ():
             sender.send(i, completion.tokens)  # that have not been sent yet
-        self._segments = {i: found.segments for i, found in progress.items() if found.segments}
+        segments = {i: [(span.weights, len(span.tokens)) for span in r.spans] for i, r in responses.items()}
+        self._segments = {i: found for i, found in segments.items() if found}
         self.end()
         return {i: _with_routes(found, requests.prompt(i), empty_routes) for i, found in done.items()}
 
@@ -203,64 +194,50 @@ class ScheduledRounds:
         return self.role_groups.broadcast_number(_STOP if is_enough else _TAKE_WEIGHTS * self._may_take())
 
     def _decide(
-        self, requests: RoundRequests, source: RequestSource, stream: Callable, progress: dict[int, _Progress],
-        sender: ResponseSender | None,
-    ) -> dict[int, Completion]:  # fmt: skip
-        """Generates while the clock decides about weights and groups."""
-        done: dict[int, Completion] = {}
-        continued: list[tuple[int, GenerationRequest]] = []
+        self, others: RequestSource, count: int, stream: Callable, sender: ResponseSender | None
+    ) -> dict[int, Response]:
+        """Generates while the clock decides about weights and groups. `count`: responses of the round."""
+        source = _RoundResponses(others)
         while True:
-            unfinished: dict[int, Completion] = {}
-            waiting = RequestList(continued)
-            for i, completion in stream(_Continued(waiting, source), self._look):
-                whole = progress.setdefault(i, _Progress()).add(completion, self.weights.step)
-                if completion.finished or len(whole.tokens) == requests.limits[i]:
-                    done[i] = whole
-                    if self._first_groups is not None:
-                        self._first_groups.ended(i, whole)
-                    if sender is not None:
-                        sender.send(i, whole.tokens)
-                else:
-                    unfinished[i] = whole
-            for i, _ in waiting.take(len(requests)):  # the engine had no room for them yet
-                unfinished[i] = progress[i].add(_EMPTY, self.weights.step)
+            for i, completion in stream(source, self._look):
+                response = source.responses[i]
+                response.take(completion, self.weights.step)
+                if not response.has_ended:
+                    source.go_on(i)
+                    continue
+                if self._first_groups is not None:
+                    self._first_groups.ended(i, response.completion())
+                if sender is not None:
+                    sender.send(i, response.tokens)
             if self.engine.interrupted != _TAKE_WEIGHTS:
                 break
             self._take_next()
-            asked = zip(unfinished, requests.build([*unfinished]), strict=True)
-            continued = [
-                (i, progress[i].continuation(request, request.max_new_tokens - len(progress[i].tokens)))
-                for i, request in asked
-            ]
         # Of a round that stopped early: others may not have begun, and belong to whoever takes them now.
-        begun = done | unfinished
-        return begun | {i: _EMPTY for i, _ in source.take(len(requests))}
+        source.begin(count)
+        return source.responses
 
     def _follow(
-        self, record: RoundRecord, requests: RoundRequests, mine: list[int], stream: Stream,
-        progress: dict[int, _Progress],
-    ) -> dict[int, Completion]:  # fmt: skip
+        self, record: RoundRecord, requests: RoundRequests, mine: list[int], stream: Stream
+    ) -> dict[int, Response]:
         """Generates what a record says. Replicas that share experts run the engine for the same weights."""
-        done = dict.fromkeys(mine, _EMPTY)
         self._check_fits(record, requests)
+        responses = {i: Response(request) for i, request in zip(mine, requests.build(mine), strict=True)}
         used = sorted({weights for segments in record.segments.values() for weights, _ in segments})
         for weights in used:
             self.weights.take_through(weights)
             counts = {i: dict(record.segments.get(i, ())).get(weights, 0) for i in mine}
-            ids = [i for i in mine if counts[i]]
-            asked = zip(ids, requests.build(ids), strict=True)
-            own = [(i, progress.setdefault(i, _Progress()).continuation(one, counts[i])) for i, one in asked]
+            own = [(i, responses[i].request(counts[i])) for i in mine if counts[i]]
             running = stream(None, RequestList(own), None) if own or self.engine.is_coupled else ()
             for i, completion in running:
-                done[i] = progress[i].add(completion, weights)
+                responses[i].take(completion, weights)
                 is_last = record.segments[i][-1][0] == weights
                 if len(completion.tokens) != counts[i] or (completion.finished and not is_last):
-                    raise self._error(f"response {i} ended after {len(done[i].tokens)} tokens")
+                    raise self._error(f"response {i} ended after {responses[i].length} tokens")
         taken = range(len(requests.prompts)) if record.groups is None else record.groups
         for i in (i for i in mine if requests.group_of[i] in {*taken}):
-            if not done[i].finished and len(done[i].tokens) != requests.limits[i]:
-                raise self._error(f"response {i} has not ended after {len(done[i].tokens)} tokens")
-        return done
+            if not responses[i].has_ended:
+                raise self._error(f"response {i} has not ended after {responses[i].length} tokens")
+        return responses
 
     def _check_fits(self, record: RoundRecord, requests: RoundRequests):
         """UsageError if a record is of other requests."""

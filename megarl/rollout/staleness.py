@@ -1,4 +1,5 @@
-"""Staleness: the policy updates between the policy that generated a token and the one that is trained on it."""
+"""Versions of the policy, and staleness: its updates between the policy that generated a token and the one that is
+trained on it."""
 
 import torch
 from torch import Tensor
@@ -6,6 +7,39 @@ from torch import Tensor
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
+
+
+class PolicyVersions:
+    """The number of actor updates after each step: the version of the policy that generates or trains."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self.restart(0, 0)
+
+    def restart(self, step: int, version: int):
+        """Begins after a step with this version."""
+        self._first, self._after = version, {step: version}
+
+    def of_step(self, step: int) -> tuple[int, int]:
+        """The versions that generate and that train the batch of a step, the latter before its update."""
+        return self._after.get(step - 1 - self._settings.generation_lag, self._first), self._after[step - 1]
+
+    def after_step(self, step: int) -> int:
+        """The version after a step that training has ended, of the last `--generation-lag` + 1 ones."""
+        return self._after[step]
+
+    def of_weights(self, steps: Tensor) -> Tensor:
+        """The version of the weights after each of these steps, none older than those of the running step."""
+        found, places = steps.unique(return_inverse=True)
+        versions = [self._after.get(step, self._first) for step in found.tolist()]
+        return torch.tensor(versions, dtype=steps.dtype, device=steps.device)[places]
+
+    def end_step(self, step: int, has_batch: bool):
+        """Counts the update of a step; during critic warm-up a step has none, and no step with a frozen policy."""
+        s = self._settings
+        updates = has_batch and step > s.critic_warmup_steps and not s.debug_rollout_only
+        self._after[step] = self._after[step - 1] + updates
+        self._after.pop(step - 1 - s.generation_lag, None)
 
 
 def staleness_of(versions: Tensor, trained_version: int) -> Tensor:

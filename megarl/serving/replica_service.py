@@ -154,9 +154,9 @@ class ReplicaService:
             return
         ends: dict[str, Any] = {}
         if message["stops"]:
-            ends = {"stops": self._matcher(tuple(message["stops"])), "stops_from": len(prompt)}
+            ends = {"stops": self._matcher(tuple(message["stops"]))}
         if message["thinking"] is not None:
-            ends |= {"thinking": self._budget(**message["thinking"]), "thinking_from": len(prompt)}
+            ends |= {"thinking": self._budget(**message["thinking"])}
         request = GenerationRequest(
             prompt=prompt, key=message["key"], max_new_tokens=message["max_tokens"],
             sampling=SamplingSettings(**{name: message[name] for name in SAMPLING}),

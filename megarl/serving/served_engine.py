@@ -1,40 +1,21 @@
 """The rollout engine of a replica as a server uses it: requests come and go, and a pause leaves it without a cache.
 
-A paused request goes on as a continuation: its prompt and its tokens so far are the new prompt. Random numbers are
-keyed by position, and a prefill computes what decode steps would, so its text is the same to the bit; under other
-weights, its next tokens are those of the new policy.
+A paused request goes on afterwards (`mcore.inference.response`): under the same weights its text is the same to the
+bit; under other weights, its next tokens are those of the new policy.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.response import Response
 from megarl.mcore.inference.session import GenerationSession
 
 # wait: running requests end first; abort: they end at once; keep: they stop, and go on after `resume`.
 PauseMode = Literal["wait", "abort", "keep"]
-
-
-@dataclasses.dataclass
-class _Progress:
-    request: GenerationRequest
-    tokens: list[int]  # reported so far
-    before: int = 0  # of them, tokens that were generated before the request's present stay in the engine
-
-    @property
-    def reported(self) -> int:
-        """Tokens of the request's present stay that were reported."""
-        return len(self.tokens) - self.before
-
-    def continuation(self) -> GenerationRequest:
-        """A request for the rest of the response."""
-        remaining = self.request.max_new_tokens - len(self.tokens)
-        prompt = [*self.request.prompt, *self.tokens]
-        return dataclasses.replace(self.request, prompt=prompt, max_new_tokens=remaining)
 
 
 class ServedEngine:
@@ -57,10 +38,10 @@ class ServedEngine:
         self._end_ids, self._routes, self._load_weights = end_ids, routes, load_weights
         self._session: GenerationSession | None = None  # None: paused
         self._leave_session = contextlib.ExitStack()
-        self._progress: dict[int, _Progress] = {}  # by number, in the order of arrival
+        self._responses: dict[int, Response] = {}  # by number, in the order of arrival
 
     def __len__(self) -> int:
-        return len(self._progress)
+        return len(self._responses)
 
     @property
     def is_paused(self) -> bool:
@@ -79,13 +60,13 @@ class ServedEngine:
 
     def add(self, number: int, request: GenerationRequest):
         """Adds a request under a new number; there must be room."""
-        self._progress[number] = _Progress(request, [])
+        self._responses[number] = Response(request)
         if self._session is not None:
             self._session.add(number, request)
 
     def abort(self, numbers: Iterable[int]):
         """Drops requests; nothing more is reported of them. Their cache is free after the next step."""
-        known = [number for number in numbers if self._progress.pop(number, None)]
+        known = [number for number in numbers if self._responses.pop(number, None)]
         if self._session is not None:
             self._session.abort(known)
 
@@ -96,14 +77,14 @@ class ServedEngine:
         with self._session.inference():
             finished = self._session.step()
         chunks = [self._last_chunk(number, completion) for number, completion in finished]
-        reported = {number: progress.reported for number, progress in self._progress.items()}
+        reported = {number: response.new for number, response in self._responses.items()}
         for chunk in self._session.new_tokens(reported):
-            self._progress[chunk.number].tokens += chunk.tokens
+            self._responses[chunk.number].add(chunk.tokens, chunk.logprobs, self.version)
             chunks.append(chunk)
         return [chunk._replace(version=self.version) for chunk in chunks]
 
     def _last_chunk(self, number: int, completion: Completion) -> TokenChunk:
-        start, top = self._progress.pop(number).reported, completion.top_logprobs
+        start, top = self._responses.pop(number).new, completion.top_logprobs
         return TokenChunk(
             number=number, tokens=completion.tokens[start:], logprobs=completion.logprobs[start:],
             top_logprobs=top and top[start:], finish_reason="stop" if completion.finished else "length",
@@ -120,8 +101,8 @@ class ServedEngine:
             self._session = None
             self._leave_session.close()
         if mode == "abort":
-            chunks += [TokenChunk(n, [], [], finish_reason="abort", version=self.version) for n in self._progress]
-            self._progress.clear()
+            chunks += [TokenChunk(n, [], [], finish_reason="abort", version=self.version) for n in self._responses]
+            self._responses.clear()
         return chunks
 
     def resume(self):
@@ -129,9 +110,8 @@ class ServedEngine:
         if self._session is None:
             session = self.rollout_engine.session(self._end_ids, SamplingSettings(), self._routes)
             self._session = self._leave_session.enter_context(session)
-            for number, progress in self._progress.items():
-                progress.before = len(progress.tokens)
-                self._session.add(number, progress.continuation())
+            for number, response in self._responses.items():
+                self._session.add(number, response.go_on())
 
     def update_weights(self, path: str):
         """Loads weights from a folder; running requests go on with them. Collective.

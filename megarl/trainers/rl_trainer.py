@@ -21,11 +21,10 @@ from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.teachers import Teachers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import replica_files, waiting_groups
-from megarl.rollout.batcher import RolloutBatcher
+from megarl.rollout.batcher import RolloutBatcher, ScoringBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
-from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedGroupCollector, SavedRollout
 from megarl.router_replay.route_exchange import RoutingReplay
 from megarl.trainers.evaluator import ACCURACY, Evaluations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.episodes.shared_turns import SharedTurns
+from megarl.rollout.episodes.source import SharedTurns
 from tests.helpers.engine_records import generated, recorded, turn_spans
 from tests.helpers.programs import inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.replays import played

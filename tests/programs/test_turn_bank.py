@@ -30,7 +30,7 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
 
     `killed_at`: (rank, step, turns) after which a rank is killed.
     """
-    from megarl.rollout.episodes.turn_bank import TurnBank
+    from megarl.rollout.bank import TurnBank
 
     keep, counts = TurnBank.keep, Counter()
 

@@ -60,7 +60,7 @@ class BuiltEngine:
             speculative: decode steps also read drafted tokens, which changes no result.
             decode_graphs: on CUDA, decode steps are graphs where they can be.
             prediction: the model's layer of multi-token prediction, which drafts; for a speculative engine.
-            stops: the stop strings of requests that have `stops_from`; None: none.
+            stops: the stop strings of requests to `generate` and `stream` without own ones; None: none.
             snapshots: recurrent states at ends of prompts that prefix caching keeps, if the model has such states;
                 default: `max_requests`.
         """

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
@@ -96,7 +97,7 @@ class RolloutEngine(BuiltEngine):
         """
         self._steps = self.interrupted = 0
         self._max_response: int | None = None
-        with self.session(end_ids, settings, routes) as session:
+        with self.session(end_ids, settings, routes, self.stops) as session:
             max_requests = min(max_requests or self.max_requests, self.max_requests)
             while finished := self._run_until_finished(session, source, max_requests, response_limit, interrupt):
                 if self.interrupted:
@@ -107,14 +108,16 @@ class RolloutEngine(BuiltEngine):
 
     @contextlib.contextmanager
     def session(
-        self, end_ids: tuple[int, ...] = (), settings: SamplingSettings = SamplingSettings(), routes: bool = False
-    ) -> Iterator[GenerationSession]:
-        """Context in which the engine runs, without requests at first. Arguments as in `generate`."""
+        self, end_ids: tuple[int, ...] = (), settings: SamplingSettings = SamplingSettings(), routes: bool = False,
+        stops: StopMatcher | None = None,
+    ) -> Iterator[GenerationSession]:  # fmt: skip
+        """Context in which the engine runs, without requests at first. Arguments as in `generate`; `stops`: the stop
+        strings of requests without own ones."""
         self.engine.resume()
         try:
             with eval_mode(self.model), self._cache_present(), prepacked_weights(self.model, self.prediction):
                 self.engine.device_decode.begin()
-                yield GenerationSession(self, end_ids, settings, routes)
+                yield GenerationSession(self, end_ids, settings, routes, stops)
         finally:
             self.engine.suspend()
 

@@ -29,14 +29,18 @@ class GenerationRequest:
     sampling: SamplingSettings | None = None  # None: as the call says
     end_ids: tuple[int, ...] | None = None  # tokens that end the response; None: as the call says
     top_logprobs: int = 0  # how many of the most likely tokens to report at each position
-    # Where the response begins whose text stop strings end, in tokens of the prompt: its end, or before what earlier
-    # rounds wrote. None: no stop string ends it.
-    stops_from: int | None = None
-    stops: StopMatcher | None = None  # its own stop strings; None: those of the engine
+    # How many of the prompt's last tokens are the response's first ones, which were written before. Stop strings and
+    # the thinking budget count from the response's beginning.
+    written: int = 0
+    stops: StopMatcher | None = None  # its own stop strings; None: as the call says
     thinking: ThinkingBudget | None = None  # its thinking budget
-    thinking_from: int = 0  # where the response begins that has the budget, as `stops_from`
     counted_tokens: int = 0  # that a limit on responses counts besides those of this one: of earlier turns
     trunk: Trunk | None = None  # of an episode, or of a turn that belongs to it; None: it shares none
+
+    @property
+    def start(self) -> int:
+        """Where the response begins in `prompt`."""
+        return len(self.prompt) - self.written
 
     def trunk_of(self, turn: int) -> Trunk | None:
         """The trunk of a turn of an episode, counted from 0; None: the samples of a branch do not share it."""

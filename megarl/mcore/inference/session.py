@@ -12,6 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import InferenceMode
 
 from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
 from megarl.mcore.inference.forced_tokens import ForcedTokens
@@ -35,12 +36,16 @@ class _OwnParams(SamplingParams):
 class GenerationSession:
     """Requests that join and leave an engine between its steps. All ranks of a replica make the same calls."""
 
-    def __init__(self, owner: BuiltEngine, end_ids: tuple[int, ...], settings: SamplingSettings, routes: bool):
-        """Begins without requests. Arguments as of `RolloutEngine.generate`; requests may have their own ones."""
+    def __init__(
+        self, owner: BuiltEngine, end_ids: tuple[int, ...], settings: SamplingSettings, routes: bool,
+        stops: StopMatcher | None = None,
+    ):  # fmt: skip
+        """Begins without requests. Arguments as of `RolloutEngine.session`; requests may have their own ones."""
         self.owner = owner
         self.engine, self.context = owner.engine, owner.context
         self.sampling, self.drafter = owner.sampling, owner.drafter
-        self.settings, self.routes, self.stops = settings, routes, StopStates(self._drawn_since)
+        self.settings, self.routes = settings, routes
+        self._matcher, self.stops = stops, StopStates(self._drawn_since)
         self.end_tokens = self.context.end_tokens = EndTokens(end_ids, self.stops)
         self.clear()
 
@@ -74,11 +79,10 @@ class GenerationSession:
         self._counted[request_id] = request.counted_tokens
         self.sampling.begin(request_id, request)
         self.end_tokens.set_own(request_id, request.end_ids)
-        stops = request.stops or self.owner.stops
-        if stops is not None and request.stops_from is not None:
-            self.stops.begin(request_id, stops, request.prompt[request.stops_from :])
+        if (matcher := request.stops or self._matcher) is not None:
+            self.stops.begin(request_id, matcher, request.prompt[request.start :])
         if request.thinking is not None:
-            self.forced.begin(request_id, request.thinking, request.prompt, request.thinking_from)
+            self.forced.begin(request_id, request.thinking, request.prompt, request.start)
         self.engine.add_request(request_id, request.prompt, _params(request))
         if self.drafter is not None:
             self.drafter.begin(request_id, request.prompt)

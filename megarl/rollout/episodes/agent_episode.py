@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.response import Response
 from megarl.rollout.episodes.episode import DONE, FAILED, TRUNCATED_BY_BUDGET, Episode, TurnRequest
 
 
@@ -33,27 +34,19 @@ class AgentEnd(NamedTuple):
 @dataclasses.dataclass
 class _Turn:
     parent: int | None
-    prompt: list[int]
-    limit: int  # tokens that it may have
-    key: int  # of its random stream
     stops: tuple[str, ...]  # texts that end it
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    finished: bool = False  # an end token or a stop string has ended it
+    response: Response  # weights are versions of the policy; a round learns those of its tokens when it ends
     is_open: bool = True  # it has not ended
-    before: int = 0  # tokens of earlier rounds
-    versions: list[int] = dataclasses.field(default_factory=list)  # of the policy that wrote these
-    routes: Tensor | None = None  # of the row up to its end
 
     @property
     def row(self) -> list[int]:
         """Tokens up to the turn's end."""
-        return [*self.prompt, *self.tokens]
+        return self.response.row
 
-    def cut(self, count: int):
-        """Leaves the first `count` tokens."""
-        self.tokens, self.logprobs = self.tokens[:count], self.logprobs[:count]
-        self.finished, self.is_open, self.routes = False, True, None
+    @property
+    def start(self) -> int:
+        """Where it begins in its row."""
+        return len(self.response.asked.prompt)
 
 
 class AgentEpisode(Episode):
@@ -78,40 +71,40 @@ class AgentEpisode(Episode):
     def room_of_open_turn(self) -> int:
         """Tokens that it may still get; below 1 if other limits than those of its run leave none."""
         turn = self._turns[self.open_turn]
-        return turn.limit - len(turn.tokens) if turn.limit <= self.limits.turn else 0
+        return turn.response.room if turn.response.asked.max_new_tokens <= self.limits.turn else 0
 
     def ask(self, asked: TurnRequest):
         """Takes in that the agent has asked for a turn."""
         parent = None if asked.parent is None else self._turns[asked.parent]
         prompt = [*(parent.row if parent is not None else ()), *asked.tokens]
-        self._turns[asked.turn] = _Turn(asked.parent, prompt, asked.limit, asked.key, asked.stops)
+        response = Response(GenerationRequest(prompt, asked.key, asked.limit))
+        self._turns[asked.turn] = _Turn(asked.parent, asked.stops, response)
 
     def request_of(self, number: int) -> GenerationRequest:
         """The engine's request for a turn, or for the rest of it."""
         turn, depth = self._turns[number], len(self._path(number)) - 1
+        missing = turn.response.request()
         return dataclasses.replace(
-            self.request, prompt=turn.row, key=turn.key, max_new_tokens=turn.limit - len(turn.tokens),
-            counted_tokens=self.new_tokens, stops_from=len(turn.prompt), stops=self.limits.matcher(turn.stops),
-            thinking_from=len(turn.prompt), trunk=self.request.trunk_of(depth),
+            self.request, prompt=missing.prompt, written=missing.written, key=missing.key,
+            max_new_tokens=missing.max_new_tokens, counted_tokens=self.new_tokens,
+            stops=self.limits.matcher(turn.stops), trunk=self.request.trunk_of(depth),
         )  # fmt: skip
 
     def write(self, number: int, completion: Completion) -> Completion | None:
         """Takes in what the policy has written of a turn. Returns the whole turn; None if the round's limit has cut
         it."""
         turn = self._turns[number]
-        turn.tokens = [*turn.tokens, *completion.tokens]
-        turn.logprobs = [*turn.logprobs, *completion.logprobs]
-        turn.finished, turn.routes = completion.finished, completion.routes
-        turn.is_open = not completion.finished and len(turn.tokens) < turn.limit
+        response = turn.response
+        response.take(completion, None)
+        turn.is_open = not response.has_ended
         self.new_tokens += len(completion.tokens)
-        return None if turn.is_open else Completion(turn.tokens, turn.logprobs, turn.finished)
+        return None if turn.is_open else Completion(response.tokens, response.logprobs, response.finished)
 
     def finish(self, end: AgentEnd):
         if end.failed:
             return self.fail()
         self._how, self.end = end, TRUNCATED_BY_BUDGET if end.truncated else DONE
-        counted = [self._turns[number] for number in end.turns]
-        self.new_tokens = sum(len(turn.tokens) - turn.before for turn in counted)
+        self.new_tokens = sum(self._turns[number].response.new for number in end.turns)
         return None
 
     def fail(self):
@@ -124,9 +117,10 @@ class AgentEpisode(Episode):
         """The same episode in another round."""
         other = copy.copy(self)
         other.number, other.request, other.new_tokens, other.routes = number, request, 0, None
-        other.known_versions, other.is_relaid = [], self.end is None
+        if self.end is None:
+            other.known_versions = []  # its tokens get other places
         for turn in other._turns.values():
-            turn.before = len(turn.tokens)
+            turn.response.go_on()
         return other
 
     def settle(self, limit: int | None):
@@ -145,10 +139,11 @@ class AgentEpisode(Episode):
         self.end = self._how = None
         for number in sorted(self._turns, reverse=True):
             turn = self._turns[number]
-            removed = min(excess, len(turn.tokens) - turn.before)
+            removed = min(excess, turn.response.new)
             excess -= removed
             if not excess:
-                turn.cut(len(turn.tokens) - removed)
+                turn.response.cut(turn.response.length - removed)
+                turn.is_open = True
                 return
             del self._turns[number]
 
@@ -163,13 +158,13 @@ class AgentEpisode(Episode):
             if self.tokens:
                 self.row_starts.append(len(self.tokens))
             else:
-                self.prompt_length = len(self._turns[path[0]].prompt)
+                self.prompt_length = self._turns[path[0]].start
             self._add_row(row, path, trained)
-            if (of_row := self._turns[last].routes) is not None:
+            if (of_row := self._turns[last].response.routes) is not None:
                 routes.append(of_row)
-        self.known_versions = [(start, self._turns[n].versions) for n, start, _ in self._places]
+        self.known_versions = [(start, self._turns[n].response.versions) for n, start, _ in self._places]
         if end is None:
-            self.is_open = bool(self._turns[self.open_turn].tokens)
+            self.is_open = self._turns[self.open_turn].response.length > 0
             return
         self.routes = torch.cat(routes) if routes else None
         self.rewards[-1], self.is_open = end.reward, False
@@ -190,20 +185,23 @@ class AgentEpisode(Episode):
         self.tokens = [*self.tokens, *row]
         for number in path:
             turn = self._turns[number]
-            if number in trained or not turn.tokens:
+            if number in trained or not turn.response.length:
                 continue
             trained.add(number)
-            start, end = first + len(turn.prompt), first + len(turn.row)
+            start, end = first + turn.start, first + len(turn.row)
             self._places.append((number, start, end))
             self.turns.append((start, end))
-            self.logprobs.append(list(turn.logprobs))
+            self.logprobs.append(turn.response.logprobs)
             self.rewards.append(0.0)
 
     def learn_versions(self, versions: list[int]):
-        """Takes in the versions of the policy that wrote the tokens; a later round gives them back."""
+        """See Episode. Turns that go on may get other places."""
+        if self.end is not None:
+            return super().learn_versions(versions)
         for number, start, end in self._places:
             if number in self._turns:
-                self._turns[number].versions = versions[start:end]
+                self._turns[number].response.learn(versions[start:end])
+        return None
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -211,9 +209,15 @@ class AgentEpisode(Episode):
         """What a checkpoint has to know of an episode that has not ended, for `restored`."""
         found = []
         for number in sorted(self._turns):
-            fact = dataclasses.asdict(dataclasses.replace(self._turns[number], routes=None))
-            known = 0 if fact["parent"] is None else len(self._turns[fact["parent"]].row)
-            found.append(fact | {"prompt": fact["prompt"][known:]})
+            turn = self._turns[number]
+            response, asked = turn.response, turn.response.asked
+            known = 0 if turn.parent is None else len(self._turns[turn.parent].row)
+            found.append({
+                "parent": turn.parent, "prompt": asked.prompt[known:], "limit": asked.max_new_tokens, "key": asked.key,
+                "stops": turn.stops, "tokens": response.tokens, "logprobs": response.logprobs,
+                "finished": response.finished, "is_open": turn.is_open, "before": response.before,
+                "versions": response.versions, "routes": None,
+            })  # fmt: skip
         return {"line_prompt": self.line_prompt, "turns": found}
 
     @classmethod
@@ -221,10 +225,13 @@ class AgentEpisode(Episode):
         """An episode of a checkpoint. KeyError, TypeError or ValueError if the facts are damaged."""
         made = cls(episode, [int(token) for token in facts["line_prompt"]])
         for number, fact in enumerate(facts["turns"]):
-            turn = _Turn(**{**fact, "stops": tuple(fact["stops"])})
-            if turn.parent is not None:
-                turn.prompt = [*made._turns[turn.parent].row, *turn.prompt]
-            made._turns[number] = turn
+            parent = fact["parent"]
+            prompt = [*(() if parent is None else made._turns[parent].row), *fact["prompt"]]
+            response = Response(GenerationRequest(prompt, fact["key"], fact["limit"]))
+            response.add(fact["tokens"], fact["logprobs"], None)
+            response.learn(fact["versions"])
+            response.before, response.finished = fact["before"], fact["finished"]
+            made._turns[number] = _Turn(parent, tuple(fact["stops"]), response, fact["is_open"])
         if not made._turns or not made._turns[made.open_turn].is_open:
             raise ValueError("an agent's episode has no open turn")
         return made

@@ -104,7 +104,8 @@ def _episode(row: Batch, key: str, fact: dict, limits: EpisodeLimits) -> Episode
     episode = Episode(
         number=0, request=_UNKNOWN, line=int(row.prompt_ids), limits=limits, key=key, tokens=row.tokens.tolist(),
         prompt_length=int(row.prompt_lengths), turns=turns, logprobs=[logprobs[start:end] for start, end in turns],
-        row_starts=row.row_starts.nonzero().flatten().tolist(), **{name: fact[name] for name in _FACTS},
+        row_starts=row.row_starts.nonzero().flatten().tolist(), known_versions=[(0, row.versions.tolist())],
+        **{name: fact[name] for name in _FACTS},
     )  # fmt: skip
     if episode.end is None and "agent" in fact:
         if len(fact["agent"]["asked"]) != len(fact["agent"]["turns"]):

@@ -101,8 +101,7 @@ class Episode:
     end: str | None = None
     replayable: bool = True
     row_starts: list[int] = dataclasses.field(default_factory=list)  # where further rows begin in `tokens`
-    is_relaid: bool = False  # of an agent: tokens of earlier rounds may have other places in the sequence
-    # Of an agent: (start in `tokens`, versions of tokens from there on).
+    # Of tokens of earlier rounds: (start in `tokens`, versions of the policy for tokens from there on).
     known_versions: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
 
     @property
@@ -170,7 +169,7 @@ class Episode:
         turn = self.complete_turns
         return dataclasses.replace(
             own, prompt=list(self.tokens), key=turn_key(own.stream_of(turn), self.tokens[:start]),
-            max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, stops_from=start, thinking_from=start,
+            max_new_tokens=self.turn_limit, counted_tokens=self.new_tokens, written=len(self.tokens) - start,
             trunk=own.trunk_of(turn),
         )  # fmt: skip
 
@@ -205,6 +204,10 @@ class Episode:
     def continued(self, number: int, request: GenerationRequest) -> "Episode":
         """The same episode in another round."""
         return dataclasses.replace(self, number=number, request=request, new_tokens=0, routes=None)
+
+    def learn_versions(self, versions: list[int]):
+        """Takes in the versions of all tokens; a later round gives them back."""
+        self.known_versions = [(0, versions)]
 
     def settle(self, limit: int | None):
         """Ends the round: undoes what lies beyond `limit` new tokens of the policy, answers of the environment

@@ -30,6 +30,7 @@ from megarl.mcore.inference.generation import GenerationRequest
 from megarl.measurements import NamesOfRun
 from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
+from megarl.rollout.bank import TurnBank
 from megarl.rollout.episodes.agent_episode import AgentEpisode
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
@@ -38,8 +39,7 @@ from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.record import record_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
-from megarl.rollout.episodes.turn_bank import TurnBank
-from megarl.rollout.remote_engine import RemoteEngine
+from megarl.rollout.remote_generator import RemoteEngine
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_ends import ResponseEnds, thinking_budget_of

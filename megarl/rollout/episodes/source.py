@@ -1,21 +1,72 @@
-"""The engine's source of requests in a multi-turn rollout: continuations that are ready first, then new episodes."""
+"""The engine's source of requests in a multi-turn rollout: continuations that are ready first, then new episodes.
+
+Turns that the samples of a branch share (`--branch-turns`) are generated once: these samples have the random streams of
+their first turns in common, so they write the same turn to the same prompt, as long as their environments answer alike.
+What a sample writes does not depend on that.
+"""
 
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megarl.comm.early_responses import ResponseSender
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
+from megarl.rollout.bank import TurnBank
 from megarl.rollout.episodes.agent_episode import AgentEnd, AgentEpisode
 from megarl.rollout.episodes.client import EnvironmentClient, Result
 from megarl.rollout.episodes.episode import FAILED, Episode, TurnRequest
-from megarl.rollout.episodes.shared_turns import SharedTurns
-from megarl.rollout.episodes.turn_bank import TurnBank
 from megarl.rollout.request_queue import GroupEarlyStop
+
+Numbered = tuple[int, GenerationRequest]
+
+
+class SharedTurns:
+    """The shared turns of a round, on all ranks of a replica; weights are the same throughout."""
+
+    def __init__(self):
+        self.asked = 0  # requests for shared turns
+        self.taken = 0  # those of them that have got another one's turn
+        self._generated: dict[int, tuple] = {}  # identity of the turn, by the number of the request that gets it first
+        self._waiting: dict[tuple, list[int]] = {}  # requests that wait for a turn, by its identity
+        self._completions: dict[tuple, Completion] = {}
+
+    def split(self, requests: Sequence[Numbered]) -> tuple[list[Numbered], dict[int, Completion]]:
+        """(requests whose turns are to be generated, turns by number that others have got before)."""
+        left, found = [], {}
+        for number, request in requests:
+            if request.trunk is None:
+                left.append((number, request))
+                continue
+            turn = _identity(request)
+            self.asked += 1
+            self.taken += turn in self._completions or turn in self._waiting
+            if turn in self._completions:
+                found[number] = self._completions[turn]
+            elif turn in self._waiting:
+                self._waiting[turn].append(number)
+            else:
+                self._generated[number], self._waiting[turn] = turn, []
+                left.append((number, request))
+        return left, found
+
+    def ended(self, number: int, completion: Completion) -> list[int]:
+        """Keeps a turn that has been generated, if it is shared; returns the requests that wait for it."""
+        turn = self._generated.pop(number, None)
+        if turn is None:
+            return []
+        self._completions[turn] = completion
+        return self._waiting.pop(turn)
+
+
+def _identity(request: GenerationRequest) -> tuple:
+    """All that a shared turn of a round depends on."""
+    stops = None if request.stops is None else request.stops.stops
+    return request.key, tuple(request.prompt), request.max_new_tokens, request.counted_tokens, stops
+
 
 POLL_STEPS = 4  # between two polls of the environments, if a replica has several ranks and the engine has work
 _FIRST_TURN = 1 << 32  # number of the first request of an agent: larger than those of episodes

@@ -12,7 +12,7 @@ from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.pools import DifficultyPools
 from megarl.errors import RunStopped, UsageError
 from megarl.flags.selection import parse_weights
-from megarl.rollout import pool_files
+from megarl.rollout import replica_files
 
 BOUNDS = (0.25, 0.9)
 
@@ -85,12 +85,12 @@ def test_rare_prompts_of_a_large_set_are_found_at_once():
 @pytest.mark.parametrize("data", [b"", b"x", torch_file([1]), torch_file({"latest": 3}), torch_file({})])
 def test_a_damaged_file_is_refused(data):
     with pytest.raises(UsageError, match="^--load x: "):
-        pool_files.from_bytes(pools(5), data, "--load x")
+        replica_files.pools_from_bytes(pools(5), data, "--load x")
 
 
 def test_a_file_restores_the_pools():
     found, other = moved(pools(5), {1: 0.0, 2: 1.0}), pools(5)
-    pool_files.from_bytes(other, pool_files.to_bytes(found), "--load x")
+    replica_files.pools_from_bytes(other, replica_files.pools_to_bytes(found), "--load x")
     assert other.chances.tolist() == found.chances.tolist() and other.metrics() == found.metrics()
 
 

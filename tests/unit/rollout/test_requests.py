@@ -90,7 +90,7 @@ def test_forced_tokens_are_not_the_policys():
         assert not any(mask[:-new].any() for mask in masks)
         assert batch.rollout_logprobs.sum() == -4 * new  # of all new tokens: the engine gives forced ones 0
         for i, request in enumerate(asked.build(range(4))):
-            assert request.thinking == _Rule() and request.thinking_from == (3 if i < 2 else 1)
+            assert request.thinking == _Rule() and request.start == (3 if i < 2 else 1)
 
 
 def test_a_replica_without_completions_has_an_empty_batch():

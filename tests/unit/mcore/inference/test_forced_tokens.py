@@ -68,7 +68,7 @@ def with_budget(rank, flags="", shape="llama", sampling=None, siblings=1, writte
     requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
     settings, common = {"buffer_gb": 0.005, "max_requests": 32, **settings}, (model, place.pg_collection, VOCAB, 48)
     stops = EndsWith(pair) if pair else None
-    plain = RolloutEngine(*common, buffer_gb=0.005, max_requests=32, stops=stops)
+    plain = RolloutEngine(*common, buffer_gb=0.005, max_requests=32)
     expected = [walked(plain, request, end, sampling) for request in requests]
     free = plain.generate(requests, end, sampling)
     pairs = zip(((c.tokens, c.logprobs, c.finished) for c in free), expected, strict=True)
@@ -77,8 +77,8 @@ def with_budget(rank, flags="", shape="llama", sampling=None, siblings=1, writte
     if is_speculative := settings.get("speculative", False):
         engine.drafter.costs = engine.drafter.costs._replace(looking=0.0, looking_row=0.0, drafting=0.0)
     asked = [
-        replace(r, prompt=r.prompt + tokens[:written], max_new_tokens=limit - written, stops_from=len(r.prompt),
-                thinking=Rule(), thinking_from=len(r.prompt))
+        replace(r, prompt=r.prompt + tokens[:written], max_new_tokens=limit - written, written=written,
+                thinking=Rule())
         for r, (tokens, _, _) in zip(requests, expected, strict=True) if len(tokens) > written
     ]  # fmt: skip
     done = [engine.generate(asked, end, sampling) for _ in range(1 + is_speculative)][-1]
@@ -100,8 +100,8 @@ def gap_of_chosen(model, asked, done, temperature):
         scores = token_scores(model, torch.tensor(sum(rows, [])), lengths, temperature, VOCAB).logprobs
     gaps = []
     for row, of_row, r, c in zip(rows, scores.split(lengths.tolist()), asked, done, strict=True):
-        forced = Rule().forced([], row[r.thinking_from :])
-        is_chosen = [i - r.thinking_from not in forced for i in range(len(r.prompt), len(row))]
+        forced = Rule().forced([], row[r.start :])
+        is_chosen = [i - r.start not in forced for i in range(len(r.prompt), len(row))]
         gaps += (of_row[len(r.prompt) :] - torch.tensor(c.logprobs)).abs()[is_chosen].tolist()
     return max(gaps)
 

@@ -54,7 +54,7 @@ def with_stops(rank, flags="", shape="llama", sampling=None, siblings=1, written
     if speculative:
         engine.drafter.costs = engine.drafter.costs._replace(looking=0.0, looking_row=0.0, drafting=0.0)
     asked = [
-        replace(r, prompt=r.prompt + c.tokens[:written], max_new_tokens=LIMIT - written, stops_from=len(r.prompt))
+        replace(r, prompt=r.prompt + c.tokens[:written], max_new_tokens=LIMIT - written, written=written)
         for r, c in zip(requests, plain, strict=True)
     ]  # fmt: skip
     is_open = [not any(stop in text[:written] for stop in stops) for text in texts]
@@ -62,12 +62,24 @@ def with_stops(rank, flags="", shape="llama", sampling=None, siblings=1, written
     done = [engine.generate(asked, NEVER, sampling) for _ in range(1 + speculative)][-1]
     blocks = engine.context.kv_block_allocator
     assert blocks.total_avail == blocks.total_count - 1 or settings.get("prefix_caching")
-    found = [request.prompt[request.stops_from :] + c.tokens for request, c in zip(asked, done, strict=True)]
+    found = [request.prompt[request.start :] + c.tokens for request, c in zip(asked, done, strict=True)]
     by_prompt = {(tuple(r.prompt), r.key): text for r, text in zip(requests, texts, strict=True)}
-    expected = [by_prompt[tuple(r.prompt[: r.stops_from]), r.key] for r in asked]
-    others = engine.generate(requests[:4], NEVER, sampling)  # which no stop string ends
+    expected = [by_prompt[tuple(r.prompt[: r.start]), r.key] for r in asked]
+    others = {}
+    with engine.session(NEVER, sampling) as session, session.inference():  # as of a server: no stop string ends them
+        for number, request in enumerate(requests[:4]):
+            session.add(number, request)
+        while len(session):
+            others |= dict(session.step())
     drafted = engine.take_decode_counts().accepted
-    return expected, [spelled(x) for x in found], [c.finished for c in done], stops, others == plain[:4], drafted
+    return (
+        expected,
+        [spelled(x) for x in found],
+        [c.finished for c in done],
+        stops,
+        others == dict(enumerate(plain[:4])),
+        drafted,
+    )
 
 
 @pytest.mark.parametrize(("ranks", "case"), [

@@ -11,7 +11,7 @@ from megarl.roles.episode_turns import turns_of
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits
-from megarl.rollout.response_rows import forced_responses
+from megarl.rollout.replica_batch import forced_responses
 from tests.helpers.character_tokenizer import CharacterTokenizer
 
 LIMITS = EpisodeLimits(turns=4, turn=5, response=40)
@@ -76,11 +76,13 @@ def test_a_checkpoint_brings_episodes_of_all_kinds():
     for limit, fails_after in itertools.product(range(WRITTEN + 1), (None, 1)):
         episode = play(begun(), WRITTEN, fails_after)
         episode.settle(limit)
+        episode.learn_versions(list(range(len(episode.tokens))))
         carried, loaded = (CarriedEpisodes(LIMITS, None) for _ in range(2))
         carried._client = NoAnswers()
         carried.add([episode])
         text = carried.to_json([episode.key])
         batch, is_own = episodes_to_batch([episode]), torch.tensor([True])
+        batch.versions = torch.arange(len(batch.tokens), dtype=torch.int32)
         assert loaded.load(text, batch, [episode.key], is_own, "file") == [episode.end is not None]
         assert facts(loaded.get(episode.key)) | {"new_tokens": 0} == facts(episode) | {"new_tokens": 0}
         assert carried.of([episode.key]) == [episode] and episode.replayable
@@ -113,7 +115,7 @@ def test_forced_tokens_of_turns_are_not_the_policys_but_within_their_turns():
     episode = Episode(0, GenerationRequest([1, 2], 7, 0), line=3, limits=limits, key="1/3/0")
     episode.apply(EnvironmentResult(0, [1, 2, 4]))
     for turn, tokens in enumerate(([10, 11, 12, 0, 0, 13], [20, 21, 22, 23], [30, 31, 32, 0])):
-        assert episode.next_request().thinking_from == len(episode.tokens)
+        assert episode.next_request().start == len(episode.tokens)
         episode.add_turn(Completion(tokens, [-1.0] * len(tokens), finished=True))
         episode.apply(EnvironmentResult(0, [51 - turn % 2] if turn < 2 else [], 0.5 + turn, done=turn == 2))
     # Prompt, turn, observation 51, turn, observation 50, turn.
