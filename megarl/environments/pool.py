@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import NamedTuple
 
-from megarl.environments.agents.exchange import Ask, Reply
-from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
+from megarl.environments.calls import Answer, Asked, Call, Close, Replied, Reply
 from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.processes import EnvironmentProcess, Processes
 from megarl.environments.protocol import Observation, Task, Turn
@@ -53,15 +52,6 @@ class Event(NamedTuple):
     from_journal: bool
     replayable: bool  # whether another environment can be brought to the same state
     is_agent: bool = False  # it is the end of an agent
-
-
-class Asked(NamedTuple):
-    """What the agent of an episode asks; `EnvironmentPool.reply` answers."""
-
-    number: int  # of the episode
-    ticket: int  # of this run of the agent: another one if it is run again
-    request: int  # number of the request in the run
-    ask: Ask
 
 
 class _Episode:
@@ -144,7 +134,7 @@ class EnvironmentPool:
             return
         episode.asked.remove(request)
         self._set_deadline(episode)
-        episode.process.send(AgentReply(ticket, request, reply))
+        episode.process.send(Replied(number, ticket, request, reply))
 
     def end(self, number: int):
         """Closes the environment of an episode, once it has answered; nothing more is reported of the episode."""
@@ -207,9 +197,13 @@ class EnvironmentPool:
         episode.asked = set()
         self._set_deadline(episode)
         call = Call(
-            ticket=episode.ticket, slot=episode.number, name=episode.name, task=episode.task,
-            turns=tuple(episode.turns), observations=tuple(episode.observations),
-        )  # fmt: skip
+            number=episode.number,
+            ticket=episode.ticket,
+            name=episode.name,
+            task=episode.task,
+            turns=tuple(episode.turns),
+            observations=tuple(episode.observations),
+        )
         episode.process.send(call)
 
     def _set_deadline(self, episode: _Episode):
@@ -236,12 +230,12 @@ class EnvironmentPool:
             except (EOFError, OSError):
                 self._lose(process, f"its process ended with status {process.status()}", is_late=False)
 
-    def _take(self, answer: Answer | AgentAsk, process: EnvironmentProcess):
-        if isinstance(answer, AgentAsk):
+    def _take(self, answer: Answer | Asked, process: EnvironmentProcess):
+        if isinstance(answer, Asked):
             if (episode := self._pending.get(answer.ticket)) is not None:
-                episode.asked.add(answer.number)
+                episode.asked.add(answer.request)
                 self._set_deadline(episode)
-                self._events.append(Asked(episode.number, *answer))
+                self._events.append(answer)
             return
         episode = self._pending.pop(answer.ticket, None)
         if episode is None:  # of an episode that has ended

@@ -25,6 +25,11 @@ class Task:
     seed: int = 0
     sample_seed: int = 0
 
+    @property
+    def prompt(self) -> str:
+        """Text of the last message."""
+        return self.messages[-1]["content"]
+
 
 @dataclass(frozen=True)
 class ToolCall:

@@ -13,7 +13,7 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import JSONResponse
-from megarl.serving.replica_pool import RequestUpdate
+from megarl.serving.replica_messages import RequestUpdate
 from megarl.serving.sampling import StopRules
 from megarl.serving.schemas import OpenAIFields
 from megarl.serving.stop_strings import StopStrings
@@ -64,7 +64,7 @@ class AnswerText:
 
     def feed(self, update: RequestUpdate) -> AnswerProgress:
         """The progress that an update with generated tokens makes."""
-        progress = AnswerProgress(finish=update.finish, fingerprint=fingerprint(update))
+        progress = AnswerProgress(finish=update.finish, fingerprint=update.fingerprint)
         for token in update.tokens:
             is_end = update.finish == "stop" and len(progress.tokens) == len(update.tokens) - 1
             progress.tokens.append(token)
@@ -89,11 +89,6 @@ class AnswerText:
         piece = self._detokenizer.feed(token)
         self._length += len(piece)
         return piece
-
-
-def fingerprint(update: RequestUpdate) -> str:
-    """Which weights generated the tokens of an update, as `system_fingerprint`."""
-    return f"{update.label}-v{update.version}"
 
 
 def finite(logprob: float | None) -> float | None:

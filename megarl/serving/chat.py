@@ -9,9 +9,9 @@ from megarl.serving import sampling
 from megarl.serving.answers import AnswerProgress, AnswerText, OpenAIAnswer, finite
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
+from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import ChatCompletionRequest
 from megarl.serving.streams import Parts
-from megarl.serving.submission import Submission
 from megarl.serving.tokenization import template_messages, template_tools
 from megarl.serving.tool_calls import AnswerDelta, ToolCallParser, has_opened_thoughts
 
@@ -45,8 +45,8 @@ class ChatAnswer(OpenAIAnswer):
             length = context.response_length(prompt, request.max_completion_tokens, "max_completion_tokens")
         else:
             length = context.response_length(prompt, request.max_tokens)
-        self._messages = [
-            sampling.generate_message(context, request, prompt, length, key, top)
+        self._requests = [
+            sampling.generation(context, request, prompt, length, key, top)
             for key in sampling.stream_keys(request.seed, 1, self._count)
         ]
 
@@ -79,7 +79,7 @@ class ChatAnswer(OpenAIAnswer):
         marks = self._context.form.answer_marks if parsers[0] is not None else ()
         texts = [AnswerText(self._context.vocabulary, self._rules, marks) for _ in range(self._count)]
         begun: set[int] = set()
-        with Submission(self._context.pool, self._messages, self._session) as running:
+        with Submission(self._context.pool, self._requests, self._session) as running:
             async for index, update in running.updates():
                 progress = texts[index].feed(update)
                 self._generated += len(progress.tokens)

@@ -4,12 +4,11 @@ import itertools
 import json
 from typing import Any
 
-from megarl.environments.agents.agent import AgentTask
 from megarl.environments.calculator import calculator
-from megarl.environments.protocol import ToolCall, Turn
+from megarl.environments.protocol import Task, ToolCall, Turn
 
 
-async def calculator_agent(task: AgentTask, client: Any) -> float:
+async def calculator_agent(task: Task, client: Any) -> float:
     """Calls what the policy asks for until it calls nothing; 1 if the last number of the last turn is the answer."""
     tools, messages = calculator(), list(task.messages)
     tools.reset(task)

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from starlette.responses import Response
 
 from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, token_fields, written
-from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
+from megarl.environments.calls import Ask, Reply
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import ChatCompletionRequest, FreeObject
 from megarl.serving.tokenization import template_messages, template_tools

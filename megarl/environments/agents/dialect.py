@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
+from megarl.environments.calls import Ask, Reply
 from megarl.serving.errors import JSONResponse, invalid
 
 _FORCED = "tool_choice"

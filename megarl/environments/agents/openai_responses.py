@@ -17,8 +17,8 @@ from megarl.environments.agents.dialect import (
     token_fields,
     written,
 )  # fmt: skip
-from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
+from megarl.environments.calls import Ask, Reply
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import (
     CacheFields,

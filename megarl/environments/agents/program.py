@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.environments.agents import keeper
-from megarl.environments.agents.agent import Agent, AgentRun, AgentTask, observation_of
+from megarl.environments.agents.agent import Agent, AgentRun, observation_of
 from megarl.environments.agents.sandbox import Door, ProgramSandbox, check_sandbox
 from megarl.environments.agents.session import Address, Session
-from megarl.environments.protocol import Observation, called
+from megarl.environments.protocol import Observation, Task, called
 from megarl.observe.files import json_bytes
 
 MAX_OUTPUT = 1 << 16  # bytes that are kept of what a program prints, the last ones
@@ -57,19 +57,19 @@ class ProgramEnvironment(Agent):
         if self._sandbox is not None:
             check_sandbox()
 
-    async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
+    async def run(self, task: Task, session: Session, address: Address) -> Observation:
         self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="megarl_agent_"))
         workspace = self._folder / "workspace"
         workspace.mkdir()
         if self._prepare is not None:
             await called(self._prepare, task, workspace)
         status, output = await self._run(task, session, address, workspace)
-        last = session.exchanges[-1].reply if session.exchanges else None
+        _, last = session.answered[-1] if session.answered else (None, None)
         truncated = session.refused > 0 or bool(last and last.is_budget)
         run = AgentRun(task, session.conversations(), truncated, status, output, workspace)
         return observation_of(await called(self._reward, run))
 
-    async def _run(self, task: AgentTask, session: Session, address: Address, workspace: Path) -> tuple[int, str]:
+    async def _run(self, task: Task, session: Session, address: Address, workspace: Path) -> tuple[int, str]:
         """(exit status, what it printed last)."""
         path = workspace.parent / "task.json"
         facts = {"messages": task.messages, "metadata": task.metadata, "task": task.task, "seed": task.seed}

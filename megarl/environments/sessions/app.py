@@ -1,5 +1,6 @@
 """The HTTP interface of sessions: a driver takes one, asks the policy in it, and ends it with a reward."""
 
+import dataclasses
 import hmac
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -52,8 +53,9 @@ def build_app(registry: Registry, api_keys: Sequence[str], host: str, max_bytes:
     @api.post(_ROOT)
     async def claim(body: ClaimRequest | None = None):
         found = registry.claim()
-        facts = {name: found.offer[name] for name in ("task", "group", "sample", "evaluation")}
-        given = {"id": found.name, "key": found.session.key, "path": f"{_ROOT}/{found.name}/v1", **facts}
+        task = dataclasses.asdict(found.offer.task)
+        given = {"id": found.name, "key": found.session.key, "path": f"{_ROOT}/{found.name}/v1", "task": task}
+        given |= found.facts
         return Response(json_bytes(given), media_type="application/json")  # metadata may be what JSON lacks
 
     @api.post(_ROOT + "/{name}/finish")

@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any
 
 from megarl.child_process import parent
+from megarl.environments.calls import FROM_LEADERS
 from megarl.environments.sessions.app import build_app
 from megarl.environments.sessions.registry import Registry
 from megarl.flags.serving import Serving
@@ -65,7 +66,7 @@ async def _serve(
 
     def follow(connection: Connection):
         """Hands what comes on a leader's connection to the loop; the run ends without any of its leaders."""
-        link = links.Link(connection)
+        link = links.Link(connection, FROM_LEADERS)
         try:
             while True:
                 for message in link.receive():

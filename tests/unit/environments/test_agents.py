@@ -6,10 +6,9 @@ import signal
 
 import pytest
 
-from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
+from megarl.environments.calls import Ask, Asked, Reply
 from megarl.environments.check import check_factories
-from megarl.environments.pool import Asked
 from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError

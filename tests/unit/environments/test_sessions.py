@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.environments.agents.exchange import Reply
+from megarl.environments.calls import Answer, Offer, Reply
 from megarl.environments.pool import Event
 from megarl.environments.protocol import Observation, Task
 from megarl.environments.sessions.registry import Registry
@@ -267,17 +267,16 @@ class Link:
     """A leader that remembers what it is told."""
 
     def __init__(self):
-        self.told: list[dict] = []
+        self.told: list[Answer] = []
 
-    def send(self, message: dict):
+    def send(self, message: Answer):
         """Remembers it."""
         self.told.append(message)
 
 
-def offered(number: int) -> dict:
+def offered(number: int) -> Offer:
     """An offer."""
-    facts = {"task": {}, "group": "1/2", "sample": number, "evaluation": False}
-    return {"type": "offer", "number": number, "ticket": number, **facts}
+    return Offer(number, number, Task([]), f"1/2/{number}")
 
 
 def test_what_no_driver_asks_for_expires(tmp_path: Path):
@@ -294,7 +293,7 @@ def test_what_no_driver_asks_for_expires(tmp_path: Path):
         first.session._idle_since = loop.time() - 11.0  # it has asked nothing for 11 s
         registry.expire()
         (end,) = link.told
-        assert end["failure"] == "its driver asked nothing for 10 s" and end["retry"] and end["number"] == 0
+        assert end.failure == "its driver asked nothing for 10 s" and end.replayable and end.number == 0
         with pytest.raises(RequestError, match="has ended"):
             registry.get(first.name)
         now = 118.0
@@ -302,7 +301,7 @@ def test_what_no_driver_asks_for_expires(tmp_path: Path):
         assert len(link.told) == 1  # a driver has been here 9 s ago
         now = 120.0
         registry.expire()
-        assert not link.told[1]["retry"] and link.told[1]["number"] == 1
+        assert not link.told[1].replayable and link.told[1].number == 1
         with pytest.raises(RequestError, match="no session waits"):
             registry.claim()
 

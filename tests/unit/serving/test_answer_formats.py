@@ -24,11 +24,11 @@ class MarkedAnswers(Answers):
         super().__init__(tokenizer, ANSWERS)
 
     def _generate(self, leader, frame):
-        said = self.tokenizer.decode(frame["prompt"])
+        said = self.tokenizer.decode(frame.prompt)
         text = next(answer for key, answer in self.answers.items() if said.rfind(f"user{key}") >= 0)
         tokens = [*self.tokenizer.encode_template(text), self.tokenizer.eos_id]
         for number, token in enumerate(tokens):
-            leader.tokens([frame["id"], [token], [-1.0], None, "stop" if number == len(tokens) - 1 else None])
+            leader.tokens([frame.id, [token], [-1.0], None, "stop" if number == len(tokens) - 1 else None])
 
 
 @pytest.fixture(scope="module")

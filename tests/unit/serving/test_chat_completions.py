@@ -168,7 +168,7 @@ def test_an_answer_that_a_client_sends_back_is_the_policys_own_text(text, stream
         assert len(answer.tool_calls or ()) == text.count("</tool_call>")
         results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in answer.tool_calls or ()]
         client.chat.completions.create(**asked | {"messages": [*say("add"), answer.model_dump(), *results, *say("b")]})
-        first, second = [each["prompt"] for each in server.leaders[0].wait_for(2)]
+        first, second = [each.prompt for each in server.leaders[0].wait_for(2)]
         own = [*server.tokenizer.encode(text), server.tokenizer.eos_id]
         assert second[: len(first) + len(own)] == first + own
 

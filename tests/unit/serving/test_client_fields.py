@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.environments.agents import anthropic_messages, openai_responses
 from megarl.environments.agents import chat as agent_chat
-from megarl.environments.agents.exchange import Reply, canonical
+from megarl.environments.calls import Reply, canonical
 from megarl.environments.turn_parsing import parse_turn
 from megarl.serving.errors import RequestError, validation_error
 from megarl.serving.schemas import ChatCompletionRequest

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from megarl.serving.connections import RESERVED, _while_open, max_connections
+from megarl.serving.replica_messages import Drain
 from tests.helpers import rude_clients
 from tests.helpers.serving import LIMIT, served
 from tests.helpers.tiers import long
@@ -106,7 +107,7 @@ def test_clients_that_break_off_leave_no_lines(tmp_path):
         rude_clients.visit_all(server.port, "/v1/nothing", {})
         assert server.post("/v1/completions", prompt="a").status_code == 200  # after all that the leader has answered
         assert len(server.leaders[0].wait_for(10)) >= 10
-        server.leaders[0].send(type="drain")
+        server.leaders[0].link.send(Drain())
         assert server.exit_status() == 0
         assert server.stderr == ""
 

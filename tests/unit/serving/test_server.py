@@ -22,6 +22,7 @@ from megarl.serving.app import PAGE, build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
 from megarl.serving.middleware import MAX_VALUES, is_plain
+from megarl.serving.replica_messages import Control
 from megarl.serving.responses import GenerateResult
 from tests.helpers import small_tokenizers
 from tests.helpers.serving import LIMIT, Answers, Served, served
@@ -123,7 +124,7 @@ def test_generate_gives_tokens_logprobs_versions_and_routes(server):
     assert result["output_ids"] == expected and result["versions"] == [0] * len(expected)
     assert result["logprobs"] == [Answers.logprob(token) for token in expected]
     assert result["routes"] == {"shape": [1, 1, 1], "data": "AAA="} and result["finish_reason"] == "stop"
-    assert [frame["key"] for frame in server.leaders[0].wait_for(1)][-1] == -7
+    assert [frame.key for frame in server.leaders[0].wait_for(1)][-1] == -7
     events = server.events("/generate", **body)
     assert [token for event in events for token in event["output_ids"]] == expected
     batch = server.post("/generate", input_ids=[[5], [6]], seed=3, return_logprobs=False).json()
@@ -136,13 +137,13 @@ def test_admin_commands_reach_all_leaders(server):
     for path, frame in (("pause?mode=keep", ("pause", "keep")), ("resume", ("resume", None))):
         answer = server.client.post(f"/admin/{path}", headers=ADMIN)
         assert answer.json() == {"status": "ok", "version": 1, "label": "step_9"}
-        sent = server.leaders[0].wait_for(1, "control")[-1]
-        assert (sent["command"], sent.get("mode")) == frame
+        sent = server.leaders[0].wait_for(1, Control)[-1]
+        assert (sent.command, sent.mode) == frame
     assert server.client.post("/admin/pause?mode=never", headers=ADMIN).status_code == 400
     answer = server.client.post("/admin/weights", headers=ADMIN, json={"path": "step_9"})
     assert answer.status_code == 200
-    assert server.leaders[0].wait_for(3, "control")[-1]["path"].endswith("/weights/step_9")
-    numbers = [frame["number"] for frame in server.leaders[0].wait_for(3, "control")]
+    assert server.leaders[0].wait_for(3, Control)[-1].path.endswith("/weights/step_9")
+    numbers = [frame.number for frame in server.leaders[0].wait_for(3, Control)]
     assert numbers == list(range(numbers[0], numbers[0] + 3))
     for path in ("../secret", "link", "/etc", "missing", "a\0b", "step_9/../../secret", "x" * 4000):
         answer = server.client.post("/admin/weights", headers=ADMIN, json={"path": path})
