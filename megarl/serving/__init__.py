@@ -6,7 +6,7 @@ The way of a request, hop by hop:
    of what the schema has checked;
 2. `ReplicaPool` (`replica_pool.py`), which queues them and chooses a replica (`routing.py`);
 3. `Link` (`links.py`) from the HTTP process to the replica's leader, who tells the other ranks (`frontend_process.py`);
-4. `ReplicaService` (`replica_service.py`), which makes a `GenerationRequest` of each for the engine (`served_engine.py`).
+4. `ReplicaService` (`replica_service.py`), which makes a `GenerationRequest` of it for the engine (`served_engine.py`).
 
 What the ranks answer comes back on the same link as `RequestUpdate`s of the handler's `Submission`.
 """

@@ -7,20 +7,20 @@ from starlette.responses import Response
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
-from megarl.serving.answers import AnswerProgress, AnswerText, OpenAIAnswer, finite
+from megarl.serving.answer_text import AnswerProgress, AnswerText
+from megarl.serving.answers import OpenAIAnswer, Parts, finite
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
 from megarl.serving.replica_messages import Request, RequestUpdate, ScorePrompt
 from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import MAX_PROMPTS, CompletionRequest
-from megarl.serving.streams import Parts
 
 
 async def complete(context: ServingContext, request: CompletionRequest) -> Response:
     """Answers one request; RequestError if it is wrong or cannot run."""
     context.check_model(request.model)
     prompts = await _prompts(context, request)
-    return await CompletionAnswer(context, request, prompts).response()
+    return await context.respond(CompletionAnswer(context, request, prompts), request.stream)
 
 
 async def _prompts(context: ServingContext, request: CompletionRequest) -> list[list[int]]:
@@ -46,8 +46,10 @@ class CompletionAnswer(OpenAIAnswer):
     prefix = "cmpl"
 
     def __init__(self, context: ServingContext, request: CompletionRequest, prompts: list[list[int]]):
-        super().__init__(context, request, sum(map(len, prompts)))
-        self._prompts = prompts
+        super().__init__(context.config.model_name, request)
+        self._context, self._prompts, self._session = context, prompts, request.session
+        self._count, self._rules = sampling.choices(context, request), sampling.stop_rules(context, request)
+        self.more, self.prompt_tokens = {"system_fingerprint": None}, sum(map(len, prompts))
         self._generates = request.max_tokens != 0
         self._echoes, self._wants_logprobs = bool(request.echo), request.logprobs is not None
         if not self._generates and not self._echoes:
@@ -101,7 +103,7 @@ class CompletionAnswer(OpenAIAnswer):
                         yield part
                     continue
                 progress = texts[number].feed(update)
-                self._generated += len(progress.tokens)
+                self.generated_tokens += len(progress.tokens)
                 if progress.finish is not None:
                     running.end(number)
                 if number in late:
@@ -120,7 +122,8 @@ class CompletionAnswer(OpenAIAnswer):
             yield from (self._part(index, progress) for progress in waiting)
 
     def _part(self, index: int, progress: AnswerProgress) -> dict[str, Any]:
-        self._fingerprint = progress.fingerprint or self._fingerprint
+        if progress.fingerprint is not None:
+            self.more = {"system_fingerprint": progress.fingerprint}
         logprobs = completion_logprobs(self._context.vocabulary, progress) if self._wants_logprobs else None
         return {
             "index": index,

@@ -6,21 +6,18 @@ from typing import Any
 from starlette.responses import Response
 
 from megarl.serving import sampling
-from megarl.serving.answers import finite
+from megarl.serving.answers import Parts, finite
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import JSONResponse, invalid
+from megarl.serving.errors import invalid
 from megarl.serving.replica_messages import RequestUpdate
 from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import GenerateRequest
-from megarl.serving.streams import Parts, start_stream
 
 
 async def generate(context: ServingContext, request: GenerateRequest) -> Response:
     """Answers one request; RequestError if it is wrong or cannot run."""
     answer = GenerateAnswer(context, request)
-    if request.stream:
-        return await start_stream(answer.parts(), context.config.settings.request_timeout)
-    return JSONResponse(await answer.whole())
+    return await context.respond(answer, request.stream)
 
 
 class GenerateAnswer:
@@ -64,7 +61,7 @@ class GenerateAnswer:
             {**self._result(index), "key": self._keys[index], "prompt_tokens": len(prompt), "routes": None}
             for index, prompt in enumerate(self._prompts)
         ]
-        async with aclosing(self.parts()) as parts:
+        async with aclosing(self.chunks()) as parts:
             async for part in parts:
                 result = results[part["index"]]
                 for name in ("output_ids", "logprobs", "top_logprobs", "versions"):
@@ -74,7 +71,7 @@ class GenerateAnswer:
                     result[name] = part[name] if part.get(name) is not None else result[name]
         return results if self._is_batch else results[0]
 
-    async def parts(self) -> Parts:
+    async def chunks(self) -> Parts:
         """The parts of all responses as they come."""
         with Submission(self._context.pool, self._requests, self._request.session) as running:
             async for index, update in running.updates():

@@ -218,7 +218,7 @@ class ReplicaPool:
         self._assign()
 
     def _hand_on(self, replica: ReplicaState, fields: Sequence[Any]):
-        """Hands on what the leader says about a request, unless it was aborted meanwhile. `fields`: of an `RequestUpdate`."""
+        """Hands on the fields of a `RequestUpdate`, unless its request was aborted meanwhile."""
         try:
             update = RequestUpdate(*fields)._replace(version=replica.version, label=replica.label)
         except TypeError:

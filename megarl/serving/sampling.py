@@ -26,7 +26,7 @@ class StopRules:
 
 def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
     """The stop rules of a request; RequestError 400 for too many."""
-    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    stops = fields.stops
     check_stops(context, stops)
     if fields.thinking_budget is not None and any(stop in _thinking_text(context, fields) for stop in stops):
         raise invalid("stop: a string is part of the text that ends thoughts (thinking_budget_text)", "stop")

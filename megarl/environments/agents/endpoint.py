@@ -18,10 +18,9 @@ from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from megarl.environments.agents.anthropic_messages import MessagesRequest, complete_messages
-from megarl.environments.agents.chat import AgentChatRequest, complete_chat
+from megarl.environments.agents.openai_chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Address, Session
-from megarl.serving.connections import LimitedProtocol
 from megarl.serving.errors import (
     JSONResponse,
     RequestError,
@@ -31,7 +30,7 @@ from megarl.serving.errors import (
     validation_error,
     wrong_method,
 )
-from megarl.serving.listening import SERVER
+from megarl.serving.listening import SERVER, LimitedProtocol
 from megarl.serving.middleware import BodyAndDisconnect, check_body, checked, one_length
 
 MAX_CONNECTIONS = 64

@@ -14,8 +14,7 @@ from megarl.environments.sessions.registry import OpenSession, Registry
 from megarl.errors import one_line
 from megarl.measurements import MAX_PARTS, MAX_VALUE, parts_of
 from megarl.observe.files import json_bytes
-from megarl.serving.error_handlers import add_error_handlers
-from megarl.serving.errors import RequestError, invalid
+from megarl.serving.errors import RequestError, add_error_handlers, invalid
 from megarl.serving.middleware import BodyAndDisconnect, checked, one_length, same_origin
 from megarl.serving.schemas import StrictModel
 

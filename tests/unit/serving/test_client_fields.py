@@ -3,8 +3,10 @@
 The types are those of the installed packages, so a new version of one cannot bring a field that is dropped in silence.
 """
 
+import asyncio
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import openai.types.chat as chat_types
@@ -20,12 +22,12 @@ from openai.types.shared_params import FunctionDefinition
 from pydantic import BaseModel, ValidationError
 
 from megarl.environments.agents import anthropic_messages, openai_responses
-from megarl.environments.agents import chat as agent_chat
+from megarl.environments.agents import openai_chat as agent_chat
 from megarl.environments.calls import Reply, canonical
 from megarl.environments.turn_parsing import parse_turn
+from megarl.serving.chat_core import conversation
 from megarl.serving.errors import RequestError, validation_error
 from megarl.serving.schemas import ChatCompletionRequest
-from megarl.serving.tokenization import template_messages, template_tools
 from tests.helpers.client_fields import fields_of
 from tests.helpers.odd_agents import CALL as CALL_TEXT
 
@@ -155,16 +157,10 @@ MESSAGES_IGNORED = plan(
 )
 
 
-def server_prompt(request: ChatCompletionRequest) -> Any:
-    """What a request of the server has the template show."""
-    tools = template_tools(request.tools or []) if request.tool_choice != "none" else None
-    return template_messages(request.messages), tools
-
-
 DIALECTS = {
-    "chat": Dialect(ChatCompletionRequest, server_prompt, CHAT_BODY, CHAT_TYPES, CHAT_USED, CHAT_IGNORED),
+    "chat": Dialect(ChatCompletionRequest, conversation, CHAT_BODY, CHAT_TYPES, CHAT_USED, CHAT_IGNORED),
     "agent chat": Dialect(
-        agent_chat.AgentChatRequest, agent_chat._ask, CHAT_BODY, CHAT_TYPES, CHAT_USED, CHAT_IGNORED
+        agent_chat.AgentChatRequest, agent_chat.ask_of, CHAT_BODY, CHAT_TYPES, CHAT_USED, CHAT_IGNORED
     ),
     "responses": Dialect(
         openai_responses.ResponsesRequest, openai_responses._ask, RESPONSES_BODY, RESPONSES_TYPES, RESPONSES_USED,
@@ -255,10 +251,17 @@ def forms(item: BaseModel) -> list[dict]:
     return [item.model_dump(), item.model_dump(exclude_unset=True), item.model_dump(exclude_none=True)]
 
 
+def agents_message() -> dict:
+    """The message of an answer to an agent."""
+    request = agent_chat.AgentChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
+    answer = agent_chat.AgentChat(SimpleNamespace(shows_tokens=False), request, [REPLY])
+    return asyncio.run(answer.whole())["choices"][0]["message"]
+
+
 def sent_back() -> list[tuple[str, dict]]:
     """(dialect, a request with an answer of ours as the client's own types write it)."""
     found: list[tuple[str, dict]] = []
-    message = chat_types.ChatCompletionMessage.model_validate(agent_chat._message(REPLY))
+    message = chat_types.ChatCompletionMessage.model_validate(agents_message())
     parsed = ParsedChatCompletionMessage.model_validate(message.model_dump())
     user = {"role": "user", "content": "a"}
     found += [("agent chat", {"messages": [user, form]}) for each in (message, parsed) for form in forms(each)]

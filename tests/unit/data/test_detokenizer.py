@@ -1,4 +1,4 @@
-"""Streams of tokens as text: equal to the text of all tokens with every kind of tokenizer; stop strings."""
+"""Streams of tokens as text: equal to the text of all tokens with every kind of tokenizer."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.tokenizers import build_tokenizer
-from megarl.serving.stop_strings import StopStrings
 from tests.helpers import small_tokenizers
 
 NAMES = [*small_tokenizers.HUGGING_FACE, "characters", "sentence_piece", "sentence_piece_trimmed"]
@@ -91,30 +90,3 @@ def test_single_tokens_have_strings_and_bytes(vocabularies):
     assert chatml.token(end) == ("<|im_end|>", b"<|im_end|>") and chatml.token(10**6)[0] == "\ufffd"
     assert "".join(mistral.token(i)[0] for i in mistral.tokenizer.encode("Hello world")) == " Hello world"
     assert wordpiece.token(wordpiece.tokenizer.encode("the")[0])[0] == " the"
-
-
-ALPHABET = st.text("ab", max_size=30)
-
-
-@given(
-    ALPHABET, st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.lists(st.integers(0, 5)), st.booleans()
-)
-@settings(deadline=None)
-def test_the_first_complete_stop_string_cuts_the_text_however_it_is_cut_into_pieces(text, stops, sizes, include):
-    ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
-    end, _, expected = min(ends, default=(len(text), 0, None))
-    cut = end if include or expected is None else end - len(expected)
-    found, start = StopStrings(stops, include), 0
-    shown = ""
-    for size in [*sizes, len(text)]:
-        shown += found.feed(text[start : start + size])
-        start += size
-        assert text[:cut].startswith(shown)
-    shown += found.finish()
-    assert shown == text[:cut] and found.matched == expected
-
-
-def test_only_what_may_begin_a_stop_string_is_held_back():
-    stops = StopStrings(["\nUser:", "END"])
-    assert [stops.feed(text) for text in ("a", "\nUse", "ful", " E", "N", "D")] == ["a", "", "\nUseful", " ", "", ""]
-    assert stops.matched == "END" and stops.feed("more") == ""

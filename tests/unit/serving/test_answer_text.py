@@ -1,14 +1,14 @@
-"""Tool calls and thoughts in generated text that comes in pieces."""
+"""Stop strings, tool calls and thoughts in generated text that comes in pieces."""
 
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.tokenizers import build_tokenizer
-from megarl.serving.tool_calls import ToolCallParser, has_opened_thoughts
+from megarl.serving.answer_text import StopStrings, ToolCallParser, has_opened_thoughts
 from megarl.tool_formats.table import FORMATS
 from tests.helpers.small_tokenizers import chatml
 
@@ -107,3 +107,32 @@ def test_whether_the_prompt_has_begun_thoughts(tmp_path):
         prompt = tokenizer.encode_template(f"<|im_start|>assistant\n{text}")
         assert has_opened_thoughts(FORMATS["glm"], vocabulary, prompt) == wanted
         assert not has_opened_thoughts(FORMATS["gpt-oss"], vocabulary, prompt)
+
+
+# -- stop strings ------------------------------------------------------------------------------------------------------
+
+ALPHABET = st.text("ab", max_size=30)
+
+
+@given(
+    ALPHABET, st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.lists(st.integers(0, 5)), st.booleans()
+)
+@settings(deadline=None)
+def test_the_first_complete_stop_string_cuts_the_text_however_it_is_cut_into_pieces(text, stops, sizes, include):
+    ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
+    end, _, expected = min(ends, default=(len(text), 0, None))
+    cut = end if include or expected is None else end - len(expected)
+    found, start = StopStrings(stops, include), 0
+    shown = ""
+    for size in [*sizes, len(text)]:
+        shown += found.feed(text[start : start + size])
+        start += size
+        assert text[:cut].startswith(shown)
+    shown += found.finish()
+    assert shown == text[:cut] and found.matched == expected
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back():
+    stops = StopStrings(["\nUser:", "END"])
+    assert [stops.feed(text) for text in ("a", "\nUse", "ful", " E", "N", "D")] == ["a", "", "\nUseful", " ", "", ""]
+    assert stops.matched == "END" and stops.feed("more") == ""
