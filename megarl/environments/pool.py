@@ -101,9 +101,15 @@ class EnvironmentPool:
         self._ask(episode)
 
     def take_up(
-        self, number: int, task: Task, environment: str | None, key: str | None, texts: Sequence[TurnText],
-        observations: Sequence[Observation], tools: Sequence[dict] = (),
-    ) -> list[Turn]:  # fmt: skip
+        self,
+        number: int,
+        task: Task,
+        environment: str | None,
+        key: str | None,
+        texts: Sequence[TurnText],
+        observations: Sequence[Observation],
+        tools: Sequence[dict] = (),
+    ) -> list[Turn]:
         """Goes on with a replayable episode whose turns have all been answered; its next turn gets an environment.
 
         Args:
@@ -178,9 +184,10 @@ class EnvironmentPool:
         found = self.journal.find(episode.key, episode.turns) if self.journal and episode.key else None
         if found is not None:
             self._leave_process(episode)  # its environment has not seen this turn
-            self._report(episode, found.observation, found.tools, from_journal=True)
+            answer = Answer(episode.number, 0, found.observation, found.tools, episode.replayable, 0.0)
+            self._report(episode, answer, from_journal=True)
         elif episode.is_lost:
-            self._report(episode, None, failure="its process ended, and the environment cannot be replayed")
+            self._fail(episode, "its process ended, and the environment cannot be replayed")
         else:
             self._send(episode)
 
@@ -247,7 +254,7 @@ class EnvironmentPool:
             episode.is_suspect = False
             if self.journal is not None and episode.key and episode.replayable and not answer.is_agent:
                 self.journal.add(episode.key, episode.turns, JournalEntry(answer.observation, answer.tools))
-            self._report(episode, answer.observation, answer.tools, answer.seconds, is_agent=answer.is_agent)
+            self._report(episode, answer)
         elif answer.is_stuck:
             episode.is_suspect = True
             self._retire(process)
@@ -280,7 +287,7 @@ class EnvironmentPool:
         episode.failures += 1
         episode.late += is_late
         if episode.failures > self.options.retries or (episode.turns and not episode.replayable):
-            self._report(episode, None, failure=reason)
+            self._fail(episode, reason)
         else:
             episode.restarts += 1
             self._send(episode)
@@ -308,18 +315,26 @@ class EnvironmentPool:
         for process in {e.process for e in self._pending.values() if e.deadline <= now}:
             self._lose(process, f"no answer within {self.options.timeout:g} s, and its process hung", is_late=True)
 
-    def _report(
-        self, episode: _Episode, observation: Observation | None, tools: Sequence[dict] = (), seconds: float = 0.0,
-        failure: str | None = None, from_journal: bool = False, is_agent: bool = False,
-    ):  # fmt: skip
+    def _fail(self, episode: _Episode, reason: str):
+        self._report(episode, Answer(episode.number, 0, None, [], episode.replayable, 0.0, reason))
+
+    def _report(self, episode: _Episode, answer: Answer, from_journal: bool = False):
         turn = episode.turns[-1] if episode.turns else None
         if turn is None:
-            episode.tools = list(tools)
-        if turn is not None and observation is not None:
-            episode.observations.append(observation)
+            episode.tools = list(answer.tools)
+        if turn is not None and answer.observation is not None:
+            episode.observations.append(answer.observation)
         event = Event(
-            number=episode.number, observation=observation, failure=failure, tools=list(tools), turn=turn,
-            seconds=seconds, replayed=episode.restarts, late=episode.late, from_journal=from_journal,
-            replayable=episode.replayable, is_agent=is_agent,
-        )  # fmt: skip
+            number=episode.number,
+            observation=answer.observation,
+            failure=answer.failure,
+            tools=list(answer.tools),
+            turn=turn,
+            seconds=answer.seconds,
+            replayed=episode.restarts,
+            late=episode.late,
+            from_journal=from_journal,
+            replayable=episode.replayable,
+            is_agent=answer.is_agent,
+        )
         self._events.append(event)

@@ -19,8 +19,7 @@ from megarl.environments.agents.agent import Agent, as_agent
 from megarl.environments.agents.session import Late, Session
 from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
 from megarl.environments.loading import load_factory
-from megarl.environments.protocol import Environment, Observation, resolved
-from megarl.environments.validation import checked
+from megarl.environments.protocol import Environment, Observation, checked, resolved
 from megarl.user_code import place_of
 from megarl.user_results import is_async, shown_error
 

@@ -61,7 +61,7 @@ class Endpoint:
     @classmethod
     async def open(cls, session: Session) -> "Endpoint":
         """Opens the endpoint of a session."""
-        app = _KeyCheck(application(), session)
+        app = _with_key(application(), session)
         config = uvicorn.Config(app, **SERVER)
         config.load()
         state = ServerState()
@@ -81,20 +81,19 @@ class Endpoint:
             task.cancel()
 
 
-class _KeyCheck:
-    """Lets requests with the session's key pass."""
+def _with_key(app, session: Session):
+    """The application for requests with the session's key."""
 
-    def __init__(self, app, session: Session):
-        self._app, self._session = app, session
-
-    async def __call__(self, scope, receive, send):
+    async def answer(scope, receive, send):
         if scope["type"] != "http":
             return None
         try:
-            check_key(scope["headers"], self._session)
+            check_key(scope["headers"], session)
         except RequestError as error:
             return await error_response(error, scope["path"])(scope, receive, send)
-        return await self._app({**scope, "session": self._session}, receive, send)
+        return await app({**scope, "session": session}, receive, send)
+
+    return answer
 
 
 def check_key(headers: Headers, session: Session):

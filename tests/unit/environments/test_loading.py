@@ -2,8 +2,7 @@
 
 import pytest
 
-from megarl.environments.check import check_factories
-from megarl.environments.loading import BUILT_IN
+from megarl.environments.loading import BUILT_IN, check_factories
 from megarl.errors import UsageError
 
 ODD = "tests.helpers.odd_environments"
