@@ -117,14 +117,7 @@ DetokenizeResponse = _answer("DetokenizeResponse", "Answer of /detokenize.", pro
 # -- the server --------------------------------------------------------------------------------------------------------
 
 ModelCard = _answer(
-    "ModelCard",
-    "A model.",
-    id=str,
-    object=Literal["model"],
-    created=int,
-    owned_by=str,
-    root=str,
-    max_model_len=int,
+    "ModelCard", "A model.", id=str, object=Literal["model"], created=int, owned_by=str, root=str, max_model_len=int
 )
 ModelList = _answer("ModelList", "Answer of /v1/models.", object=Literal["list"], data=list[ModelCard])
 TokenizerInfo = _answer(

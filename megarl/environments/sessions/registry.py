@@ -33,11 +33,7 @@ class OpenSession:
     def facts(self) -> dict[str, Any]:
         """Which episode it is: its group, its place in it, and whether it belongs to an evaluation."""
         group, _, sample = (self.offer.key or "").rpartition("/")
-        return {
-            "group": group or None,
-            "sample": int(sample) if sample else None,
-            "evaluation": self.offer.key is None,
-        }
+        return {"group": group or None, "sample": int(sample) if sample else None, "evaluation": self.offer.key is None}
 
 
 class Registry:
