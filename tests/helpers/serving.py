@@ -4,6 +4,7 @@ The leader is a real peer on a real socket that says what is in `megarl.serving.
 answers what its script says. It runs in a thread, which is joined at the end.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,11 +15,13 @@ import httpx
 import openai
 
 from megarl.child_process import Child
-from megarl.data.conversations import build_encoder
+from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.serving import Serving
 from megarl.serving import links
+from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
+from megarl.serving.context import ServingContext
 from megarl.serving.replica_messages import (
     Control,
     Controlled,
@@ -233,3 +236,24 @@ def served(folder, script=None, **settings):
 def openai_client(server: Served) -> openai.OpenAI:
     """OpenAI's client of a server without keys, as a context."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT, max_retries=0)
+
+
+# -- the application without leaders and without a process -------------------------------------------------------------
+
+
+def without_leaders(folder) -> ServingContext:
+    """The state of a server to which no leader has come."""
+    path = small_tokenizers.chatml(folder / "tokenizer")
+    encoder = Encoder(build_tokenizer("HuggingFaceTokenizer", path))
+    return ServingContext(FrontendConfig(encoder, 100, 100, vocab_size=304))
+
+
+def posted(context: ServingContext, **body) -> httpx.Response:
+    """The answer to a request for completions."""
+
+    async def post():
+        transport = httpx.ASGITransport(build_app(context))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post("/v1/completions", json=body)
+
+    return asyncio.run(post())

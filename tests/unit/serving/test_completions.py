@@ -7,7 +7,7 @@ import pytest
 
 from megarl.serving.responses import CompletionResponse
 from megarl.serving.sampling import stream_key
-from tests.helpers.serving import Answers, Served, openai_client
+from tests.helpers.serving import Answers, Served, openai_client, posted, without_leaders
 
 ANSWERS = {"smile": "a\U0001f600b", "turns": "one\nUser: two", "double": "é" * 5, "list": "1, 2, 3"}
 
@@ -176,3 +176,18 @@ def test_typed_errors_of_the_client(client):
         client.completions.create(model="tiny", prompt="a", temperature=3)
     with pytest.raises(openai.NotFoundError, match="'other'"):
         client.completions.create(model="other", prompt="a")
+
+
+def fail(*_):
+    raise RuntimeError("secret prompt")
+
+
+@pytest.mark.parametrize("body, status, message", [
+    ({"prompt": "a"}, 503, "the server is starting"), ({"prompt": ["a"] * 4096, "n": 2}, 400, "prompts times n"),
+    ({"prompt": "a", "n": 10**6}, 400, "n"),
+])  # fmt: skip
+def test_what_has_no_place_is_refused_before_it_is_tokenized(body, status, message, tmp_path):
+    context = without_leaders(tmp_path)
+    context.encoder.tokenizer.encode = context.encoder.tokenizer.encode_batch = fail
+    answer = posted(context, **body)
+    assert answer.status_code == status and answer.json()["error"]["message"].startswith(message)

@@ -25,6 +25,7 @@ from megarl.environments.agents import anthropic_messages, openai_responses
 from megarl.environments.agents import openai_chat as agent_chat
 from megarl.environments.calls import Reply, canonical
 from megarl.environments.turn_parsing import parse_turn
+from megarl.serving import schemas
 from megarl.serving.chat_core import conversation
 from megarl.serving.errors import RequestError, validation_error
 from megarl.serving.schemas import ChatCompletionRequest
@@ -292,3 +293,24 @@ def test_an_answer_that_anthropics_client_sends_back_is_the_policys_own_turn():
         ask, refused = outcome(DIALECTS["messages"], {"model": "m", "max_tokens": 9, "messages": messages})
         assert not refused
         assert canonical(ask.messages[1]) == canonical(REPLY.message) and ask.messages[1]["reasoning_content"] == "so"
+
+
+# -- what is long ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model, name, value", [
+    (schemas.DetokenizeRequest, "tokens", [-1] * 99), (schemas.CompletionRequest, "prompt", [-1] * 99),
+    (schemas.CompletionRequest, "prompt", [[-1] * 9] * 99), (schemas.CompletionRequest, "prompt", [1.5] * 99),
+    (schemas.GenerateRequest, "input_ids", [["a"] * 9] * 99), (schemas.GenerateRequest, "key", ["a"] * 99),
+])  # fmt: skip
+def test_a_long_list_of_wrong_items_has_few_errors(model, name, value):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({"input_ids": [1], name: value} if model is schemas.GenerateRequest else {name: value})
+    assert caught.value.error_count() <= 4
+
+
+def test_free_json_has_a_number_of_values():
+    assert schemas.check_json([[1] * 100] * 100) and schemas.check_json({"a": "x" * 10**6})
+    for value in ([1] * 2**17, [[1] * 2**10] * 2**7):
+        with pytest.raises(ValueError, match="more than 65536 values"):
+            schemas.check_json(value)

@@ -1,4 +1,4 @@
-"""/v1/chat/completions of a policy whose marks of tool calls and thoughts are special tokens."""
+"""Chat answers, whole and streamed, of a policy whose marks of tool calls and thoughts are special tokens."""
 
 import json
 
