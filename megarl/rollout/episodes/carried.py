@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.batch import Batch
-from megarl.environments.protocol import Observation
-from megarl.environments.validation import checked
+from megarl.environments.protocol import Observation, checked
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEpisode

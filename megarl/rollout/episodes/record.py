@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Any
 
-from megarl.environments.protocol import Observation
-from megarl.environments.validation import checked
+from megarl.environments.protocol import Observation, checked
 from megarl.rollout.episodes.client import PlayedTurns
 from megarl.rollout.episodes.episode import Episode
 from megarl.rollout.episodes.message_tree import MessageTree
