@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import integrity, resume, run_state
+from megarl.checkpoint import folders, resume
 from megarl.checkpoint.resume import PROMPTS
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
@@ -49,7 +49,7 @@ class RLTrainer(Trainer):
         inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config), folder=config.settings.save)
         super().__init__(config, mesh, inputs, timers, config.settings.best_metric or ACCURACY)
         if inputs.saved_rollouts:
-            damaged = integrity.find_damage(inputs.saved_rollouts.folders, "--load-rollouts")
+            damaged = folders.find_damage(inputs.saved_rollouts.folders, "--load-rollouts")
             for folder, problem in damaged.items():
                 raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
@@ -351,7 +351,7 @@ class RLTrainer(Trainer):
 
     def _resume(self):
         folder, manifest = self.inputs.resume, self.inputs.manifest
-        loaded = run_state.load(folder, self.mesh, self._states(loading=True))
+        loaded = resume.load_states(folder, self.mesh, self._states(loading=True))
         self.restore_progress(self.batcher.order)
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])

@@ -251,10 +251,11 @@ def test_groups_that_wait_must_be_there(folder):
 
 def generates_late(rank: int, parsed) -> list[bool]:
     """Whether rank 0 had opened the run's folder whenever this rank began to generate."""
-    from megarl.checkpoint import branch
+    from megarl.checkpoint import earlier_run
     from megarl.rollout.batcher import RolloutBatcher
 
-    store, begin, generate = dist.distributed_c10d._get_default_store(), branch.begin, RolloutBatcher.generate
+    store = dist.distributed_c10d._get_default_store()
+    begin, generate = earlier_run.begin_branch, RolloutBatcher.generate
     found = []
 
     def slow(*args):
@@ -266,7 +267,7 @@ def generates_late(rank: int, parsed) -> list[bool]:
         found.append(store.check(["opened"]))
         return generate(batcher, step)
 
-    branch.begin, RolloutBatcher.generate = slow, noted
+    earlier_run.begin_branch, RolloutBatcher.generate = slow, noted
     in_world(rank, "rl", parsed)
     return found
 
