@@ -12,7 +12,10 @@ from megarl.rollout.requests import unknown_routes
 
 
 def episodes_to_batch(
-    episodes: Iterable[Episode], empty_routes: Tensor | None = None, has_forced: bool = False
+    episodes: Iterable[Episode],
+    empty_routes: Tensor | None = None,
+    has_forced: bool = False,
+    version: int | None = None,
 ) -> Batch:
     """The episodes of a replica in ascending order of their numbers; only what the policy has chosen is in the mask.
 
@@ -20,6 +23,7 @@ def episodes_to_batch(
         episodes: they have ended, or a later round continues them.
         empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
         has_forced: turns have a thinking budget.
+        version: of the policy, for the tokens of this round; None: the batch has no versions.
     """
     ordered = sorted(episodes, key=lambda episode: episode.number)
     lengths = [len(episode.tokens) for episode in ordered]
@@ -31,6 +35,8 @@ def episodes_to_batch(
     }
     if has_forced:
         fields["forced"] = torch.zeros(sum(lengths), dtype=torch.bool)
+    if version is not None:
+        fields["versions"] = torch.full((sum(lengths),), version, dtype=torch.int32)
     routes = None
     if empty_routes is not None:
         routes = torch.cat([empty_routes, *(_routes(episode, empty_routes) for episode in ordered)])
@@ -65,6 +71,9 @@ def _fill(episode: Episode, fields: dict[str, Tensor]):
         last = begin_forced if end_forced == end else end  # after the last token that the policy has chosen
         fields["turn_rewards"][last - 1] = reward
     fields["row_starts"][episode.row_starts] = True
+    for start, versions in episode.known_versions if "versions" in fields else ():
+        if start + len(versions) <= len(episode.tokens):  # an episode that failed has lost its turns
+            fields["versions"][start : start + len(versions)] = torch.tensor(versions, dtype=torch.int32)
 
 
 def _routes(episode: Episode, empty_routes: Tensor) -> Tensor:

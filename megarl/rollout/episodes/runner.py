@@ -172,12 +172,12 @@ class EpisodeRunner:
         numbers, lengths = torch.tensor(found, dtype=torch.int64).view(-1, 2).unbind(1)
         return numbers, lengths
 
-    def settle(self, limit: int | None, empty_routes: Tensor | None = None) -> Batch:
+    def settle(self, limit: int | None, empty_routes: Tensor | None = None, version: int | None = None) -> Batch:
         """Ends the round: cuts its episodes to `limit` new tokens, None: to none; returns them as a batch, in which
         some may not have ended. A collective of the replica leaders.
 
         Args:
-            empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
+            empty_routes, version: as of `episodes_to_batch`.
 
         Raises:
             TooManyFailures: environments failed in more of the latest episodes than `--environment-max-failures`
@@ -190,7 +190,7 @@ class EpisodeRunner:
             self._end_round(self.client)
         if played.is_training and self.settings.partial_rollouts:
             self.carried.add(played.episodes)
-        batch = episodes_to_batch(played.episodes, empty_routes, self.limits.thinking is not None)
+        batch = episodes_to_batch(played.episodes, empty_routes, self.limits.thinking is not None, version)
         for episode in played.episodes:
             episode.routes = None  # they are large, and the batch has them
         return batch
@@ -247,7 +247,7 @@ class EpisodeRunner:
     ) -> Episode:
         """Makes an episode or continues that of an earlier round; on the leader, with its environment."""
         asked, key = requests.prompt_of(number), _key_in(requests, number) if is_training else None
-        before = self.carried.get(key) if key is not None and asked.partial else None
+        before = self.carried.get(key) if key is not None and asked.lengths else None
         if self.client is not None:
             prompt, task = prompts[asked.line], self.task(requests, number, prompts[asked.line])
             if before is None:
