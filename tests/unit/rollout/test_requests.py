@@ -104,9 +104,7 @@ def test_forced_tokens_are_not_the_policys():
         assert [mask.tolist()[-new:] for mask in masks] == expected
         # What an earlier round has written is as it was.
         assert [int(mask[:-new].sum()) for mask in masks] == [before, 1, 0, 0]
-        assert (
-            batch.rollout_logprobs.sum() == -5 * (before + 1) - 4 * new
-        )  # the engine gives forced ones 0
+        assert batch.rollout_logprobs.sum() == -5 * (before + 1) - 4 * new  # the engine gives forced ones 0
         for i, request in enumerate(asked.build(range(4))):
             assert request.thinking == _Rule() and request.start == (3 if i < 2 else 1)
 
