@@ -9,6 +9,7 @@ again, with the answers of their environments from the journal, and generates on
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -16,6 +17,7 @@ import platform
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,11 +29,10 @@ from megarl.errors import warn
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.files import step_name, step_of
-from megarl.rollout import bank_file
-from megarl.rollout.bank_file import DamagedRecord, Entry
+from megarl.rollout import response_log
 from megarl.rollout.requests import RoundRequests
+from megarl.rollout.response_log import SUFFIX, DamagedRecord, Entry, Record
 
-SUFFIX = ".bank"
 NOBODY = 1 << 40  # stands for the dp rank of a response that no replica has
 
 
@@ -41,10 +42,36 @@ def numerics() -> tuple:
     return torch.__version__, platform.machine(), processor
 
 
+def pack(identity: str, number: int, completion: Completion) -> bytes:
+    """The record of a response. `identity`: of its request; `number`: its sequence id in the round."""
+    fields = {
+        "tokens": torch.tensor(completion.tokens, dtype=torch.int32),
+        "rollout_logprobs": torch.tensor(completion.logprobs, dtype=torch.float32),
+    }
+    if completion.routes is not None:
+        fields["routes"] = completion.routes.cpu()
+    facts = {"identity": identity, "number": number, "finished": completion.finished}
+    return response_log.packed(facts, fields)
+
+
+def unpack(record: Record) -> Completion:
+    """The response of a record. DamagedRecord if it holds none."""
+    fields, finished = record.fields, record.facts.get("finished")
+    tokens, logprobs, routes = (fields.get(name) for name in ("tokens", "rollout_logprobs", "routes"))
+    if tokens is None or logprobs is None or not isinstance(finished, bool):
+        raise DamagedRecord("it holds no response")
+    kinds = (tokens.dtype, logprobs.dtype, None if routes is None else routes.dtype)
+    if kinds not in ((torch.int32, torch.float32, of_routes) for of_routes in (None, torch.int16)):
+        raise DamagedRecord("its types do not fit")
+    if tokens.dim() != 1 or logprobs.shape != tokens.shape:
+        raise DamagedRecord("its sizes do not fit")
+    return Completion(tokens.tolist(), logprobs.tolist(), finished, routes)
+
+
 class RolloutBank:
     """The bank on one rank of the rollout. Replica leaders read and write files; methods are collectives of the role.
 
-    A file `step_N/W-A.bank` was written by replica W in the step's A-th attempt. Replica R of n reads the files with
+    A file `step_N/W-A.log` was written by replica W in the step's A-th attempt. Replica R of n reads the files with
     W mod n = R, so no two replicas read the same file, and all files are read in any layout.
     """
 
@@ -71,10 +98,9 @@ class RolloutBank:
         self._set_common(common, routes)
         if step != self._step:
             self._begin(step)
-        bodies = self._matching() if self.role_groups.is_leader else []
-        completions = {}
-        for body in self.role_groups.broadcast_object(bodies):
-            _, number, completion = bank_file.unpack(body)
+        found = self._matching() if self.role_groups.is_leader else []
+        completions: dict[int, Completion] = {}
+        for number, completion in self.role_groups.broadcast_object(found):
             completions.setdefault(number, completion)
         owners = torch.full((len(requests),), NOBODY, dtype=torch.int64, device=device.device())
         owners[list(completions)] = self.role_groups.dp_rank
@@ -112,9 +138,9 @@ class RolloutBank:
         try:
             if self._file is None:
                 self._file = self._create()
-            bank_file.append(self._file, bank_file.pack(self._identity(request), number, completion))
+            response_log.append(self._file, pack(self._identity(request), number, completion))
         except OSError as error:
-            reason = error.strerror or error  # numpy's errors have none
+            reason = error.strerror or error
             warn([f"--rollout-bank {self.folder}: the responses of step {self._step} are not kept: {reason}"])
             self._is_full = True
 
@@ -133,7 +159,7 @@ class RolloutBank:
 
     def _set_common(self, common: tuple, routes: torch.Tensor | None):
         """`common`, `routes`: as of `take`."""
-        self._common, self._routes = bank_file.hash_of(repr((common, numerics())).encode()), routes
+        self._common, self._routes = response_log.hash_of(repr((common, numerics())).encode()), routes
 
     def _begin(self, step: int):
         """Closes the file of the last step and looks for records of earlier attempts."""
@@ -144,9 +170,14 @@ class RolloutBank:
             return
         for path in self._files_to_read(self._folder_of(step)):
             try:
-                self._found += bank_file.entries(path)
+                if path.is_symlink():
+                    raise OSError(0, "it is a link")
+                self._found += response_log.intact(path, functools.partial(self._warn, path))
             except OSError as error:
-                warn([f"--rollout-bank {path}: is ignored: {error.strerror}"])
+                self._warn(path, f"is ignored: {error.strerror}")
+
+    def _warn(self, path: Path, problem: str):
+        warn([f"--rollout-bank {path}: {problem}"])
 
     def close(self):
         if self._file is not None:
@@ -178,41 +209,42 @@ class RolloutBank:
                 continue
         raise AssertionError("counting never ends")
 
-    def _identity(self, request: GenerationRequest) -> bytes:
+    def _identity(self, request: GenerationRequest) -> str:
         named: tuple = request.key, request.max_new_tokens, request.prompt
         if request.stops is not None:  # of an agent
             named = *named, request.stops.stops
-        return bank_file.hash_of(self._common + repr(named).encode())
+        return response_log.hash_of(self._common + repr(named).encode()).hex()
 
-    def _matching(self) -> list[bytes]:
-        """Bodies of the records that answer requests of this round; keeps the other records for later rounds."""
-        bodies, left = [], []
+    def _matching(self) -> list[tuple[int, Completion]]:
+        """What the bank has for requests of this round, by their numbers; keeps the other records for later rounds."""
+        found, left = [], []
         for entry in self._found:
-            request = self._request(entry.number)
-            if request is None or self._identity(request) != entry.identity:
+            number = entry.facts.get("number")
+            request = self._request(number)
+            if request is None or self._identity(request) != entry.facts.get("identity"):
                 left.append(entry)
                 continue
-            if (body := self._read(entry, request)) is not None:
-                bodies.append(body)
+            if (completion := self._read(entry, request)) is not None:
+                found.append((number, completion))
         self._found = left
-        return bodies
+        return found
 
-    def _request(self, number: int) -> GenerationRequest | None:
-        """A request that this replica may take, with tokens left to generate."""
+    def _request(self, number: Any) -> GenerationRequest | None:
+        """A request that this replica may take, with tokens left to generate; None if the number names none."""
         requests = self._requests
-        if not 0 <= number < len(requests) or not requests.limits[number]:
+        if not isinstance(number, int) or not 0 <= number < len(requests) or not requests.limits[number]:
             return None
         if requests.prompt_of(number).dp_rank not in (None, self.role_groups.dp_rank):
             return None
         return requests.build([number])[0]
 
-    def _read(self, entry: Entry, request: GenerationRequest) -> bytes | None:
-        """The body of a record; None if it is damaged, or cannot be what the engine answers to a request."""
+    def _read(self, entry: Entry, request: GenerationRequest) -> Completion | None:
+        """What a record has; None if it is damaged, or cannot be what the engine answers to a request."""
         try:
-            body = bank_file.read(entry)
-            return body if self._answers(request, bank_file.unpack(body)[2]) else None
+            completion = unpack(entry.read())
+            return completion if self._answers(request, completion) else None
         except (DamagedRecord, OSError) as error:
-            warn([f"--rollout-bank {entry.path}: {error}"])
+            self._warn(entry.path, str(error))
             return None
 
     def _answers(self, request: GenerationRequest, completion: Completion) -> bool:
@@ -236,7 +268,7 @@ class TurnBank(RolloutBank):
     """
 
     _count = 0  # turns that earlier attempts have left; the same on all ranks of a replica
-    _by_identity: dict[bytes, Entry]  # of them, on the leader
+    _by_identity: dict[str, Entry]  # of them, on the leader
 
     def begin_round(self, step: int, common: tuple, routes: Tensor | None):
         """Reads what earlier attempts of the step have left. Arguments as of `take`. A collective of the replica."""
@@ -244,7 +276,7 @@ class TurnBank(RolloutBank):
         if step == self._step:
             return
         self._begin(step)
-        self._by_identity, self._found = {entry.identity: entry for entry in self._found}, []
+        self._by_identity, self._found = {str(entry.facts.get("identity")): entry for entry in self._found}, []
         self._count = self.role_groups.broadcast_number(len(self._by_identity))
         if self._count:
             self._say(f"{self._count} turns")
@@ -256,12 +288,12 @@ class TurnBank(RolloutBank):
         """The turns that the bank has, by the numbers of their requests. A collective of the replica."""
         if not self._count:
             return {}
-        bodies = []
+        found = {}
         for number, request in requests if self.role_groups.is_leader else ():
             entry = self._by_identity.get(self._identity(request))
-            if entry is not None and (body := self._read(entry, request)) is not None:
-                bodies.append((number, body))
-        return {number: bank_file.unpack(body)[2] for number, body in self.role_groups.broadcast_object(bodies)}
+            if entry is not None and (completion := self._read(entry, request)) is not None:
+                found[number] = completion
+        return self.role_groups.broadcast_object(found)
 
     def keep(self, request: GenerationRequest, completion: Completion):
         """Appends a turn, unless a round has cut it. Not a collective."""

@@ -65,7 +65,7 @@ def kill(save: Path, flags: str, size: int, killed_at: tuple[int, int, int]) -> 
     ended = f"rank {killed_at[0]} of {size} ended with exit code -9"
     with pytest.raises(RankFailed, match=ended if size == 1 else f"{ended}|[Cc]onnection"):
         run(save, flags, size, killed_at)
-    return sorted(save.with_name(f"{save.name}-bank").glob(f"step_{killed_at[1]:08d}/*.bank"))
+    return sorted(save.with_name(f"{save.name}-bank").glob(f"step_{killed_at[1]:08d}/*.log"))
 
 
 def resume(save: Path, flags: str, size: int = 1) -> Counter:
@@ -115,7 +115,7 @@ def test_a_killed_generation_is_completed(case, folder, tmp_path):
 def test_another_layout_uses_what_replicas_have_generated(folder, tmp_path):
     (expected, _), save = whole(folder, ""), tmp_path / "run"
     files = kill(save, STATIC, 2, (1, 2, 3))
-    assert [path.name for path in files][-1] == "00001-000.bank"
+    assert [path.name for path in files][-1] == "00001-000.log"
     assert resume(save, "")[2] <= COUNT - 3
     assert samples(save, 2) == samples(expected, 2)
 
@@ -133,11 +133,11 @@ def test_damaged_records_are_generated_again(folder, tmp_path, capfd):
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
-    path.with_name("00000-001.bank").symlink_to(path)
+    path.with_name("00000-001.log").symlink_to(path)
     assert resume(save, "")[2] == COUNT - 4
     assert_same_results(save, expected)
     err = capfd.readouterr().err
-    assert "is damaged: its checksum is wrong" in err and "00000-001.bank: is ignored" in err
+    assert "is damaged: its checksum is wrong" in err and "00000-001.log: is ignored" in err
     assert f"megarl: step 2: 4 of 12 responses are in {save}-bank" in err
 
 

@@ -74,7 +74,7 @@ def test_turns_of_a_killed_run_are_not_generated_again(case, tmp_path):
     with pytest.raises(RankFailed, match="ended with exit code -9|[Cc]onnection"):
         run(save, environment, flags, size, killed_at)
     _, step, number = killed_at
-    assert set(metrics(save)) == {1} and list(tmp_path.glob(f"run-bank/step_{step:08d}/*.bank"))
+    assert set(metrics(save)) == {1} and list(tmp_path.glob(f"run-bank/step_{step:08d}/*.log"))
     again = run(save, environment, f"{flags} --load {save}", size)
     assert 0 < again[step] <= counts[step] - number
     assert size > 1 or flags == PARTIAL or again[step] == counts[step] - number  # how far others come is the clock's
