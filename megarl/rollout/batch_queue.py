@@ -1,11 +1,12 @@
 """The batches that the rollout has generated and training has not ended."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megarl.batch import Batch
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.rollout.group_buffer import GroupBuffer
+from megarl.rollout.response_log import Record
 
 
 class BatchQueue:
@@ -41,21 +42,21 @@ class BatchQueue:
         """The steps whose batches it holds, ascending."""
         return [step for step, groups in self._batches.items() if groups is not None]
 
-    def to_bytes(self) -> Iterator[tuple[int, bytes | None]]:
-        """(step, `GroupBuffer.to_bytes`) of each batch. Collective."""
+    def to_records(self) -> Iterator[tuple[int, Record | None]]:
+        """(step, `GroupBuffer.to_record`) of each batch. Collective."""
         for step in self.steps():
-            yield step, self._batches[step].to_bytes()
+            yield step, self._batches[step].to_record()
 
-    def load(self, step: int, through: int, files: dict[int, list[tuple[bytes, str]]], version: int):
-        """Loads the batches of the steps after `step`, of which `files` are those that have one, up to `through`.
+    def load(self, step: int, through: int, records: dict[int, Iterable[Record]], version: int):
+        """Loads the batches of the steps after `step`, of which `records` are those that have one, up to `through`.
 
-        `version`: as of `GroupBuffer.from_bytes`.
+        `version`: as of `GroupBuffer.load`.
 
         Raises:
-            UsageError: as of `GroupBuffer.from_bytes`.
+            UsageError: as of `GroupBuffer.load`.
         """
         self.through = through
         for number in range(step + 1, through + 1):
-            self._batches[number] = groups = self._like.empty() if number in files else None
+            self._batches[number] = groups = self._like.empty() if number in records else None
             if groups is not None:
-                groups.from_bytes(files[number], version)
+                groups.load(records[number], version)

@@ -7,10 +7,9 @@ episodes.
 """
 
 import dataclasses
-import io
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
-from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import FAILED, Episode
@@ -33,6 +31,7 @@ from megarl.rollout.requests import (
     episode_keys,
     groups_of,
 )
+from megarl.rollout.response_log import Record
 from megarl.rollout.waiting_groups import VERSIONS
 
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
@@ -181,40 +180,39 @@ class PartialRolloutBuffer:
         dropped, self.dropped = self.dropped, 0
         return {"rollout/carried_groups": len(self), "rollout/dropped_groups": dropped}
 
-    def to_bytes(self) -> bytes | None:
-        """This replica's state for `from_bytes`, on its leader; None on other ranks or without responses, but for the
+    def to_record(self) -> Record | None:
+        """This replica's state for `load`, on its leader; None on other ranks or without responses, but for the
         first replica."""
         role_groups, responses = self.mesh[ROLLOUT], self.rows
         if not role_groups.is_leader or (role_groups.dp_rank and not len(responses)):
             return None
         fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
-        groups, file = [(each.line, each.draw_index, each.step) for each in self._requests], io.BytesIO()
+        groups = [(each.line, each.draw_index, each.step) for each in self._requests]
+        facts: dict[str, Any] = {"version": self.version, "samples": self.samples, "groups": groups}
         sizes = [each.samples for each in self._requests]
         if {*sizes} - {self.samples}:  # of files with sizes of their own
-            fields["sizes"] = sizes
+            facts["sizes"] = sizes
         if self.episodes is not None:
             keys = episode_keys(self._requests)
-            fields["episodes"] = self.episodes.to_json(keys[i] for i in responses.sequence_ids.tolist())
-        torch.save({"version": self.version, "samples": self.samples, "groups": groups, **fields}, file)
-        return file.getvalue()
+            facts["episodes"] = self.episodes.facts(keys[i] for i in responses.sequence_ids.tolist())
+        return Record(facts, fields)
 
-    def from_bytes(self, files: Iterable[tuple[bytes, str]]):
+    def load(self, records: Iterable[Record]):
         """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
         Args:
-            files: state of each replica that saved it, and start of the message if it is damaged or unsafe.
+            records: of each replica that saved one.
 
         Raises:
-            UsageError: damaged data, the run has no partial rollouts, another group size, or too small length limits.
+            UsageError: the run has no partial rollouts, another group size, or too small length limits.
         """
         s, role_groups = self.settings, self.mesh[ROLLOUT]
         own: list[Batch] = []
         prompt = response = 0
-        for data, where in files:
-            fields = load_plain(data, where)
-            version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
-            facts, sizes = fields.pop("episodes", None), fields.pop("sizes", [samples] * len(groups))
-            waiting_groups.check_unfinished(len(groups), samples, facts is not None, s)
+        for facts, fields in records:
+            version, samples, groups = (facts[name] for name in ("version", "samples", "groups"))
+            episodes, sizes = facts.get("episodes"), facts.get("sizes", [samples] * len(groups))
+            waiting_groups.check_unfinished(len(groups), samples, episodes is not None, s)
             by_prompt = PromptGroups(sizes)
             if not own:
                 known = torch.zeros(by_prompt.count, 4, dtype=torch.int64)
@@ -228,11 +226,11 @@ class PartialRolloutBuffer:
             if self.episodes is not None:
                 keys, is_own = episode_keys(requests), dp_ranks == role_groups.dp_rank
                 keys = [keys[i] for i in batch.sequence_ids.tolist()]
-                ended = self.episodes.load(facts or "[]", batch, keys, is_own, where)
+                ended = self.episodes.load(episodes or [], batch, keys, is_own)
             known[batch.sequence_ids] = torch.cat([_known(batch, ended), dp_ranks.unsqueeze(1)], 1)
             own.append(batch.select((dp_ranks == role_groups.dp_rank).nonzero().flatten()))
             # The rows of an agent together may fill the room of the longest prompt, too.
-            prompts = batch.prompt_lengths if facts is None else batch.prompt_lengths.clamp(min=s.max_prompt_length)
+            prompts = batch.prompt_lengths if episodes is None else batch.prompt_lengths.clamp(min=s.max_prompt_length)
             prompt = max([prompt, *batch.prompt_lengths.tolist()])
             response = max([response, *(batch.lengths - prompts).tolist()])
         if not s.partial_rollouts:

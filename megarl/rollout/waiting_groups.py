@@ -3,7 +3,6 @@
 from megarl.arguments import Settings
 from megarl.batch import GENERATED, HEADER, SCORED, fields_sent
 from megarl.errors import UsageError
-from megarl.rollout.replica_files import QUEUED_FILE
 
 ENTRY = "waiting_groups"
 QUEUE = "generated_ahead"
@@ -42,11 +41,8 @@ def queue_entry(lag: int, through: int, steps: list[int], version: int) -> dict:
 
 
 def queued(manifest: dict) -> dict:
-    """What a checkpoint says of the batches that were generated ahead, as `queue_entry`; `files`: of the first replica,
-    by step."""
-    step = manifest["step"]
-    found = manifest.get(QUEUE, {"lag": 0, "through": step, "steps": []})
-    return {**found, "files": {number: QUEUED_FILE.format(step=number) for number in found["steps"]}}
+    """What a checkpoint says of the batches that were generated ahead, as `queue_entry`."""
+    return manifest.get(QUEUE, {"lag": 0, "through": manifest["step"], "steps": []})
 
 
 def check(manifest: dict, settings: Settings, has_new_prompts: bool):
@@ -63,12 +59,12 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
             f"--generation-lag {s.generation_lag}: the checkpoint of --load {s.load} holds batches that were generated "
             f"ahead; allowed is --generation-lag {queue['lag']}"
         )
-    if has_new_prompts and (complete or unfinished or queue["files"]):
+    if has_new_prompts and (complete or unfinished or queue["steps"]):
         raise UsageError(
             f"--load-changed-data: the checkpoint of --load {s.load} holds responses to the old "
             "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
         )
-    if complete or queue["files"]:
+    if complete or queue["steps"]:
         check_complete((samples, {*found["fields"]}), (s.samples_per_prompt, batch_fields(s)))
     if complete >= s.prompts_per_step:
         raise UsageError(

@@ -5,7 +5,9 @@ import torch
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.mcore.inference.generation import GenerationRequest
+from megarl.rollout import kept_records
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits
+from megarl.rollout.response_log import Record
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -27,7 +29,7 @@ def responses(groups: list[int], version: int = 0) -> Batch:
 
 
 def carried(rank: int, flags: str) -> tuple:
-    """(its file, lines that this rank holds, requests of the next round) after one round."""
+    """(its record, lines that this rank holds, requests of the next round) after one round."""
     from megarl.comm import role_mesh
     from megarl.rollout.partial_rollouts import PartialRolloutBuffer
     from megarl.rollout.requests import PromptRequest
@@ -38,21 +40,27 @@ def carried(rank: int, flags: str) -> tuple:
     mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
     requests = [PromptRequest(group, (), SAMPLES, 9, 7) for group in range(GROUPS)]
     buffer.keep_unfinished(responses(mine), requests, torch.tensor([1]), 3)
-    data = buffer.to_bytes()
+    data = stored(buffer)
     held = sorted(set(buffer.rows.prompt_ids.tolist()))
     buffer.version = 1
     return data, held, buffer.pop_oldest(2)
 
 
-def resumed(rank: int, files: list[bytes]) -> tuple[bytes, list[int]]:
-    """(the file, lines that this rank holds) after the groups were loaded from files of several replicas."""
+def stored(buffer) -> tuple[bytes, Record]:
+    """The record of the groups, also as it is on disk."""
+    record = buffer.to_record()
+    return kept_records.packed(kept_records.UNFINISHED, record), record
+
+
+def resumed(rank: int, records: list[tuple[bytes, Record]]) -> tuple[tuple[bytes, Record], list[int]]:
+    """(the record on disk, lines that this rank holds) after the groups were loaded from those of several replicas."""
     from megarl.comm import role_mesh
     from megarl.rollout.partial_rollouts import PartialRolloutBuffer
 
     mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
     buffer = PartialRolloutBuffer(mesh, Settings(**SETTINGS))
-    buffer.from_bytes((data, "partial_rollouts.pt") for data in files)
-    return buffer.to_bytes(), sorted(set(buffer.rows.prompt_ids.tolist()))
+    buffer.load(record for _, record in records)
+    return stored(buffer), sorted(set(buffer.rows.prompt_ids.tolist()))
 
 
 def test_each_replica_holds_the_groups_that_it_began():
@@ -65,10 +73,13 @@ def test_each_replica_holds_the_groups_that_it_began():
     two = run_world(carried, 2, "")
     assert [result[1] for result in two] == [[0, 2, 4], [3]]
     files = [result[0] for result in two]
-    assert run_world(resumed, 1, files) == run_world(resumed, 1, [data]) == [(data, held)]
+    for records in (files, [data]):
+        (((found, _), lines),) = run_world(resumed, 1, records)
+        assert (found, lines) == (data[0], held)
     dealt = run_world(resumed, 2, files)
     assert [lines for _, lines in dealt] == [[0, 3], [2, 4]]  # groups 0, 2, 3, 4 in turn
-    assert run_world(resumed, 1, [file for file, _ in dealt]) == [(data, held)]
+    (((found, _), lines),) = run_world(resumed, 1, [record for record, _ in dealt])
+    assert (found, lines) == (data[0], held)
     mine, other = (result[2] for result in two)
     assert mine == popped
     for whole, known in zip(popped, other, strict=True):
