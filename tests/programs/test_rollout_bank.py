@@ -147,7 +147,7 @@ def test_responses_of_another_policy_are_not_used(folder, tmp_path):
     save = tmp_path / "run"
     kill(save, "", 1, (0, 2, 5))
     (expected, _) = whole(folder, "--lr 2e-3")
-    (generated,) = run(save, "--lr 2e-3")
+    (generated,) = run(save, "--lr 2e-3 --overwrite")
     assert generated == {1: COUNT, 2: COUNT}
     assert_same_results(save, expected)
     kill(tmp_path / "hot", "", 1, (0, 1, 5))
