@@ -109,7 +109,6 @@ class RoundRequests:
         self.thinking, self._branching = thinking, branching
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts)  # 0: the response is finished
-        self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
 
     def __len__(self) -> int:
         return len(self.limits)
@@ -133,11 +132,7 @@ class RoundRequests:
 
     def is_open(self, i: int) -> bool:
         """Whether the engine has to generate a response."""
-        return self.limits[i] > 0 and not (self.banked and self.banked[i])
-
-    def bind(self, owners: dict[int, int]):
-        """Has the replicas `owners` (by group) generate these groups."""
-        self.prompts = [p._replace(dp_rank=owners.get(group, p.dp_rank)) for group, p in enumerate(self.prompts)]
+        return self.limits[i] > 0
 
     def assigned_to(self, dp_rank: int, replicas: int) -> list[int]:
         """Ids of a replica if there is no shared queue: groups that it continues, a round-robin share of the others."""

@@ -26,7 +26,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction import layer_of
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
-from megarl.rollout.bank import RolloutBank, TurnBank
+from megarl.rollout.bank import RolloutBank, past_bank
 from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
@@ -109,8 +109,7 @@ class Rollout:
                 weights = HeldWeights(self._weight_sync)
                 self.scheduled = ScheduledRounds(settings, self.role_groups, self.engine, weights, schedule)
             if settings.rollout_bank:
-                kind = RolloutBank if episodes is None else TurnBank
-                self.bank = kind(Path(settings.rollout_bank), self.role_groups, vocab_size)
+                self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
@@ -209,6 +208,9 @@ class Rollout:
             weights = self.scheduled if is_training else None
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
             earliest = wanted if stops_early else None
+            bank = self.bank if is_training else None
+            if bank is not None:
+                bank.begin_round(step, self._bank_key(sampling), routes)
             if self.episodes is not None:
                 self._run_episodes(step, requests, prompt_set, sampling, routes, is_training, earliest, sender)
                 longest = None if earliest is None else self.earliest_groups(None, prompts, earliest)[1]
@@ -218,11 +220,8 @@ class Rollout:
                 if versions is not None:
                     done = {i: with_versions(each, versions.of_weights) for i, each in done.items()}
             else:
-                banked = None
-                if is_training and self.bank is not None:
-                    banked = self.bank.take(step, requests, self._bank_key(sampling), routes, stops_early)
                 early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
-                done = self._run_engine(requests, sampling, records_routes, early_stop, banked, sender)
+                done = self._run_engine(requests, sampling, records_routes, early_stop, bank, sender)
             self._counts.add(self.engine, is_training)
             done |= self._without_new_tokens(requests, routes)
             return completions_to_batch(done, requests, routes, self._version(step, weights, versions))
@@ -254,26 +253,23 @@ class Rollout:
 
     def _run_engine(
         self, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool,
-        early_stop: GroupEarlyStop | None, banked: dict[int, Completion] | None, sender: ResponseSender | None,
+        early_stop: GroupEarlyStop | None, bank: RolloutBank | None, sender: ResponseSender | None,
     ) -> dict[int, Completion]:  # fmt: skip
-        """This replica's completions by sequence id: `banked` ones and new ones; without a bank, `banked` is None."""
+        """This replica's completions by sequence id, of the bank and of the engine."""
         source, queue = self._source(requests, whole_groups=early_stop is not None)
         end_ids, limit = self.ends.ids, queue.share if queue else None
-        done = dict(banked or {})
-        longest = early_stop.longest if early_stop else None
+        longest, done = early_stop.longest if early_stop else None, {}
 
         def ended(i: int, completion: Completion):
+            done[i] = completion
             if early_stop:
                 early_stop.ended(i, completion)
             if sender:
                 sender.send(i, completion.tokens)
 
-        for i, completion in done.items():
-            ended(i, completion)
-        for i, done[i] in self.engine.stream(source, end_ids, sampling, records_routes, limit, longest):
-            ended(i, done[i])
-            if banked is not None:
-                self.bank.add(i, done[i])
+        asked, take_in = past_bank(bank, source, ended)
+        for i, completion in self.engine.stream(asked, end_ids, sampling, records_routes, limit, longest):
+            take_in(i, completion)
         if queue:
             queue.close()
         if early_stop:
@@ -314,12 +310,9 @@ class Rollout:
             weights.begin(step)
         source, queue = self._source(requests, whole_groups=wanted is not None)
         early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
-        bank = self.bank if is_training and isinstance(self.bank, TurnBank) else None
-        if bank is not None:
-            bank.begin_round(step, self._bank_key(sampling), empty_routes)
         self.episodes.run(
             self.engine, source, requests, prompt_set, sampling, empty_routes is not None,
-            queue.share if queue else None, is_training, early_stop, sender, bank,
+            queue.share if queue else None, is_training, early_stop, sender, self.bank if is_training else None,
         )  # fmt: skip
         self._counts.add(self.engine, is_training)
         if queue:

@@ -30,15 +30,15 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
     """
     from megarl.rollout import bank
 
-    add, counts = bank.RolloutBank.add, Counter()
+    keep, counts = bank.RolloutBank.keep, Counter()
 
-    def watched(self, number, completion):
-        add(self, number, completion)
+    def watched(self, request, completion):
+        keep(self, request, completion)
         counts[self._step] += 1
         if (rank, self._step, counts[self._step]) == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    bank.RolloutBank.add = watched
+    bank.RolloutBank.keep = watched
     in_world(rank, "rl", parsed)
     return counts
 
@@ -138,7 +138,7 @@ def test_damaged_records_are_generated_again(folder, tmp_path, capfd):
     assert_same_results(save, expected)
     err = capfd.readouterr().err
     assert "is damaged: its checksum is wrong" in err and "00000-001.log: is ignored" in err
-    assert f"megarl: step 2: 4 of 12 responses are in {save}-bank" in err
+    assert f"megarl: step 2: 4 responses are in {save}-bank" in err
 
 
 @pytest.mark.long

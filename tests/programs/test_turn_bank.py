@@ -30,9 +30,9 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
 
     `killed_at`: (rank, step, turns) after which a rank is killed.
     """
-    from megarl.rollout.bank import TurnBank
+    from megarl.rollout.bank import RolloutBank
 
-    keep, counts = TurnBank.keep, Counter()
+    keep, counts = RolloutBank.keep, Counter()
 
     def watched(self, request, completion):
         keep(self, request, completion)
@@ -40,7 +40,7 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
         if (rank, self._step, counts[self._step]) == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    TurnBank.keep = watched
+    RolloutBank.keep = watched
     in_world(rank, "rl", parsed)
     return counts
 
