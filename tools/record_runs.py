@@ -186,7 +186,7 @@ def _waiting_groups(folder: Path) -> dict[str, str]:
     """Digests of the responses that wait in a checkpoint, of all replicas: which one has a response depends on time."""
 
     from megarl.batch import Batch, concatenate
-    from megarl.rollout.kept_records import GROUPS, UNFINISHED, KeptRecords
+    from megarl.rollout.waiting_groups import GROUPS, UNFINISHED, KeptRecords
 
     found, kept = {}, KeptRecords(folder)
     for name, kind in (("waiting", GROUPS), ("parts", UNFINISHED)):

@@ -28,15 +28,15 @@ from megarl.observe.timers import Timers
 from megarl.plain_files import reading
 from megarl.roles.reward import Reward
 from megarl.roles.reward_metrics import step_metrics
-from megarl.rollout import kept_records, waiting_groups
+from megarl.rollout import waiting_groups
 from megarl.rollout.group_collector import GroupCollector
-from megarl.rollout.kept_records import BATCH, GROUPS, POOLS, UNFINISHED, KeptRecords, packed
 from megarl.rollout.requests import dp_assignment_of
 from megarl.rollout.response_log import Record
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
 from megarl.rollout.saved_rollout import SavedGroupCollector
+from megarl.rollout.waiting_groups import BATCH, GROUPS, POOLS, UNFINISHED, KeptRecords, packed
 
 
 class BatchHeader(NamedTuple):
@@ -114,7 +114,7 @@ class RolloutBatcher:
         """What a checkpoint keeps of generation: this replica's log by name, on its leader; {} if it has no records.
         Collective."""
         records = [packed(*each) for each in self._records() if each[1] is not None]
-        return {kept_records.file_name(self.mesh[ROLLOUT].dp_rank): b"".join(records)} if records else {}
+        return {waiting_groups.file_name(self.mesh[ROLLOUT].dp_rank): b"".join(records)} if records else {}
 
     def _records(self) -> Iterator[tuple[str, Record | None, int | None]]:
         """(kind, record, step) of what this replica keeps, record None of what it does not have. Collective."""
@@ -125,7 +125,7 @@ class RolloutBatcher:
             yield UNFINISHED, self.collector.partial_rollouts.to_record(), None
         role_groups = self.mesh[ROLLOUT]
         if self.collector.pools is not None and role_groups.is_leader and not role_groups.dp_rank:
-            yield POOLS, kept_records.pools_record(self.collector.pools), None
+            yield POOLS, waiting_groups.pools_record(self.collector.pools), None
         for step, record in self.collector.queue.to_records():
             yield BATCH, record, step
 
@@ -147,7 +147,7 @@ class RolloutBatcher:
             return
         step, queue = manifest["step"], waiting_groups.queued(manifest)
         try:
-            where = f"--load {folder / kept_records.FIRST}"
+            where = f"--load {folder / waiting_groups.FIRST}"
             with reading(where, "is damaged"):
                 kept, version = KeptRecords(folder), queue.get("version", 0)
                 queued: dict[int, Iterable[Record]] = {number: kept.read(BATCH, number) for number in queue["steps"]}
@@ -157,7 +157,7 @@ class RolloutBatcher:
                 if kept.has(UNFINISHED):
                     self.collector.partial_rollouts.load(kept.read(UNFINISHED))
                 if self.collector.pools is not None and not has_new_prompts:
-                    kept_records.load_pools(self.collector.pools, kept.read(POOLS), where)
+                    waiting_groups.load_pools(self.collector.pools, kept.read(POOLS), where)
             self.collector.restart(step, queue.get("version", self.collector.partial_rollouts.version))
         except UsageError as error:
             raise UsageError(str(error), self.mesh[ROLLOUT].ranks.start) from None

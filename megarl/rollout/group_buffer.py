@@ -1,11 +1,11 @@
-"""Complete groups that wait until the step's batch is full, and their checkpoint.
+"""Complete groups: those that wait until a step's batch is full, and the batches that training has not ended.
 
 A group is a prompt with its responses. Each sequence stays on the replica of the rollout that generated it, and its
 routes on the ranks that hold the MoE layer. A replica saves its groups with the routes of all layers, so a run with
 another layout can resume.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -108,3 +108,56 @@ class GroupBuffer:
             batch.routes = batch.routes[:, [layers.index(layer) for layer in self.layers]]
         groups = PromptGroups(sizes or [samples] * (1 + max(batch.sequence_ids.tolist(), default=0) // samples))
         return len(batch), sizes, own_share(batch, groups, role_groups)
+
+
+class BatchQueue:
+    """This rank's share of the batches by step. With `--generation-lag` it keeps them on the host for checkpoints."""
+
+    def __init__(self, like: GroupBuffer, keeps: bool):
+        """`like`: a buffer of the same kind of groups; `keeps`: batches stay until `forget`, else until `get`."""
+        self._like, self._keeps = like, keeps
+        self._batches: dict[int, GroupBuffer | None] = {}  # None: the step had too few groups
+        self.through = 0  # the last step for which the rollout has generated
+
+    def put(self, step: int, groups: GroupBuffer | None):
+        """Adds the batch of the next step; None if it has too few groups."""
+        self._batches[step], self.through = groups, step
+
+    def get(self, step: int) -> tuple[Batch, PromptGroups] | None:
+        """(this rank's share of a step's batch, the groups of all replicas); None if the step has none."""
+        groups = self._batches[step]
+        if groups is None:
+            return None
+        batch = groups.batch.to(device.device())
+        if self._keeps:
+            groups.batch = batch.to("cpu")
+        else:
+            del self._batches[step]
+        return batch, PromptGroups(groups.sizes)
+
+    def forget(self, step: int):
+        """Removes the batches up to a step, which training has ended."""
+        self._batches = {number: groups for number, groups in self._batches.items() if number > step}
+
+    def steps(self) -> list[int]:
+        """The steps whose batches it holds, ascending."""
+        return [step for step, groups in self._batches.items() if groups is not None]
+
+    def to_records(self) -> Iterator[tuple[int, Record | None]]:
+        """(step, `GroupBuffer.to_record`) of each batch. Collective."""
+        for step in self.steps():
+            yield step, self._batches[step].to_record()
+
+    def load(self, step: int, through: int, records: dict[int, Iterable[Record]], version: int):
+        """Loads the batches of the steps after `step`, of which `records` are those that have one, up to `through`.
+
+        `version`: as of `GroupBuffer.load`.
+
+        Raises:
+            UsageError: as of `GroupBuffer.load`.
+        """
+        self.through = through
+        for number in range(step + 1, through + 1):
+            self._batches[number] = groups = self._like.empty() if number in records else None
+            if groups is not None:
+                groups.load(records[number], version)

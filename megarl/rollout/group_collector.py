@@ -24,8 +24,7 @@ from megarl.flags.selection import parse_shares, parse_weights
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers
-from megarl.rollout.batch_queue import BatchQueue
-from megarl.rollout.group_buffer import GroupBuffer
+from megarl.rollout.group_buffer import BatchQueue, GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
 from megarl.rollout.replica_batch import forced_responses
 from megarl.rollout.requests import PromptRequest, episode_keys, groups_of, remaining_tokens

@@ -3,7 +3,7 @@
 `DIR/rollouts/step_%08d/` holds what was generated for a step: one round, or several with dynamic sampling. Each replica
 of the rollout writes a log `replica_00000.log`. Its records are, of each round, the fields of `Batch` that generation
 has filled, with `--greedy-baseline` those of the greedy responses, and with environments what these have answered to
-each episode (`episodes/record.py`). `manifest.json`, written last, has the lines of the prompts, which groups were
+each episode (`episodes/results.py`). `manifest.json`, written last, has the lines of the prompts, which groups were
 kept, and size and SHA-256 of every file. A run in any layout can read them.
 """
 

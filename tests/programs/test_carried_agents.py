@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.kept_records import UNFINISHED, KeptRecords
+from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.engine_records import generated
 from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.kept_records import UNFINISHED, KeptRecords
+from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.sum_environments import FOLDER
 from tests.helpers.tiers import long

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.errors import UsageError
-from megarl.rollout.kept_records import BATCH, KeptRecords
+from megarl.rollout.waiting_groups import BATCH, KeptRecords
 from megarl.trainers import step_records
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.programs import GRADED, in_world, inputs, metrics, program, rl_argv, samples, timeless, train

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.kept_records import GROUPS, KeptRecords
+from megarl.rollout.waiting_groups import GROUPS, KeptRecords
 from tests.helpers.programs import (
     addition,
     assert_close,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.errors import UsageError
-from megarl.rollout.kept_records import UNFINISHED, KeptRecords
+from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.policy_versions import rows_of

@@ -32,11 +32,10 @@ from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
 from megarl.rollout.bank import RolloutBank, past_bank
 from megarl.rollout.episodes.agent_episode import AgentEpisode
-from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
-from megarl.rollout.episodes.record import record_of
+from megarl.rollout.episodes.results import episodes_to_batch, record_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.remote_generator import RemoteEngine

@@ -12,7 +12,7 @@ from megarl.groups import PromptGroups
 from megarl.observe.files import step_name, step_of
 from megarl.observe.terminal import ranges_text
 from megarl.plain_files import reason_of
-from megarl.rollout.episodes.record import observations_of
+from megarl.rollout.episodes.results import observations_of
 from megarl.rollout.response_log import Entry
 from megarl.rollout.rollout_files import EPISODE, FOLDER, RESPONSES, entries_of
 

@@ -15,7 +15,7 @@ from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.errors import UsageError
 from megarl.mcore.weights import dist_checkpoint
-from megarl.rollout import kept_records, response_log
+from megarl.rollout import response_log, waiting_groups
 from megarl.rollout.response_log import Record
 from tests.helpers.checkpoints import WAITING, Attack
 from tests.helpers.programs import in_world, program, rl_argv, train
@@ -93,15 +93,15 @@ def hostile_log(folder: Path, attack: Attack):
     """A replica's log, whose only record has a pickle for its body."""
     body = pickle.dumps(attack)
     data = response_log.MAGIC + len(body).to_bytes(8, "little") + body + response_log.hash_of(body)
-    (folder / kept_records.FIRST).unlink()
-    (folder / kept_records.FIRST).write_bytes(data)
+    (folder / waiting_groups.FIRST).unlink()
+    (folder / waiting_groups.FIRST).write_bytes(data)
 
 
 def odd_log(folder: Path, attack: Attack):
     """A replica's log, with groups of fields that no batch has."""
-    (folder / kept_records.FIRST).unlink()
+    (folder / waiting_groups.FIRST).unlink()
     record = Record({"samples": 2, "groups": [], "version": 0}, {"attack": torch.zeros(1)})
-    (folder / kept_records.FIRST).write_bytes(kept_records.packed(kept_records.UNFINISHED, record))
+    (folder / waiting_groups.FIRST).write_bytes(waiting_groups.packed(waiting_groups.UNFINISHED, record))
 
 
 PLACES = {
@@ -109,8 +109,8 @@ PLACES = {
     **{f"object {fqn}": ("__0_0.distcp", lambda folder, attack, fqn=fqn: with_object(folder, fqn, [attack]))
        for fqn in OBJECTS},
     "tensor": ("__0_0.distcp", hostile_tensor),
-    "log of the rollout": (kept_records.FIRST, hostile_log),
-    "fields of a group": (kept_records.FIRST, odd_log),
+    "log of the rollout": (waiting_groups.FIRST, hostile_log),
+    "fields of a group": (waiting_groups.FIRST, odd_log),
 }  # fmt: skip
 
 

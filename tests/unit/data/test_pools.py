@@ -11,7 +11,7 @@ from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.pools import DifficultyPools
 from megarl.errors import RunStopped, UsageError
 from megarl.flags.selection import parse_weights
-from megarl.rollout import kept_records
+from megarl.rollout import waiting_groups
 from megarl.rollout.response_log import Record
 
 BOUNDS = (0.25, 0.9)
@@ -81,12 +81,12 @@ def test_rare_prompts_of_a_large_set_are_found_at_once():
 ])  # fmt: skip
 def test_a_damaged_record_is_refused(fields):
     with pytest.raises(UsageError, match="^--load x: "):
-        kept_records.load_pools(pools(5), [Record({}, fields)], "--load x")
+        waiting_groups.load_pools(pools(5), [Record({}, fields)], "--load x")
 
 
 def test_a_record_restores_the_pools():
     found, other = moved(pools(5), {1: 0.0, 2: 1.0}), pools(5)
-    kept_records.load_pools(other, [kept_records.pools_record(found)], "--load x")
+    waiting_groups.load_pools(other, [waiting_groups.pools_record(found)], "--load x")
     assert other.chances.tolist() == found.chances.tolist() and other.metrics() == found.metrics()
 
 

@@ -5,7 +5,7 @@ import torch
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.mcore.inference.generation import GenerationRequest
-from megarl.rollout import kept_records
+from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits
 from megarl.rollout.response_log import Record
 from tests.helpers.tiny_models import parse_roles
@@ -49,7 +49,7 @@ def carried(rank: int, flags: str) -> tuple:
 def stored(buffer) -> tuple[bytes, Record]:
     """The record of the groups, also as it is on disk."""
     record = buffer.to_record()
-    return kept_records.packed(kept_records.UNFINISHED, record), record
+    return waiting_groups.packed(waiting_groups.UNFINISHED, record), record
 
 
 def resumed(rank: int, records: list[tuple[bytes, Record]]) -> tuple[tuple[bytes, Record], list[int]]:

@@ -1,13 +1,19 @@
-"""Episodes of a round, as a packed batch."""
+"""What becomes of the episodes of a round: a packed batch, and what `--save-rollouts` keeps of each."""
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.batch import Batch
+from megarl.environments.protocol import Observation
+from megarl.environments.validation import checked
 from megarl.mcore import device
+from megarl.rollout.episodes.client import PlayedTurns
 from megarl.rollout.episodes.episode import DONE, Episode
+from megarl.rollout.episodes.message_tree import MessageTree
 from megarl.rollout.requests import unknown_routes
 
 
@@ -81,3 +87,43 @@ def _routes(episode: Episode, empty_routes: Tensor) -> Tensor:
     if episode.routes is not None and episode.end is not None:
         return episode.routes
     return unknown_routes(empty_routes, len(episode.tokens))
+
+
+def record_of(episode: Episode, played: PlayedTurns) -> dict[str, Any]:
+    """An episode that has ended, as JSON.
+
+    `turns` are [start, end) in its tokens, and `rewards` theirs. Of an environment, `observations` are the answers to
+    them, without one of a last turn that was cut, and `tools` those of the reset. Of an agent, `asked` are its requests
+    for them: random stream, limit in tokens, and stop strings.
+    """
+    record = {
+        "key": episode.key,
+        "end": episode.end,
+        "turns": [list(turn) for turn in episode.turns],
+        "rewards": episode.rewards,
+        "solved": episode.solved,
+    }
+    if played.tree is not None:
+        return record | {"asked": _asked(episode, played.tree)}
+    seen = [dataclasses.asdict(observation) for observation in played.observations]
+    return record | {"replayable": episode.replayable, "tools": played.tools, "observations": seen}
+
+
+def _asked(episode: Episode, tree: MessageTree) -> list[dict[str, Any] | None]:
+    """The requests of an agent's turns, in their order in the episode's rows; None: not known."""
+    left, found = list(tree.written), []
+    for start, end in episode.turns:
+        row = max((first for first in episode.row_starts if first <= start), default=0)
+        prompt, tokens = episode.tokens[row:start], episode.tokens[start:end]
+        turn = next((turn for turn in left if turn.prompt == prompt and list(turn.tokens or ()) == tokens), None)
+        if turn is not None:
+            left.remove(turn)
+            found.append({"stream": turn.stream, "limit": turn.limit, "stops": list(turn.ask.stops)})
+        else:  # a checkpoint has brought it
+            found.append(None)
+    return found
+
+
+def observations_of(record: dict[str, Any]) -> list[Observation]:
+    """The answers of a record; none of an agent's. ValueError or TypeError for one that no environment has given."""
+    return [checked(Observation(**seen)) for seen in record.get("observations", ())]
