@@ -20,7 +20,7 @@ from megarl.roles.sibling_context import SiblingContext
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.teachers import Teachers
 from megarl.roles.trainable_model import TrainableModel
-from megarl.rollout import replica_files, waiting_groups
+from megarl.rollout import waiting_groups
 from megarl.rollout.batcher import RolloutBatcher, ScoringBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
@@ -287,9 +287,7 @@ class RLTrainer(Trainer):
         manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, is_due)
         manifest |= self._entries_of_other_ranks()
         with self.timers.phase("actor", "save"):
-            dp_rank = self.mesh["rollout"].dp_rank
-            files = {replica_files.of_replica(name, dp_rank): data for name, data in self.batcher.files() if data}
-            files |= self._records.files(self.mesh, self.step)
+            files = self.batcher.files() | self._records.files(self.mesh, self.step)
             self._note_refreshes()
             self.checkpoints.save(self.step, self._states(loading=False), manifest, files, self._frozen_states())
             if self.rollout.bank:

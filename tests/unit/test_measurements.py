@@ -16,7 +16,7 @@ from megarl.measurements import MAX_NAME, MAX_PARTS, MAX_VALUE, NamesOfRun, is_m
 from megarl.rewards.base import Sample, Score, Verifier, grouped
 from megarl.rewards.remote import _score
 from megarl.rewards.scorer import _result
-from megarl.rollout.episodes.record import observations_of
+from megarl.rollout.episodes.results import observations_of
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.serving.errors import RequestError
 

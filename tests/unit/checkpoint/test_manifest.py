@@ -74,8 +74,7 @@ def test_every_flipped_bit_is_detected(run):
         "__0_0.distcp",
         "manifest.json",
         "metadata.json",
-        "partial_rollouts.pt",
-        "group_buffer.pt",
+        "rollout.log",
     }
     ((flips, missed),) = run_world(undetected_flips, 1, checkpoint, FLIPS)
     assert flips >= 300 and not missed

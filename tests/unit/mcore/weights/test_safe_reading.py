@@ -15,6 +15,8 @@ from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.errors import UsageError
 from megarl.mcore.weights import dist_checkpoint
+from megarl.rollout import response_log, waiting_groups
+from megarl.rollout.response_log import Record
 from tests.helpers.checkpoints import WAITING, Attack
 from tests.helpers.programs import in_world, program, rl_argv, train
 from tests.helpers.worlds import run_world
@@ -87,14 +89,19 @@ def hostile_tensor(folder: Path, attack: Attack):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def hostile_file(name: str):
-    """A replica's file."""
+def hostile_log(folder: Path, attack: Attack):
+    """A replica's log, whose only record has a pickle for its body."""
+    body = pickle.dumps(attack)
+    data = response_log.MAGIC + len(body).to_bytes(8, "little") + body + response_log.hash_of(body)
+    (folder / waiting_groups.FIRST).unlink()
+    (folder / waiting_groups.FIRST).write_bytes(data)
 
-    def write(folder: Path, attack: Attack):
-        (folder / name).unlink()
-        torch.save({"samples": 2, "groups": [], "version": 0, "attack": attack}, folder / name)
 
-    return write
+def odd_log(folder: Path, attack: Attack):
+    """A replica's log, with groups of fields that no batch has."""
+    (folder / waiting_groups.FIRST).unlink()
+    record = Record({"samples": 2, "groups": [], "version": 0}, {"attack": torch.zeros(1)})
+    (folder / waiting_groups.FIRST).write_bytes(waiting_groups.packed(waiting_groups.UNFINISHED, record))
 
 
 PLACES = {
@@ -102,8 +109,8 @@ PLACES = {
     **{f"object {fqn}": ("__0_0.distcp", lambda folder, attack, fqn=fqn: with_object(folder, fqn, [attack]))
        for fqn in OBJECTS},
     "tensor": ("__0_0.distcp", hostile_tensor),
-    "group buffer": ("group_buffer.pt", hostile_file("group_buffer.pt")),
-    "partial rollouts": ("partial_rollouts.pt", hostile_file("partial_rollouts.pt")),
+    "log of the rollout": (waiting_groups.FIRST, hostile_log),
+    "fields of a group": (waiting_groups.FIRST, odd_log),
 }  # fmt: skip
 
 

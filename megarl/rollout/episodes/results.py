@@ -1,18 +1,26 @@
-"""Episodes of a round, as a packed batch."""
+"""What becomes of the episodes of a round: a packed batch, and what `--save-rollouts` keeps of each."""
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.batch import Batch
+from megarl.environments.protocol import Observation, checked
 from megarl.mcore import device
+from megarl.rollout.episodes.client import PlayedTurns
 from megarl.rollout.episodes.episode import DONE, Episode
+from megarl.rollout.episodes.message_tree import MessageTree
 from megarl.rollout.requests import unknown_routes
 
 
 def episodes_to_batch(
-    episodes: Iterable[Episode], empty_routes: Tensor | None = None, has_forced: bool = False
+    episodes: Iterable[Episode],
+    empty_routes: Tensor | None = None,
+    has_forced: bool = False,
+    version: int | None = None,
 ) -> Batch:
     """The episodes of a replica in ascending order of their numbers; only what the policy has chosen is in the mask.
 
@@ -20,6 +28,7 @@ def episodes_to_batch(
         episodes: they have ended, or a later round continues them.
         empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
         has_forced: turns have a thinking budget.
+        version: of the policy, for the tokens of this round; None: the batch has no versions.
     """
     ordered = sorted(episodes, key=lambda episode: episode.number)
     lengths = [len(episode.tokens) for episode in ordered]
@@ -31,6 +40,8 @@ def episodes_to_batch(
     }
     if has_forced:
         fields["forced"] = torch.zeros(sum(lengths), dtype=torch.bool)
+    if version is not None:
+        fields["versions"] = torch.full((sum(lengths),), version, dtype=torch.int32)
     routes = None
     if empty_routes is not None:
         routes = torch.cat([empty_routes, *(_routes(episode, empty_routes) for episode in ordered)])
@@ -65,6 +76,9 @@ def _fill(episode: Episode, fields: dict[str, Tensor]):
         last = begin_forced if end_forced == end else end  # after the last token that the policy has chosen
         fields["turn_rewards"][last - 1] = reward
     fields["row_starts"][episode.row_starts] = True
+    for start, versions in episode.known_versions if "versions" in fields else ():
+        if start + len(versions) <= len(episode.tokens):  # an episode that failed has lost its turns
+            fields["versions"][start : start + len(versions)] = torch.tensor(versions, dtype=torch.int32)
 
 
 def _routes(episode: Episode, empty_routes: Tensor) -> Tensor:
@@ -72,3 +86,43 @@ def _routes(episode: Episode, empty_routes: Tensor) -> Tensor:
     if episode.routes is not None and episode.end is not None:
         return episode.routes
     return unknown_routes(empty_routes, len(episode.tokens))
+
+
+def record_of(episode: Episode, played: PlayedTurns) -> dict[str, Any]:
+    """An episode that has ended, as JSON.
+
+    `turns` are [start, end) in its tokens, and `rewards` theirs. Of an environment, `observations` are the answers to
+    them, without one of a last turn that was cut, and `tools` those of the reset. Of an agent, `asked` are its requests
+    for them: random stream, limit in tokens, and stop strings.
+    """
+    record = {
+        "key": episode.key,
+        "end": episode.end,
+        "turns": [list(turn) for turn in episode.turns],
+        "rewards": episode.rewards,
+        "solved": episode.solved,
+    }
+    if played.tree is not None:
+        return record | {"asked": _asked(episode, played.tree)}
+    seen = [dataclasses.asdict(observation) for observation in played.observations]
+    return record | {"replayable": episode.replayable, "tools": played.tools, "observations": seen}
+
+
+def _asked(episode: Episode, tree: MessageTree) -> list[dict[str, Any] | None]:
+    """The requests of an agent's turns, in their order in the episode's rows; None: not known."""
+    left, found = list(tree.written), []
+    for start, end in episode.turns:
+        row = max((first for first in episode.row_starts if first <= start), default=0)
+        prompt, tokens = episode.tokens[row:start], episode.tokens[start:end]
+        turn = next((turn for turn in left if turn.prompt == prompt and list(turn.tokens or ()) == tokens), None)
+        if turn is not None:
+            left.remove(turn)
+            found.append({"stream": turn.stream, "limit": turn.limit, "stops": list(turn.ask.stops)})
+        else:  # a checkpoint has brought it
+            found.append(None)
+    return found
+
+
+def observations_of(record: dict[str, Any]) -> list[Observation]:
+    """The answers of a record; none of an agent's. ValueError or TypeError for one that no environment has given."""
+    return [checked(Observation(**seen)) for seen in record.get("observations", ())]
