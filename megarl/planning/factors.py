@@ -5,7 +5,7 @@ from operator import not_
 
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.config.optimizer_flags import is_frozen, layout_free
-from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
 from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.planning.parameters import Weight, is_half

@@ -27,7 +27,7 @@ LAYOUTS = {
 def transferred(rank: int, flags: str):
     """(bytes sent by each of two transfers, weights and trained state of both models by role, after each)."""
     from megarl.mcore.lora import adapter
-    from megarl.mcore.lora.settings import TARGETS, LoRASettings
+    from megarl.mcore.lora.targets import TARGETS, LoRASettings
     from megarl.mcore.lora.transfer import PolicyTransfer
 
     pair, lora = Pair(f"{flags} --bf16"), LoRASettings(4, 6.0, False, TARGETS)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.lora.targets import LoRASettings
 from tests.helpers.worlds import run_world
 
 HIDDEN, FFN, TOKENS, RANK, SCALE = 32, 64, 9, 4, 1.5
@@ -51,8 +51,8 @@ def expert_layers(rank: int, dtype: torch.dtype, is_attached: bool) -> dict:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
-    from megarl.mcore.lora.layer import AdaptedLinear
-    from megarl.mcore.lora.projections import Projection
+    from megarl.mcore.lora.adapted_linear import AdaptedLinear
+    from megarl.mcore.lora.targets import Projection
 
     size, group = dist.get_world_size(), dist.group.WORLD
     config = TransformerConfig(
@@ -145,7 +145,7 @@ def test_factors_of_16_bits_stay_apart(size):
 
 def apart(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of one layer with merged and with separate factors, in fp32."""
-    from megarl.mcore.lora.product import LowRankProduct
+    from megarl.mcore.lora.adapted_linear import LowRankProduct
 
     x, weight, a, b = draw("x", TOKENS, HIDDEN), draw("w", 3 * 16, HIDDEN), draw("a", RANK, HIDDEN), draw("b", 32, RANK)
     rows = torch.arange(48).view(3, 16)[:2].flatten()
@@ -181,7 +181,7 @@ def test_the_merged_weight_does_not_depend_on_the_split(rank, shape):
     ("v_proj, q_proj", ("q_proj", "v_proj")),
 ])  # fmt: skip
 def test_targets_are_read_in_one_order(text, targets):
-    from megarl.mcore.lora.settings import parse_targets
+    from megarl.mcore.lora.targets import parse_targets
 
     assert parse_targets(text) == targets
 
