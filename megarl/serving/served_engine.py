@@ -11,8 +11,8 @@ from typing import Literal
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.generation_session import GenerationSession
 from megarl.mcore.inference.response import Response
-from megarl.mcore.inference.session import GenerationSession
 
 # wait: running requests end first; abort: they end at once; keep: they stop, and go on after `resume`.
 PauseMode = Literal["wait", "abort", "keep"]

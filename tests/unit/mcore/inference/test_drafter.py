@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.mcore.inference.draft_index import EVIDENCES, KINDS, MAX_CONTEXT, NO_TOKEN, DraftIndex
-from megarl.mcore.inference.draft_sequences import MAX_DEPTH, DraftSequences
+from megarl.mcore.inference.draft_index import (
+    EVIDENCES,
+    KINDS,
+    MAX_CONTEXT,
+    MAX_DEPTH,
+    NO_TOKEN,
+    DraftIndex,
+    DraftSequences,
+)
 from megarl.mcore.inference.drafter import PROBING, Drafter, StepCosts, worthwhile
 
 TEXTS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=40)), max_size=8)

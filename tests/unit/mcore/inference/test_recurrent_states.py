@@ -97,7 +97,7 @@ def test_states_of_old_weights_are_not_read():
 
 
 def test_the_snapshot_that_was_not_used_for_the_longest_time_goes_first():
-    from megarl.mcore.inference.state_snapshots import StateSnapshots
+    from megarl.mcore.inference.recurrent_context import StateSnapshots
 
     kept = StateSnapshots(range(8, 11))
     assert [kept.take(block, ()) for block in (1, 2, 3)] == [8, 9, 10]

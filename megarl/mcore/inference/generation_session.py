@@ -14,10 +14,8 @@ from megatron.core.inference.utils import InferenceMode
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.data.stop_strings import StopMatcher
 from megarl.mcore.inference.built_engine import BuiltEngine
-from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
-from megarl.mcore.inference.forced_tokens import ForcedTokens
+from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens, ForcedTokens, StopStates
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
-from megarl.mcore.inference.stop_states import StopStates
 from megarl.mcore.moe.router import recording_routes
 from megarl.mcore.parallel.process_groups import all_reduce_number
 
@@ -233,7 +231,7 @@ class GenerationSession:
 def _params(request: GenerationRequest) -> SamplingParams:
     return _OwnParams(
         num_tokens_to_generate=request.max_new_tokens,
-        termination_id=NO_TOKEN,  # set by `EndTokensController`
+        termination_id=NO_TOKEN,  # set by `Controller`
         return_log_probs=True,
         skip_prompt_log_probs=True,
     )
