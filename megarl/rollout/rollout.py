@@ -23,7 +23,7 @@ from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
-from megarl.mcore.model.prediction import layer_of
+from megarl.mcore.model.prediction_layer import layer_of
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank, TurnBank

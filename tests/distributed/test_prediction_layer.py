@@ -45,7 +45,7 @@ def scored(layer, model, hidden, output_layer, weight, packing, vocab_size: int)
 def measured(rank: int, flags: str, folders: dict[str, Path], out: Path) -> dict[str, float]:
     """Largest difference of each case from the stored numbers; writes its export."""
     from megarl.mcore.model.forward_pass import inference_mode, run_chunk
-    from megarl.mcore.model.prediction import PredictionLayer
+    from megarl.mcore.model.prediction_layer import PredictionLayer
     from megarl.mcore.weights.hf.export_weights import export_weights
     from megarl.mcore.weights.hf.import_weights import import_weights
     from megarl.mcore.weights.hf.weight_map import WeightMap

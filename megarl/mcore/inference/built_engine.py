@@ -31,7 +31,7 @@ from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
-from megarl.mcore.model.prediction import PredictionLayer
+from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.model.recurrent_mixer import RecurrentMixer
 from megarl.mcore.moe.router import moe_layers_of
 

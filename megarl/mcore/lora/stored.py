@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import BALANCING, Adapter, base_weights, set_base
 from megarl.mcore.lora.targets import LoRASettings
-from megarl.mcore.model.value_head import has_value_head
+from megarl.mcore.model.gpt import has_value_head
 from megarl.mcore.parallel import fsdp
 from megarl.mcore.weights import dist_checkpoint, reshard
 from megarl.mcore.weights.reshard_plan import LocalWeights

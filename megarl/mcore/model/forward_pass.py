@@ -30,8 +30,8 @@ from megarl.mcore.kernels.head_divergence import (
     heads_divergence,
 )
 from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
-from megarl.mcore.model.value_head import ValueHead
-from megarl.mcore.moe.routing import Routing
+from megarl.mcore.model.gpt import ValueHead
+from megarl.mcore.moe.routes import Routing
 from megarl.mcore.parallel.context_parallel import gather_result
 
 

@@ -7,7 +7,7 @@ import torch
 from megarl.arguments import parse
 from megarl.mcore.attention.segments import FULL, WINDOW
 from megarl.mcore.config.megatron_flags import transformer_config
-from megarl.mcore.model.rotary import Rotary, concentration, kinds, of_kind
+from megarl.mcore.model.rotary_embeddings import Rotary, concentration, kinds, of_kind
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --max-prompt-length 5"

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.packing import routed_tokens
-from megarl.mcore.moe.routing import NO_ROUTE, Routing
+from megarl.mcore.moe.routes import NO_ROUTE, Routing
 from tests.helpers.tiny_models import build, build_stages, join_actor, ragged_tokens
 from tests.helpers.worlds import run_world
 

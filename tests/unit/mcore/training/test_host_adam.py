@@ -17,7 +17,7 @@ MOMENTS = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
 def mixed(decoupled: bool = True):
     """(model's weights, an Adam of two groups whose first two parameters are on the host), the first of bf16."""
-    from megarl.mcore.training.host_adam import HostAdam
+    from megarl.mcore.training.adam import HostAdam
 
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(size, generator=generator) for size in SIZES]
