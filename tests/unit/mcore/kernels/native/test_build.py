@@ -1,6 +1,7 @@
 """Where compiled kernels are looked for and built, and what a run without them says."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -85,3 +86,32 @@ def test_the_command_builds_once_where_the_library_is_looked_for(prefix, monkeyp
         f"compiled kernels for this processor: {library}\ncompiled kernels for this processor are there: {library}\n"
     )
     assert build.main(["one"]) == 2 and build.main(["--help"]) == 0
+
+
+BUILD = Path(build.__file__)
+
+
+pytestmark = pytest.mark.skipif(not native.is_built(), reason="no compiled kernels: no C++ compiler, or CUDA")
+
+
+def test_a_missing_compiler_is_one_line(tmp_path):
+    command = [sys.executable, str(BUILD), str(native.SOURCES), str(tmp_path / "x.so")]
+    done = subprocess.run(command, env={"CXX": "no-such-compiler"}, capture_output=True, text=True)
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert done.stdout == ("no compiled kernels, so PyTorch's operators are used: no C++ compiler no-such-compiler\n")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, str(BUILD), str(native.SOURCES), str(tmp_path / "file/x.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.count("\n") == 1 and "/file: " in done.stdout
+
+
+def test_sources_that_do_not_compile_are_one_line(tmp_path):
+    (tmp_path / "operators.cpp").write_text("#error broken\n")
+    library = tmp_path / "x.so"
+    command = [sys.executable, str(BUILD), str(tmp_path), str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "broken" in done.stdout and done.stdout.count("\n") == 1
+    assert not library.exists()

@@ -1,11 +1,15 @@
-"""The head of exact rollouts, run by Triton's interpreter: the rollout's log-probs, other runs' gradients."""
+"""The head: chunks within a budget; that of exact rollouts has the rollout's log-probs and other runs' gradients."""
+
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.mcore.kernels import head
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.cuda.row_sampling import sample_rows
-from megarl.mcore.kernels.head import HeadOptions, softcap_
+from megarl.mcore.kernels.head import HeadOptions, row_chunks, softcap_
 from megarl.mcore.kernels.head_scores import head_scores
 from megarl.mcore.kernels.linear import exact_product
 from tests.helpers import interpreted_kernels
@@ -47,3 +51,17 @@ def test_log_probs_are_the_rollouts_and_gradients_those_of_the_softmax(temperatu
     ((same, found),) = run_world(scores, 1, temperature, softcap)
     assert same
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [4, 5, 7, 8, 9, 1000, 8192, 100_003])
+@pytest.mark.parametrize("columns", [16, 8000, 32_000, 128_000, 2**27])
+def test_chunks_are_even_and_within_the_budget(rows, columns):
+    chunks = row_chunks(rows, columns)
+    sizes = [part.stop - part.start for part in chunks]
+    assert chunks[0].start == 0 and chunks[-1].stop == rows
+    assert all(a.stop == b.start for a, b in itertools.pairwise(chunks))
+    assert min(sizes) >= MIN_ROWS and max(sizes) - min(sizes) <= 1
+    assert max(sizes) < 2 * MIN_ROWS or max(sizes) * columns <= head.MAX_CHUNK
+    assert len(sizes) == 1 or max(sizes) * columns <= max(
+        head.MIN_CHUNK, rows * columns / head.CHUNKS, 2 * MIN_ROWS * columns
+    )

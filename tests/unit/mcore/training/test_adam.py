@@ -1,14 +1,102 @@
-"""Adam with states on the host, here of a CPU: torch's updates to the bit, what the device keeps, loading."""
+"""Adam with moments of 16 bits and with states on the host: the updates of torch, memory, and loading."""
 
 import copy
+import functools
+import importlib.util
 
 import pytest
 import torch
 
+from megarl.mcore.config.optimizer_flags import MAX_BETA_BF16
 from tests.helpers.tiers import long
 from tests.helpers.trainable_models import DISTRIBUTED, MOE, critic_model
 from tests.helpers.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.worlds import run_world
+
+SETTINGS = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+SHAPES = [(64, 16), (16,), (), (0, 16), (3, 16, 2), (160,)]
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def small(parameters, first=BF16, second=BF16, **more):
+    from megarl.mcore.training.adam import SmallMomentsAdam
+
+    return SmallMomentsAdam(parameters, **SETTINGS | more, moments={"exp_avg": first, "exp_avg_sq": second})
+
+
+def parameters(generator=None) -> list:
+    generator = generator or torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in SHAPES]
+
+
+@pytest.mark.parametrize("piece", [2**24, 48])  # elements: all at once; rows, and parts of the vector of 160
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("first, second", [(BF16, BF16), (BF16, FP32), (FP32, BF16)])
+def test_an_update_is_torchs_with_rounded_moments(first, second, decoupled, piece, monkeypatch):
+    from megarl.mcore.training import adam
+
+    monkeypatch.setattr(adam, "PIECE", piece)
+    generator = torch.Generator().manual_seed(0)
+    ours = parameters(generator)
+    theirs = [p.detach().clone().requires_grad_() for p in ours]
+    one = small(ours, first, second, adam_w_mode=decoupled)
+    other = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **SETTINGS, fused=True)
+    for _ in range(5):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator)
+            q.grad = p.grad.clone()
+        one.step()
+        other.step()
+        for p, q in zip(ours, theirs, strict=True):
+            for name, dtype in (("exp_avg", first), ("exp_avg_sq", second)):
+                other.state[q][name] = other.state[q][name].to(dtype).float()
+                assert one.state[p][name].dtype == dtype
+                assert torch.equal(one.state[p][name].float(), other.state[q][name])
+            assert torch.equal(p, q)
+
+
+def test_a_piece_has_a_bounded_size_and_every_element_is_in_one(monkeypatch):
+    from megarl.mcore.training import adam
+
+    monkeypatch.setattr(adam, "PIECE", 48)
+    columns = [[torch.arange(p.numel()).view(p.shape) + 1000 * i for i, p in enumerate(parameters())] for _ in range(2)]
+    pieces = list(adam.pieces(*columns))
+    assert len(pieces) > 20 and all(sum(t.numel() for t in first) <= 48 for first, _ in pieces)
+    assert all(torch.equal(a, b) for first, second in pieces for a, b in zip(first, second, strict=True))
+    found = torch.cat([t.flatten() for first, _ in pieces for t in first])
+    assert torch.equal(found, torch.cat([t.flatten() for t in columns[0]]))
+
+
+@pytest.mark.parametrize("source", ["small", "fp32"])
+def test_loaded_moments_have_their_types(source):
+    """torch gives a loaded state the type of its parameter. Moments of fp32 are rounded."""
+    before, after = parameters(), parameters()
+    saved = small(before) if source == "small" else small(before, FP32, FP32)
+    for p in before:
+        p.grad = torch.full_like(p, 0.3)
+    saved.step()
+    loaded = small(after)
+    loaded.create_all_moments()
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    for p, q in zip(before, after, strict=True):
+        for name, moment in loaded.state[q].items():
+            assert moment.dtype == BF16
+            assert torch.equal(moment, saved.state[p][name].to(BF16))
+
+
+@pytest.mark.parametrize("beta, falls", [(0.999, False), (MAX_BETA_BF16, True)])
+def test_a_moment_of_bf16_falls_with_the_allowed_betas_alone(beta, falls):
+    """Why larger ones are refused: a second moment that once was large would stay so, without gradients, too."""
+    weight = torch.zeros(128).requires_grad_()
+    adam = small([weight], betas=(0.9, beta))
+    adam.create_all_moments()
+    adam.state[weight]["exp_avg_sq"].copy_(1 + torch.arange(128) / 128)  # all mantissas
+    before = adam.state[weight]["exp_avg_sq"].clone()
+    weight.grad = torch.zeros(128)
+    adam.step()
+    assert bool((adam.state[weight]["exp_avg_sq"] < before).all()) == falls
+    assert falls or torch.equal(adam.state[weight]["exp_avg_sq"], before)
+
 
 HOST = f"{DISTRIBUTED} --optimizer-cpu-offload"
 SIZES = (300, 7, 1000, 64)
@@ -128,6 +216,58 @@ def test_a_model_has_the_same_bits_and_its_host_the_fraction(size, flags, more, 
     fraction = float(more.split()[1])
     for is_same, left in run_world(with_and_without, size, flags, more, offload):
         assert is_same and 1 - fraction <= left <= 1.1 - fraction
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_equals_torchs(decoupled):
+    from megarl.mcore.training.optimizer import Adam
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7, 5), (13,), (1,), (3, 4, 2)]
+    ours = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+    theirs = [p.detach().clone().requires_grad_() for p in ours]
+    settings = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+    one = Adam(ours, **settings, adam_w_mode=decoupled)
+    other = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **settings)
+    for step in range(5):
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            gradient = torch.randn(p.shape, generator=generator)
+            p.grad, q.grad = (gradient.clone(), gradient.clone()) if i != 2 else (None, None)
+        one.step()
+        other.step()
+        for rates in (one, other):
+            rates.param_groups[0]["lr"] *= 0.9
+        assert one.param_groups[0]["step"] == step + 1
+        for p, q in zip(ours, theirs, strict=True):
+            assert (p - q).abs().max() <= 1e-6
+    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in one.state.values())
+
+
+def test_adams_state_survives_a_save():
+    from megarl.mcore.training.optimizer import Adam
+
+    weights = [torch.ones(3).requires_grad_() for _ in range(2)]
+    make = functools.partial(Adam, lr=0.1, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    adam = make([weights[0]])
+    for _ in range(3):
+        weights[0].grad = torch.tensor([1.0, 2.0, 3.0])
+        adam.step()
+    again = make([weights[1]])
+    again.load_state_dict(copy.deepcopy(adam.state_dict()))
+    with torch.no_grad():
+        weights[1].copy_(weights[0])
+    for weight, optimizer in zip(weights, (adam, again), strict=True):
+        weight.grad = torch.tensor([0.5, -1.0, 0.0])
+        optimizer.step()
+    assert torch.equal(weights[0], weights[1]) and again.param_groups[0]["step"] == 4
+
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("emerging_optimizers") is None,
+    reason="emerging-optimizers is not installed: pip install 'megarl[optimizers]'",
+)
+
+
 
 
 def states_to_save(rank: int, flags: str):
