@@ -88,8 +88,11 @@ def _scaling(config: ModelConfig, parameters: dict) -> Flags:
     wrong = [name for name in LLAMA3_CONSTANTS if not _is_positive(parameters.get(name))]
     if wrong:
         raise config.error(key, f"a number above 0 for {', '.join(wrong)}")
-    others = {f"rope-{name.replace('_', '-')}": parameters[name] for name, value in LLAMA3_CONSTANTS.items()
-              if parameters[name] != value}  # fmt: skip
+    others = {
+        f"rope-{name.replace('_', '-')}": parameters[name]
+        for name, value in LLAMA3_CONSTANTS.items()
+        if parameters[name] != value
+    }
     return {"use-rope-scaling": True, "rope-scaling-factor": factor} | others
 
 
@@ -114,8 +117,7 @@ def _longrope(config: ModelConfig, key: str, parameters: dict) -> Flags:
 def _yarn(config: ModelConfig, key: str, parameters: dict) -> Flags:
     """Flags of YaRN with transformers' defaults; null means the default, too."""
     given = {name: value for name, value in parameters.items() if value is not None}
-    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
-             "mscale_all_dim")  # fmt: skip
+    names = "original_max_position_embeddings beta_fast beta_slow attention_factor mscale mscale_all_dim".split()
     wrong = [name for name in names if name in given and not _is_positive(given[name])]
     if wrong or names[0] not in given:
         raise config.error(key, f"a number above 0 for {', '.join(wrong) or names[0]}")

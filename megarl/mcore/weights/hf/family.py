@@ -62,9 +62,13 @@ LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
 
 
 def expert_layers(
-    router: str = "mlp.gate", experts: str = "mlp.experts", gate: str = "gate_proj", up: str = "up_proj",
-    down: str = "down_proj", shared: str = "mlp.shared_experts",
-) -> dict[str, Mapping]:  # fmt: skip
+    router: str = "mlp.gate",
+    experts: str = "mlp.experts",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    shared: str = "mlp.shared_experts",
+) -> dict[str, Mapping]:
     """The weights of layers with experts; the defaults are the names of most families.
 
     Args:

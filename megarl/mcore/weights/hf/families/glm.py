@@ -99,7 +99,13 @@ DOTS_1 = Family(
     model_type="dots1",
     layers=LAYERS | EXPERT_LAYERS,
     flags=flags_of(
-        requires("attention_bias", False), model_flags, window_flags, expert_flags, sigmoid_gates, shared_experts,
-        dense_then_experts, QK_NORMS,
+        requires("attention_bias", False),
+        model_flags,
+        window_flags,
+        expert_flags,
+        sigmoid_gates,
+        shared_experts,
+        dense_then_experts,
+        QK_NORMS,
     ),
-)  # fmt: skip
+)

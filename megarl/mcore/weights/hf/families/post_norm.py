@@ -109,8 +109,14 @@ EXAONE_MOE = Family(
     model_type="exaone_moe",
     layers=LAYERS | EXPERT_LAYERS | {"mlp.router.expert_bias": rows("mlp.e_score_correction_bias")},
     flags=flags_of(
-        model_flags, window_flags, positions_of_windows, QK_NORMS, expert_flags, deepseek_gates, shared_experts,
+        model_flags,
+        window_flags,
+        positions_of_windows,
+        QK_NORMS,
+        expert_flags,
+        deepseek_gates,
+        shared_experts,
         dense_then_experts,
     ),
     prediction=Prediction(r"mtp\..+", {}, ("num_nextn_predict_layers",)),
-)  # fmt: skip
+)

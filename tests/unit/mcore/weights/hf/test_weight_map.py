@@ -1,11 +1,9 @@
 """What config.json says that a folder holds is what transformers wrote into it, name by name, in each family."""
 
-import json
-
 import pytest
 
 from megarl.mcore.weights.hf.weight_map import WeightMap
-from tests.helpers.hf_folders import reference
+from tests.helpers.hf_folders import reference, write_folder
 from tests.helpers.hf_layouts import FAMILIES, REWARD, role_of
 from tests.helpers.tiers import by_default
 
@@ -15,8 +13,7 @@ CHOSEN = ("llama3", "gpt_oss", "deepseek_v3_yarn", "qwen3_next", "nemotron_h_lat
 @pytest.mark.parametrize("case", by_default(FAMILIES, CHOSEN))
 def test_the_tensors_are_those_that_config_json_describes(case, tmp_path):
     stored, is_reward = reference(case), case in REWARD
-    (tmp_path / "config.json").write_text(json.dumps(stored.config))
-    role = role_of(tmp_path, "", 1, is_reward)
+    role = role_of(write_folder(case, tmp_path / case), "", 1, is_reward)
     weight_map = WeightMap(role.hf_model, role.megatron, is_reward)
     expected = weight_map.expected()
     others = {tensor.name for tensor in stored.tensors if tensor.name not in expected}

@@ -1,0 +1,37 @@
+"""GPT-OSS and MiniMax-M2: configurations as published, and flags of papers and cards."""
+
+import pytest
+
+from tests.helpers.hf_quantized import MXFP4_CONFIG
+from tests.helpers.published_families import Published, check
+
+MODELS = {
+    "gpt-oss-20b": Published({
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+        "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 8, "num_local_experts": 32, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                         "original_max_position_embeddings": 4096},
+        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+        "vocab_size": 201088, "quantization_config": MXFP4_CONFIG,
+    }, {
+        "window-size": "127,0", "yarn-original-max-position-embeddings": 4096, "num-experts": 32,
+        "window-attn-skip-freq": str([1, 0] * 12).replace(" ", ""),
+    }, has_windows=True),
+    "MiniMax-M2": Published({
+        "architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type": "minimax_m2",
+        "mtp_transformer_layers": 1, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62,
+        "num_key_value_heads": 8, "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer",
+        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "tie_word_embeddings": False, "use_mtp": True, "use_qk_norm": True,
+        "use_routing_bias": True, "vocab_size": 200064,
+    }, {"rotary-percent": 0.5, "rotary-base": 5000000, "moe-router-score-function": "sigmoid"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_published_configurations(name, tmp_path):
+    check(MODELS[name], tmp_path / "published")
