@@ -148,28 +148,30 @@ def digests(messages: Sequence[Message], tools: list | None = None) -> list[byte
 # -- as JSON: between leaders and the HTTP process of sessions (`megarl.serving.links`) --------------------------------
 
 
-def _offer(number: int, ticket: int, task: dict[str, Any], *facts: Any) -> Offer:
-    return Offer(number, ticket, Task(**task), *facts)
+def _offer(fields: list) -> Offer:
+    number, ticket, task, key, failures = fields
+    return Offer(number, ticket, Task(**task), key, failures)
 
 
-def _asked(number: int, ticket: int, request: int, ask: list[Any]) -> Asked:
-    messages, tools, max_tokens, stops = ask
+def _asked(fields: list) -> Asked:
+    number, ticket, request, (messages, tools, max_tokens, stops) = fields
     return Asked(number, ticket, request, Ask(messages, tools, max_tokens, tuple(stops)))
 
 
-def _replied(number: int, ticket: int, request: int, reply: list[Any]) -> Replied:
-    turn, *fields = reply
-    return Replied(number, ticket, request, Reply(None if turn is None else _turn(**turn), *fields))
+def _replied(fields: list) -> Replied:
+    number, ticket, request, (turn, *others) = fields
+    return Replied(number, ticket, request, Reply._make([None if turn is None else _turn(**turn), *others]))
 
 
 def _turn(calls: list[dict[str, Any]], errors: list[str], **fields: Any) -> Turn:
     return Turn(calls=tuple(ToolCall(**call) for call in calls), errors=tuple(errors), **fields)
 
 
-def _answer(number: int, ticket: int, observation: dict[str, Any] | None, *facts: Any) -> Answer:
-    return Answer(number, ticket, None if observation is None else Observation(**observation), *facts)
+def _answer(fields: list) -> Answer:
+    number, ticket, end, *others = fields
+    return Answer._make([number, ticket, None if end is None else Observation(**end), *others])
 
 
 # What makes a message of its fields.
-FROM_LEADERS: dict[str, Callable[..., Any]] = {"Offer": _offer, "Close": Close, "Replied": _replied}
-TO_LEADERS: dict[str, Callable[..., Any]] = {"Asked": _asked, "Answer": _answer}
+FROM_LEADERS: dict[str, Callable[[list], Any]] = {"Offer": _offer, "Close": Close._make, "Replied": _replied}
+TO_LEADERS: dict[str, Callable[[list], Any]] = {"Asked": _asked, "Answer": _answer}

@@ -80,7 +80,7 @@ def first_observations(name: str, tasks: Sequence[Task], seconds: float) -> list
         if not child.connection.poll(_GRACE + 3 * seconds * len(tasks)):
             return f"no answer within {seconds:g} s"
         found = child.connection.recv()
-        return found if isinstance(found, str) else [FirstObservation(*each) for each in found]
+        return found if isinstance(found, str) else [FirstObservation._make(each) for each in found]
     except (EOFError, OSError):
         return f"its process ended with status {child.status()}"
     finally:
@@ -93,7 +93,7 @@ def main():
     connection = parent()
     asked = connection.recv()
     if not isinstance(asked, list):
-        asyncio.run(_answer(connection, *asked))
+        asyncio.run(_answer(connection, asked))
     try:
         connection.send({name: _kind(name) for name in asked})
     except UsageError as error:
@@ -101,13 +101,14 @@ def main():
     os._exit(0)
 
 
-async def _answer(connection: Connection, *asked: Any) -> NoReturn:
+async def _answer(connection: Connection, asked: tuple[str, list[Task], float]) -> NoReturn:
     """Answers, and ends the process, whatever threads an environment has left."""
-    connection.send(await _first_observations(*asked))
+    connection.send(await _first_observations(asked))
     os._exit(0)
 
 
-async def _first_observations(name: str, tasks: list[Task], seconds: float) -> list[tuple[list, list]] | str:
+async def _first_observations(asked: tuple[str, list[Task], float]) -> list[tuple[list, list]] | str:
+    name, tasks, seconds = asked
     found, factory = [], load_factory(name)
     for task in tasks:
         try:

@@ -7,13 +7,11 @@ configuration. Signals that stop a run do nothing here, because rank 0 decides w
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import sys
 from multiprocessing.connection import Connection, Listener
-from threading import Thread
 
 from megarl.child_process import parent
 from megarl.serving import links
@@ -44,21 +42,8 @@ class Frontend:
 
     async def serve(self, rank_0: Connection) -> int:
         """Serves until told to end; returns the exit status."""
-        loop = asyncio.get_running_loop()
-
-        def follow(connection: Connection):
-            """Hands what comes on a leader's connection to the loop, at last the reason why no more does."""
-            link, came = links.Link(connection, links.kinds_of(ToFrontend)), None
-            while not isinstance(came, ConnectionError):
-                try:
-                    came = link.receive()
-                except ConnectionError as error:
-                    came = error
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self._receive, link, came)
-
-        Thread(target=links.accept_all, args=[self._listener, self._key, follow], daemon=True).start()
-        loop.add_reader(rank_0.fileno(), self._lost_rank_0, rank_0)
+        links.follow_all(self._listener, self._key, links.kinds_of(ToFrontend), self._receive)
+        asyncio.get_running_loop().add_reader(rank_0.fileno(), self._lost_rank_0, rank_0)
         await self._http.serve(sockets=self._sockets)
         self._ends = True
         for link in self._replicas:

@@ -4,6 +4,7 @@ A message is a NamedTuple: of `replica_messages.py`, or of the sessions of envir
 of the name of its class and its fields, and never a pickled object, so a peer cannot make this process run anything.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -24,7 +25,7 @@ _MAX_PACKET_BYTES = 256 * 2**20
 _MAX_HANDSHAKES = 64  # at once
 
 Message = Any  # a NamedTuple whose fields JSON can hold, or are dataclasses of such fields
-Kinds = Mapping[str, Callable[..., Message]]  # what makes a message of its fields, by the name of its class
+Kinds = Mapping[str, Callable[[list], Message]]  # what makes a message of its fields, by the name of its class
 Address = str | tuple[str, int]  # the path of a Unix socket, or host and port
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 def kinds_of(union: UnionType) -> Kinds:
     """The messages of a union, which are made of their fields as they are."""
-    return {each.__name__: each for each in get_args(union)}
+    return {each.__name__: each._make for each in get_args(union)}
 
 
 def packet(messages: Iterable[bytes]) -> bytes:
@@ -51,7 +52,7 @@ def decode(data: bytes, kinds: Kinds) -> list[Message]:
     if not isinstance(found, list):
         raise ValueError("no list of messages")
     try:
-        return [kinds[name](*fields) for name, *fields in found]
+        return [kinds[name](fields) for name, *fields in found]
     except (TypeError, LookupError) as error:
         raise ValueError(f"no message: {error}") from None
 
@@ -124,6 +125,31 @@ def connect(address: Address, key: bytes) -> Connection:
     except (OSError, EOFError, AuthenticationError) as error:
         raise ConnectionError(f"no HTTP process that knows the key answers at {address}: {error!r}") from None
     return connection
+
+
+def follow_all(
+    listener: Listener, key: bytes, kinds: Kinds, received: Callable[[Link, list[Message] | ConnectionError], None]
+):
+    """Accepts the connections of leaders for ever, in a thread, and follows each one in a thread of its own.
+
+    Args:
+        kinds: what leaders may send.
+        received: runs on the loop that runs now, with a link and what has come; at last the reason why no more does.
+    """
+    loop = asyncio.get_running_loop()
+
+    def follow(connection: Connection):
+        link = Link(connection, kinds)
+        came: list[Message] | ConnectionError = []
+        while not isinstance(came, ConnectionError):
+            try:
+                came = link.receive()
+            except ConnectionError as error:
+                came = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(received, link, came)
+
+    threading.Thread(target=accept_all, args=[listener, key, follow], daemon=True).start()
 
 
 def accept_all(listener: Listener, key: bytes, connected: Callable[[Connection], None]):

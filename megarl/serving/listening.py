@@ -29,10 +29,9 @@ _OTHER_FILES = 128  # descriptors for the links to leaders, the listener, and wh
 RESERVED_SECONDS = 5.0  # that such a connection may take for the head of its request
 _BACKLOG = 1024  # connections that wait to be accepted
 
-SERVER: dict[str, Any] = {
-    "ws": "none", "loop": "asyncio", "lifespan": "off", "access_log": False, "log_config": None,
-    "server_header": False, "proxy_headers": False, "log_level": "error",
-}  # fmt: skip
+_OFF = dict.fromkeys(("access_log", "server_header", "proxy_headers"), False)
+SERVER: dict[str, Any] = {"ws": "none", "loop": "asyncio", "lifespan": "off", "log_config": None, "log_level": "error"}
+SERVER |= _OFF
 """What all servers tell uvicorn. Its warnings are about what clients send, so clients could fill disks with them."""
 
 
@@ -40,8 +39,8 @@ class HttpServer(uvicorn.Server):
     """Uvicorn's server with limits of connections, without its signal handlers."""
 
     def __init__(self, app, settings: Serving):
-        limits = max_connections(settings.max_connections), settings.connection_timeout
-        protocol: Any = functools.partial(LimitedProtocol, *limits)
+        clients = max_connections(settings.max_connections)
+        protocol: Any = functools.partial(LimitedProtocol, clients, settings.connection_timeout)
         super().__init__(uvicorn.Config(app, http=protocol, **SERVER))
 
     @contextlib.contextmanager

@@ -220,7 +220,7 @@ class ReplicaPool:
     def _hand_on(self, replica: ReplicaState, fields: Sequence[Any]):
         """Hands on the fields of a `RequestUpdate`, unless its request was aborted meanwhile."""
         try:
-            update = RequestUpdate(*fields)._replace(version=replica.version, label=replica.label)
+            update = RequestUpdate._make(fields)._replace(version=replica.version, label=replica.label)
         except TypeError:
             raise ConnectionError("it sent a malformed message") from None
         take = replica.outstanding.pop if update.is_last else replica.outstanding.get

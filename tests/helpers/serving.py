@@ -52,8 +52,8 @@ class ScriptedLeader:
         self.link.send(Ready(**{**first, "label": "step_7", **ready}))
 
     def tokens(self, *updates, version: int = 0):
-        """Sends fields of updates, such as [id, tokens, logprobs, top, finish]."""
-        self.link.send(Updates(version, 50, list(updates)))
+        """Sends updates, or their first fields, such as [id, tokens, logprobs, top, finish]."""
+        self.link.send(Updates(version, 50, [each and RequestUpdate(*each) for each in updates]))
 
     def wait_for(self, count: int, kind: type = Generate) -> list:
         """The messages of a kind, once there are `count`."""

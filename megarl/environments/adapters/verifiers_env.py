@@ -61,9 +61,10 @@ class VerifiersEnvironment(BaseEnvironment):
     async def _play(self, task: Any) -> None:
         from verifiers.v1.episode import Episode
 
-        agents = SimpleNamespace(**{
+        seats = {
             name: _Seat(name, config, self._said, self._replies, self._traces) for name, config in self._seats.items()
-        })  # fmt: skip
+        }
+        agents = SimpleNamespace(**seats)
         await self._env.setup(agents)
         await self._env.run(task, agents)
         await self._env.finalize(task, Episode(task=_about(task), traces=self._traces))
@@ -114,10 +115,8 @@ class _Interaction:
         from verifiers.v1 import session, state, trace
 
         self._seat, self._task, self._closed = seat, task, False
-        self.trace = trace.Trace(
-            task=_about(task), state=state.state_cls(type(task))(),
-            agent=trace.AgentInfo(config=seat.config, name=seat.name),
-        )  # fmt: skip
+        agent = trace.AgentInfo(config=seat.config, name=seat.name)
+        self.trace = trace.Trace(task=_about(task), state=state.state_cls(type(task))(), agent=agent)
         self._stops = [(session.call_hook, hook, trace.Trace) for hook in task.hooks("stop")]
         for message in _opening(task.data):
             self._add(_typed(message))
@@ -203,8 +202,8 @@ def _problem(env: Any, agents: int) -> str | None:
     from verifiers.v1.task import Task as VerifiersTask
 
     task, config = env.taskset.task_type(), env.taskset.config
-    hooks = {kind: [hook for name in dir(task) if hasattr(hook := getattr(task, name), kind)]
-             for kind in ("reward", "metric", "stop", "intercept")}  # fmt: skip
+    members, kinds = [getattr(task, name) for name in dir(task)], ("reward", "metric", "stop", "intercept")
+    hooks = {kind: [hook for hook in members if hasattr(hook, kind)] for kind in kinds}
     scoring = [inspect.signature(hook).parameters for hook in hooks["reward"] + hooks["metric"]]
     on_messages = [
         hint for hook in hooks["stop"] for hint in get_type_hints(hook).values() if hint in (Request, Response)

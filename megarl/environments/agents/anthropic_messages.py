@@ -136,11 +136,10 @@ async def complete_messages(session: Session, request: MessagesRequest) -> Respo
     name_ignored(request, _IGNORED)
     name_forced_call(request.tool_choice and request.tool_choice.type)
     reply = await written(session, _ask(request))
-    answer = {
-        "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": request.model,
-        "content": _blocks(reply), "stop_reason": _stop_reason(reply), "stop_sequence": None,
-        "usage": {"input_tokens": len(reply.prompt), "output_tokens": len(reply.tokens)},
-    }  # fmt: skip
+    head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": request.model}
+    end = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
+    usage = {"input_tokens": len(reply.prompt), "output_tokens": len(reply.tokens)}
+    answer = {**head, "content": _blocks(reply), **end, "usage": usage}
     if request.stream:
         return respond(list(_events(answer)), streams=True, ends=b"")
     return respond([answer])
@@ -214,20 +213,15 @@ def _events(answer: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     begun = {**answer, "content": [], "stop_reason": None, "usage": {**answer["usage"], "output_tokens": 0}}
     yield "message_start", {"type": "message_start", "message": begun}
     for index, block in enumerate(answer["content"]):
+        text, thoughts, arguments = block.get("text"), block.get("thinking"), json.dumps(block.get("input", {}))
         of_type: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-            "text": ({"text": ""}, {"type": "text_delta", "text": block.get("text")}),
-            "thinking": (
-                {"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": block.get("thinking")}
-            ),
-            "tool_use": (
-                {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block.get("input", {}))}
-            ),
-        }  # fmt: skip
+            "text": ({"text": ""}, {"type": "text_delta", "text": text}),
+            "thinking": ({"thinking": "", "signature": ""}, {"type": "thinking_delta", "thinking": thoughts}),
+            "tool_use": ({"input": {}}, {"type": "input_json_delta", "partial_json": arguments}),
+        }
         empty, delta = of_type[block["type"]]
-        yield (
-            "content_block_start",
-            {"type": "content_block_start", "index": index, "content_block": {**block, **empty}},
-        )
+        begun = {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+        yield "content_block_start", begun
         yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", "index": index}
     end = {"stop_reason": answer["stop_reason"], "stop_sequence": None}

@@ -29,15 +29,11 @@ _SET_DUMPABLE = 4
 _UNIX, _INET, _INET6 = 1, 2, 10
 _UP = struct.pack("16sh14x", b"lo", 1)
 _SET_INTERFACE_FLAGS = 0x8914
-_OF_THE_SYSTEM = (
-    "/sbin", "/etc/alternatives", "/etc/ca-certificates", "/etc/group", "/etc/hosts", "/etc/ld.so.conf",
-    "/etc/ld.so.conf.d", "/etc/localtime", "/etc/mime.types", "/etc/nsswitch.conf", "/etc/passwd", "/etc/pki",
-    "/etc/protocols", "/etc/services", "/etc/ssl", "/dev/full",
-)  # fmt: skip
-_LINKS = {  # in /dev
-    "fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
-    "shm": "/tmp",
-}  # fmt: skip
+_OF_ETC = """alternatives ca-certificates group hosts ld.so.conf ld.so.conf.d localtime mime.types nsswitch.conf passwd
+    pki protocols services ssl"""
+_OF_THE_SYSTEM = ("/sbin", *(f"/etc/{name}" for name in _OF_ETC.split()), "/dev/full")
+_STREAMS = {name: f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))}
+_LINKS = {"fd": "/proc/self/fd", **_STREAMS, "shm": "/tmp"}  # in /dev
 
 
 def main() -> int:
@@ -149,10 +145,8 @@ def _become_program(given: dict, uid: int):
         os.setsid()
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
-        jail.set_limits({
-            "NPROC": given["processes"], "NOFILE": 4096, "FSIZE": given["disk_mb"] << 20, "CORE": 0, "MEMLOCK": 0,
-            "MSGQUEUE": 0, "RTPRIO": 0,
-        })  # fmt: skip
+        none = dict.fromkeys(("CORE", "MEMLOCK", "MSGQUEUE", "RTPRIO"), 0)
+        jail.set_limits({"NPROC": given["processes"], "NOFILE": 4096, "FSIZE": given["disk_mb"] << 20, **none})
         jail.become(uid)
         jail.filter_calls((_UNIX, _INET, _INET6))
         os.execvp(given["command"][0], given["command"])

@@ -10,13 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from megarl.data.messages import tool_call, with_tool_names
-from megarl.environments.agents.dialect import (
-    name_forced_call,
-    name_ignored,
-    respond,
-    token_fields,
-    written,
-)  # fmt: skip
+from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, token_fields, written
 from megarl.environments.agents.session import Session
 from megarl.environments.calls import Ask, Reply
 from megarl.serving.chat_core import call_arguments, function_tool
@@ -235,15 +229,11 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
         items.append({"type": "reasoning", "id": f"rs_{secrets.token_hex(12)}", "summary": [], "content": thoughts})
     if message["content"] or not message.get("tool_calls"):
         text = {"type": "output_text", "text": message["content"], "annotations": []}
-        items.append({
-            "type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "status": "completed",
-            "content": [text],
-        })  # fmt: skip
+        head = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "status": "completed"}
+        items.append({**head, "content": [text]})
     for call in message.get("tool_calls", ()):
-        items.append({
-            "type": "function_call", "id": f"fc_{secrets.token_hex(12)}", "call_id": call["id"], "status": "completed",
-            **call["function"],
-        })  # fmt: skip
+        head = {"type": "function_call", "id": f"fc_{secrets.token_hex(12)}", "call_id": call["id"]}
+        items.append({**head, "status": "completed", **call["function"]})
     return items
 
 

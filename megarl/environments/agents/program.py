@@ -148,11 +148,11 @@ class ProgramEnvironment(Agent):
         if self._sandbox is not None:
             door = await Door.open(workspace.parent / "door", address)
             keeps = self._sandbox.arguments(command, workspace, [path], door.path, door.port)
+        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        variables = self._environment(address, path, workspace)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", *keeps,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            cwd=workspace, env=self._environment(address, path, workspace), start_new_session=True,
-        )  # fmt: skip
+            sys.executable, "-I", "-S", *keeps, **streams, cwd=workspace, env=variables, start_new_session=True
+        )
         assert process.stdin is not None  # it is a pipe
         output = asyncio.create_task(_last_bytes(process.stdout))
         ended, spent = asyncio.create_task(process.wait()), asyncio.create_task(session.spent.wait())
@@ -171,10 +171,9 @@ class ProgramEnvironment(Agent):
         kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         if self._sandbox is not None:  # what PATH names may be out of sight
             kept["PATH"] = os.pathsep.join((kept.get("PATH", os.defpath), os.path.dirname(sys.executable)))
-        return kept | {
-            "OPENAI_BASE_URL": address.url, "OPENAI_API_KEY": address.key, "ANTHROPIC_BASE_URL": address.root,
-            "ANTHROPIC_API_KEY": address.key, "MEGARL_TASK": str(task), "HOME": str(workspace), **self._variables,
-        }  # fmt: skip
+        kept |= {"OPENAI_BASE_URL": address.url, "OPENAI_API_KEY": address.key}
+        kept |= {"ANTHROPIC_BASE_URL": address.root, "ANTHROPIC_API_KEY": address.key}
+        return {**kept, "MEGARL_TASK": str(task), "HOME": str(workspace), **self._variables}
 
     async def close(self):
         if self._folder is not None:
@@ -249,10 +248,9 @@ def check_sandbox():
         arguments = limits.arguments(command, Path(name, "workspace"), [], Path(name, "door", "socket"), 80)
         stdin, other = socket.socketpair()  # its end would stop the program
         with stdin, other:
-            done = subprocess.run(
-                [sys.executable, "-I", "-S", *arguments], check=False, stdin=stdin.fileno(), stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, timeout=_PROBE_SECONDS, env={"PATH": os.defpath},
-            )  # fmt: skip
+            streams: dict[str, Any] = {"stdin": stdin.fileno(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            probe, variables = [sys.executable, "-I", "-S", *arguments], {"PATH": os.defpath}
+            done = subprocess.run(probe, check=False, **streams, text=True, timeout=_PROBE_SECONDS, env=variables)
     if done.returncode:
         reason = done.stdout.strip().rpartition("\n")[2] or f"a first program ended with {done.returncode}"
         raise UsageError(f"this machine allows no sandbox for agents: {reason}")

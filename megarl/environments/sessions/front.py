@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from threading import Thread
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request, Response
@@ -41,8 +40,6 @@ from megarl.serving.schemas import StrictModel
 _ROOT = "/sessions"
 _TICK = 0.5  # seconds between two looks at sessions that may have expired
 _NAMES = ("host", "port", "max_body_mb", "max_connections", "connection_timeout")
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,17 +185,12 @@ async def _serve(
     loop = asyncio.get_running_loop()
     registry, s = Registry(config.seconds, config.record, loop.time), config.settings
 
-    def follow(connection: Connection):
-        """Hands what comes on a leader's connection to the loop; the run ends without any of its leaders."""
-        link = links.Link(connection, FROM_LEADERS)
-        try:
-            while True:
-                for message in link.receive():
-                    loop.call_soon_threadsafe(registry.receive, link, message)
-        except (ConnectionError, RuntimeError):
-            log.debug("a leader has closed its connection")
+    def received(link: links.Link, came: list[Any] | ConnectionError):
+        """Takes what a leader says; the run ends without any of its leaders."""
+        for message in () if isinstance(came, ConnectionError) else came:
+            registry.receive(link, message)
 
-    Thread(target=links.accept_all, args=[listener, key, follow], daemon=True).start()
+    links.follow_all(listener, key, FROM_LEADERS, received)
     app = build_app(registry, config.api_keys, s.host, int(s.max_body_mb * 2**20), s.connection_timeout)
     loop.add_reader(rank_0.fileno(), os._exit, 0)
     watcher = asyncio.create_task(registry.watch(_TICK))

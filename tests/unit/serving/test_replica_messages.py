@@ -32,6 +32,6 @@ def test_messages_go_both_ways(messages, union):
 
 def test_updates_are_made_of_their_fields():
     (found,) = links.decode(links.packet([links.encode(Updates(3, 5, [LAST]))]), links.kinds_of(ToFrontend))
-    (update,) = (RequestUpdate(*each)._replace(version=3, label="step_3") for each in found.updates)
+    (update,) = (RequestUpdate._make(each)._replace(version=3, label="step_3") for each in found.updates)
     assert update.is_last and update.fingerprint == "step_3-v3" and update == LAST._replace(version=3, label="step_3")
     assert RequestUpdate(1, error="x").is_last and not RequestUpdate(1, [5]).is_last
