@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.arguments import Settings
 from megarl.batch import ON_ROLLOUT, Batch
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
 from megarl.comm.announcements import Announcements
-from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.prompts import PromptSet
@@ -24,7 +22,6 @@ from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 from megarl.flags.distillation import SIBLING
 from megarl.groups import PromptGroups
-from megarl.observe.timers import Timers
 from megarl.plain_files import reading
 from megarl.roles.reward import Reward
 from megarl.roles.reward_metrics import step_metrics
@@ -66,9 +63,8 @@ class RolloutBatcher:
     """Gives each step its batch, on all ranks."""
 
     def __init__(
-        self, settings: Settings, mesh: RoleMesh, rollout: Rollout, reward: Reward, prompts: PromptSet,
-        prompt_tokens: Ragged, hidden_size: int, timers: Timers, writer: RolloutWriter | None = None,
-        saved: SavedRollouts | None = None,
+        self, rollout: Rollout, reward: Reward, prompts: PromptSet, prompt_tokens: Ragged, hidden_size: int,
+        writer: RolloutWriter | None = None, saved: SavedRollouts | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -76,16 +72,19 @@ class RolloutBatcher:
             hidden_size: the actor's, to estimate the FLOPs of sequences for load balancing.
             saved: has the batches, with a `SavedRollout`; None: they are generated.
         """
-        self.settings, self.mesh, self.timers = settings, mesh, timers
+        self.settings, self.mesh, self.timers = rollout.settings, rollout.mesh, rollout.timers
         self.reward, self.prompts, self.hidden_size = reward, prompts, hidden_size
         self.metrics: dict[str, float] = {}
-        generates = mesh[ROLLOUT].ranks
-        self._announcements = Announcements("batches", generates.start, {*range(mesh.size)} - {*generates})
-        self._scorer = RoundScorer(settings, mesh, reward, prompts, timers)
+        generates, others = rollout.role_groups.ranks, {*range(self.mesh.size)} - {*rollout.role_groups.ranks}
+        self._announcements = Announcements("batches", generates.start, others)
+        self._scorer = RoundScorer(self.settings, self.mesh, reward, prompts, self.timers)
         self.collector: GroupCollector | None = None  # on ranks of the rollout
-        if mesh[ROLLOUT].is_member:
-            arguments = settings, mesh, rollout, prompts, prompt_tokens, self._scorer, self._announcements, timers
-            self.collector = SavedGroupCollector(saved, *arguments) if saved else GroupCollector(*arguments, writer)
+        if rollout.role_groups.is_member:
+            scorer, tell = self._scorer, self._announcements
+            if saved is not None:
+                self.collector = SavedGroupCollector(saved, rollout, prompts, prompt_tokens, scorer, tell)
+            else:
+                self.collector = GroupCollector(rollout, prompts, prompt_tokens, scorer, tell, writer)
 
     @property
     def order(self) -> PromptOrder | MixtureOrder | None:

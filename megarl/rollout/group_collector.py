@@ -10,12 +10,9 @@ from collections import Counter
 
 import torch
 
-from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.announcements import Announcements
 from megarl.comm.early_responses import ResponseSender
-from megarl.comm.role_mesh import RoleMesh
-from megarl.comm.step_batch import ROLLOUT
 from megarl.data.order import MixtureOrder
 from megarl.data.pools import DifficultyPools
 from megarl.data.prompts import PromptSet
@@ -23,7 +20,6 @@ from megarl.data.ragged import Ragged
 from megarl.flags.selection import parse_shares, parse_weights
 from megarl.groups import PromptGroups
 from megarl.mcore import device
-from megarl.observe.timers import Timers
 from megarl.rollout.group_buffer import BatchQueue, GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
 from megarl.rollout.replica_batch import forced_responses
@@ -53,8 +49,8 @@ class GroupCollector:
     groups."""
 
     def __init__(
-        self, settings: Settings, mesh: RoleMesh, rollout: Rollout, prompts: PromptSet, prompt_tokens: Ragged,
-        scorer: RoundScorer, announcements: Announcements, timers: Timers, writer: RolloutWriter | None = None,
+        self, rollout: Rollout, prompts: PromptSet, prompt_tokens: Ragged, scorer: RoundScorer,
+        announcements: Announcements, writer: RolloutWriter | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -63,23 +59,23 @@ class GroupCollector:
                 them meanwhile, and a "round" that is to be scored.
             writer: keeps the responses of each step; None without `--save-rollouts`.
         """
-        self.settings, self.role_groups = settings, mesh[ROLLOUT]
-        self.rollout, self.timers = rollout, timers
+        self.settings, self.role_groups = rollout.settings, rollout.role_groups
+        self.rollout, self.timers = rollout, rollout.timers
         self.prompts, self.prompt_tokens = prompts, prompt_tokens
         self.pools: DifficultyPools | None = None
-        s = settings
+        s, mesh = rollout.settings, rollout.mesh
         if s.pool_bounds is not None:
             bounds, weights = parse_shares(s.pool_bounds), parse_weights(s.pool_weights)
             self.pools = DifficultyPools(len(prompts), bounds, weights, s.pool_retire_after)
-        self.order = prompts.order(settings.seed, self.pools)
+        self.order = prompts.order(s.seed, self.pools)
         self.metrics: dict[str, float] = {}
         self._scorer, self._announcements, self._writer = scorer, announcements, writer
         carried = None if rollout.episodes is None else rollout.episodes.carried
-        self.partial_rollouts = PartialRolloutBuffer(mesh, settings, carried)
-        self._has_versions = settings.has_stale_tokens
-        self.group_buffer = GroupBuffer(mesh, settings, rollout.recorded_layers)
-        self.queue = BatchQueue(self.group_buffer, keeps=settings.generation_lag > 0)
-        self.versions = PolicyVersions(settings)
+        self.partial_rollouts = PartialRolloutBuffer(mesh, s, carried)
+        self._has_versions = s.has_stale_tokens
+        self.group_buffer = GroupBuffer(mesh, s, rollout.recorded_layers)
+        self.queue = BatchQueue(self.group_buffer, keeps=s.generation_lag > 0)
+        self.versions = PolicyVersions(s)
 
     def restart(self, step: int, version: int):
         """Begins after a step whose groups have been loaded, with the version of its policy."""

@@ -1,6 +1,7 @@
 """The rollout of a program without the policy: a server generates, each replica's leader asks for its share."""
 
 import dataclasses
+import functools
 
 from megarl.arguments import Settings
 from megarl.batch import Batch
@@ -43,12 +44,13 @@ class RemoteRollout:
             return None
         sampling = sampling_of(s, temperature)
         with self.timers.phase(role_groups.model_role, "rollout"):
-            requests = RoundRequests(prompts, s.seed, step, self.thinking)
+            requests = RoundRequests(prompts, s.seed, step, self.thinking, prompt_set=prompt_set)
             ids = requests.assigned_to(role_groups.dp_rank, len(role_groups.replicas))
             if self.episodes is not None:
                 source = RequestList(zip(ids, requests.build(ids), strict=True))
                 engine = RemoteEngine(self._generator, role_groups, self._ends.matcher)
-                self.episodes.run(engine, source, requests, prompt_set, sampling, False, None, is_training=False)
+                stream = functools.partial(engine.stream, end_ids=self._ends.ids, settings=sampling)
+                self.episodes.run(stream, source, requests, 2 * engine.max_requests, is_training=False)
                 return self.episodes.settle(None)
             done = None
             if role_groups.is_leader:

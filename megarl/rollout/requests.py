@@ -14,6 +14,7 @@ from megarl.algorithms.token_sampling import SamplingSettings, stream_keys
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
+from megarl.data.prompts import PromptSet
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
@@ -93,7 +94,7 @@ class RoundRequests:
 
     def __init__(
         self, prompts: list[PromptRequest], seed: int, step: int, thinking: ThinkingBudget | None = None,
-        branching: Branching | None = None,
+        branching: Branching | None = None, prompt_set: PromptSet | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -101,12 +102,13 @@ class RoundRequests:
             step: the one that generates.
             thinking: the budget of each response, or turn; None: none.
             branching: of episodes; None: each has all of its turns for itself.
+            prompt_set: the set whose lines the prompts are, for environments.
         """
         self.prompts, self.groups = prompts, groups_of(prompts)
         ends = self.groups.sizes.cumsum(0).tolist()
         self._ids = list(map(range, [0, *ends], ends))  # of each group
         self.group_of: list[int] = self.groups.of(torch.arange(self.groups.count)).tolist()  # each response
-        self.thinking, self._branching = thinking, branching
+        self.thinking, self._branching, self.prompt_set = thinking, branching, prompt_set
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts)  # 0: the response is finished
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,10 +45,21 @@ from megarl.rollout.requests import (
 )
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
-from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds
+from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds, Stream
 from megarl.rollout.staleness import PolicyVersions
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
+
+
+class _Round(NamedTuple):
+    """What is generated at once, and how."""
+
+    requests: RoundRequests
+    sampling: SamplingSettings
+    routes: Tensor | None  # [0, L, k] of no tokens; None: they are not recorded
+    wanted: int | None  # groups with which it may stop early; None: it does not
+    is_training: bool
+    sender: ResponseSender | None
 
 
 class Rollout:
@@ -200,39 +212,44 @@ class Rollout:
         with self.timers.phase(self.role_groups.model_role, "rollout"):
             is_training = temperature is None
             branching = Branching.of(s) if is_training else None
-            requests = RoundRequests(prompts, s.seed, step, self.thinking, branching)
+            requests = RoundRequests(prompts, s.seed, step, self.thinking, branching, prompt_set)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
-            records_routes = is_training and self.recorded_layers is not None
-            routes = self.engine.empty_routes if records_routes else None
-            sampling = sampling_of(s, s.temperature if temperature is None else temperature)
-            weights = self.scheduled if is_training else None
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
-            earliest = wanted if stops_early else None
-            bank = self.bank if is_training else None
-            if bank is not None:
-                bank.begin_round(step, self._bank_key(sampling), routes)
-            if self.episodes is not None:
-                self._run_episodes(step, requests, prompt_set, sampling, routes, is_training, earliest, sender)
-                longest = None if earliest is None else self.earliest_groups(None, prompts, earliest)[1]
-                return self.episodes.settle(longest, routes, self._version(step, weights, versions))
-            if weights is not None:
-                done = self._run_scheduled(step, requests, earliest, sampling, routes, sender)
-                if versions is not None:
-                    done = {i: with_versions(each, versions.of_weights) for i, each in done.items()}
-            else:
-                early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
-                done = self._run_engine(requests, sampling, records_routes, early_stop, bank, sender)
-            self._counts.add(self.engine, is_training)
-            done |= self._without_new_tokens(requests, routes)
-            return completions_to_batch(done, requests, routes, self._version(step, weights, versions))
+            records_routes = is_training and self.recorded_layers is not None
+            round_ = _Round(
+                requests=requests,
+                sampling=sampling_of(s, s.temperature if temperature is None else temperature),
+                routes=self.engine.empty_routes if records_routes else None,
+                wanted=wanted if stops_early else None,
+                is_training=is_training,
+                sender=sender,
+            )
+            return self._generate(round_, self.scheduled if is_training else None, versions)
 
-    def _version(self, step: int, weights: ScheduledRounds | None, versions: PolicyVersions | None) -> int | None:
-        """The version with which the round of a step has begun; None without `versions`. `weights`: that change within
-        the round; None: they do not."""
-        if versions is None:
-            return None
-        return versions.of_step(step)[0] if weights is None else versions.of_weights(weights.first)
+    def _generate(self, round_: _Round, weights: ScheduledRounds | None, versions: PolicyVersions | None) -> Batch:
+        """This replica's share of a round. `weights`: change within it as a schedule says; None: they stay."""
+        requests, routes = round_.requests, round_.routes
+        if weights is not None:
+            weights.begin(requests.step)
+        if weights is None or self.episodes is not None:
+            done = self._run_engine(round_)
+        else:
+            done = self._run_scheduled(round_, weights)
+        if weights is not None:
+            weights.end()
+        self._counts.add(self.engine, round_.is_training)
+        version = None
+        if versions is not None:
+            version = versions.of_step(requests.step)[0] if weights is None else versions.of_weights(weights.first)
+        if self.episodes is not None:
+            longest = None
+            if round_.wanted is not None:
+                _, longest = self.earliest_groups(None, requests.prompts, round_.wanted)
+            return self.episodes.settle(longest, routes, version)
+        if versions is not None and weights is not None:
+            done = {i: with_versions(completion, versions.of_weights) for i, completion in done.items()}
+        return completions_to_batch(done | self._without_new_tokens(requests, routes), requests, routes, version)
 
     def generation_metrics(self) -> dict[str, float]:
         """Metrics of the training responses generated since the last call: of environments, decode steps, drafts, and
@@ -252,44 +269,50 @@ class Rollout:
         thinking = None if self.thinking is None else (self.thinking.limit, self.thinking.tokens)
         return self._fingerprint, layout, sampling, self.ends.identity, thinking
 
-    def _run_engine(
-        self, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool,
-        early_stop: GroupEarlyStop | None, bank: RolloutBank | None, sender: ResponseSender | None,
-    ) -> dict[int, Completion]:  # fmt: skip
-        """This replica's completions by sequence id, of the bank and of the engine."""
-        source, queue = self._source(requests, whole_groups=early_stop is not None)
-        end_ids, limit = self.ends.ids, queue.share if queue else None
-        longest, done = early_stop.longest if early_stop else None, {}
+    def _stream(self, round_: _Round) -> Stream:
+        """The engine's stream for a round."""
+        routes = round_.routes is not None
+        return functools.partial(self.engine.stream, end_ids=self.ends.ids, settings=round_.sampling, routes=routes)
+
+    def _run_engine(self, round_: _Round) -> dict[int, Completion]:
+        """This replica's completions by sequence id, of the bank and of the engine; of episodes, whose runner keeps
+        their turns, none. They come to their ends, or as far as the earliest groups decide."""
+        requests, stream, done = round_.requests, self._stream(round_), {}
+        source, queue = self._source(requests, whole_groups=round_.wanted is not None)
+        early_stop = None if round_.wanted is None else GroupEarlyStop(round_.wanted, requests, self.role_groups)
+        bank = self.bank if round_.is_training else None
+        if bank is not None:
+            bank.begin_round(requests.step, self._bank_key(round_.sampling), round_.routes)
 
         def ended(i: int, completion: Completion):
             done[i] = completion
             if early_stop:
                 early_stop.ended(i, completion)
-            if sender:
-                sender.send(i, completion.tokens)
+            if round_.sender:
+                round_.sender.send(i, completion.tokens)
 
-        asked, take_in = past_bank(bank, source, ended)
-        for i, completion in self.engine.stream(asked, end_ids, sampling, records_routes, limit, longest):
-            take_in(i, completion)
+        if self.episodes is not None:
+            most = queue.share if queue else 2 * self.engine.max_requests  # work for the engine while others wait
+            self.episodes.run(stream, source, requests, most, round_.is_training, early_stop, round_.sender, bank)
+        else:
+            asked, take_in = past_bank(bank, source, ended)
+            longest = early_stop.longest if early_stop else None
+            for i, completion in stream(asked, max_requests=queue.share if queue else None, response_limit=longest):
+                take_in(i, completion)
         if queue:
             queue.close()
         if early_stop:
             early_stop.close()
         return done
 
-    def _run_scheduled(
-        self, step: int, requests: RoundRequests, wanted: int | None, sampling: SamplingSettings,
-        empty_routes: Tensor | None, sender: ResponseSender | None,
-    ) -> dict[int, Completion]:  # fmt: skip
-        """As `_run_engine`, with weights that may change meanwhile. `wanted`: as of `ScheduledRounds.generate`."""
-
-        def stream(max_requests, source, interrupt):
-            args = source, self.ends.ids, sampling, empty_routes is not None, max_requests
-            return self.engine.stream(*args, interrupt=interrupt)
-
+    def _run_scheduled(self, round_: _Round, weights: ScheduledRounds) -> dict[int, Completion]:
+        """As `_run_engine`, with weights that may change meanwhile."""
+        requests = round_.requests
         mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
         source_of = functools.partial(self._source, requests)
-        return self.scheduled.generate(step, requests, mine, wanted, source_of, stream, empty_routes, sender)
+        return weights.generate(
+            requests, mine, round_.wanted, source_of, self._stream(round_), round_.routes, round_.sender
+        )
 
     def _source(self, requests: RoundRequests, whole_groups: bool) -> tuple[RequestSource, SharedRequestQueue | None]:
         """What the engine takes its requests from, and the same if the replicas share it."""
@@ -300,28 +323,6 @@ class Rollout:
         stay_together = self.settings.rollout_prefix_caching or self.settings.branch_turns > 0 or whole_groups
         queue = SharedRequestQueue(requests, stay_together, self.role_groups)
         return queue, queue
-
-    def _run_episodes(
-        self, step: int, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings,
-        empty_routes: Tensor | None, is_training: bool, wanted: int | None, sender: ResponseSender | None,
-    ):  # fmt: skip
-        """Runs this replica's episodes: all of their turns, or as far as the `wanted` earliest groups decide."""
-        weights = self.scheduled if is_training else None
-        if weights is not None:
-            weights.begin(step)
-        source, queue = self._source(requests, whole_groups=wanted is not None)
-        early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
-        self.episodes.run(
-            self.engine, source, requests, prompt_set, sampling, empty_routes is not None,
-            queue.share if queue else None, is_training, early_stop, sender, self.bank if is_training else None,
-        )  # fmt: skip
-        self._counts.add(self.engine, is_training)
-        if queue:
-            queue.close()
-        if early_stop is not None:
-            early_stop.close()
-        if weights is not None:
-            weights.end()
 
     def _without_new_tokens(self, requests: RoundRequests, empty_routes: Tensor | None) -> dict[int, Completion]:
         """Completions of this replica's requests without new tokens; routes are unknown."""

@@ -10,6 +10,7 @@ from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.observe.timers import Timers
 from megarl.rollout.group_collector import GroupCollector, SamplingStatistics
 from megarl.rollout.rollout_files import GREEDY, RESPONSES, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound
@@ -27,9 +28,9 @@ class SavedRollout:
     name = ROLLOUT
     bank = episodes = None
 
-    def __init__(self, settings: Settings, role: RoleSettings, mesh: RoleMesh):
-        self.settings, self.role = settings, role
-        self.role_groups = mesh[ROLLOUT]
+    def __init__(self, settings: Settings, role: RoleSettings, mesh: RoleMesh, timers: Timers):
+        self.settings, self.role, self.timers = settings, role, timers
+        self.mesh, self.role_groups = mesh, mesh[ROLLOUT]
         self.metrics: dict[str, float] = {}
 
     @property

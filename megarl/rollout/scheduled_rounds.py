@@ -28,8 +28,8 @@ from megarl.rollout.weight_sync import WeightSync
 
 _GO_ON, _TAKE_WEIGHTS, _STOP = 0, 1, 2  # what a replica does after a look
 
-# Runs the engine; its arguments are `max_requests`, the requests, and `interrupt`, as of `RolloutEngine.stream`.
-Stream = Callable[[int | None, RequestSource, Callable[[], int] | None], Iterator[tuple[int, Completion]]]
+# Runs the engine for a source of requests, with further arguments by name, as of `RolloutEngine.stream`.
+Stream = Callable[..., Iterator[tuple[int, Completion]]]
 # Opens the source of a round's requests, of whole groups or not, and says whether the replicas share it.
 OpenSource = Callable[[bool], tuple[RequestSource, SharedRequestQueue | None]]
 
@@ -144,10 +144,11 @@ class ScheduledRounds:
             self._schedule.append(written, role_groups.dp_rank, len(role_groups.replicas))
 
     def generate(
-        self, step: int, requests: RoundRequests, mine: list[int], wanted: int | None, open_source: OpenSource,
-        stream: Stream, empty_routes: Tensor | None, sender: ResponseSender | None,
+        self, requests: RoundRequests, mine: list[int], wanted: int | None, open_source: OpenSource, stream: Stream,
+        empty_routes: Tensor | None, sender: ResponseSender | None,
     ) -> dict[int, Completion]:  # fmt: skip
-        """A whole round: this replica's completions by sequence id; their versions are the weights of each token.
+        """What lies between `begin` and `end`: this replica's completions by sequence id; their versions are the
+        weights of each token.
 
         Args:
             mine: ids of the requests of this replica where a schedule is followed.
@@ -155,15 +156,14 @@ class ScheduledRounds:
             empty_routes: [0, L, k] routes of no tokens; None without routes.
             sender: as of `Rollout.generate`.
         """
-        self.begin(step)
         if self._record is not None:
             responses = self._follow(self._record, requests, mine, stream)
         else:
             if wanted is not None:
                 self._first_groups = FirstGroups(wanted, requests, self.role_groups)
             source, queue = open_source(wanted is not None)
-            share = None if queue is None else queue.share
-            responses = self._decide(source, len(requests), functools.partial(stream, share), sender)
+            stream = functools.partial(stream, max_requests=None if queue is None else queue.share)
+            responses = self._decide(source, len(requests), stream, sender)
             if queue is not None:
                 queue.close()
         done = {i: response.completion() for i, response in responses.items()}
@@ -171,7 +171,6 @@ class ScheduledRounds:
             sender.send(i, completion.tokens)  # that have not been sent yet
         segments = {i: [(span.weights, len(span.tokens)) for span in r.spans] for i, r in responses.items()}
         self._segments = {i: found for i, found in segments.items() if found}
-        self.end()
         return {i: _with_routes(found, requests.response(i).row, empty_routes) for i, found in done.items()}
 
     def _may_take(self) -> bool:
@@ -199,7 +198,7 @@ class ScheduledRounds:
         """Generates while the clock decides about weights and groups. `count`: responses of the round."""
         source = _RoundResponses(others)
         while True:
-            for i, completion in stream(source, self._look):
+            for i, completion in stream(source, interrupt=self._look):
                 response = source.responses[i]
                 response.take(completion, self.weights.step)
                 if not response.has_ended:
@@ -227,7 +226,7 @@ class ScheduledRounds:
             self.weights.take_through(weights)
             counts = {i: dict(record.segments.get(i, ())).get(weights, 0) for i in mine}
             own = [(i, responses[i].request(counts[i])) for i in mine if counts[i]]
-            running = stream(None, RequestList(own), None) if own or self.engine.is_coupled else ()
+            running = stream(RequestList(own)) if own or self.engine.is_coupled else ()
             for i, completion in running:
                 responses[i].take(completion, weights)
                 is_last = record.segments[i][-1][0] == weights

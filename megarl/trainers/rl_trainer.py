@@ -114,17 +114,18 @@ class RLTrainer(Trainer):
         self.routing_replay = RoutingReplay(
             s, roles["actor"], mesh, self.rollout.recorded_layers, states, self.actor.passes_of_step
         )
-        generation = (s, mesh, self.rollout, self.reward)
-        self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
+        self.batcher = self._build_batcher()
         self.evaluator = None
         if self.events.evaluates:
-            self.evaluator = Evaluations(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
+            self.evaluator = Evaluations(
+                s, mesh, self.rollout, self.reward, inputs.eval_prompts, inputs.eval_tokens, timers
+            )
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
         s, mesh = self.settings, self.mesh
         role = self.inputs.rollout_role(self.config)
         if s.debug_train_only:
-            return SavedRollout(s, role, mesh)
+            return SavedRollout(s, role, mesh, timers)
         policy = self.actor.trainable_model
         trained = cache = None
         if policy:
@@ -142,14 +143,15 @@ class RLTrainer(Trainer):
         of_inputs = self.inputs.schedule, self.inputs.thinking
         return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, *of_inputs)
 
-    def _build_batcher(self, *generation) -> RolloutBatcher:
-        """`generation`: arguments of the batcher from the settings to the prompts."""
-        s, role_groups = self.settings, self.mesh["rollout"]
+    def _build_batcher(self) -> RolloutBatcher:
+        s, role_groups, inputs = self.settings, self.mesh["rollout"], self.inputs
         hidden_size, writer = self.config.roles["actor"].megatron.hidden_size, None
         if s.save_rollouts:
             writer = RolloutWriter(self.folder, role_groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
         kind = ScoringBatcher if s.debug_rollout_only else RolloutBatcher
-        return kind(*generation, hidden_size, self.timers, writer, self.inputs.saved_rollouts)
+        return kind(
+            self.rollout, self.reward, inputs.prompts, inputs.prompt_tokens, hidden_size, writer, inputs.saved_rollouts
+        )
 
     def _models(self) -> dict:
         """This rank's models by role, without teachers."""

@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.token_sampling import SamplingSettings, stream_keys
+from megarl.algorithms.token_sampling import stream_keys
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders
@@ -25,8 +25,8 @@ from megarl.environments.protocol import Task
 from megarl.environments.sessions.session_pool import SessionPool
 from megarl.errors import TooManyFailures, warn
 from megarl.mcore import device
-from megarl.mcore.inference.engine import RequestSource, RolloutEngine
-from megarl.mcore.inference.generation import GenerationRequest
+from megarl.mcore.inference.engine import RequestSource
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.measurements import NamesOfRun
 from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
@@ -38,7 +38,6 @@ from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
 from megarl.rollout.episodes.results import episodes_to_batch, record_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
-from megarl.rollout.remote_generator import RemoteEngine
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_ends import ResponseEnds, thinking_budget_of
@@ -126,19 +125,19 @@ class EpisodeRunner:
         self.carried = CarriedEpisodes(self.limits, self.client)
 
     def run(
-        self, engine: RolloutEngine | RemoteEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
-        sampling: SamplingSettings, records_routes: bool, max_open: int | None, is_training: bool,
-        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None, bank: RolloutBank | None = None,
+        self, stream: Callable[..., Iterator[tuple[int, Completion]]], source: RequestSource, requests: RoundRequests,
+        max_open: int, is_training: bool, early_stop: GroupEarlyStop | None = None,
+        sender: ResponseSender | None = None, bank: RolloutBank | None = None,
     ):  # fmt: skip
         """Runs this replica's episodes to their ends, or as far as the earliest groups decide; `settle` ends the round.
         A collective of the replica.
 
         Args:
+            stream: runs the engine for a source of requests, with further arguments by name, as of
+                `RolloutEngine.stream`.
             source: of the requests for first turns, numbered by sequence id.
-            prompts: the set whose lines the requests name.
-            records_routes: completions have the experts of their tokens.
-            max_open: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
-                while environments answer.
+            requests: of the round, with the set of their prompts.
+            max_open: episodes that may be open at a time.
             is_training: journal the answers, and count them in the step's metrics.
             early_stop, sender: as of `EpisodeSource`.
             bank: has turns that need not be generated, and keeps those that are; None: nothing keeps them.
@@ -146,16 +145,16 @@ class EpisodeRunner:
         start, self.ended = time.perf_counter(), None
         if self.client is not None and self.client.journal is not None:
             self.client.journal.step = requests.step
-        begin = functools.partial(self._begin, requests, prompts, is_training)
-        max_open = 2 * engine.max_requests if max_open is None else max_open
+        begin = functools.partial(self._begin, requests, is_training)
         episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender)
         limit = episodes.response_limit if early_stop else None
         asked, ended = past_bank(bank, episodes, episodes.turn_ended)
-        for number, completion in engine.stream(asked, self._ends.ids, sampling, records_routes, max_open, limit):
+        for number, completion in stream(asked, max_requests=max_open, response_limit=limit):
             ended(number, completion)
         running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
         idle = self._idle(requests) if is_training else []
-        self._round = EpisodeRound(running, idle, prompts, is_training)
+        assert requests.prompt_set is not None  # environments read it
+        self._round = EpisodeRound(running, idle, requests.prompt_set, is_training)
         if self.client is not None:
             self.client.statistics.add_times(episodes.waiting_seconds, time.perf_counter() - start)
             self.client.statistics.add_shared(episodes.shared_turns.asked, episodes.shared_turns.taken)
@@ -243,14 +242,13 @@ class EpisodeRunner:
         if self.client is not None:
             self.client.close()
 
-    def _begin(
-        self, requests: RoundRequests, prompts: PromptSet, is_training: bool, number: int, request: GenerationRequest
-    ) -> Episode:
+    def _begin(self, requests: RoundRequests, is_training: bool, number: int, request: GenerationRequest) -> Episode:
         """Makes an episode or continues that of an earlier round; on the leader, with its environment."""
         asked, key = requests.prompt_of(number), _key_in(requests, number) if is_training else None
         before = self.carried.get(key) if key is not None and asked.lengths else None
         if self.client is not None:
-            prompt, task = prompts[asked.line], self.task(requests, number, prompts[asked.line])
+            prompt = requests.prompt_set[asked.line]
+            task = self.task(requests, number, prompt)
             if before is None:
                 self.client.begin(number, prompt, request, task, key)
             elif isinstance(before, AgentEpisode):

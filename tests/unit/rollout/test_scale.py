@@ -52,7 +52,7 @@ class Engine:
 
         return PrefillCounts()
 
-    def stream(self, source, end_ids, settings, routes, limit, longest):
+    def stream(self, source, end_ids, settings, routes, max_requests, response_limit):
         from megarl.mcore.inference.generation import Completion
 
         while not source.is_empty():
@@ -90,7 +90,7 @@ def batcher_of(path: str, size: int, samples: int = SAMPLES):
     prompts = load_prompts(path)
     tokens = prompts.encode(Encoder(Bytes()), PROMPT_LENGTH)
     node_files.remove()
-    return RolloutBatcher(settings, mesh, rollout, NoReward(), prompts, tokens, 64, timers)
+    return RolloutBatcher(rollout, NoReward(), prompts, tokens, 64)
 
 
 @contextlib.contextmanager
