@@ -127,8 +127,8 @@ def has_value_head(chunk) -> bool:
     return value_head_of(chunk) is not None
 
 
-class ModelChunks(torch.nn.ModuleList):
-    """The chunks of a model that this rank holds, in the order in which a micro-batch runs through them."""
+# The chunks of a model that this rank holds, in the order in which a micro-batch runs through them.
+ModelChunks = torch.nn.ModuleList
 
 
 def padded_vocab_size(args, vocab_size: int) -> int:

@@ -268,8 +268,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-
-
 def states_to_save(rank: int, flags: str):
     """This rank's states for a checkpoint, as megarl's optimizer collects them and as Megatron's does."""
     from megatron.core.optimizer import distrib_optimizer
