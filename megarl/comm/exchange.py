@@ -178,7 +178,7 @@ def _exchange(
         dp_ranks = dp_assignment[host.sequence_ids]
         for dp_rank in dp_ranks.unique().tolist():  # others get nothing: their number grows with the world
             index = (dp_ranks == dp_rank).nonzero().flatten()
-            places = device.to_device([index.numpy(), host.token_positions(index).numpy()])
-            buffers[receiver.leaders[dp_rank]] = to_bytes(sent.take(*places), names)
+            rows, tokens = device.to_device([index.numpy(), host.token_positions(index).numpy()])
+            buffers[receiver.leaders[dp_rank]] = to_bytes(sent.take(rows, tokens), names)
     arrived = filter(len, all_to_all([buffers[rank] for rank in ranks], group, pending))
     return concatenate([from_bytes(buffer, names) for buffer in arrived] or [empty_batch(names, device.device())])

@@ -48,10 +48,10 @@ def minibatches_of_step(settings: Settings, groups: PromptGroups, step: int, epo
     `--minibatch-size` is then counted in groups of `--samples-per-prompt`, whatever the sizes of the groups: a step has
     as many updates as the schedule of the learning rate expects.
     """
-    size, where = settings.minibatch_groups, (settings.seed, step, epoch)
+    size, seed = settings.minibatch_groups, settings.seed
     if size is not None:
-        return [groups.ids_of(drawn) for drawn in minibatch_ids(len(groups), size, *where)]
-    return minibatch_ids(groups.count, settings.minibatch_size, *where)
+        return [groups.ids_of(drawn) for drawn in minibatch_ids(len(groups), size, seed, step, epoch)]
+    return minibatch_ids(groups.count, settings.minibatch_size, seed, step, epoch)
 
 
 def positions_of(batch: Batch, ids: Tensor) -> Tensor:

@@ -73,8 +73,10 @@ class RouterState:
     def begin_step(self):
         """Starts a step: removes the routes to replay and resets the statistics."""
         self.replayed_routes: RouteTable | None = None  # routes to replay; None: the routers choose
-        shape = (self.role.megatron.num_layers, self.experts, aux_loss_names(self.role.megatron), device.device())
-        self._forward, self._training = RoutingStatistics.empty(*shape), RoutingStatistics.empty(*shape)
+        layers, losses = self.role.megatron.num_layers, aux_loss_names(self.role.megatron)
+        self._forward, self._training = (
+            RoutingStatistics.empty(layers, self.experts, losses, device.device()) for _ in range(2)
+        )
 
     def attach(self, batch: Batch, microbatches: Microbatches):
         """Sets the `routing` of each micro-batch, with the routes of the table if it is set.

@@ -5,6 +5,7 @@ import functools
 import operators  # type: ignore[import-not-found]
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
 _library = torch.library.Library("megarl", "IMPL")
@@ -42,12 +43,12 @@ def _launched(name: str, read: list[Tensor], written: list[Tensor], run):
 
 
 def _check(values: list):
-    if any(isinstance(value, Tensor) and not value.is_cuda for value in values):
+    if any(isinstance(value, Tensor) and not value.is_cuda for value in tree_leaves(values)):
         raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
 
 
 def _on_host(value):
-    return operators.on_host(value) if isinstance(value, Tensor) else value
+    return tree_map(lambda x: operators.on_host(x) if isinstance(x, Tensor) else x, value)
 
 
 def _install_references():
@@ -88,8 +89,15 @@ def _writing(name: str, reference):
     def call(*args, **kwargs):
         _check([*args, *kwargs.values()])
         host = [_on_host(x) for x in args]
-        read, written = ([x for x, is_written in zip(args, writes, strict=False)
-                          if isinstance(x, Tensor) and is_written == wanted] for wanted in (False, True))  # fmt: skip
+        read, written = (
+            [
+                x
+                for argument, is_written in zip(args, writes, strict=False)
+                for x in tree_leaves(argument)
+                if isinstance(x, Tensor) and is_written == wanted
+            ]
+            for wanted in (False, True)
+        )
         _launched(f"triton {name}", read, written, lambda: reference(*host, **kwargs))
 
     return call

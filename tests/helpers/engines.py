@@ -1,8 +1,11 @@
 """Rollout engines on tiny models: requests, completions, and their gap to the training forward."""
 
+import functools
+
 import torch
 
 from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.worlds import run_world
 
 NEVER = ()  # no token ends a response
 LIMIT, COUNT = 12, 20
@@ -56,6 +59,12 @@ def generate_standard(rank, flags="", shape="llama", end=NEVER, sampling=None, *
     requests, settings = make_requests(), settings_of(**(sampling or {}))
     completions = engine.generate(requests, end, settings)
     return completions, largest_gap(model, requests, completions, settings.temperature)
+
+
+@functools.cache
+def standard(shape="llama"):
+    """`generate_standard` on one rank."""
+    return run_world(generate_standard, 1, "", shape)[0]
 
 
 def texts(completions):

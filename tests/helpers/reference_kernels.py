@@ -115,9 +115,9 @@ def convolve_rows(x, weight, bias, numbers, inputs, out):
     inputs[states] = read[rows, 1:].float()
 
 
-def delta_rows(mixed, a, b, decay_logs, biases, numbers, memories, out, groups, epsilon):
+def delta_rows(mixed, gates, numbers, memories, out, groups, epsilon):
     """As that of `kernels.cuda.recurrent_rows`: the rule of 2412.06464, a token of each row."""
-    _, heads, keys, values = memories.shape
+    (_, heads, keys, values), (a, b, decay_logs, biases) = memories.shape, gates
     rows, out = (numbers >= 0).nonzero().squeeze(1), out.zero_()
     q, k, v = mixed[rows].double().split((groups * keys, groups * keys, heads * values), 1)
     q, k = (x.unflatten(1, (groups, keys)).repeat_interleave(heads // groups, 1) for x in (q, k))
@@ -130,9 +130,9 @@ def delta_rows(mixed, a, b, decay_logs, biases, numbers, memories, out, groups, 
     out[rows] = torch.einsum("thk,thkv->thv", q * keys**-0.5, memory).float()
 
 
-def space_rows(mixed, steps, decay_logs, biases, skips, numbers, memories, out, groups, min_step):
+def space_rows(mixed, gates, numbers, memories, out, groups, min_step):
     """As that of `kernels.cuda.recurrent_rows`: the rule of 2405.21060, a token of each row."""
-    _, heads, keys, values = memories.shape
+    (_, heads, keys, values), (steps, decay_logs, biases, skips) = memories.shape, gates
     rows, out = (numbers >= 0).nonzero().squeeze(1), out.zero_()
     x, b, c = mixed[rows].double().split((heads * values, groups * keys, groups * keys), 1)
     x = x.unflatten(1, (heads, values))

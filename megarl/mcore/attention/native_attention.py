@@ -49,8 +49,9 @@ class _PackedAttention(torch.autograd.Function):
         for batch in reversed(ctx.batches):
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
             native.ops.segment_attention_backward(
-                grad, query, key, value, *_indices(batch), out, sums, ctx.scale, batch.window, ctx.softcap, *grads
-            )
+                grad, query, key, value, batch.queries, batch.keys, batch.last_keys, batch.real_queries, out, sums,
+                ctx.scale, batch.window, ctx.softcap, *grads,
+            )  # fmt: skip
             total = grads if total is None else [x.add_(y) for x, y in zip(total, grads, strict=True)]
         of_sinks = None
         if sinks is not None:  # −share · ∂y·y, with the share of the softmax that a sink takes
@@ -58,18 +59,15 @@ class _PackedAttention(torch.autograd.Function):
         return *total, of_sinks, None, None, None
 
 
-def _indices(segments: SegmentBatch) -> tuple:
-    return segments.queries, segments.keys, segments.last_keys, segments.real_queries
-
-
 def _attend(query, key, value, segments: SegmentBatch, score: tuple, out: Tensor, sums: Tensor | None = None):
     """Writes to the real queries' rows of `out` [T, H, V], and of `sums` [T, H] their log-sums.
 
     `score`: scale, softcap and sinks.
     """
-    scale, softcap, sinks = score
-    options = scale, segments.window, softcap, sinks
-    native.ops.segment_attention(query, key, value, *_indices(segments), *options, out, sums)
+    s, (scale, softcap, sinks) = segments, score
+    native.ops.segment_attention(
+        query, key, value, s.queries, s.keys, s.last_keys, s.real_queries, scale, s.window, softcap, sinks, out, sums
+    )
 
 
 def packed_attention(
@@ -117,8 +115,9 @@ def plan_cache_reads(
     if bool(single.all()):
         return CacheReads([_decode_reads(slice(0, len(keys)), keys, pages, cache, window, token_bytes)], [], total)
     decodes, prompts = single.nonzero().flatten(), (~single).nonzero().flatten()
-    request = first[prompts], queries[prompts], keys[prompts], pages[prompts]
-    prefills = sdpa.plan_prefills(*request, cache, window, token_bytes)
+    prefills = sdpa.plan_prefills(
+        first[prompts], queries[prompts], keys[prompts], pages[prompts], cache, window, token_bytes
+    )
     decoding = []
     if len(decodes):
         decoding = [_decode_reads(first[decodes], keys[decodes], pages[decodes], cache, window, token_bytes)]
@@ -183,14 +182,22 @@ class NativePagedAttention(CacheAttention):
     def _decode(
         self, query: Tensor, cache: Tensor, reads: NativeDecodes, scale: float | None, softcap=None, sinks=None
     ) -> Tensor:
-        options = softmax_scale(query.shape[-1], scale), reads.window, softcap, sinks
-        out = native.ops.cache_attention(query, cache, reads.pages, reads.keys, reads.starts, *options)
+        scale = softmax_scale(query.shape[-1], scale)
+        out = native.ops.cache_attention(
+            query, cache, reads.pages, reads.keys, reads.starts, scale, reads.window, softcap, sinks
+        )
         return out.view(query.shape)
 
     def _prefill(
-        self, query: Tensor, cache: Tensor, reads: list[SegmentBatch], scale: float | None, result: Tensor,
-        softcap=None, sinks=None,
-    ):  # fmt: skip
+        self,
+        query: Tensor,
+        cache: Tensor,
+        reads: list[SegmentBatch],
+        scale: float | None,
+        result: Tensor,
+        softcap=None,
+        sinks=None,
+    ):
         (key, value), score = cache.flatten(0, 1).unbind(2), (softmax_scale(query.shape[-1], scale), softcap, sinks)
         heads, out = query.flatten(1, 2), result.flatten(1, 2)
         for segments in reads:
@@ -215,9 +222,15 @@ class NativeLatentAttention(CacheAttention):
         return out
 
     def _prefill(
-        self, query: Tensor, cache, reads: list[SegmentBatch], scale: float | None, result: Tensor,
-        softcap=None, sinks=None,
-    ):  # fmt: skip
+        self,
+        query: Tensor,
+        cache,
+        reads: list[SegmentBatch],
+        scale: float | None,
+        result: Tensor,
+        softcap=None,
+        sinks=None,
+    ):
         heads, out, flat = query.flatten(1, 2), result.flatten(1, 2), cache.rows.flatten(0, 1)
         score = softmax_scale(query.shape[-1], scale), softcap, sinks
         for segments in reads:

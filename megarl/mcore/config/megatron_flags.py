@@ -199,7 +199,7 @@ def _without_own_parts(args):
     For sharded parameters (`mcore/parallel/fsdp.py`; `layout_rules`) it wants untied embeddings. For grouped products
     of experts (`moe/layer.py`) it wants a GPU; on a CPU they run one after another. For tensor parallelism it wants
     CUDA_DEVICE_MAX_CONNECTIONS=1 except on the newest devices, and would start CUDA to know which this is;
-    `cuda_environment` chooses afterwards. For an optimizer on the host (`training/host_adam.py`) it wants
+    `cuda_environment` chooses afterwards. For an optimizer on the host (`training/adam.py`) it wants
     --use-precision-aware-optimizer. A pattern of layers means another class of models, which is divided among
     pipeline stages by marks in the pattern. The list of a thousand values that it would print is not composed.
     """

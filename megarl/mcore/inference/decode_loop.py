@@ -33,9 +33,12 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         would wait for the device."""
         c, tokens = self.context, torch.tensor(prompt, dtype=torch.int64)
         request = DynamicInferenceRequest(
-            request_id=request_id, prompt_tokens=tokens, sampling_params=sampling_params,
-            block_size_tokens=c.block_size_tokens, enable_prefix_caching=c.enable_prefix_caching,
-        )  # fmt: skip
+            request_id=request_id,
+            prompt_tokens=tokens,
+            sampling_params=sampling_params,
+            block_size_tokens=c.block_size_tokens,
+            enable_prefix_caching=c.enable_prefix_caching,
+        )
         return self._add_request(request)
 
     # Requests of the previous step, in the context's order, while steps only decode.

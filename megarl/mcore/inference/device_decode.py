@@ -184,9 +184,14 @@ class DeviceDecode:
         requests = torch.arange(c.total_request_count) if c.draft_rows is None else c.draft_rows.requests
         ids, own = c.request_ids[requests].long(), slice(len(requests))
         step.send(
-            sampling.keys[ids], sampling.temperatures[ids], sampling.greedy[ids], c.token_to_input_ids[own],
-            c.token_to_pos_ids[own], ids, c.request_to_kv_block_ids[requests],
-        )  # fmt: skip
+            sampling.keys[ids],
+            sampling.temperatures[ids],
+            sampling.greedy[ids],
+            c.token_to_input_ids[own],
+            c.token_to_pos_ids[own],
+            ids,
+            c.request_to_kv_block_ids[requests],
+        )
         with c.use_device_plan(step):
             self.stages.receive(step.hidden)
             outputs = self._outputs(step)

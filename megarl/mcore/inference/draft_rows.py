@@ -76,9 +76,13 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups, padded: 
     total = len(requests)
     padded = c.round_up_tokens(total) if padded is None else padded
     c.draft_rows = DraftRows(
-        requests=requests, positions=positions, owners=owners, places=places, computed=computed,
+        requests=requests,
+        positions=positions,
+        owners=owners,
+        places=places,
+        computed=computed,
         padded_tokens=c.padded_active_token_count,
-    )  # fmt: skip
+    )
     c.active_token_count = total
     ids = c.token_to_input_ids[:n][requests]
     ids[place > 0] = tokens

@@ -58,9 +58,12 @@ class RolloutEngine(BuiltEngine):
     interrupted = 0  # what ended the last `stream`: above 0, its `interrupt`
 
     def generate(
-        self, requests: list[GenerationRequest], end_ids: tuple[int, ...], settings: SamplingSettings,
+        self,
+        requests: list[GenerationRequest],
+        end_ids: tuple[int, ...],
+        settings: SamplingSettings,
         routes: bool = False,
-    ) -> list[Completion]:  # fmt: skip
+    ) -> list[Completion]:
         """Returns one completion per request, in order. All ranks of a replica call it with the same requests.
 
         Args:
@@ -74,10 +77,15 @@ class RolloutEngine(BuiltEngine):
         return [done[number] for number in range(len(requests))]
 
     def stream(
-        self, source: RequestSource, end_ids: tuple[int, ...], settings: SamplingSettings, routes: bool = False,
-        max_requests: int | None = None, response_limit: Callable[[], int | None] | None = None,
+        self,
+        source: RequestSource,
+        end_ids: tuple[int, ...],
+        settings: SamplingSettings,
+        routes: bool = False,
+        max_requests: int | None = None,
+        response_limit: Callable[[], int | None] | None = None,
         interrupt: Callable[[], int] | None = None,
-    ) -> Iterator[tuple[int, Completion]]:  # fmt: skip
+    ) -> Iterator[tuple[int, Completion]]:
         """Generates responses to all requests of a source; yields (request number, completion) as each ends.
 
         The engine resumes at the first item and suspends after the last one, or when the iterator is closed, which
@@ -108,9 +116,12 @@ class RolloutEngine(BuiltEngine):
 
     @contextlib.contextmanager
     def session(
-        self, end_ids: tuple[int, ...] = (), settings: SamplingSettings = SamplingSettings(), routes: bool = False,
+        self,
+        end_ids: tuple[int, ...] = (),
+        settings: SamplingSettings = SamplingSettings(),
+        routes: bool = False,
         stops: StopMatcher | None = None,
-    ) -> Iterator[GenerationSession]:  # fmt: skip
+    ) -> Iterator[GenerationSession]:
         """Context in which the engine runs, without requests at first. Arguments as in `generate`; `stops`: the stop
         strings of requests without own ones."""
         self.engine.resume()
@@ -122,9 +133,13 @@ class RolloutEngine(BuiltEngine):
             self.engine.suspend()
 
     def _run_until_finished(
-        self, session: GenerationSession, source: RequestSource, max_requests: int,
-        response_limit: Callable[[], int | None] | None, interrupt: Callable[[], int] | None,
-    ) -> list[tuple[int, Completion]]:  # fmt: skip
+        self,
+        session: GenerationSession,
+        source: RequestSource,
+        max_requests: int,
+        response_limit: Callable[[], int | None] | None,
+        interrupt: Callable[[], int] | None,
+    ) -> list[tuple[int, Completion]]:
         """Runs steps until some requests finish and returns their completions; empty when all requests are done."""
         with session.inference():
             while True:
@@ -149,9 +164,7 @@ class RolloutEngine(BuiltEngine):
                 if finished := session.step(agreed):
                     return finished
 
-    def _admit(
-        self, session: GenerationSession, source: RequestSource, max_requests: int, join_others: bool = False
-    ):  # fmt: skip
+    def _admit(self, session: GenerationSession, source: RequestSource, max_requests: int, join_others: bool = False):
         """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them.
 
         `join_others`: also few, because the next step is not a graph in any case.

@@ -35,9 +35,13 @@ class GenerationSession:
     """Requests that join and leave an engine between its steps. All ranks of a replica make the same calls."""
 
     def __init__(
-        self, owner: BuiltEngine, end_ids: tuple[int, ...], settings: SamplingSettings, routes: bool,
+        self,
+        owner: BuiltEngine,
+        end_ids: tuple[int, ...],
+        settings: SamplingSettings,
+        routes: bool,
         stops: StopMatcher | None = None,
-    ):  # fmt: skip
+    ):
         """Begins without requests. Arguments as of `RolloutEngine.session`; requests may have their own ones."""
         self.owner = owner
         self.engine, self.context = owner.engine, owner.context

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -70,9 +71,13 @@ class PagedContext(DynamicInferenceContext):
     def _allocate_memory_buffer(self):
         """Allocates [L, blocks, block size, G, 2, D]: a token's key and value are adjacent because reads need both."""
         shape = (
-            self.num_attention_layers, self.kv_block_allocator.total_count, self.block_size_tokens,
-            self.num_attention_heads_per_partition, 2, self.hidden_size_per_attention_head,
-        )  # fmt: skip
+            self.num_attention_layers,
+            self.kv_block_allocator.total_count,
+            self.block_size_tokens,
+            self.num_attention_heads_per_partition,
+            2,
+            self.hidden_size_per_attention_head,
+        )
         size, kind = math.prod(shape) * self.params_dtype.itemsize, {"dtype": torch.uint8, "device": device.device()}
         memory = torch.empty(size, **kind) if self._memory is None else self._memory(size)
         self.memory_buffer = memory.view(self.params_dtype).view(shape)
@@ -216,11 +221,11 @@ class PagedContext(DynamicInferenceContext):
         if dedup is not None:
             queries, keys, pages = (x[dedup.requests] for x in (queries, keys, pages))
             total = len(dedup.kept_tokens)
-        request = queries, keys, pages, total, self.memory_buffer[0]
-        reads = self._backend.plan_cache_reads(*request, None, self._token_bytes)
+        plan = functools.partial(self._backend.plan_cache_reads, queries, keys, pages, total, self.memory_buffer[0])
+        reads = plan(None, self._token_bytes)
         if self._window is None or int(keys.max()) <= self._window:
             return dedup, (reads, reads)
-        return dedup, (reads, self._backend.plan_cache_reads(*request, self._window, self._token_bytes))
+        return dedup, (reads, plan(self._window, self._token_bytes))
 
     @property
     def read_tokens(self) -> int:

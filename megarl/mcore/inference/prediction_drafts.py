@@ -25,9 +25,13 @@ class PredictionDrafts:
     """The layer's part in the steps of an engine."""
 
     def __init__(
-        self, model: ModelChunk, layer: PredictionLayer, context: PagedContext, sampling: KeyedSampling,
+        self,
+        model: ModelChunk,
+        layer: PredictionLayer,
+        context: PagedContext,
+        sampling: KeyedSampling,
         device_decode: DeviceDecode,
-    ):  # fmt: skip
+    ):
         """`model`: whose hidden states it reads; `sampling`: draws its tokens; the others are the engine's."""
         self._model, self._layer, self._context, self._sampling = model, layer, context, sampling
         self._device = device_decode

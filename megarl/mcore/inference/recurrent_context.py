@@ -39,9 +39,15 @@ class RecurrentContext(PagedContext):
     """
 
     def __init__(
-        self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None, *, has_states: list[bool],
-        has_cache: list[bool], snapshots: int | None,
-    ):  # fmt: skip
+        self,
+        model_config,
+        inference_config,
+        memory: Callable[[int], Tensor] | None = None,
+        *,
+        has_states: list[bool],
+        has_cache: list[bool],
+        snapshots: int | None,
+    ):
         """Arguments as of `PagedContext`, and these.
 
         Args:

@@ -39,9 +39,12 @@ class ReusableBlocks(KVBlockAllocator):
     def __init__(self, fresh: KVBlockAllocator):
         """Replaces `fresh`, an unused allocator of the same size."""
         super().__init__(
-            fresh.context, fresh.total_count, fresh.paused_count, fresh.enable_prefix_caching,
+            fresh.context,
+            fresh.total_count,
+            fresh.paused_count,
+            fresh.enable_prefix_caching,
             fresh.prefix_caching_eviction_policy,
-        )  # fmt: skip
+        )
         self._clock = 0
 
     def reset(self):

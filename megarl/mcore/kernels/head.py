@@ -111,8 +111,9 @@ class Head:
         if self.has_row_kernels:
             found = self._statistics_by_rows(logits, rows, squares)
         else:
-            scaled, columns = self.scaled_logits(rows, logits), self.columns(rows)
-            found = list(softmax_statistics(scaled, *columns, self.options.group, weights, squares))
+            columns, here = self.columns(rows)
+            scaled = self.scaled_logits(rows, logits)
+            found = list(softmax_statistics(scaled, columns, here, self.options.group, weights, squares))
         found[2] = found[2] if exact is None else exact
         return found
 

@@ -148,10 +148,8 @@ def _gradients_by_rows(head: Head, statistics: Tensor, grads) -> Iterator[tuple[
         grad = head.hidden.new_empty(whole.stop - whole.start, columns)
         for rows in group:
             out = grad[rows.start - whole.start : rows.stop - whole.start]
-            arguments = head.row_arguments(rows)
-            head_gradient(
-                out, head.logits(rows), *arguments, statistics[:, rows].contiguous(), given[:, rows].contiguous()
-            )
+            saved, grads = statistics[:, rows].contiguous(), given[:, rows].contiguous()
+            head_gradient(out, head.logits(rows), *head.row_arguments(rows), saved, grads)
         yield whole, grad
 
 

@@ -223,6 +223,16 @@ def gather_tokens(x: Tensor, group) -> Tensor:
     return gathered
 
 
+def start_reduction(
+    full: Tensor, group, sequence_parallel: bool, sums_input_gradient: bool
+) -> tuple[Tensor, dist.Work | None]:
+    """(gradient of this rank's input, the collective to wait for) from that of the rank's own product [T, …]."""
+    if sequence_parallel:
+        own = full.new_empty(len(full) // dist.get_world_size(group), *full.shape[1:])
+        return own, dist.reduce_scatter_tensor(own, full, group=group, async_op=True)
+    return full, dist.all_reduce(full, group=group, async_op=True) if sums_input_gradient else None
+
+
 def to_all_ranks(x: Tensor, group, sequence_parallel: bool) -> Tensor:
     """[T/t, …] of this rank under sequence parallelism, else [T, …] -> [T, …], of which each rank of the group uses all
     for its own results; backward sums the gradients of all ranks."""
@@ -249,12 +259,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = handle = None
         if ctx.needs_input_grad[0]:
-            grad_x = full = input_gradient(grad, weight)
-            if ctx.sequence_parallel:
-                grad_x = full.new_empty(len(full) // dist.get_world_size(ctx.group), *full.shape[1:])
-                handle = dist.reduce_scatter_tensor(grad_x, full, group=ctx.group, async_op=True)
-            elif ctx.sums_input_gradient:
-                handle = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            full = input_gradient(grad, weight)
+            grad_x, handle = start_reduction(full, ctx.group, ctx.sequence_parallel, ctx.sums_input_gradient)
         if ctx.needs_input_grad[1]:
             grad_weight = _accumulated(weight, grad, gather_tokens(x, ctx.group) if ctx.sequence_parallel else x)
         if ctx.needs_input_grad[2]:

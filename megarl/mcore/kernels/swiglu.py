@@ -113,9 +113,10 @@ def grouped_swiglu(
     if torch.is_grad_enabled():
         return _GroupedSwiGLU.apply(x, gates, counts, multiply, *first, *second)
     # Without gradients, in rollout, experts have few rows: one operator for all is faster than one for each.
-    both = [_product(*pair, multiply) for pair in zip(x.split(counts), first, strict=True)]
+    both = [_product(rows, weight, multiply) for rows, weight in zip(x.split(counts), first, strict=True)]
     gated = swiglu(torch.cat(both)).mul_(gates.unsqueeze(1))
-    return torch.cat([_product(*pair, multiply) for pair in zip(gated.split(counts), second, strict=True)])
+    rows_of_experts = zip(gated.split(counts), second, strict=True)
+    return torch.cat([_product(rows, weight, multiply) for rows, weight in rows_of_experts])
 
 
 def _product(rows: Tensor, weight: Tensor, multiply: Product = matmul) -> Tensor:
@@ -131,9 +132,10 @@ class _GroupedSwiGLU(torch.autograd.Function):
     def forward(ctx, x, gates, counts, multiply, *weights):
         first, second = weights[: len(counts)], weights[len(counts) :]
         both, outputs = [], []
-        for rows, columns, *pair in zip(x.split(counts), gates.unsqueeze(1).split(counts), first, second, strict=True):
-            both.append(_product(rows, pair[0], multiply))
-            outputs.append(_product(swiglu(both[-1]).mul_(columns), pair[1], multiply))
+        columns = gates.unsqueeze(1).split(counts)
+        for rows, column, one, other in zip(x.split(counts), columns, first, second, strict=True):
+            both.append(_product(rows, one, multiply))
+            outputs.append(_product(swiglu(both[-1]).mul_(column), other, multiply))
         ctx.counts = counts
         ctx.save_for_backward(x, gates, *weights, *both)
         return torch.cat(outputs)

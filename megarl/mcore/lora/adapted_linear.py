@@ -17,6 +17,7 @@ from megarl.mcore.kernels.linear import (
     gather_tokens,
     input_gradient,
     matmul,
+    start_reduction,
     weight_gradient,
 )
 from megarl.mcore.lora.targets import ROW_PARALLEL, LoRASettings, Projection
@@ -116,14 +117,10 @@ class _AdaptedLinear(torch.autograd.Function):
         grad_x = handle = None
         projected = product.projected_gradients(grad, factors)
         if ctx.needs_input_grad[0]:
-            grad_x = whole = input_gradient(grad, weight)
+            whole = input_gradient(grad, weight)
             for (_, gb), (a, _) in zip(projected, factors, strict=True) if not product.is_merged else ():
                 whole += input_gradient(gb, a)
-            if ctx.sequence_parallel:
-                grad_x = whole.new_empty(len(whole) // dist.get_world_size(product.group), *whole.shape[1:])
-                handle = dist.reduce_scatter_tensor(grad_x, whole, group=product.group, async_op=True)
-            elif ctx.sums_input_gradient:
-                handle = dist.all_reduce(grad_x, group=product.group, async_op=True)
+            grad_x, handle = start_reduction(whole, product.group, ctx.sequence_parallel, ctx.sums_input_gradient)
         x = gather_tokens(x, product.group) if ctx.sequence_parallel else x
         grads = product.factor_gradients(projected, x, factors)
         if handle is not None:
@@ -136,9 +133,14 @@ def _pairs(flat) -> list[tuple[Tensor, Tensor]]:
 
 
 def adapted_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, product: LowRankProduct, factors: list[tuple[Tensor, Tensor]],
-    sums_input_gradient: bool, sequence_parallel: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    product: LowRankProduct,
+    factors: list[tuple[Tensor, Tensor]],
+    sums_input_gradient: bool,
+    sequence_parallel: bool,
+) -> Tensor:
     """[…, K], under sequence parallelism this rank's [T/t, …, K] -> […, N]; only the factors get gradients."""
     if torch.is_grad_enabled():
         flat = [tensor for pair in factors for tensor in pair]
@@ -161,11 +163,14 @@ class AdaptedLinear(torch.nn.Module):
         self.whole_name, weight = name, layer.weight
         self.is_row_parallel, self.is_replicated = projections[0].name in ROW_PARALLEL, type(layer) is ReplicatedLinear
         self.product = LowRankProduct(
-            rows=tuple(projection.rows for projection in projections), scale=lora.scale,
-            is_merged=weight.dtype is torch.float32, is_row_parallel=self.is_row_parallel,
-            group=None if self.is_replicated else layer.tp_group, multiply=forward_product(layer.config),
+            rows=tuple(projection.rows for projection in projections),
+            scale=lora.scale,
+            is_merged=weight.dtype is torch.float32,
+            is_row_parallel=self.is_row_parallel,
+            group=None if self.is_replicated else layer.tp_group,
+            multiply=forward_product(layer.config),
             held=tuple(projection.held for projection in projections) if projections[0].held is not None else None,
-        )  # fmt: skip
+        )
         # W, where the layer's weight has the factors merged; under FSDP this rank's rows.
         self.base: torch.nn.Parameter | None = None
         self.factors = torch.nn.ModuleDict()  # by projection: a [r, K] and b [n, r] on this rank
@@ -285,9 +290,13 @@ class AdaptedLinear(torch.nn.Module):
             for factor, axis in (("a", a_axis), ("b", b_axis)):
                 split = () if axis is None else ((axis + len(stacked), rank, size),)
                 state[f"{prefix}factors.{projection}.{factor}"] = ShardedTensor.from_rank_offsets(
-                    f"lora.{name}.{projection}.lora_{factor.upper()}", getattr(factors, factor), *stacked, *split,
-                    replica_id=(0, rank if axis is None else 0, replica), prepend_axis_num=len(stacked),
-                )  # fmt: skip
+                    f"lora.{name}.{projection}.lora_{factor.upper()}",
+                    getattr(factors, factor),
+                    *stacked,
+                    *split,
+                    replica_id=(0, rank if axis is None else 0, replica),
+                    prepend_axis_num=len(stacked),
+                )
         return state
 
 

@@ -104,7 +104,7 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
         found = _projections_of_heads(HeadLayout.of(args), torch.arange(count, device=device), rank, ranks)
     elif names == LINEARS["self_attention.in_proj"]:
         starts = [0, *itertools.accumulate(layer_sizes(args, ranks).parts.values())]
-        found = [Projection(name, slice(*ends)) for name, ends in zip(names, itertools.pairwise(starts), strict=True)]
+        found = [Projection(name, slice(a, b)) for name, a, b in zip(names, starts, starts[1:], strict=False)]
     elif names == MAMBA_LINEARS["self_attention.in_proj"] and ranks > 1:
         held = _share_of_parts([*layer_sizes(args, ranks).parts.values()], rank, ranks)
         found = [Projection(names[0], slice(0, count), count * ranks, held.to(device))]

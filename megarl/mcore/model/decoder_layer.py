@@ -66,7 +66,7 @@ class Rotation(NamedTuple):
 
     def apply_(self, heads: Tensor):
         """Rotates [T, G, heads, D] in place; the bits equal those in training."""
-        rotate_(heads, *self)
+        rotate_(heads, self.cosines, self.sines)
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,15 @@ class PagedSelfAttention(SelfAttention):
         self._has_plain_heads = self.q_layernorm is None and not config.attention_output_gate
 
     def forward(
-        self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, packed_seq_params=None,
+        self,
+        hidden_states,
+        attention_mask,
+        *args,
+        inference_context=None,
+        rotary_pos_emb=None,
+        packed_seq_params=None,
         **kwargs,
-    ):  # fmt: skip
+    ):
         """Same as Megatron's; `inference_context` is a `megarl.mcore.inference.paged_context.PagedContext`,
         `packed_seq_params` a `PackedLayout`, by which the core attention rotates queries and keys."""
         if inference_context is not None:
@@ -188,9 +194,10 @@ class AllHeadsNormAttention(PagedSelfAttention):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        sizes, heads = (self.hidden_size_per_attention_head, self.tp_group), config.num_attention_heads
-        self.q_norm = AllHeadsRMSNorm(config, heads // self.world_size, *sizes)
-        self.k_norm = AllHeadsRMSNorm(config, self.num_query_groups_per_partition, *sizes, self.shared_group)
+        heads, groups = config.num_attention_heads // self.world_size, self.num_query_groups_per_partition
+        channels = self.hidden_size_per_attention_head
+        self.q_norm = AllHeadsRMSNorm(config, heads, channels, self.tp_group)
+        self.k_norm = AllHeadsRMSNorm(config, groups, channels, self.tp_group, self.shared_group)
         self._has_plain_heads = False
 
     def get_query_key_value_tensors(self, *args, **kwargs):

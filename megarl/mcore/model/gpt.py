@@ -123,8 +123,8 @@ def has_value_head(chunk) -> bool:
     return value_head_of(chunk) is not None
 
 
-class ModelChunks(torch.nn.ModuleList):
-    """The chunks of a model that this rank holds, in the order in which a micro-batch runs through them."""
+# The chunks of a model that this rank holds, in the order in which a micro-batch runs through them.
+ModelChunks = torch.nn.ModuleList
 
 
 def _seed_everything(seed: int, pg_collection):

@@ -69,9 +69,16 @@ class LatentAttention(Attention):
 
     def _column_parallel(self, kind, columns: int, rows: int):
         return kind(
-            columns, rows, config=self.config, init_method=self.config.init_method, gather_output=False, bias=False,
-            skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
-        )  # fmt: skip
+            columns,
+            rows,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
 
     def get_query_key_value_tensors(self, *args, **kwargs):
         """Megatron's interface, which `forward` does not use."""

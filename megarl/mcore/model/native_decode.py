@@ -54,12 +54,12 @@ def _run(block: TransformerBlock, hidden: Tensor, plan: StepPlan) -> Tensor:
     config, reads = block.config, plan.reads[0].decodes[0]
     out = hidden.squeeze(1).clone(memory_format=torch.contiguous_format)
     empty = out.new_empty(0)
-    rotation = (empty, empty) if plan.rotations is None else plan.rotations[0]
+    cosines, sines = (empty, empty) if plan.rotations is None else plan.rotations[0]
     core = block.layers[0].self_attention.core_attention
     scale = softmax_scale(config.kv_channels, core.softmax_scale)
     caches = plan.caches[: len(block.layers)]  # a layer of multi-token prediction has the last one
     native.ops.decode_layers(
-        out, _weights(block), caches, *rotation, plan.slot_mapping, reads.pages, reads.keys, reads.starts,
+        out, _weights(block), caches, cosines, sines, plan.slot_mapping, reads.pages, reads.keys, reads.starts,
         config.num_attention_heads, config.ffn_hidden_size, config.layernorm_epsilon, scale,
     )  # fmt: skip
     return out.unsqueeze(1)

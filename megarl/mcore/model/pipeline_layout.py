@@ -58,7 +58,7 @@ def layer_kinds(args) -> list[LayerKind]:
             LayerKind(letter == "E", letter == "M", letter in "M*", letter in "-E")
             for letter in args.hybrid_layer_pattern
         ]
-    return [LayerKind(*pair) for pair in zip(moe_layer_pattern(args), recurrent_layer_pattern(args), strict=True)]
+    return list(map(LayerKind, moe_layer_pattern(args), recurrent_layer_pattern(args)))
 
 
 def prediction_kind(args) -> LayerKind:

@@ -33,10 +33,16 @@ class _Parts(torch.nn.Module):
         sizes = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.enorm, self.hnorm, self.final_layernorm = (cast(torch.nn.Module, Norm(**sizes)) for _ in range(3))
         self.eh_proj = ReplicatedLinear(2 * config.hidden_size, config.hidden_size, config, pg_collection.tp)
-        self.mtp_model_layer = cast(DecoderLayer, build_module(
-            layer_spec(args, prediction_kind(args)), config=config, layer_number=config.num_layers + 1,
-            pg_collection=pg_collection, add_layer_offset=False,
-        ))  # fmt: skip
+        self.mtp_model_layer = cast(
+            DecoderLayer,
+            build_module(
+                layer_spec(args, prediction_kind(args)),
+                config=config,
+                layer_number=config.num_layers + 1,
+                pg_collection=pg_collection,
+                add_layer_offset=False,
+            ),
+        )
 
 
 class PredictionLayer(MegatronModule):

@@ -107,6 +107,11 @@ class RecurrentMixer(MegatronModule):
         """What the recurrence reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
         raise NotImplementedError
 
+    def _gated(self, read: Tensor, wide: Tensor, dtype: torch.dtype, shares: int, share: int) -> Tensor:
+        """[T, out_proj columns] of a type: what rows read [T, H, V] from their states, gated by a part of `wide`, and
+        normed; arguments as of `_inputs`."""
+        raise NotImplementedError
+
     def _sizes_of(self, shares: int):
         return self.sizes._replace(groups=self.sizes.groups // shares, heads=self.sizes.heads // shares)
 
@@ -125,12 +130,20 @@ class RecurrentMixer(MegatronModule):
 
         `shares`, `share`: the heads are one of so many shares of this rank's.
         """
-        raise NotImplementedError
+        wide = projected.float()
+        read = apply_rule(self._inputs(wide, shares, share), self._sizes_of(shares), runs, states)
+        return self._gated(read, wide, projected.dtype, shares, share)
 
     def forward(
-        self, hidden_states, attention_mask=None, *, inference_context=None, rotary_pos_emb=None,
-        packed_seq_params=None, **_,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        hidden_states,
+        attention_mask=None,
+        *,
+        inference_context=None,
+        rotary_pos_emb=None,
+        packed_seq_params=None,
+        **_,
+    ) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and no bias.
 
         `packed_seq_params` is a `PackedLayout`, `inference_context` a `RecurrentContext`.
@@ -200,24 +213,15 @@ class GatedDeltaNet(RecurrentMixer):
         self.out_norm = _SplitHeadsNorm(self.sizes.values, config, self.tp_group)
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> Inputs:
-        """What the rule reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
         sizes = self._sizes_of(shares)
         x, _, b, a = wide.split((sizes.channels, sizes.heads * sizes.values, sizes.heads, sizes.heads), 1)
         own = self._of_share(shares, share, [self.conv1d.weight.float()], [self.A_log, self.dt_bias])
         return Inputs(x, a, b, *own)
 
-    def _mixed(
-        self, projected: Tensor, runs: AnyRuns, states: States | None, shares: int = 1, share: int = 0
-    ) -> Tensor:
-        """[T, in_proj rows] -> [T, H·V]: what each row reads from its state, normed and gated.
-
-        `shares`, `share`: the heads are one of so many shares of this rank's.
-        """
-        sizes, wide = self._sizes_of(shares), projected.float()
-        read = apply_rule(self._inputs(wide, shares, share), sizes, runs, states).to(projected.dtype)
+    def _gated(self, read: Tensor, wide: Tensor, dtype: torch.dtype, shares: int, share: int) -> Tensor:
+        sizes = self._sizes_of(shares)
         z = wide[:, sizes.channels : sizes.channels + sizes.heads * sizes.values]
-        gated = self.out_norm(read).flatten(1) * silu(z.contiguous())
-        return gated.to(projected.dtype)
+        return (self.out_norm(read.to(dtype)).flatten(1) * silu(z.contiguous())).to(dtype)
 
 
 # -- Mamba-2 -------------------------------------------------------------------------------------------------------
@@ -251,21 +255,13 @@ class Mamba2(RecurrentMixer):
         self._mark_split(self.D, self.norm.weight)
 
     def _inputs(self, wide: Tensor, shares: int = 1, share: int = 0) -> SpaceInputs:
-        """What the state space reads of rows [T, in_proj rows]; arguments as of `_mixed`."""
         sizes = self._sizes_of(shares)
         _, x, steps = wide.split((sizes.parts["x"], sizes.channels, sizes.heads), 1)
         convolution = [self.conv1d.weight.float(), self.conv1d.bias.float()]
         own = self._of_share(shares, share, convolution, [self.A_log, self.dt_bias, self.D])
         return SpaceInputs(x, steps, *own)
 
-    def _mixed(
-        self, projected: Tensor, runs: AnyRuns, states: States | None, shares: int = 1, share: int = 0
-    ) -> Tensor:
-        """[T, in_proj rows] -> [T, I]: what each row reads from its state, gated and normed.
-
-        `shares`, `share`: the heads are one of so many shares of this rank's.
-        """
-        sizes, wide = self._sizes_of(shares), projected.float()
-        read = apply_rule(self._inputs(wide, shares, share), sizes, runs, states).flatten(1)
-        gated = read * silu(wide[:, : sizes.parts["z"]].contiguous())
-        return self.norm(gated, sizes.groups, projected.dtype, self.norm.weight.chunk(shares)[share])
+    def _gated(self, read: Tensor, wide: Tensor, dtype: torch.dtype, shares: int, share: int) -> Tensor:
+        sizes = self._sizes_of(shares)
+        gated = read.flatten(1) * silu(wide[:, : sizes.parts["z"]].contiguous())
+        return self.norm(gated, sizes.groups, dtype, self.norm.weight.chunk(shares)[share])

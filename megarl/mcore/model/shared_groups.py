@@ -49,7 +49,7 @@ def columns_between(heads: HeadLayout, ranks: int, sender: int, receiver: int) -
 def columns_sent(heads: HeadLayout, ranks: int) -> float:
     """Columns of a token that a rank sends to the others of its group, on average."""
     pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
-    return sum(columns.count for pair in pairs for columns in columns_between(heads, ranks, *pair)) / ranks
+    return sum(each.count for one, other in pairs for each in columns_between(heads, ranks, one, other)) / ranks
 
 
 class _ColumnsOfRanks(NamedTuple):

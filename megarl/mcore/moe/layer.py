@@ -210,11 +210,11 @@ class MixtureLayer(MoELayer):
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.ep_group)
         sent, received = counts.view(self._ep_size, -1), received.view(self._ep_size, -1)  # [ranks, local experts]
-        splits = torch.stack([received.sum(1), sent.sum(1)]).tolist()  # one wait for the device
+        taken, given = torch.stack([received.sum(1), sent.sum(1)]).tolist()  # one wait for the device
         parts = [rows, gates.unsqueeze(1)]
         # In one message if they have one type: rows of 16 bits would be twice as long beside gates of fp32.
         messages = [torch.cat(parts, dim=1)] if rows.dtype is gates.dtype else parts
-        messages = [tensor_parallel.all_to_all(self.ep_group, each, *splits) for each in messages]
+        messages = [tensor_parallel.all_to_all(self.ep_group, each, taken, given) for each in messages]
         # Received by rank, then expert; wanted by expert, then rank.
         starts = received.flatten().cumsum(0).sub_(received.flatten()).view_as(received).t().flatten()
         sizes = received.t().flatten()
@@ -225,7 +225,7 @@ class MixtureLayer(MoELayer):
         messages = [_permute(each, by_expert, by_rank) for each in messages]
         rows, gates = messages[0].split((rows.shape[1], 1), 1) if len(messages) == 1 else messages
         output = self._compute(rows, gates.squeeze(1), received.sum(0))
-        return tensor_parallel.all_to_all(self.ep_group, _permute(output, by_rank, by_expert), *reversed(splits))
+        return tensor_parallel.all_to_all(self.ep_group, _permute(output, by_rank, by_expert), given, taken)
 
 
 def max_equal_rows(model) -> int:

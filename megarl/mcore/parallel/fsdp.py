@@ -138,8 +138,9 @@ def with_rows(parameter: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _local_range(parameter: DTensor) -> range:
-    placed = parameter.shape, parameter.device_mesh, parameter.placements
-    (height, *_), (first, *_) = compute_local_shape_and_global_offset(*placed)
+    (height, *_), (first, *_) = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
     return range(first, first + height)
 
 

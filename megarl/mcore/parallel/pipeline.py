@@ -72,9 +72,9 @@ def run_microbatches(
     chunks, options, pp_size = list(stages), {}, dist.get_world_size(pg_collection.pp)
     is_virtual = len(chunks) > 1
     if pp_size > 1:
-        connection = pg_collection.pp, chunks[0].config
+        group, config = pg_collection.pp, chunks[0].config
         options["p2p_communicator"] = (
-            P2PCommunicator(*connection) if rows is None else KnownShapeCommunicator(*connection, rows, len(chunks))
+            P2PCommunicator(group, config) if rows is None else KnownShapeCommunicator(group, config, rows, len(chunks))
         )
     schedule = get_forward_backward_func(pp_size, len(chunks) if is_virtual else None)
     results = schedule(

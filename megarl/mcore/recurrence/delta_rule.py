@@ -46,9 +46,9 @@ class HeadSizes(NamedTuple):
     @classmethod
     def of(cls, config, ranks: int) -> "HeadSizes":
         """Those of a model config's layers on one of some tensor-parallel ranks."""
-        heads = config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks
+        groups, heads = config.linear_num_key_heads // ranks, config.linear_num_value_heads // ranks
         fused_type = config.params_dtype if config.delta_rule_backend == fused_chunks.BACKEND else None
-        return cls(*heads, config.linear_key_head_dim, config.linear_value_head_dim, fused_type)
+        return cls(groups, heads, config.linear_key_head_dim, config.linear_value_head_dim, fused_type)
 
 
 class Inputs(NamedTuple):
@@ -68,8 +68,8 @@ class Inputs(NamedTuple):
         """[T, H, V]: what each row reads, by compiled kernels; the runs change `states` in place."""
         weight = self.weight.squeeze(1).t().contiguous()
         mixed = native.ops.causal_convolution(self.x, weight, None, runs.table, states.inputs)
-        gates = native.ops.delta_rule_gates(self.a, self.b, self.decay_logs, self.biases)
-        return native.ops.delta_rule(mixed, *gates, sizes.groups, sizes.keys, runs.table, states.memories)
+        decays, strengths = native.ops.delta_rule_gates(self.a, self.b, self.decay_logs, self.biases)
+        return native.ops.delta_rule(mixed, decays, strengths, sizes.groups, sizes.keys, runs.table, states.memories)
 
     def token_gradients(self, grad: Tensor, sizes: HeadSizes, runs: Runs, memories: Tensor):
         """Backward of `by_token`, from the gradient of what rows read and the memories of the pass: convolved rows,
@@ -104,8 +104,8 @@ class Inputs(NamedTuple):
         mixed = self.x.new_empty(self.x.shape)
         convolve_rows(self.x, self.weight, None, numbers, states.inputs, mixed)
         read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
-        gates = self.a, self.b, self.decay_logs, self.biases
-        delta_rows(mixed, *gates, numbers, states.memories, read, sizes.groups, EPSILON)
+        gates = [self.a, self.b, self.decay_logs, self.biases]
+        delta_rows(mixed, gates, numbers, states.memories, read, sizes.groups, EPSILON)
         return read
 
     def _gates(self) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,8 @@ def layer_sizes(config, ranks: int) -> HeadSizes | SpaceSizes:
     """
     if config.hybrid_layer_pattern is None:
         return HeadSizes.of(config, ranks)
-    heads = config.mamba_num_groups // ranks, config.mamba_num_heads // ranks
-    return SpaceSizes(*heads, config.mamba_state_dim, config.mamba_head_dim, config.mamba_dt_min)
+    groups, heads = config.mamba_num_groups // ranks, config.mamba_num_heads // ranks
+    return SpaceSizes(groups, heads, config.mamba_state_dim, config.mamba_head_dim, config.mamba_dt_min)
 
 
 def apply_rule(inputs: AnyInputs, sizes, runs: AnyRuns, states: States | None = None) -> Tensor:

@@ -60,8 +60,10 @@ class SpaceInputs(NamedTuple):
         """[T, H, P]: what each row reads, by compiled kernels; the runs change `states` in place."""
         weight = self.weight.squeeze(1).t().contiguous()
         mixed = native.ops.causal_convolution(self.x, weight, self.bias, runs.table, states.inputs)
-        gates = native.ops.state_space_gates(self.steps, self.decay_logs, self.biases, sizes.min_step)
-        return native.ops.state_space(mixed, *gates, self.skips, sizes.groups, sizes.keys, runs.table, states.memories)
+        steps, decays = native.ops.state_space_gates(self.steps, self.decay_logs, self.biases, sizes.min_step)
+        return native.ops.state_space(
+            mixed, steps, decays, self.skips, sizes.groups, sizes.keys, runs.table, states.memories
+        )
 
     def token_gradients(self, grad: Tensor, sizes: SpaceSizes, runs: Runs, memories: Tensor):
         """Backward of `by_token`, from the gradient of what rows read and the memories of the pass: convolved rows,
@@ -93,8 +95,8 @@ class SpaceInputs(NamedTuple):
         mixed = self.x.new_empty(self.x.shape)
         convolve_rows(self.x, self.weight, self.bias, numbers, states.inputs, mixed)
         read = mixed.new_empty(len(mixed), sizes.heads, sizes.values)
-        gates = self.steps, self.decay_logs, self.biases, self.skips
-        space_rows(mixed, *gates, numbers, states.memories, read, sizes.groups, sizes.min_step)
+        gates = [self.steps, self.decay_logs, self.biases, self.skips]
+        space_rows(mixed, gates, numbers, states.memories, read, sizes.groups, sizes.min_step)
         return read
 
     def _gates(self, sizes: SpaceSizes) -> tuple[Tensor, Tensor]:

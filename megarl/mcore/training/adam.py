@@ -63,10 +63,21 @@ class Adam(torch.optim.Optimizer):
         # One tensor for all: one for each would be as many copies to a device.
         steps = list(torch.full((len(weights),), group["step"] - 1.0, device=weights[0].device).unbind())
         adamw(
-            weights, grads, first, second, [], steps, fused=True, amsgrad=False,
-            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=decay, eps=group["eps"],
+            weights,
+            grads,
+            first,
+            second,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=decay,
+            eps=group["eps"],
             maximize=False,
-        )  # fmt: skip
+        )
 
 
 class SmallMomentsAdam(Adam):

@@ -170,8 +170,9 @@ def _move_to_host(parts, args):
     moments = sum(dtype.itemsize for dtype in _moments(args).values())
     sizes = [
         len(parameter) * (moments + 4 * (parameter is not of_model))
-        for pairs in weights for parameter, of_model in pairs.items()
-    ]  # fmt: skip
+        for pairs in weights
+        for parameter, of_model in pairs.items()
+    ]
     chosen = iter(on_host(np.array([sizes], dtype=np.int64), args.optimizer_offload_fraction)[0])
     for part, pairs in zip(parts, weights, strict=True):
         part.optimizer.move_to_host({parameter: own for parameter, own in pairs.items() if next(chosen)})

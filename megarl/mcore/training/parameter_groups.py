@@ -61,8 +61,9 @@ def group_overrides(wrapped, config: OptimizerConfig, args, pg_collection) -> di
     members: dict[tuple, set[int]] = {}
     for chunk in wrapped:
         for name, parameter in named(chunk.module, pg_collection):
-            own = {k: v for key, override in standard.items() if key.matches(parameter, name)
-                   for k, v in override.items()}  # fmt: skip
+            own = {
+                k: v for key, override in standard.items() if key.matches(parameter, name) for k, v in override.items()
+            }
             own["lr_mult"] = optimizer_flags.multiplier(args, LEARNING_RATES, name)
             own["wd_mult"] = own.get("wd_mult", 1.0) * optimizer_flags.multiplier(args, WEIGHT_DECAYS, name)
             own = {k: v for k, v in own.items() if v != 1.0 or not k.endswith("_mult")}

@@ -99,10 +99,18 @@ def flash_kernel() -> Kernel:
 def _of_flash_attn(function: Callable) -> Kernel:
     def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
         return function(
-            query, key, value, plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys,
-            softmax_scale=scale, causal=True, window_size=plan.window_size,
+            query,
+            key,
+            value,
+            plan.cu_queries,
+            plan.cu_keys,
+            plan.max_queries,
+            plan.max_keys,
+            softmax_scale=scale,
+            causal=True,
+            window_size=plan.window_size,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-        )  # fmt: skip
+        )
 
     return attend
 
@@ -116,8 +124,18 @@ def _of_torch(function: Callable) -> Kernel:
     def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
         if "enable_gqa" not in options:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        lengths = plan.cu_queries, plan.cu_keys, plan.max_queries, plan.max_keys
-        return function(query, key, value, *lengths, scale=scale, window_size=plan.window_size, **options)
+        return function(
+            query,
+            key,
+            value,
+            plan.cu_queries,
+            plan.cu_keys,
+            plan.max_queries,
+            plan.max_keys,
+            scale=scale,
+            window_size=plan.window_size,
+            **options,
+        )
 
     return attend
 

@@ -132,19 +132,19 @@ def convolve_rows(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tenso
 
 @torch.library.custom_op("megarl::delta_rows", mutates_args=("memories", "out"))
 def delta_rows(
-    mixed: Tensor, a: Tensor, b: Tensor, decay_logs: Tensor, biases: Tensor, numbers: Tensor, memories: Tensor,
-    out: Tensor, groups: int, epsilon: float,
-) -> None:  # fmt: skip
-    """The gated delta rule; arguments as of `recurrence.delta_rule.Inputs`, and these; fp32 but `numbers`.
+    mixed: Tensor, gates: list[Tensor], numbers: Tensor, memories: Tensor, out: Tensor, groups: int, epsilon: float
+) -> None:
+    """The gated delta rule; all fp32 but `numbers`.
 
     Args:
         mixed: [T, C] queries, keys and values after the convolution.
+        gates: a, b, decay_logs and biases of `recurrence.delta_rule.Inputs`.
         numbers: as of `convolve_rows`.
         memories: [S, H, K, V] of `States`.
         out: [T, H, V] what each row reads.
         epsilon: added to the squared length of queries and keys.
     """
-    _, heads, keys, values = memories.shape
+    (_, heads, keys, values), (a, b, decay_logs, biases) = memories.shape, gates
     _delta_row[_grid(mixed, memories)](
         mixed, a, b, a.stride(0), decay_logs, biases, numbers, memories, out, mixed.shape[1], groups, heads,
         keys**-0.5, epsilon, **_tiles(keys, values),
@@ -153,14 +153,15 @@ def delta_rows(
 
 @torch.library.custom_op("megarl::space_rows", mutates_args=("memories", "out"))
 def space_rows(
-    mixed: Tensor, steps: Tensor, decay_logs: Tensor, biases: Tensor, skips: Tensor, numbers: Tensor,
-    memories: Tensor, out: Tensor, groups: int, min_step: float,
-) -> None:  # fmt: skip
-    """Mamba-2's state space; arguments as of `recurrence.state_space.SpaceInputs`, and as of `delta_rows`.
+    mixed: Tensor, gates: list[Tensor], numbers: Tensor, memories: Tensor, out: Tensor, groups: int, min_step: float
+) -> None:
+    """Mamba-2's state space; arguments as of `delta_rows`, but these.
 
-    `mixed`: [T, C] x, B and C after the convolution.
+    Args:
+        mixed: [T, C] x, B and C after the convolution.
+        gates: steps, decay_logs, biases and skips of `recurrence.state_space.SpaceInputs`.
     """
-    _, heads, keys, values = memories.shape
+    (_, heads, keys, values), (steps, decay_logs, biases, skips) = memories.shape, gates
     _space_row[_grid(mixed, memories)](
         mixed, steps, steps.stride(0), decay_logs, biases, skips, numbers, memories, out, mixed.shape[1], groups,
         heads, min_step, **_tiles(keys, values),

@@ -48,8 +48,8 @@ def _rotate_tile(
     head, channel = tile * HEAD_TILE + tl.arange(0, HEAD_TILE)[:, None], tl.arange(0, CHANNEL_TILE)[None, :]
     is_there = (head < heads) & (channel < CHANNELS)
     source = x + token * token_stride + head * head_stride
-    tables = cosines + token * ROTATED, sines + token * ROTATED
-    values = rotate(source, *tables, channel, is_there, is_there & (channel < ROTATED), ROTATED, IS_BACKWARD)
+    cosines, sines = cosines + token * ROTATED, sines + token * ROTATED
+    values = rotate(source, cosines, sines, channel, is_there, is_there & (channel < ROTATED), ROTATED, IS_BACKWARD)
     tl.store(out + (token * heads + head) * CHANNELS + channel, values, mask=is_there)
 
 

@@ -92,8 +92,9 @@ def sample_rows(
     """
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    inputs = logits, numbers, temperatures, greedy
-    _sample_row[len(logits),](*inputs, tokens, logprobs, logits.stride(0), columns, TILE=TILE)
+    _sample_row[len(logits),](
+        logits, numbers, temperatures, greedy, tokens, logprobs, logits.stride(0), columns, TILE=TILE
+    )
     return tokens, logprobs
 
 

@@ -9,6 +9,8 @@ also has the same bits whether it is decoded or in the middle of a packed sequen
 Shapes: n segments, T queries, G key/value groups of R query heads each, D channels per head, S parts.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -140,15 +142,31 @@ def _join_parts(
     tl.store(out + row * CHANNELS + channel, result.to(out.dtype.element_ty), mask=is_channel)
 
 
+class _Keys(NamedTuple):
+    """Where the keys and values of segments are: rows [rows, G, D] with contiguous channels, found through a table."""
+
+    key: Tensor
+    value: Tensor
+    table: Tensor  # pages, or rows
+    page: int  # rows of a page
+    table_row: int = 0  # as of `_attend_part`
+
+
 def _launch(
-    query, key, value, table, segments, count: int, scale: float, window: int | None, page: int, max_queries: int,
-    split: int, splits: int, table_row: int = 0,
-):  # fmt: skip
+    query: Tensor,
+    keys: _Keys,
+    segments: Tensor,
+    scale: float,
+    window: int | None,
+    max_queries: int = 1,
+    split: int = 2**30,
+    splits: int = 1,
+):
     """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
 
-    query [T, G·R, D], key and value [rows, G, D], with contiguous channels; `max_queries`: queries of a segment.
+    query [T, G·R, D] with contiguous channels; `max_queries`: of a segment; `split`, `splits`: keys of a part, parts.
     """
-    total, heads, channels = query.shape
+    (total, heads, channels), (key, value) = query.shape, keys[:2]
     groups = key.shape[1]
     each = heads // groups
     head_tile = triton.next_power_of_2(each)
@@ -157,13 +175,13 @@ def _launch(
     size = total * heads * splits if splits > 1 else 0
     sums, maxima = query.new_empty(2, size, dtype=torch.float32)
     parts = query.new_empty(size, channels, dtype=torch.float32)
-    _attend_part[count, groups, triton.cdiv(max_queries, queries) * splits](
-        query, key, value, table, segments, out, log_sums, sums, maxima, parts,
+    _attend_part[segments.shape[-1], groups, triton.cdiv(max_queries, queries) * splits](
+        query, key, value, keys.table, segments, out, log_sums, sums, maxima, parts,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), total,
         scale, window or 0,
         HEADS=each, HEAD_TILE=head_tile, QUERIES=queries, CHANNELS=channels,
-        CHANNEL_TILE=max(MIN_ROWS, triton.next_power_of_2(channels)), PAGE=page, TILE=TILE_KEYS,
-        SPLIT=split if splits > 1 else 2**30, SPLITS=splits, TABLE_ROW=table_row,
+        CHANNEL_TILE=max(MIN_ROWS, triton.next_power_of_2(channels)), PAGE=keys.page, TILE=TILE_KEYS,
+        SPLIT=split if splits > 1 else 2**30, SPLITS=splits, TABLE_ROW=keys.table_row,
         HAS_WINDOW=window is not None,
     )  # fmt: skip
     return out, log_sums, sums, maxima, parts
@@ -195,21 +213,8 @@ def paged_decode(
     split = split_of(max_keys)
     splits = triton.cdiv(max_keys, split) if in_parts else 1
     key, value = cache.flatten(0, 1).unbind(2)
-    out, _, *parts = _launch(
-        query.flatten(1, 2),
-        key,
-        value,
-        table,
-        lengths,
-        count,
-        scale,
-        window,
-        page=block,
-        max_queries=1,
-        split=split,
-        splits=splits,
-        table_row=table.stride(0),
-    )
+    keys = _Keys(key, value, table, page=block, table_row=table.stride(0))
+    out, _, *parts = _launch(query.flatten(1, 2), keys, lengths, scale, window, split=split, splits=splits)
     if splits > 1:
         tile = triton.next_power_of_2(channels)
         _join_parts[count, groups * heads](
@@ -237,10 +242,7 @@ def packed_attention(
         max_queries: maximum queries of a segment.
         scale, window: as of `paged_decode`.
     """
-    out, log_sums, *_ = _launch(
-        query, key, value, rows, segments, segments.shape[1], scale, window, page=1, max_queries=max_queries, split=0,
-        splits=1,
-    )  # fmt: skip
+    out, log_sums, *_ = _launch(query, _Keys(key, value, rows, page=1), segments, scale, window, max_queries)
     return out, log_sums
 
 

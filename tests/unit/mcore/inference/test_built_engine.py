@@ -1,26 +1,20 @@
 """An engine between its calls: the model's own parameters, one buffer, and no wait for the device."""
 
-import functools
 import gc
 
 import torch
 
 from tests.helpers.engines import (
     NEVER,
-    generate_standard,
     largest_gap,
     make_engine,
     make_requests,
     settings_of,
+    standard,
     texts,
 )
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.worlds import run_world
-
-
-@functools.cache
-def standard(shape="llama"):
-    return run_world(generate_standard, 1, "", shape)[0]
 
 
 def models_of_process() -> int:

@@ -14,17 +14,12 @@ from tests.helpers.engines import (
     make_engine,
     make_requests,
     settings_of,
+    standard,
     texts,
 )
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.tiny_models import SHAPES, VOCAB
 from tests.helpers.worlds import run_world
-
-
-@functools.cache
-def standard(shape="llama"):
-    return run_world(generate_standard, 1, "", shape)[0]
-
 
 # -- responses ---------------------------------------------------------------------------------------------------
 

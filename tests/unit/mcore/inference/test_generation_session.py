@@ -1,23 +1,16 @@
 """Requests of a running engine end at their limits and end tokens."""
 
-import functools
-
 from tests.helpers.engines import (
     COUNT,
     LIMIT,
     NEVER,
-    generate_standard,
     make_engine,
     make_requests,
     settings_of,
+    standard,
     texts,
 )
 from tests.helpers.worlds import run_world
-
-
-@functools.cache
-def standard(shape="llama"):
-    return run_world(generate_standard, 1, "", shape)[0]
 
 
 def test_the_length_limit_leaves_a_response_unfinished():

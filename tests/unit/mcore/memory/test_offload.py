@@ -219,8 +219,9 @@ def watch(monkeypatch, folder: Path):
 
     build = RolloutEngine._build
 
-    def noted(engine, config, pg_collection, vocab_size, cache_in_grad_buffer, *rest):
-        build(engine, config, pg_collection, vocab_size, cache_in_grad_buffer, *rest)
+    def noted(engine, config, vocab_size, options):
+        build(engine, config, vocab_size, options)
+        cache_in_grad_buffer = options.cache_in_grad_buffer
         held = (
             {b.grad_data.untyped_storage()._cdata for b in cache_in_grad_buffer._buffers}
             if cache_in_grad_buffer

@@ -41,6 +41,6 @@ def test_rows_are_those_of_float64(groups, heads, keys, values, taps):
     out, mixed, read = torch.zeros(rows, channels), normal(rows, channels), torch.zeros(rows, heads, values)
     for bias in (None, normal(channels)):
         assert_same("convolve_rows", [x, normal(channels, 1, taps), bias, numbers, inputs, out], (4, 5))
-    delta = [mixed, *gates[:2], *of_heads[:2], numbers, memories, read, groups, EPSILON]
-    assert_same("delta_rows", delta, (6, 7))
-    assert_same("space_rows", [mixed, gates[2], *of_heads, numbers, memories, read, groups, 0.01], (6, 7))
+    of_delta, of_space = [*gates[:2], *of_heads[:2]], [gates[2], *of_heads]
+    assert_same("delta_rows", [mixed, of_delta, numbers, memories, read, groups, EPSILON], (3, 4))
+    assert_same("space_rows", [mixed, of_space, numbers, memories, read, groups, 0.01], (3, 4))
