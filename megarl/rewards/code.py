@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.confine import sandbox
+from megarl.confine.sandbox import Limits
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards import sandbox
 from megarl.rewards.base import Sample, Score
-from megarl.rewards.sandbox import Limits
 from megarl.rewards.text import check_metadata
 
 _FENCE = re.compile(r"^```(?:python3?|py)[ \t]*\r?\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from megarl.environments.agents import keeper
+from megarl.confine import keeper
+from megarl.confine.agent_sandbox import Door, ProgramSandbox, check_sandbox
 from megarl.environments.agents.agent import Agent, AgentRun, AgentTask, observation_of
-from megarl.environments.agents.sandbox import Door, ProgramSandbox, check_sandbox
 from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Observation, called
 from megarl.observe.files import json_bytes
@@ -78,7 +79,9 @@ class ProgramEnvironment(Agent):
         keeps = [keeper.__file__, str(self._max_file_bytes), *command]
         door = None
         if self._sandbox is not None:
-            door = await Door.open(workspace.parent / "door", address)
+            port = urlsplit(address.url).port
+            assert port is not None  # an endpoint has one
+            door = await Door.open(workspace.parent / "door", port)
             keeps = self._sandbox.arguments(command, workspace, [path], door.path, door.port)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", *keeps,

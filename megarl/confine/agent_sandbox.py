@@ -12,12 +12,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from megarl.environments.agents import confined
-from megarl.environments.agents.session import Address
+from megarl.confine import agent_jail
+from megarl.confine.sandbox import probe_of_processes
 from megarl.errors import UsageError
-from megarl.rewards.sandbox import probe_of_processes
 
 _PROBE_SECONDS = 60.0
 _PROBE_PROCESSES = 8
@@ -45,10 +43,8 @@ class Door:
         self._server, self.path, self.port = server, path, port
 
     @classmethod
-    async def open(cls, folder: Path, address: Address) -> "Door":
-        """Opens a socket in a new folder."""
-        port = urlsplit(address.url).port
-        assert port is not None  # an endpoint has one
+    async def open(cls, folder: Path, port: int) -> "Door":
+        """Opens a socket in a new folder. `port`: of the endpoint on this machine."""
 
         async def carry_both(inside: asyncio.StreamReader, answers: asyncio.StreamWriter):
             with contextlib.suppress(OSError):
@@ -105,7 +101,7 @@ class ProgramSandbox:
             "readable": _outermost([*python, *named, *map(str, (*files, *self.readable))]),
             "memory_mb": self.memory_mb, "disk_mb": self.disk_mb, "processes": self.processes,
         }  # fmt: skip
-        return [confined.__file__, json.dumps(given)]
+        return [agent_jail.__file__, json.dumps(given)]
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from megarl.environments.agents import sandbox
+from megarl.confine import agent_sandbox
 from megarl.errors import UsageError
 from tests.helpers.confined_agents import PORT
 from tests.helpers.odd_agents import MARK, marked, play, pool_of
@@ -46,7 +46,7 @@ def test_a_program_can_do_what_it_may(name, turns, pool, secret):
 
 
 def test_a_machine_without_a_sandbox_is_said(monkeypatch):
-    monkeypatch.setattr(sandbox, "_PROBE", "raise SystemExit('the network cannot be shut off here')")
-    sandbox.check_sandbox.cache_clear()
+    monkeypatch.setattr(agent_sandbox, "_PROBE", "raise SystemExit('the network cannot be shut off here')")
+    agent_sandbox.check_sandbox.cache_clear()
     with pytest.raises(UsageError, match="no sandbox for agents: the network cannot be shut off here"):
-        sandbox.check_sandbox()
+        agent_sandbox.check_sandbox()
