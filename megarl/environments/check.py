@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
+from megarl import plugins
 from megarl.child_process import Child, parent
+from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent, check_packages
-from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Message, Task, called
 from megarl.environments.validation import checked
 from megarl.errors import UsageError, one_line
@@ -84,7 +85,7 @@ async def _answer(connection: Connection, *asked: Any) -> NoReturn:
 
 
 async def _first_observations(name: str, tasks: list[Task], seconds: float) -> list[tuple[list, list]] | str:
-    found, factory = [], load_factory(name)
+    found, factory = [], plugins.load("--environment", name, ENVIRONMENTS, awaits=True)
     for task in tasks:
         try:
             environment = await asyncio.wait_for(called(factory), seconds)
@@ -99,7 +100,7 @@ async def _first_observations(name: str, tasks: list[Task], seconds: float) -> l
 
 
 def _kind(name: str) -> str:
-    factory = load_factory(name)
+    factory = plugins.load("--environment", name, ENVIRONMENTS, awaits=True)
     try:
         environment = as_agent(factory) or settled(factory())
         if isinstance(environment, Agent):

@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megarl import plugins
 from megarl.child_process import parent
+from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, AgentTask, as_agent
 from megarl.environments.agents.exchange import Ask
 from megarl.environments.agents.session import LateAgent, Session
 from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
-from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Observation, resolved
 from megarl.environments.validation import checked
 from megarl.user_code import place_of
@@ -108,7 +109,7 @@ class Worker:
         """(environment, its answer to the last turn or to the reset; of an agent its end)."""
         environment = self._environments.get(call.slot)
         if environment is None:
-            factory = load_factory(call.name)
+            factory = plugins.load("--environment", call.name, ENVIRONMENTS, awaits=True)
             environment = as_agent(factory) or await self._limited(factory)
             self._environments[call.slot] = environment
             if isinstance(environment, Agent):

@@ -2,12 +2,12 @@
 
 import dataclasses
 
+from megarl.data import TOKENIZERS
 from megarl.flags.conditions import EVALUATES, on
 from megarl.flags.fields import ALL, DATA, GENERATING, PAIRS, TRAINING, flag, one_of, parses, positive
 from megarl.flags.preferences import LABELS
 from megarl.named_paths import ALLOWED, parse_named_paths
 
-TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 LOADED = on(lambda s: s.load is not None, "needs --load")
 
 
@@ -51,7 +51,7 @@ class Data:
     desirable_column: str | None = flag(None, programs="preference", when=LABELS)
     """column that says whether a response is desirable; default: desirable or label"""
     # Tokenizer and chat template.
-    tokenizer_type: str = one_of("SentencePieceTokenizer", TOKENIZERS, programs=ALL, roles=("reward", "teacher"))
+    tokenizer_type: str = one_of("SentencePieceTokenizer", tuple(TOKENIZERS), programs=ALL, roles=("reward", "teacher"))
     """tokenizer class: SentencePieceTokenizer or HuggingFaceTokenizer"""
     tokenizer_model: str | None = flag(None, programs=ALL, roles=("reward", "teacher"))
     """tokenizer file (SentencePiece) or folder (Hugging Face)"""

@@ -7,7 +7,8 @@ papers. A new flag is a field of its topic, with its conditions and the topic's 
 import dataclasses
 import itertools
 
-from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
+from megarl.algorithms import ESTIMATORS
+from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.errors import Rule
 from megarl.flags import (

@@ -27,7 +27,7 @@ from megarl.serving.frontend_process import FrontendProcess
 from megarl.serving.links import Message
 from megarl.serving.scoring import ScoreRequest, score_sequences, together
 from megarl.serving.served_engine import PauseMode, ServedEngine
-from megarl.tool_formats.table import FORMATS
+from megarl.tool_formats import FORMATS
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "greedy")  # entries of a message

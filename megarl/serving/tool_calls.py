@@ -9,7 +9,7 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import tool_call
 from megarl.tool_formats.calls import WrittenCall
 from megarl.tool_formats.reader import CONTENT, Calls, Part
-from megarl.tool_formats.table import ToolFormat
+from megarl.tool_formats.tool_format import ToolFormat
 from megarl.tool_formats.typed_arguments import Tools
 
 _LAST_TOKENS = 16  # of a prompt: enough for a mark, one character each

@@ -8,7 +8,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.environments.sessions.pool import SessionPool
 from megarl.serving.frontend_process import start_process
-from megarl.tool_formats.table import name_of
+from megarl.tool_formats.chosen_format import name_of
 
 if TYPE_CHECKING:  # it needs packages that other environments do not
     from megarl.environments.sessions.front import SessionsConfig

@@ -8,7 +8,7 @@ from megarl.environments.pool import Asked, Event
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.sessions import messages
 from megarl.serving.links import Link
-from megarl.tool_formats.table import load_format
+from megarl.tool_formats.chosen_format import load_format
 
 
 class _Offered(NamedTuple):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megarl.algorithms.estimators import ESTIMATORS
+from megarl.algorithms import ESTIMATORS
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags import combinations
