@@ -32,8 +32,10 @@ from megarl.flags.distillation import LOSS, REWARD
 from megarl.rewards import expression
 
 # In the order of their rules: the first that is broken is the error.
-TOPICS = (rewards, selection, algorithm, distillation, preferences, learning, generation, correction, evaluation, debug,
-          serving, environment)  # fmt: skip
+TOPICS = (
+    data, rewards, selection, algorithm, distillation, preferences, learning, generation, correction, evaluation, debug,
+    serving, environment,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
