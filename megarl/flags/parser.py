@@ -193,4 +193,10 @@ def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> 
         return UsageError(f"{option}: unknown flag; {names} {'has' if len(others) == 1 else 'have'} {name}")
     close = [each for each in (name, f"--{elsewhere}") if each in accepted]
     close = close or difflib.get_close_matches(option, accepted, n=1, cutoff=0.8)
+    if not close and set("_.") & set(option):  # no flag of megarl or Megatron has such a name
+        dashed = option.replace("_", "-")
+        close = [each for each in (dashed, f"--{ELSEWHERE.get(dashed[2:])}") if each in accepted]
+        close = close or difflib.get_close_matches(dashed, accepted, n=1, cutoff=0.8)
+        if not close:
+            return UsageError(f"{option}: unknown flag; docs/migrating.md has the names of verl, OpenRLHF and TRL")
     return UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))
