@@ -11,12 +11,12 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
+from megarl.algorithms import PREFERENCE_LOSSES
+from megarl.algorithms.estimators import Estimator
 from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, group_rules, parser, role_flags
-from megarl.flags.command_line import CommandLine, named_function, named_policy_loss, read
+from megarl.flags.command_line import CommandLine, named_estimator, named_policy_loss, read
 from megarl.flags.conditions import OF_ROLES, SCORING_MODEL, FlagContext
 from megarl.flags.distillation import NONE, with_defaults_of_distillation
 from megarl.flags.environment import SESSIONS
@@ -188,7 +188,7 @@ def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, obje
     if program == "rl" and fields.get("distill", NONE) != NONE:
         fields = with_defaults_of_distillation(fields)
     settings = Settings(**fields)
-    estimator = named_function("--advantage", settings.advantage, ESTIMATORS, estimator_of)
+    estimator = named_estimator(settings.advantage)
     if program == "rl":
         by_file.check_parts(settings, estimator.needs)
     trains = not settings.debug_rollout_only

@@ -23,7 +23,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # kernels for CUDA run on the CPU; read wh
 import pytest
 import torch
 
-from megarl.rewards import sandbox
+from megarl.confine import sandbox
 from tests.helpers import programs, worlds
 
 torch.set_num_threads(1)

@@ -9,7 +9,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from megarl.environments.loading import load_factory
+from megarl import plugins
+from megarl.environments import ENVIRONMENTS
 from megarl.environments.protocol import Environment, Task, resolved
 from megarl.environments.turn_parsing import parse_turn
 
@@ -51,7 +52,7 @@ PLAYERS: dict[str, tuple[str, Player]] = {
 def conversations(task: str, lines: list[dict[str, Any]], count: int, seed: int) -> list[dict[str, Any]]:
     """`count` lines with `messages`: episodes of the task's player, each of a line in turn."""
     environment, player = PLAYERS[task]
-    generator, make = random.Random(seed), load_factory(environment)
+    generator, make = random.Random(seed), plugins.load("--environment", environment, ENVIRONMENTS, awaits=True)
     return [
         {"messages": asyncio.run(_episode(lines[number % len(lines)], make(), player, generator))}
         for number in range(count)

@@ -125,7 +125,7 @@ def titles() -> dict[str, str]:
 
 def without_effect(flag: parser.Flag) -> str:
     """In which runs the flag does nothing, in words; "" for one that always has an effect."""
-    from megarl.algorithms.estimators import ESTIMATORS
+    from megarl.algorithms import ESTIMATORS
     from megarl.algorithms.policy_losses import POLICY_LOSSES
 
     condition = flag.condition

@@ -1,4 +1,4 @@
-"""The advantage estimators by name, and their inputs: the scores of the whole step, the tokens of this rank.
+"""The advantage estimators, and their inputs: the scores of the whole step, the tokens of this rank.
 
 An estimator is a function (StepData, AdvantageOptions) -> Advantages. Every rank has the scores of all responses of
 the step, so a group's statistics are bitwise independent of the layout. Whitening over tokens sums over the ranks, so
@@ -7,11 +7,11 @@ it is independent of the layout up to float64 rounding.
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import NamedTuple
 
 from megarl.algorithms.advantages import discounted_to_go, gae
-from megarl.algorithms.group_advantages import best_of_group, centred, grpo, maxrl, opo, rloo, unequal_groups
+from megarl.algorithms.group_advantages import grpo, opo, rloo, unequal_groups
 from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.position_baselines import (
     on_turns,
@@ -20,7 +20,7 @@ from megarl.algorithms.position_baselines import (
     turn_rloo,
     turn_sums,
 )
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions
+from megarl.algorithms.preference_losses import DPO, PreferenceLoss, PreferenceOptions
 from megarl.algorithms.preference_pairs import best_and_worst, pair_gradient
 from megarl.algorithms.whitening import local_moments, whiten
 from megarl.deferred import Tensor, no_grad, torch
@@ -72,7 +72,7 @@ class AdvantageOptions:
     whiten: bool = False  # mean 0 and variance 1 over the response tokens of all ranks
     credit_turns: int = 0  # rloo: one advantage per turn, of episodes with at most so many; 0: one per episode
     # preference: the loss of the pairs, and its options
-    preference: tuple[PreferenceLoss, PreferenceOptions] = (PREFERENCE_LOSSES["dpo"], PreferenceOptions())
+    preference: tuple[PreferenceLoss, PreferenceOptions] = (DPO, PreferenceOptions())
 
 
 class Advantages(NamedTuple):
@@ -202,27 +202,6 @@ def measured_preference(step: StepData, options: AdvantageOptions) -> tuple[Adva
     unchanged = dataclasses.replace(options, whiten=False)
     found = _on_tokens(step, unchanged, (step.response_lengths > 0).sum() * advantages)
     return found, {f"preference/{name}": value for name, value in gradient.metrics.items()}
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    name: Estimator(function, frozenset(needs), frozenset(options), whitens, *measured)
-    for name, function, needs, options, whitens, *measured in (
-        ("gae", gae_advantages, ["values"], ["gamma", "lam", "length_alpha", "whiten"], True),
-        ("grpo", partial(by_group, grpo, reads_std=True), ["groups"], ["group_std", "whiten"], False),
-        ("rloo", rloo_advantages, ["groups"], ["credit_turns", "whiten"], False),
-        ("opo", opo_advantages, ["groups"], ["whiten"], False),
-        ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma", "whiten"], True),
-        # Whitening moves the zeros of equal groups, too, by the token mean of the batch.
-        ("reinforce++-baseline", partial(by_group, centred), ["groups"], ["whiten"], True),
-        ("maxrl", partial(by_group, maxrl), ["groups"], ["whiten"], False),
-        ("pass-at-k", partial(by_group, best_of_group, reads_std=True), ["groups"], ["group_std", "whiten"], False),
-        ("gdpo", gdpo_advantages, ["groups", "parts"], ["group_std", "whiten"], True),
-        ("otb", otb_advantages, ["groups", "squares"], ["whiten"], False),
-        ("remax", remax_advantages, ["baselines"], ["whiten"], False),
-        (NO_ADVANTAGE, no_advantages, [], [], False),
-        ("preference", preference_advantages, ["groups", "logprobs"], ["preference"], False, measured_preference),
-    )
-}
 
 
 def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -> Estimator:

@@ -7,6 +7,8 @@ ratio, and the ratio does not depend on the rest of the micro-batch.
 
 import dataclasses
 import math
+import types
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from megarl.deferred import Tensor, torch
 # Bound of log-ratios (a ratio of 4.9e8). Without it exp overflows, and an infinite ratio gives the gradient
 # 0·inf = NaN even where the loss is clipped.
 LOG_RATIO_LIMIT = 20.0
+OPTION_KINDS = (int, float, bool, str)  # types of a loss's option; each may also be None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +166,40 @@ class ClipOptions(ClipRange):
         "above 1",
         "dual-clip",
     )
+
+
+def option_kinds(loss: PolicyLoss) -> dict[str, type]:
+    """The type of each flag's values. ValueError for a type that a flag cannot have."""
+    hints, types_by_flag = typing.get_type_hints(type(loss.options)), {}
+    for flag, field in loss.flags().items():
+        hint = hints[field.name]
+        kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+        kinds = [kind for kind in kinds if kind is not types.NoneType]
+        if len(kinds) != 1 or kinds[0] not in OPTION_KINDS:
+            raise ValueError(f"option {field.name} of {loss.name} is {hint}; allowed: int, float, bool, str, or | None")
+        types_by_flag[flag] = kinds[0]
+    return types_by_flag
+
+
+def policy_loss_of(name: str, function: Callable[[PolicyTokens, object], PolicyTerms]) -> PolicyLoss:
+    """Wrap a plug-in policy loss.
+
+    Its attribute `options`, a dataclass whose fields all have defaults, defines its options; the default is
+    `ClipOptions`. An attribute `reads_rollout` says that its ratio is to the rollout's policy.
+
+    Raises:
+        ValueError: an invalid `options`.
+    """
+    kind = getattr(function, "options", ClipOptions)
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        raise ValueError(f"options of {name} must be a dataclass, not {kind!r}")
+    fields, missing = dataclasses.fields(kind), dataclasses.MISSING
+    without = [field.name for field in fields if field.default is missing and field.default_factory is missing]
+    if without:
+        raise ValueError(f"options of {name} need defaults: {', '.join(without)}")
+    loss = PolicyLoss(name, function, kind(), bool(getattr(function, "reads_rollout", False)))
+    option_kinds(loss)
+    return loss
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:

@@ -201,22 +201,4 @@ def _terms(loss: Tensor, chosen_reward: Tensor, rejected_reward: Tensor) -> Pref
     return PreferenceTerms(loss, chosen_reward.detach(), rejected_reward.detach())
 
 
-PREFERENCE_LOSSES = {
-    loss.name: loss
-    for loss in (
-        PreferenceLoss("dpo", dpo, frozenset({"beta", "label_smoothing"}), reads_margin=True),
-        PreferenceLoss("ipo", ipo, frozenset({"beta"})),
-        PreferenceLoss(
-            "simpo",
-            simpo,
-            frozenset({"beta", "gamma", "label_smoothing"}),
-            needs_reference=False,
-            defaults=PreferenceOptions(beta=2.0),
-        ),
-        PreferenceLoss(
-            "orpo", orpo, frozenset({"coefficient"}), needs_reference=False, defaults=PreferenceOptions(coefficient=0.1)
-        ),
-        PreferenceLoss("rpo", rpo, frozenset({"beta", "label_smoothing", "coefficient"}), reads_margin=True),
-        PreferenceLoss("kto", kto, frozenset({"beta", "desirable_weight", "undesirable_weight"}), reads_pairs=False),
-    )
-}
+DPO = PreferenceLoss("dpo", dpo, frozenset({"beta", "label_smoothing"}), reads_margin=True)

@@ -1,13 +1,14 @@
 """The tokenizer interface, SentencePiece, and the tokenizers by the name of `--tokenizer-type`."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import sentencepiece
 
+from megarl import plugins
+from megarl.data import TOKENIZERS
 from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
-from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 from megarl.errors import UsageError
 from megarl.plain_files import read_bytes, reading
 from megarl.unicode_text import whole_unicode
@@ -124,12 +125,6 @@ def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProc
     return pieces
 
 
-_TOKENIZERS: dict[str, Callable[..., Any]] = {
-    "SentencePieceTokenizer": SentencePieceTokenizer,
-    "HuggingFaceTokenizer": HuggingFaceTokenizer,
-}
-
-
 def build_tokenizer(
     tokenizer_type: str, tokenizer_model: str | None, flag_prefix: str = "", flag: str | None = None
 ) -> Tokenizer:
@@ -138,11 +133,11 @@ def build_tokenizer(
     `flag_prefix`: a role's prefix of the flags' names in error messages, e.g. "reward-"; `flag`: that gave the path,
     if not --tokenizer-model.
     """
-    if tokenizer_type not in _TOKENIZERS:
+    if tokenizer_type not in TOKENIZERS:
         raise UsageError(
-            f"--{flag_prefix}tokenizer-type {tokenizer_type}: unknown; allowed: {', '.join(sorted(_TOKENIZERS))}"
+            f"--{flag_prefix}tokenizer-type {tokenizer_type}: unknown; allowed: {', '.join(sorted(TOKENIZERS))}"
         )
     flag = flag or f"--{flag_prefix}tokenizer-model"
     if not tokenizer_model:
         raise UsageError(f"{flag}: missing; {tokenizer_type} needs a model file")
-    return _TOKENIZERS[tokenizer_type](tokenizer_model, flag)
+    return plugins.load("--tokenizer-type", tokenizer_type, TOKENIZERS)(tokenizer_model, flag)

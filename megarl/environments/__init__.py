@@ -3,3 +3,15 @@
 A policy writes a turn, its environment answers with an observation, and so on until the episode ends. Environments run
 in worker processes next to the leader of each replica of the rollout (`pool.py`).
 """
+
+# Name in --environment -> its factory, imported when it is asked for: some need packages that others do not.
+ENVIRONMENTS = {
+    "guess-number": "megarl.environments.games:GuessNumber",
+    "guess-number-blind": "megarl.environments.games:guess_number_blind",
+    "calculator": "megarl.environments.calculator:calculator",
+    "calculator-agent": "megarl.environments.calculator:calculator_agent",
+    "calculator-offset": "megarl.environments.calculator:calculator_offset",
+    "python-tool": "megarl.environments.python_tool:python_tool",
+    "frozen-lake": "megarl.environments.adapters.gymnasium_env:FrozenLake",
+    "reasoning-gym": "megarl.environments.adapters.reasoning_gym_env:ReasoningGymEnvironment",
+}

@@ -6,14 +6,15 @@ a process of its own, so that no rank ever imports a user's module.
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
 from megarl import plugins
 from megarl.child_process import Child, parent
+from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent, check_packages
-from megarl.environments.protocol import Environment, Message, Task, called, checked
+from megarl.environments.protocol import Message, Task, called, checked
 from megarl.errors import UsageError, one_line
 from megarl.user_results import is_generator, settled
 
@@ -22,36 +23,12 @@ USER, TOOLS, AGENT = KINDS = ("user", "tool", "agent")
 METHODS = ("reset", "step", "restore", "close")
 _GRACE = 30.0  # seconds for a process to start, and to import a module
 
-# Name -> its factory, imported when it is asked for: some need packages that others do not.
-BUILT_IN: dict[str, str] = {
-    "guess-number": "megarl.environments.games:GuessNumber",
-    "guess-number-blind": "megarl.environments.games:guess_number_blind",
-    "calculator": "megarl.environments.calculator:calculator",
-    "calculator-agent": "megarl.environments.calculator:calculator_agent",
-    "calculator-offset": "megarl.environments.calculator:calculator_offset",
-    "python-tool": "megarl.environments.python_tool:python_tool",
-    "frozen-lake": "megarl.environments.adapters.gymnasium_env:FrozenLake",
-    "reasoning-gym": "megarl.environments.adapters.reasoning_gym_env:ReasoningGymEnvironment",
-}
-
 
 class FirstObservation(NamedTuple):
     """What an environment adds to a prompt when it is reset."""
 
     tools: list[dict[str, Any]]
     messages: list[Message]
-
-
-def load_factory(name: str) -> Callable[[], Environment]:
-    """The function that makes an environment for each episode.
-
-    Raises:
-        UsageError: the name is neither built in nor package.module:factory, or the module cannot be imported.
-    """
-    found = BUILT_IN.get(name, name)
-    if ":" not in found:
-        return plugins.load("--environment", name, dict.fromkeys(BUILT_IN))  # says what is allowed
-    return plugins.load("--environment", found, {}, awaits=True)
 
 
 def check_factories(names: Sequence[str]) -> dict[str, str]:
@@ -109,7 +86,7 @@ async def _answer(connection: Connection, asked: tuple[str, list[Task], float]) 
 
 async def _first_observations(asked: tuple[str, list[Task], float]) -> list[tuple[list, list]] | str:
     name, tasks, seconds = asked
-    found, factory = [], load_factory(name)
+    found, factory = [], plugins.load("--environment", name, ENVIRONMENTS, awaits=True)
     for task in tasks:
         try:
             environment = await asyncio.wait_for(called(factory), seconds)
@@ -124,7 +101,7 @@ async def _first_observations(asked: tuple[str, list[Task], float]) -> list[tupl
 
 
 def _kind(name: str) -> str:
-    factory = load_factory(name)
+    factory = plugins.load("--environment", name, ENVIRONMENTS, awaits=True)
     try:
         environment = as_agent(factory) or settled(factory())
         if isinstance(environment, Agent):

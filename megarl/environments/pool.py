@@ -18,7 +18,7 @@ from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.processes import EnvironmentProcess, Processes
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.turn_parsing import parse_turn
-from megarl.tool_formats.table import load_format
+from megarl.tool_formats.chosen_format import load_format
 
 
 class PoolOptions(NamedTuple):

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
+from megarl.confine import sandbox
+from megarl.confine.sandbox import Limits, Outcome
 from megarl.environments.tools import ToolEnvironment
 from megarl.errors import UsageError
-from megarl.rewards import sandbox
-from megarl.rewards.sandbox import Limits, Outcome
 
 LIMITS = Limits(seconds=10.0, memory_mb=512, output_bytes=1 << 16)
 MAX_OUTPUT = 4000  # characters of an answer

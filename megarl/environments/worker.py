@@ -14,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megarl import plugins
 from megarl.child_process import parent
+from megarl.environments import ENVIRONMENTS
 from megarl.environments.agents.agent import Agent, as_agent
 from megarl.environments.agents.session import Late, Session
 from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
-from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Observation, checked, resolved
 from megarl.user_code import place_of
 from megarl.user_results import is_async, shown_error
@@ -100,7 +101,7 @@ class Worker:
         """(environment, its answer to the last turn or to the reset; of an agent its end)."""
         environment = self._environments.get(call.number)
         if environment is None:
-            factory = load_factory(call.name)
+            factory = plugins.load("--environment", call.name, ENVIRONMENTS, awaits=True)
             environment = as_agent(factory) or await self._limited(factory)
             self._environments[call.number] = environment
             if isinstance(environment, Agent):

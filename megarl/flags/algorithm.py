@@ -6,8 +6,9 @@ The options of policy losses are defined beside them (`algorithms.policy_losses`
 import dataclasses
 import functools
 
+from megarl.algorithms import ESTIMATORS
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
+from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.kl import IN_LOSS, KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.errors import Rule
@@ -43,7 +44,8 @@ class Algorithm:
     """Advantages."""
 
     advantage: str = flag("gae", names=ESTIMATORS)
-    """advantage estimator: {names}, or package.module:function; default with --distill and no --reward: none"""
+    """advantage estimator: {names}, file.py:function or package.module:function; default with --distill and
+    no --reward: none"""
     gamma: float = fraction(1.0, when=of_estimator("gamma"))
     """discount γ (1506.02438)"""
     gae_lambda: float = fraction(0.95, when=of_estimator("lam"))
@@ -59,7 +61,7 @@ class Algorithm:
     """generate and score a greedy response to each prompt as a baseline (ReMax, 2310.10505)"""
     # The policy's loss.
     policy_loss: str = flag("ppo-clip", names=POLICY_LOSSES)
-    """policy loss: {names}, or package.module:function"""
+    """policy loss: {names}, file.py:function or package.module:function"""
     loss_aggregation: str = one_of("token-mean", AGGREGATIONS)
     """how token losses are averaged: {names}"""
     loss_norm_length: float | None = positive(None, when=NORM)

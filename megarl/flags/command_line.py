@@ -5,10 +5,11 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megarl import plugins, process_state
-from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
-from megarl.errors import UsageError
+from megarl import plugins
+from megarl.algorithms import ESTIMATORS
+from megarl.algorithms.estimators import Estimator, estimator_of
+from megarl.algorithms.policy_loss import PolicyLoss, policy_loss_of
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.flags import config_files, megatron_options, parser, role_flags
 from megarl.flags.fields import DATA
 
@@ -61,22 +62,12 @@ def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
     return lambda key: key in names or key not in own and key.startswith(tuple(prefixes))
 
 
-def named_function(flag: str, name: str, built_in: dict, wrap):
-    """The built-in object of that name, or the wrapped plug-in."""
-    if name in built_in:
-        return built_in[name]
-    caller = f"{flag} {name}"
-    with process_state.kept(caller):
-        found = plugins.load(flag, name, built_in)
-    try:
-        plug_in = wrap(found)
-    except ValueError as error:
-        raise UsageError(f"{caller}: {error}") from None
-    return plug_in._replace(function=process_state.keeping(caller, plug_in.function))
+def named_estimator(name: str) -> Estimator:
+    """The advantage estimator of a name. UsageError for an unknown one, or a wrong plug-in."""
+    return plugins.load_kept("--advantage", name, ESTIMATORS, ("step", "options"), estimator_of)
 
 
 def named_policy_loss(name: str) -> PolicyLoss:
-    """The policy loss of a name with its default options."""
-    return named_function(
-        "--policy-loss", name, POLICY_LOSSES, functools.partial(policy_loss_of, name.rpartition(":")[2])
-    )
+    """The policy loss of a name with its default options. UsageError as of `named_estimator`."""
+    wrap = functools.partial(policy_loss_of, name.rpartition(":")[2])
+    return plugins.load_kept("--policy-loss", name, POLICY_LOSSES, ("tokens", "options"), wrap)

@@ -2,12 +2,13 @@
 
 import dataclasses
 
-from megarl.flags.conditions import EVALUATES, on
+from megarl.data import TOKENIZERS
+from megarl.errors import Rule
+from megarl.flags.conditions import EVALUATES, FlagContext, on
 from megarl.flags.fields import ALL, DATA, GENERATING, PAIRS, TRAINING, flag, one_of, parses, positive
 from megarl.flags.preferences import LABELS
 from megarl.named_paths import ALLOWED, parse_named_paths
 
-TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 LOADED = on(lambda s: s.load is not None, "needs --load")
 
 
@@ -51,7 +52,7 @@ class Data:
     desirable_column: str | None = flag(None, programs="preference", when=LABELS)
     """column that says whether a response is desirable; default: desirable or label"""
     # Tokenizer and chat template.
-    tokenizer_type: str = one_of("SentencePieceTokenizer", TOKENIZERS, programs=ALL, roles=("reward", "teacher"))
+    tokenizer_type: str = one_of("SentencePieceTokenizer", tuple(TOKENIZERS), programs=ALL, roles=("reward", "teacher"))
     """tokenizer class: SentencePieceTokenizer or HuggingFaceTokenizer"""
     tokenizer_model: str | None = flag(None, programs=ALL, roles=("reward", "teacher"))
     """tokenizer file (SentencePiece) or folder (Hugging Face)"""
@@ -68,3 +69,11 @@ class Data:
     def evaluates(self) -> bool:
         """Whether there are held-out prompts."""
         return self.eval_prompts is not None or self.evals is not None
+
+
+def rules(run: FlagContext) -> list[Rule]:
+    """Rules of the columns of conversations."""
+    s, has_conversations = run.settings, run.settings.messages_column is not None
+    parts = {"--prompt-column": s.prompt_column, "--response-column": s.response_column}
+    why = "not allowed with --messages-column, which holds whole conversations"
+    return [Rule(flag, name is not None and has_conversations, why) for flag, name in parts.items()]

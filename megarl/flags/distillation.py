@@ -84,10 +84,16 @@ def with_defaults_of_distillation(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def rules(run: FlagContext) -> list[Rule]:
-    """Rules of the teacher's weights, and of what it reads."""
+    """Rules of the form of distillation, of the teacher's weights, and of what it reads."""
     s, is_average = run.settings, run.settings.teacher == AVERAGE
     longest, reads_siblings = s.teacher_max_prompt_length or 0, s.teacher_context == SIBLING
     return [
+        Rule(
+            "--distill",
+            run.program == "sft" and s.distill == REWARD,
+            "adds to advantages, which train_sft has none of; allowed are none, loss",
+        ),
+        Rule("--teacher", run.program == "sft" and is_average, "only in train_rl; allowed are given, self"),
         Rule("--teacher", is_average and s.ema_decay is None, "needs --ema-decay"),
         Rule(
             "--teacher",

@@ -5,7 +5,7 @@ import dataclasses
 from megarl.errors import Rule
 from megarl.flags.conditions import ENVIRONMENT, TOOL_CALLS, FlagContext, on
 from megarl.flags.fields import GENERATING, ROLLOUT, flag, fraction, not_negative, one_of, positive
-from megarl.tool_formats.table import FORMATS
+from megarl.tool_formats import FORMATS
 
 SESSIONS = "agent-sessions"  # name of the environment of --agent-sessions
 CREDITS = ("episode", "turns")
@@ -22,8 +22,8 @@ class Environments:
     """Environments and tools."""
 
     environment: str | None = flag(None, programs=GENERATING)
-    """environment that answers the policy's turns: a built-in name or package.module:factory; a prompt's field
-    environment names another for its line; default: one turn, no environment"""
+    """environment that answers the policy's turns: a built-in name, file.py:factory or package.module:factory; a
+    prompt's field environment names another for its line; default: one turn, no environment"""
     agent_sessions: bool = flag(False)
     """episodes are sessions that drivers outside of the run take, and end with a reward, over HTTP at --host and
     --port"""
@@ -39,7 +39,7 @@ class Environments:
     """tokens of a message that the environment adds; of a longer one the middle is cut out and marked"""
     tool_call_parser: str = flag("auto", programs=ROLLOUT, names=FORMATS, when=TOOL_CALLS)
     """format of tool calls and thoughts in the policy's text: {names}; auto (the one in which the chat template writes
-    calls), or package.module:function"""
+    calls), file.py:function or package.module:function"""
     environment_workers: int = positive(1, programs=GENERATING, when=WORKERS)
     """worker processes with environments beside each replica of the rollout"""
     environment_timeout: float = positive(120.0, programs=GENERATING, when=ENVIRONMENT)

@@ -6,6 +6,7 @@ import functools
 from megarl.errors import Rule
 from megarl.flags.conditions import EVALUATES, EVALUATION, FlagContext, on
 from megarl.flags.fields import DATA, GENERATING, SUPERVISED, TRAINING, flag, not_negative, parse_ints, parses, positive
+from megarl.named_paths import parse_named_paths
 
 BEST = on(lambda s: s.evaluates and s.eval_interval and s.save, "needs --eval-prompts, --eval-interval and --save")
 
@@ -39,9 +40,21 @@ class Evaluation:
 
 
 def rules(run: FlagContext) -> list[Rule]:
-    """Rules of several responses to a held-out prompt."""
+    """Rules of several responses to a held-out prompt, of names of metrics, and of limits that end a run."""
     s, most = run.settings, max(parse_ints(run.settings.eval_k)) if run.settings.eval_k else 1
     return [
+        Rule(
+            "--evals",
+            s.evals is not None and "reward" in parse_named_paths(s.evals),
+            "metrics eval/reward/… are those of the terms; give another name",
+            value="reward",
+        ),
+        Rule("--target-eval-loss", s.target_eval_loss and not s.eval_interval, "needs --eval-interval"),
+        Rule(
+            "--target-eval-accuracy",
+            s.target_eval_accuracy is not None and not s.eval_interval,
+            "needs --eval-interval",
+        ),
         Rule(
             "--eval-responses",
             s.eval_responses > 1 and s.eval_temperature == 0,

@@ -142,6 +142,11 @@ def rules(run: FlagContext) -> list[Rule]:
             "keeps responses of one policy; not allowed with --generation-schedule recorded or --replay-schedule",
         ),
         Rule(
+            "--load",
+            s.rollout_server is not None and s.load is not None,
+            "the server of --rollout-server has the weights; leave it out",
+        ),
+        Rule(
             "--router-replay-reference",
             s.router_replay_reference and "reference" not in run.roles and not s.debug_rollout_only,
             "the run has no reference: --kl-coefficient is 0 and --role-map names none",

@@ -14,8 +14,8 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from megarl.algorithms import policy_losses
-from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.policy_loss import PolicyLoss, option_kinds
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.errors import ArgumentParser, UsageError
 from megarl.flags import fields, role_flags
 from megarl.flags.algorithm import of_loss
@@ -67,7 +67,7 @@ def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag
     """
     found = dict(_of_settings(program))
     if program == "rl":
-        for loss in (*policy_losses.POLICY_LOSSES.values(), *([plug_in] if plug_in else [])):
+        for loss in (*POLICY_LOSSES.values(), *([plug_in] if plug_in else [])):
             for flag in _of_loss(loss):
                 if found.get(flag.name, flag) != flag:
                     raise UsageError(
@@ -115,7 +115,7 @@ def _of_role(flag: Flag, role: str) -> Flag:
 
 
 def _of_loss(loss: PolicyLoss) -> list[Flag]:
-    kinds = policy_losses.option_kinds(loss)
+    kinds = option_kinds(loss)
     text = f"option of --policy-loss {loss.name}"
     return [_flag(name, field, kinds[name], text, of_loss(name)) for name, field in loss.flags().items()]
 
@@ -193,4 +193,10 @@ def unknown_flag(flags: Iterable[str], program: str, option: str, name: str) -> 
         return UsageError(f"{option}: unknown flag; {names} {'has' if len(others) == 1 else 'have'} {name}")
     close = [each for each in (name, f"--{elsewhere}") if each in accepted]
     close = close or difflib.get_close_matches(option, accepted, n=1, cutoff=0.8)
+    if not close and set("_.") & set(option):  # no flag of megarl or Megatron has such a name
+        dashed = option.replace("_", "-")
+        close = [each for each in (dashed, f"--{ELSEWHERE.get(dashed[2:])}") if each in accepted]
+        close = close or difflib.get_close_matches(dashed, accepted, n=1, cutoff=0.8)
+        if not close:
+            return UsageError(f"{option}: unknown flag; docs/migrating.md has the names of verl, OpenRLHF and TRL")
     return UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceLoss, PreferenceOptions
+from megarl.algorithms import PREFERENCE_LOSSES
+from megarl.algorithms.preference_losses import PreferenceLoss, PreferenceOptions
 from megarl.errors import Rule
 from megarl.flags.conditions import Condition, FlagContext
 from megarl.flags.fields import PAIRS, flag, fraction, not_negative, one_of, positive

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from megarl import plugins
 from megarl.algorithms.score_shaping import ENSEMBLES
 from megarl.errors import Rule, UsageError
 from megarl.flags.conditions import REWARD_MODEL, Condition, FlagContext, on
@@ -25,7 +26,7 @@ FALLIBLE = Condition(
     lambda run: bool(run.rewards - {*expression.INFALLIBLE}), "--reward {reward} has neither a verifier nor a judge"
 )
 CONCURRENT = Condition(
-    lambda run: "remote" in run.rewards or any(map(expression.is_plugin, run.rewards)),
+    lambda run: "remote" in run.rewards or any(map(plugins.is_plugin, run.rewards)),
     "--reward {reward} has neither a remote term nor a plug-in, which may be async",
 )
 LOCAL = Condition(
@@ -45,7 +46,8 @@ class Rewards:
 
     reward: str = flag("exact-match", programs=GENERATING, names=expression.NAMES)
     """weighted sum of reward terms, as 'model+0.2*format' (weight 0: logged, not added); terms: {names}, or
-    package.module:function; default with --environment: environment, with --distill: none, without any term"""
+    file.py:function or package.module:function; default with --environment: environment, with --distill: none, without
+    any term"""
     reward_model: str | None = flag(None, programs=GENERATING, when=REWARD_MODEL)
     """run folder of train_reward; several, separated by commas, form an ensemble"""
     reward_hf_model: str | None = flag(None, programs=GENERATING, when=REWARD_MODEL)

@@ -5,7 +5,8 @@ import dataclasses
 from megarl.flags.conditions import SAVED, on
 from megarl.flags.fields import ALL, DATA, GENERATING, TRAINING, flag, not_negative, one_of, parses, positive
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
-from megarl.observe.trackers.base import NAMES, has_remote, parse_names
+from megarl.observe.trackers import TRACKERS
+from megarl.observe.trackers.base import has_remote, parse_names
 
 KEEPS_LAST = on(lambda s: s.keep_last > 0, "needs --keep-last")
 EXPORTED = on(lambda s: s.export_hf, "needs --export-hf")
@@ -68,12 +69,12 @@ class Run:
     trackers: str = flag(
         "tensorboard",
         parses(parse_names),
-        f"names with commas among {', '.join(NAMES)}, each once, or none",
+        f"names with commas among {', '.join(TRACKERS)}, each once, or none",
         programs=TRAINING,
-        names=NAMES,
+        names=TRACKERS,
         when=SAVED,
     )
-    """where metrics go besides metrics.jsonl: names with commas among {names}; or none"""
+    """where metrics go besides metrics.jsonl: names with commas among {names}, or plug-ins; or none"""
     tracker_project: str = flag("megarl", _is_plain, _PLAIN, programs=TRAINING, when=TRACKED)
     """project in Weights & Biases, experiment in MLflow"""
     tracker_run: str | None = flag(None, _is_plain, _PLAIN, programs=TRAINING, when=TRACKED)

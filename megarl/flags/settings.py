@@ -7,7 +7,8 @@ papers. A new flag is a field of its topic, with its conditions and the topic's 
 import dataclasses
 import itertools
 
-from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
+from megarl.algorithms import ESTIMATORS
+from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.errors import Rule
 from megarl.flags import (
@@ -31,8 +32,10 @@ from megarl.flags.distillation import LOSS, REWARD
 from megarl.rewards import expression
 
 # In the order of their rules: the first that is broken is the error.
-TOPICS = (rewards, selection, algorithm, distillation, preferences, learning, generation, correction, evaluation, debug,
-          serving, environment)  # fmt: skip
+TOPICS = (
+    data, rewards, selection, algorithm, distillation, preferences, learning, generation, correction, evaluation, debug,
+    serving, environment,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

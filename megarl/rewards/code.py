@@ -5,14 +5,16 @@ import builtins
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.confine import sandbox
+from megarl.confine.sandbox import Limits
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards import sandbox
 from megarl.rewards.base import Sample, Score
-from megarl.rewards.sandbox import Limits
+from megarl.rewards.built_in import BuiltIn, Options
 from megarl.rewards.text import check_metadata
 
 _FENCE = re.compile(r"^```(?:python3?|py)[ \t]*\r?\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
@@ -182,3 +184,12 @@ def _tests(metadata: dict[str, Any] | None) -> list[_Example | _Asserts]:
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _verifier(options: Options) -> Callable[[Sample], Score]:
+    limits = Limits(seconds=options.timeout, memory_mb=options.memory_mb)
+    return lambda sample: check(sample, limits)
+
+
+# Each program runs in its own process; a thread waits for it.
+CODE = BuiltIn(_verifier, check_code, lambda prompts, _: load_code(prompts), limited=False, threads="workers")

@@ -6,8 +6,10 @@ Imports only the standard library, because flags are parsed before anything else
 import re
 from typing import NamedTuple
 
+from megarl import plugins
 from megarl.errors import UsageError
 from megarl.measurements import value_of
+from megarl.rewards import VERIFIERS
 
 MODEL = "model"
 JUDGE = "judge"
@@ -19,10 +21,7 @@ UNVERIFIED = (MODEL, JUDGE, ENVIRONMENT, *SHAPING)  # terms that no verifier sco
 INFALLIBLE = (MODEL, ENVIRONMENT, *SHAPING)  # terms that score every sample
 NONE = "none"  # no term at all
 EXACT_MATCH = "exact-match"
-NAMES = (
-    MODEL, JUDGE, ENVIRONMENT, EXACT_MATCH, "regex", "math-verify", "reasoning-gym", "format", "length", "code",
-    "remote", *SHAPING,
-)  # fmt: skip
+NAMES = (MODEL, JUDGE, ENVIRONMENT, *VERIFIERS, *SHAPING)
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _TERM = re.compile(rf"\s*(?:(?P<weight>{_NUMBER})\s*\*\s*)?(?P<name>[^\s+*]*)\s*(?P<plus>\+?)")
@@ -38,7 +37,7 @@ class Term(NamedTuple):
 def parse(text: str) -> tuple[Term, ...]:
     """The terms of `weight*name+name+…` in order; the default weight is 1.
 
-    A name is one of `NAMES` or a plug-in as `package.module:function`, which is imported later. `none` has no terms.
+    A name is one of `NAMES` or a plug-in, which is imported later. `none` has no terms.
 
     Raises:
         UsageError: malformed, an unknown name, a name twice, a weight that is not finite, or a term that lacks another.
@@ -57,18 +56,12 @@ def parse(text: str) -> tuple[Term, ...]:
     return tuple(terms)
 
 
-def is_plugin(name: str) -> bool:
-    """Whether `name` has the shape package.module:function."""
-    module, colon, function = name.partition(":")
-    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
 def _check(text: str, terms: list[Term]) -> None:
     seen = set()
     for weight, name in terms:
         if "," in name:
             raise UsageError(f"--reward {text}: has a comma in {name}; write weight*name+name+…")
-        if name not in NAMES and not is_plugin(name):
+        if name not in NAMES and not plugins.is_plugin(name):
             raise UsageError(f"--reward {text}: {name} is unknown; allowed: {_allowed()}")
         if name in seen:
             raise UsageError(f"--reward {text}: {name} appears twice; give each name one weight")
@@ -87,4 +80,4 @@ def _check(text: str, terms: list[Term]) -> None:
 
 
 def _allowed() -> str:
-    return f"{', '.join(NAMES)}, or a plug-in as package.module:function"
+    return f"{', '.join(NAMES)}, or a plug-in as {plugins.FORMS}"

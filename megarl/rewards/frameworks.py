@@ -26,7 +26,7 @@ def of_trl(function: Callable, messages: bool | None = None) -> Callable[[Sample
     Raises:
         TypeError: the function needs something of TRL's trainer.
     """
-    parameters = inspect.signature(function).parameters.values()
+    parameters = list(inspect.signature(function).parameters.values())
     if lacking := [each.name for each in parameters if each.name in _OF_THE_TRAINER and each.default is each.empty]:
         raise TypeError(f"a reward of TRL that needs {', '.join(lacking)} cannot be called: a Sample does not have it")
 
@@ -40,7 +40,12 @@ def of_trl(function: Callable, messages: bool | None = None) -> Callable[[Sample
         values = {**columns, "prompts": prompt, "completions": completion}
         return _taken(function, {name: [value] for name, value in values.items()})
 
-    return _wrapped(function, lambda sample: ((), arguments(sample)))
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    optional = [each.name for each in parameters if each.default is not each.empty]
+    wrapped = _wrapped(function, lambda sample: ((), arguments(sample)))
+    # `build.check_prompts` refuses data without them.
+    wrapped.needed_columns = tuple(name for name in named if name not in ("prompts", "completions", *optional))  # type: ignore[attr-defined]  # functions have attributes
+    return wrapped
 
 
 def of_verl(function: Callable) -> Callable[[Sample], Any]:

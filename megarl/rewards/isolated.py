@@ -1,23 +1,20 @@
-"""Verifiers that parse or evaluate responses: each response is scored in a confined process of its own.
+"""Verifiers that parse or evaluate responses: each response is scored in a confined process of its own (`confine`).
 
-A warm process per verifier (`scorer.py`) has the slow imports and forks for each sample, which takes milliseconds. It
-also forks itself for other threads and for ranks that the launcher forks later, so that one process of a node imports.
+`python -m megarl.rewards.isolated FD DOOR NAME` is the warm process of the verifier NAME.
 """
 
-import contextlib
-import json
-import os
-import socket
-import threading
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+import importlib
+from dataclasses import asdict, replace
+from types import ModuleType
 
-from megarl.child_process import Child
-from megarl.rewards.base import Sample, Score, ScoringError
+from megarl.confine import children, warm_process
+from megarl.measurements import parts_of, value_of
+from megarl.rewards.base import Sample, Score, ScoringError, reference_sample
 
-_idle: dict[tuple[int, str], list["_Scorer"]] = {}  # by process, because a fork must not share its parent's
-_doors: dict[str, socket.socket] = {}  # by verifier: takes connections for which its warm process forks itself
-_lock = threading.Lock()
+# Verifier -> its module, which only the warm process imports. In it `score_inside(sample)` scores in the child,
+# `prepare(metadata)` runs before the fork, without the response; `may_share(metadata)`: whether the verifier only
+# compares the response's text; `prepared()` changes with what the children inherit.
+_MODULES = {"math-verify": "megarl.rewards.mathematics", "reasoning-gym": "megarl.rewards.tasks"}
 
 
 class Isolated:
@@ -39,80 +36,62 @@ class Isolated:
         self._ask({"sample": None, "metadata": metadata})
 
     def _ask(self, request: dict) -> dict:
-        key = (os.getpid(), self._name)
-        with _lock:
-            waiting = _idle.setdefault(key, [])
-            scorer = waiting.pop() if waiting else _Scorer(self._name)
         try:
-            reply = scorer.ask(request)
-        except BaseException:
-            scorer.end()
-            raise
-        with _lock:
-            waiting.append(scorer)
-        if reply.get("problem") is not None:
-            raise ScoringError(reply["problem"])
-        return reply
+            return warm_process.ask("megarl.rewards.isolated", self._name, request)
+        except warm_process.NoAnswer as error:
+            raise ScoringError(str(error)) from None
 
 
-class _Scorer:
-    """A process that scores for one thread at a time; it ends with its connection, so when this process does.
+class Scorer:
+    """The `children.Answers` of the warm process: scores with the functions of a verifier's module."""
 
-    `process`: the warm process, if this object has started it; None: a fork of a warm process.
-    """
+    def __init__(self, module: ModuleType):
+        self._module = module
 
-    def __init__(self, name: str):
-        self.process: Child | None = None
-        self._is_ready = False
-        self.connection = _connect(name)
-        if self.connection is None:
-            self.process, _doors[name] = _start(name)
-            self.connection = self.process.connection
+    def warm_up(self):
+        """Imports what all responses need."""
+        self._module.warm_up()
 
-    def ask(self, request: dict) -> dict:
-        if not self._is_ready:  # it may still be importing
-            problem = self._reply()["problem"]
-            if problem is not None:
-                raise ScoringError(f"this machine cannot confine a process: {problem}")
-            self._is_ready = True
-        self.connection.send_bytes(json.dumps(request).encode())
-        return self._reply()
+    def work(self, item: dict) -> dict:
+        """{"score": fields of a Score} of the fields of a Sample."""
+        return {"score": asdict(self._module.score_inside(Sample(**item)))}
 
-    def _reply(self) -> dict:
-        try:
-            return json.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            status = f" with status {self.process.status()}" if self.process else ""
-            raise ScoringError(f"its process ended{status}") from None
+    @staticmethod
+    def checked(result: dict) -> dict:
+        """The score of a child with what a Score may hold, and a reward of 0 to 1."""
+        fields = result["score"]
+        score = Score(
+            reward=value_of("reward", fields["reward"]),
+            correct=bool(fields["correct"]),
+            parts=parts_of(fields["parts"]),
+            extracted=None if fields["extracted"] is None else str(fields["extracted"]),
+        )
+        if not 0.0 <= score.reward <= 1.0:
+            raise ValueError("outside 0 to 1")
+        return {"score": asdict(score)}
 
-    def end(self):
-        """Ends the process; forks that score for others go on."""
-        self.connection.close()
-        if self.process is not None:
-            self.process.end()
+    def answer(self, request: dict, within: children.Children) -> dict:
+        """{"score": fields of a Score}, or {"problem": why the verifier has failed}; of a preparation the latter."""
+        if request["sample"] is None:
+            self._module.prepare(request["metadata"])
+            return {"problem": None}
+        sample = Sample(**request["sample"])
+        self._module.prepare(sample.metadata)
+        result = self._result(sample, request["seconds"], within)
+        if "score" in result:
+            return result
+        # Is it the response's fault? Not if the reference answer fares no better.
+        reference = self._result(reference_sample(sample), request["seconds"], within)
+        if "score" not in reference:
+            return reference
+        wrong = replace(self._module.WRONG, extracted=None, timed_out="late" in result)
+        return {"score": asdict(wrong)}
+
+    def _result(self, sample: Sample, seconds: float, within: children.Children) -> dict:
+        if self._module.may_share(sample.metadata):
+            return within.in_shared_child(asdict(sample), seconds, self._module.prepared())
+        return within.in_own_child(asdict(sample), seconds)
 
 
-def _connect(name: str) -> Connection | None:
-    """A connection to a fork of the verifier's warm process; None if there is no such process."""
-    door = _doors.get(name)
-    if door is None:
-        return None
-    ours, theirs = Pipe()
-    with theirs, contextlib.suppress(OSError):  # the process has ended
-        socket.send_fds(door, [b"fork"], [theirs.fileno()])
-        return ours
-    ours.close()
-    return None
-
-
-def _start(name: str) -> tuple[Child, socket.socket]:
-    """Starts the warm process of a verifier; returns it with its door."""
-    environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    environment["LANG"] = "C.UTF-8"
-    # Sets in the same order each time; no threads, which a fork would not have.
-    environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-    with theirs:
-        arguments = str(theirs.fileno()), name
-        child = Child("megarl.rewards.scorer", *arguments, environment=environment, descriptors=(theirs.fileno(),))
-    return child, ours
+if __name__ == "__main__":
+    children.main(lambda name: Scorer(importlib.import_module(_MODULES[name])))

@@ -15,6 +15,7 @@ from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import guard, math_response
 from megarl.rewards.base import Sample, Score, ScoringError
+from megarl.rewards.built_in import BuiltIn
 from megarl.rewards.isolated import Isolated
 from megarl.rewards.math_text import spelled, text_key, unmarked
 from megarl.rewards.text import check_answers
@@ -248,3 +249,13 @@ def _quiet():
     """Silence the package's warnings that its time-outs are off: `guard` sets its own."""
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+MATH_VERIFY = BuiltIn(
+    lambda options: Isolated("math-verify", options.timeout),
+    check_mathematics,
+    lambda prompts, options: load_mathematics(prompts, options.timeout),
+    limited=False,
+    threads="workers",
+    isolated=True,
+)

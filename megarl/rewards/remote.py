@@ -16,6 +16,7 @@ from urllib3.exceptions import HTTPError, NewConnectionError, ProtocolError, Tim
 
 from megarl.observe.files import json_bytes
 from megarl.rewards.base import Sample, Score
+from megarl.rewards.built_in import BuiltIn
 
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_ANSWER = 1 << 24  # bytes
@@ -113,3 +114,10 @@ def _score(answer: bytes) -> Score | float:
     if not isinstance(correct, bool):
         raise ValueError(f"correct is {correct!r:.80}, not a boolean")
     return Score(reward, correct, score.get("parts") or {}, extracted=score.get("extracted"))
+
+
+REMOTE = BuiltIn(
+    lambda options: Remote(options.url, options.retries, options.concurrency, options.timeout),
+    limited=False,
+    threads="concurrency",
+)

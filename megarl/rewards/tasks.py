@@ -8,6 +8,7 @@ from typing import Any
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards.base import Sample, Score, ScoringError
+from megarl.rewards.built_in import BuiltIn
 from megarl.rewards.isolated import Isolated
 from megarl.rewards.task_text import EXPRESSIONS, LITERALS, harmless, make_safe
 from megarl.rewards.text import answer_text, check_metadata
@@ -111,3 +112,13 @@ def source_dataset(metadata: dict[str, Any] | None) -> str:
     if not isinstance(task, str) or not task:
         raise ValueError("metadata must hold source_dataset, the name of the reasoning_gym task")
     return task
+
+
+REASONING_GYM = BuiltIn(
+    lambda options: reasoning_gym(options.timeout),
+    check_tasks,
+    lambda prompts, _: load_tasks(prompts),
+    limited=False,
+    threads="workers",
+    isolated=True,
+)

@@ -7,6 +7,7 @@ from typing import Any
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards.base import Sample, Score, whole_response
+from megarl.rewards.built_in import BuiltIn
 
 
 def exact_match(sample: Sample) -> Score:
@@ -90,3 +91,9 @@ def _compiled(flag: str, pattern: str, flags: int = 0) -> re.Pattern[str]:
         return re.compile(pattern, flags)
     except (re.error, OverflowError, RecursionError) as error:
         raise UsageError(f"{flag} {pattern}: not a regular expression: {error}") from None
+
+
+EXACT_MATCH = BuiltIn(lambda _: exact_match, lambda prompts: check_answers("exact-match", prompts), limited=False)
+REGEX = BuiltIn(lambda options: regex(options.pattern), wrong=Score(0.0, False, {"regex": 0.0}))
+FORMAT = BuiltIn(lambda options: format_match(options.format), wrong=Score(0.0, False, {"format": 0.0}))
+LENGTH = BuiltIn(lambda options: length(options.length), limited=False)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from megarl.algorithms import PREFERENCE_LOSSES
 from megarl.algorithms.advantages import token_rewards
 from megarl.algorithms.estimators import AdvantageOptions, Estimator, StepData
 from megarl.algorithms.kl import REFERENCE_LOG_RATIO_LIMIT, KLController, kl_estimate
 from megarl.algorithms.packed import sums_by_sequence
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups

@@ -13,7 +13,8 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError, warn_as_first
 from megarl.flags.serving import Serving
 from megarl.plain_files import read_text, reading
-from megarl.tool_formats.table import AUTO, FALLBACK, FORMATS, name_of, unread_calls
+from megarl.tool_formats import FORMATS
+from megarl.tool_formats.chosen_format import AUTO, FALLBACK, name_of, unread_calls
 from megarl.tool_formats.thinking_budget import ThoughtReader
 
 if TYPE_CHECKING:  # it imports torch

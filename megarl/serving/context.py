@@ -14,7 +14,7 @@ from megarl.serving.configuration import FrontendConfig
 from megarl.serving.errors import JSONResponse, RequestError, echo, invalid
 from megarl.serving.metrics import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
-from megarl.tool_formats.table import FORMATS
+from megarl.tool_formats import FORMATS
 from megarl.tool_formats.thinking_budget import ThoughtReader
 
 _LONG_TEXT = 20_000  # characters or ids; from here on work is done in a thread, so that streams do not wait

@@ -39,7 +39,7 @@ from megarl.serving.replica_messages import (
     Window,
 )
 from megarl.serving.served_engine import PauseMode, ServedEngine, score_sequences, together
-from megarl.tool_formats.table import FORMATS
+from megarl.tool_formats import FORMATS
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "greedy")  # fields of a request

@@ -2,5 +2,28 @@
 
 A format is a grammar (`marked_formats.py`, `json_formats.py`, `harmony.py`) over texts with the strings of its marks,
 special tokens or not. `TurnReader` (`reader.py`) runs it over a text that comes at once or in pieces; the parts that it
-finds are the same. `table.py` has all formats, `calls.py` the limits that hold for the calls of each.
+finds are the same. `tool_format.py` says what a format has,
+`calls.py` the limits that hold for the calls of each.
 """
+
+from megarl.tool_formats import harmony, json_formats, marked_formats
+from megarl.tool_formats.tool_format import ToolFormat
+
+# Name in --tool-call-parser -> the format.
+FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(marked_formats.hermes, marked_formats.CALL_MARKS, has_apart=False),
+    "qwen3-coder": ToolFormat(marked_formats.qwen_coder, marked_formats.CALL_MARKS),
+    "deepseek": ToolFormat(marked_formats.deepseek, marked_formats.DEEPSEEK_MARKS),
+    "glm": ToolFormat(marked_formats.glm, marked_formats.GLM_MARKS),
+    "kimi": ToolFormat(marked_formats.kimi, marked_formats.KIMI_MARKS, writes_ids=True),
+    "gpt-oss": ToolFormat(harmony.harmony, harmony.MARKS, thoughts=None),
+    "mistral": ToolFormat(
+        json_formats.mistral,
+        json_formats.MISTRAL_MARKS,
+        json_formats.MISTRAL_THOUGHTS,
+        writes_ids=True,
+        id_length=9,
+    ),
+    "json": ToolFormat(json_formats.plain_json, has_apart=False),
+    "llama": ToolFormat(json_formats.llama, (json_formats.LLAMA_TAG,)),
+}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.tool_formats.reader import REASONING, Said
-from megarl.tool_formats.table import ToolFormat
+from megarl.tool_formats.tool_format import ToolFormat
 
 _LAST_TOKENS = 64  # of a prompt: enough for a mark, one character each, and white space
 

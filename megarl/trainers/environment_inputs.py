@@ -12,7 +12,7 @@ from megarl.data.template_checks import check_template
 from megarl.environments.loading import AGENT, KINDS, TOOLS, check_factories
 from megarl.errors import UsageError, warn_as_first
 from megarl.serving.configuration import check_listening
-from megarl.tool_formats.table import load_format, name_of, unread_calls
+from megarl.tool_formats.chosen_format import load_format, name_of, unread_calls
 
 if TYPE_CHECKING:
     from megarl.environments.sessions.front import SessionsConfig

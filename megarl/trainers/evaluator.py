@@ -254,8 +254,6 @@ def check_names(prompts: dict[str, PromptSet], lines: int):
             _check_tasks(tasks_of[key] - {None}, f"{found.flag} {found.path}")
     tasks = _tasks(tasks_of.get(EVAL_PROMPTS, ()))
     for name in filter(None, map(name_of_eval, prompts)):
-        if name == "reward":
-            raise UsageError("--evals reward: metrics eval/reward/… are those of the terms; give another name")
         if name in tasks:
             raise UsageError(
                 f"--evals {name}: a task of --eval-prompts has metrics eval/{name}/…, too; give another name"

@@ -20,8 +20,6 @@ class PolicyInputs:
         s, actor = config.settings, config.roles["actor"]
         if s.rollout_server is None:
             check_required({"--load or --hf-model": s.load or actor.hf_model})
-        elif s.load:
-            raise UsageError(f"--load {s.load}: the server of --rollout-server has the weights; leave it out")
         check_required({"--tokenizer-model": actor.tokenizer_model})
         other = actor.megatron.pretrained_checkpoint
         if other and not s.load:

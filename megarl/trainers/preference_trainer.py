@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megarl.algorithms import PREFERENCE_LOSSES
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts, sums_by_sequence
-from megarl.algorithms.preference_losses import PAIR_METRICS, PREFERENCE_LOSSES, PairLogprobs, pair_metrics
+from megarl.algorithms.preference_losses import PAIR_METRICS, PairLogprobs, pair_metrics
 from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.checkpoint import resume

@@ -9,7 +9,7 @@ from megarl.data.conversations import Encoder
 from megarl.environments.calls import TO_LEADERS
 from megarl.environments.sessions.session_pool import SessionPool
 from megarl.serving.frontend_process import start_process
-from megarl.tool_formats.table import name_of
+from megarl.tool_formats.chosen_format import name_of
 
 if TYPE_CHECKING:  # it needs packages that other environments do not
     from megarl.environments.sessions.front import SessionsConfig

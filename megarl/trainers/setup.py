@@ -172,6 +172,7 @@ def read_inputs(
     earlier_run.begin(config, folder)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
     choose_kernels(config, mesh.rank, notes)
+    _say_random_weights(config, mesh.rank, notes)
     print_notes(getattr(inputs, "prompt_sets", {}), mesh.rank, notes)  # a server has none
     while damaged := folders.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
@@ -235,6 +236,18 @@ def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None 
     if rank == 0:
         absence = native.absence()
         print(f"megarl: kernels: {kernels}" + f" ({absence})" * bool(absence), file=notes, flush=True)
+
+
+def _say_random_weights(config: arguments.RunConfig, rank: int, notes: TextIO | None):
+    """A line of the first rank if the model that is trained begins with random weights, which a user may not intend."""
+    role = config.roles[config.trained[0]] if config.trained else None
+    if rank != 0 or role is None or config.settings.load or role.lora_adapter:
+        return
+    if role.hf_model is None and role.megatron.pretrained_checkpoint is None:
+        print(
+            f"megarl: {role.name}: begins with random weights: no --hf-model, --pretrained-checkpoint or --load",
+            file=notes, flush=True,
+        )  # fmt: skip
 
 
 def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path | None = None) -> role_mesh.RoleMesh:

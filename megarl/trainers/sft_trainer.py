@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
-from megarl.arguments import RunConfig, Settings
+from megarl.arguments import RunConfig
 from megarl.batch import ACTOR, TEACHER, Batch, fields_sent
 from megarl.comm import exchange
 from megarl.data.columns import SFT
@@ -15,8 +15,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
 from megarl.data.sft import sft_examples
-from megarl.errors import UsageError
-from megarl.flags.distillation import AVERAGE, LOSS, REWARD
+from megarl.flags.distillation import LOSS
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS
@@ -47,23 +46,6 @@ class SFTTrainer(SupervisedTrainer):
         """(tokens, mask of the tokens in the loss) of each line."""
         s = config.settings
         return sft_examples(prompts, encoder, s.max_prompt_length, s.max_response_length, s.filter_long_prompts)
-
-    @staticmethod
-    def check(settings: Settings):
-        """The checks of `SupervisedTrainer`, of the columns of conversations, and of the form of distillation."""
-        SupervisedTrainer.check(settings)
-        if settings.distill == REWARD:
-            raise UsageError(
-                "--distill reward: adds to advantages, which train_sft has none of; allowed are none, loss"
-            )
-        if settings.teacher == AVERAGE:
-            raise UsageError("--teacher ema: only in train_rl; allowed are given, self")
-        for flag, name in (
-            ("--prompt-column", settings.prompt_column),
-            ("--response-column", settings.response_column),
-        ):
-            if name is not None and settings.messages_column is not None:
-                raise UsageError(f"{flag} {name}: not allowed with --messages-column, which holds whole conversations")
 
     def prepare(self):
         """Builds the teachers, if there are any, and copies their output layers. Collective."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.arguments import RunConfig, Settings
+from megarl.arguments import RunConfig
 from megarl.batch import Batch, common_prefix_lengths
 from megarl.checkpoint import factors, resume
 from megarl.checkpoint.pretrained import find_pretrained
@@ -17,7 +17,6 @@ from megarl.comm import load_balance
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
-from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
@@ -74,14 +73,6 @@ class SupervisedTrainer(Trainer, abc.ABC):
     @abc.abstractmethod
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         """The example of each line of a file; UsageError with file and line for an invalid one."""
-
-    @staticmethod
-    def check(settings: Settings):
-        """UsageError for flags that do not work together."""
-        if settings.target_eval_loss and not settings.eval_interval:
-            raise UsageError(f"--target-eval-loss {settings.target_eval_loss}: needs --eval-interval")
-        if settings.target_eval_accuracy is not None and not settings.eval_interval:
-            raise UsageError(f"--target-eval-accuracy {settings.target_eval_accuracy}: needs --eval-interval")
 
     @staticmethod
     def check_resumed(config: RunConfig, inputs: "SupervisedInputs"):
@@ -257,7 +248,6 @@ class SupervisedInputs:
     def __init__(self, config: RunConfig, trainer: type[SupervisedTrainer]):
         s, role = config.settings, config.roles[trainer.trained_role]
         setup.check_training_flags(config, trainer.sequences_together)
-        trainer.check(s)
         self.encoder = encoder = setup.build_role_encoder(role, s)
         encoder.check_turns()
         setup.check_vocabulary(role, encoder.tokenizer.vocab_size)

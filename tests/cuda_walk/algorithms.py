@@ -27,7 +27,7 @@ def _scored_batch():
 
 
 def _advantages(walk: Walk, groups) -> dict:
-    from megarl.algorithms.estimators import ESTIMATORS
+    from megarl.algorithms import ESTIMATORS
     from megarl.flags.settings import Settings
     from megarl.observe.timers import Timers
     from megarl.roles.advantage_computer import AdvantageComputer

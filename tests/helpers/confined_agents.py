@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-from megarl.environments.agents.program import ProgramEnvironment, ProgramSandbox
+from megarl.confine.agent_sandbox import ProgramSandbox
+from megarl.environments.agents.program import ProgramEnvironment
 from tests.helpers import odd_agents
 from tests.helpers.odd_agents import MARK
 

@@ -116,6 +116,7 @@ VALUES = {
     "stop": "</a>", "stop_token_ids": "5,7", "tool_call_parser": "glm", "thinking_budget_text": "</think>",
 }  # fmt: skip
 REQUIRED = {
+    "target_eval_loss": "--eval-interval 1", "target_eval_accuracy": "--eval-interval 1",
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
     "export_hf": "--save y", "rollout_bank": "--save y", "save_rollouts": "--save y", "profile_steps": "--save y",
     "teacher_context": CONTEXT.replace("--teacher-context sibling", ""),

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megarl import arguments
-from megarl.environments.loading import BUILT_IN
+from megarl.environments import ENVIRONMENTS
 from megarl.planning.changes import FULL_RECOMPUTE, SELECTIVE_RECOMPUTE
 from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import RL_RECIPES, ROOT, metrics
@@ -87,7 +87,7 @@ def test_the_agents_files_describe_the_same_policy(name):
     assert [rl[key] for key in shape] == [sft[key] for key in shape]
     assert arguments.parse(["--config", str(files[0])], 2).warnings == ()
     assert arguments.parse(["--config", str(files[1])], 2, "sft").warnings == ()
-    assert rl["environment"] in BUILT_IN and rl["pretrained-checkpoint"] == sft["save"]
+    assert rl["environment"] in ENVIRONMENTS and rl["pretrained-checkpoint"] == sft["save"]
 
 
 def checkout(folder: Path) -> Path:

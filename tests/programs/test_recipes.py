@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from megarl import arguments
+from megarl.algorithms import ESTIMATORS, PREFERENCE_LOSSES
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.estimators import ESTIMATORS, NO_ADVANTAGE
+from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from tests.helpers.forked_programs import accepted
 from tests.helpers.programs import RL_RECIPES, ROOT, SHAPE, assert_close, inputs, metrics, preference_argv, train
 from tests.helpers.tiers import by_default

@@ -212,8 +212,9 @@ def test_two_ranks_through_torchrun(tmp_path):
     save = tmp_path / "run"
     done = torchrun("megarl.train_sft", sft_argv(save, "--train-iters 3"), 2)
     assert done.returncode == 0, done.stderr
-    kernels, *steps = done.stdout.splitlines()
+    kernels, weights, *steps = done.stdout.splitlines()
     assert kernels.startswith("megarl: kernels: ")
+    assert weights == "megarl: actor: begins with random weights: no --hf-model, --pretrained-checkpoint or --load"
     assert [line.split("|")[0].split() for line in steps] == [["step", f"{i}/3"] for i in (1, 2, 3)]
     assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     for name in ("settings.yaml", "metrics.jsonl", "timeline.json", "report.png", "report.html", "tensorboard",

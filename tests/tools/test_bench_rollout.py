@@ -220,7 +220,7 @@ def test_whole_tables():
 
 def end_ids_of_a_run(rank: int, name: str, folder) -> tuple[int, ...]:
     """The ids that end a response in the benchmark's run of a case, which is not trained here."""
-    from megarl.data.tokenizers import HuggingFaceTokenizer
+    from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 
     step.make_inputs(folder, step.CASES[name])
     step.train_megarl = lambda folder, flags: HuggingFaceTokenizer(str(folder)).end_ids

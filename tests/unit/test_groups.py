@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, StepData
+from megarl.algorithms import ESTIMATORS
+from megarl.algorithms.estimators import AdvantageOptions, StepData
 from megarl.arguments import Settings
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb

@@ -7,6 +7,7 @@ import numpy
 import pytest
 import torch
 
+from megarl.confine import children
 from megarl.environments.agents.agent import observation_of
 from megarl.environments.journal import _entry_of
 from megarl.environments.protocol import Observation, checked
@@ -14,8 +15,8 @@ from megarl.environments.sessions.front import _parts
 from megarl.environments.sessions.registry import Registry
 from megarl.measurements import MAX_NAME, MAX_PARTS, MAX_VALUE, NamesOfRun, is_metric, is_name, parts_of, value_of
 from megarl.rewards.base import Sample, Score, Verifier, grouped
+from megarl.rewards.isolated import Scorer
 from megarl.rewards.remote import _score
-from megarl.rewards.scorer import _result
 from megarl.rollout.episodes.results import observations_of
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.serving.errors import RequestError
@@ -71,7 +72,7 @@ def as_json(parts, value) -> dict:
 
 def of_child(fields: dict) -> str:
     line = json.dumps({"score": {"correct": False, "extracted": None, **fields}}).encode()
-    return _result(line, 1.0, "its result is none").get("problem", "")
+    return children.result_of(line, 1.0, "its result is none", Scorer).get("problem", "")
 
 
 def of_journal(fields: dict) -> str:

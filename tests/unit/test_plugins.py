@@ -1,5 +1,7 @@
 """Plug-ins of the user for --advantage, --policy-loss and --reward: found, wrapped, or rejected in one line."""
 
+import sys
+
 import pytest
 
 from megarl import plugins
@@ -37,6 +39,8 @@ class Waiter:
 waiter = Waiter()
 def many(step, options):
     yield None
+def alone(step):
+    return None
 """
 BUILT_IN = {"one": 1, "two": 2}
 
@@ -68,14 +72,15 @@ def test_names_are_built_in_or_functions():
 
 
 @pytest.mark.parametrize("name, message", [
-    ("three", "unknown; allowed: one, two, or a plug-in as package.module:function"),
+    ("three", "unknown; allowed: one, two, or a plug-in as file.py:function or package.module:function"),
     ("", "unknown; allowed: one, two"), (":plain", "unknown; allowed"), ("my_plugins:", "unknown; allowed"),
     ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError: No module named 'no_such_module'"),
     ("my_plugins.deeper:f", "cannot import my_plugins.deeper: ModuleNotFoundError"),
     (".relative:f", "cannot import .relative: TypeError"),
     ("broken_plugins:f", "cannot import broken_plugins: ValueError: first second"),
     ("leaving_plugins:f", "cannot import leaving_plugins: SystemExit: 3"),
-    ("a/my_plugins.py:loss", "is a file; write my_plugins:loss, with its folder in PYTHONPATH"),
+    ("a/my_plugins.py:loss", "cannot import a/my_plugins.py: FileNotFoundError: no such file /"),
+    ("a/my_plugins.py", "names a file alone; write a/my_plugins.py:NAME, of a function in it"),
     ("my_plugins:nothing", "my_plugins has no nothing"),
     ("my_plugins:limit", "my_plugins has a non-callable limit"),
     ("my_plugins:later", "is async, and nothing awaits it"), ("my_plugins:partly", "is async, and nothing awaits it"),
@@ -85,6 +90,36 @@ def test_anything_else_is_rejected_in_one_line(name, message):
     with pytest.raises(UsageError) as caught:
         plugins.load("--flag", name, BUILT_IN)
     assert str(caught.value).startswith(f"--flag {name}: {message}") and "\n" not in str(caught.value)
+
+
+def test_a_file_is_imported_once_and_finds_its_neighbours(plug_ins):
+    folder = plug_ins / "elsewhere"
+    folder.mkdir()
+    (folder / "beside_it.py").write_text("LIMIT = 2\n")
+    (folder / "code.py").write_text("import beside_it\nLIMITS = [beside_it.LIMIT]\ndef f(x):\n    return LIMITS\n"
+                                    "def g(x):\n    return LIMITS\n")  # fmt: skip
+    f, g = (plugins.load("--x", f"{folder}/code.py:{name}", BUILT_IN) for name in "fg")
+    assert f(1) is g(1) == [2]
+    program("--advantage", f"{plug_ins}/my_plugins.py:plain", "--policy-loss", f"{plug_ins}/my_plugins.py:loss")
+    sys.path.remove(str(folder))
+
+
+@pytest.mark.parametrize("name, is_one", [
+    ("a.b:c", True), ("a:b", True), ("x/y-z.py:c", True), ("c:/x.py:c", True), ("a:", False), (":b", False),
+    ("a.py", False), ("a b:c", False), (".py:c", False), ("a:b.c", False),
+])  # fmt: skip
+def test_the_form_of_a_plug_in(name, is_one):
+    assert plugins.is_plugin(name) == is_one
+
+
+@pytest.mark.parametrize("flag, takes", [("--advantage", "step, options"), ("--policy-loss", "tokens, options")])
+def test_other_parameters_are_said_with_the_place_of_the_function(flag, takes, plug_ins):
+    """At once, not in the first step; without frames of megarl."""
+    line = error_of(flag, "my_plugins:alone")
+    at = SOURCE[: SOURCE.index("def alone")].count("\n") + 1
+    assert line == (
+        f"{flag} my_plugins:alone: takes (step) ({plug_ins}/my_plugins.py:{at}); megarl calls it with ({takes})"
+    )
 
 
 def test_an_estimator_declares_its_needs():

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from megarl import stop_signals
+from megarl.confine import sandbox, warm_process
 from megarl.flags.settings import Settings
-from megarl.rewards import isolated, sandbox
 from megarl.rewards.base import Sample
 from megarl.rewards.build import build_verifiers
 from megarl.stop_signals import STOP_SIGNALS
@@ -24,8 +24,8 @@ PACKAGES = {"reasoning-gym": ["reasoning_gym"], "math-verify": ["math_verify"]}
 @pytest.fixture(autouse=True)
 def fresh_scorers(monkeypatch):
     """Those of earlier tests were born before the signals."""
-    monkeypatch.setattr(isolated, "_idle", {})
-    monkeypatch.setattr(isolated, "_doors", {})
+    monkeypatch.setattr(warm_process, "_idle", {})
+    monkeypatch.setattr(warm_process, "_doors", {})
 
 
 @pytest.mark.parametrize(

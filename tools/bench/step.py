@@ -106,7 +106,7 @@ def train_megarl(folder: Path, flags: list[str]) -> list[float]:
 
 def run_megarl(folder: Path, case: Case, steps: int) -> list[float]:
     """Seconds of each step of a run in this process."""
-    from megarl.data.tokenizers import HuggingFaceTokenizer
+    from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 
     if not case.ends:
         HuggingFaceTokenizer.end_ids = property(lambda self: (), lambda self, value: None)

@@ -12,7 +12,6 @@ from megarl.algorithms.policy_loss import (
     LOG_RATIO_LIMIT,
     ClipOptions,
     MinibatchTokens,
-    PolicyLoss,
     PolicyTerms,
     PolicyTokens,
     bounded_ratio,
@@ -158,10 +157,3 @@ def sort_keys(values: Tensor, uniforms: Tensor) -> Tensor:
 def random_keys(uniforms: Tensor) -> Tensor:
     """[T] int64 keys in a random order."""
     return (uniforms * 2**_TIE_BITS).long()
-
-
-LOSSES = (
-    PolicyLoss("m2po", masked_ppo_clip, M2poOptions(), select=farthest_from_rollout),
-    PolicyLoss("clip-cov", masked_ppo_clip, ClipCovOptions(), select=random_by_covariance),
-    PolicyLoss("kl-cov", kl_cov, KlCovOptions(), select=largest_covariance),
-)

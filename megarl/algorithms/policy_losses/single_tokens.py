@@ -11,7 +11,6 @@ from megarl.algorithms.policy_loss import (
     ClipOptions,
     ClipRange,
     NoOptions,
-    PolicyLoss,
     PolicyTerms,
     PolicyTokens,
     bounded_ratio,
@@ -180,15 +179,3 @@ def _weighted_where_kept(tokens: PolicyTokens, weights: Tensor, is_kept: Tensor)
     """−weights·A·log π_θ at the tokens that are kept, 0 at the others, which count as clipped."""
     weights = torch.where(is_kept, weights, 0.0)
     return PolicyTerms(-weights * tokens.advantages.detach() * tokens.logprobs, ~is_kept, tokens.approx_kl)
-
-
-LOSSES = (
-    PolicyLoss("ppo-clip", ppo_clip, ClipOptions()),
-    PolicyLoss("reinforce", reinforce, NoOptions()),
-    PolicyLoss("cispo", cispo, ClipRange()),
-    PolicyLoss("sapo", sapo, SapoOptions()),
-    PolicyLoss("fipo", fipo, FipoOptions()),
-    PolicyLoss("rollout-is", rollout_is, ClipRange(), reads_rollout=True),
-    PolicyLoss("dppo-tv", dppo_tv, DppoTvOptions(), reads_rollout=True),
-    PolicyLoss("dppo-kl", dppo_kl, DppoKlOptions(), reads_rollout=True),
-)

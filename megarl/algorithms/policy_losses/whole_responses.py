@@ -11,7 +11,6 @@ from megarl.algorithms.policy_loss import (
     ClipRange,
     MinibatchResponses,
     NoOptions,
-    PolicyLoss,
     PolicyTerms,
     PolicyTokens,
     clipped_surrogate,
@@ -163,14 +162,3 @@ def real_advantages(responses: MinibatchResponses, options: RealOptions) -> Tens
     sums = torch.where(signs > 0, sum_of_good, sum_of_bad)
     factors = torch.where((good > 0) & (bad > 0), size / options.tau * weights / (1 + sums), 0.0)
     return broadcast_to_tokens(signs * factors, *where).to(responses.advantages.dtype)
-
-
-LOSSES = (
-    PolicyLoss("gspo", gspo, ClipRange()),
-    PolicyLoss("gspo-token", gspo_token, ClipRange()),
-    PolicyLoss("luspo", luspo, ClipRange()),
-    PolicyLoss("gmpo", gmpo, ClipRange()),
-    PolicyLoss("topr", topr, ToprOptions(), reads_rollout=True),
-    PolicyLoss("vespo", vespo, VespoOptions(), reads_rollout=True),
-    PolicyLoss("real", real, RealOptions(), compare=real_advantages),
-)

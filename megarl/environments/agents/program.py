@@ -5,12 +5,8 @@ In a sandbox (docs/agents.md) it may use what `ProgramSandbox` says, and reaches
 
 import asyncio
 import contextlib
-import dataclasses
-import functools
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,69 +15,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.environments.agents import confined, keeper
+from megarl.confine import keeper
+from megarl.confine.agent_sandbox import Door, ProgramSandbox, check_sandbox
 from megarl.environments.agents.agent import Agent, AgentRun, observation_of
 from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Observation, Task, called
-from megarl.errors import UsageError
 from megarl.observe.files import json_bytes
-from megarl.rewards.sandbox import probe_of_processes
 
 MAX_OUTPUT = 1 << 16  # bytes that are kept of what a program prints, the last ones
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV")
-_PROBE_SECONDS = 60.0
-_PROBE_PROCESSES = 8
-# Tries from the inside what must not work; then the program may run.
-_PROBE = f"""{probe_of_processes(_PROBE_PROCESSES)}
-try:
-    socket.create_connection(("192.0.2.1", 80), 1)
-    sys.exit("the network cannot be shut off here")
-except OSError:
-    pass
-try:
-    open("/proc/1/mem", "r+b").close()
-    sys.exit("the program can change the process that watches it")
-except OSError:
-    pass
-if os.getuid() == 0 or os.access("/", os.W_OK) or os.path.exists("/etc/shadow") or os.path.exists("/sys/kernel"):
-    sys.exit("the program can see or write more than it should here")
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramSandbox:
-    """What a program may use.
-
-    Attributes:
-        readable: files and folders that it sees, read-only, besides those of the system, this Python with its packages,
-            and the files that its command names.
-        memory_mb: MiB that all of its processes have together.
-        disk_mb: MiB of files in its folder, and in its /tmp.
-        processes: processes and threads.
-    """
-
-    readable: Sequence[str | Path] = ()
-    memory_mb: int = 4096
-    disk_mb: int = 1024
-    processes: int = 256
-
-    def arguments(
-        self, command: Sequence[str], workspace: Path, files: Sequence[Path], door: Path, port: int
-    ) -> list[str]:
-        """Arguments of Python for the script that confines a command, which also sees `files`; `door`: a socket."""
-        named = [part for part in command if os.path.isabs(part) and os.path.isfile(part)]
-        python = [sys.prefix, os.path.dirname(os.path.realpath(sys.executable))]
-        given = {
-            "command": list(command),
-            "workspace": str(workspace),
-            "socket": str(door),
-            "port": port,
-            "readable": _outermost([*python, *named, *map(str, (*files, *self.readable))]),
-            "memory_mb": self.memory_mb,
-            "disk_mb": self.disk_mb,
-            "processes": self.processes,
-        }
-        return [confined.__file__, json.dumps(given)]
 
 
 class ProgramEnvironment(Agent):
@@ -146,7 +88,9 @@ class ProgramEnvironment(Agent):
         keeps = [keeper.__file__, str(self._max_file_bytes), *command]
         door = None
         if self._sandbox is not None:
-            door = await Door.open(workspace.parent / "door", address)
+            port = urlsplit(address.url).port
+            assert port is not None  # an endpoint has one
+            door = await Door.open(workspace.parent / "door", port)
             keeps = self._sandbox.arguments(command, workspace, [path], door.path, door.port)
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         variables = self._environment(address, path, workspace)
@@ -187,70 +131,3 @@ async def _last_bytes(stream: asyncio.StreamReader | None) -> bytes:
         while chunk := await stream.read(MAX_OUTPUT):
             kept = (kept + chunk)[-MAX_OUTPUT:]
     return kept
-
-
-# -- the sandbox -------------------------------------------------------------------------------------------------------
-
-
-class Door:
-    """A Unix socket from which bytes go to the endpoint and back: the network of the sandbox is not the machine's."""
-
-    def __init__(self, server: asyncio.Server, path: Path, port: int):
-        self._server, self.path, self.port = server, path, port
-
-    @classmethod
-    async def open(cls, folder: Path, address: Address) -> "Door":
-        """Opens a socket in a new folder."""
-        port = urlsplit(address.url).port
-        assert port is not None  # an endpoint has one
-
-        async def carry_both(inside: asyncio.StreamReader, answers: asyncio.StreamWriter):
-            with contextlib.suppress(OSError):
-                outside, requests = await asyncio.open_connection("127.0.0.1", port)
-                await asyncio.gather(_carry(inside, requests), _carry(outside, answers))
-
-        folder.mkdir()
-        server = await asyncio.start_unix_server(carry_both, folder / "socket")
-        for path, mode in ((folder, 0o711), (folder / "socket", 0o666)):
-            path.chmod(mode)
-        return cls(server, folder / "socket", port)
-
-    def close(self):
-        """Closes it; connections end with their ends."""
-        self._server.close()
-
-
-async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter):
-    """Carries bytes one way, to their end."""
-    try:
-        while chunk := await source.read(1 << 16):
-            target.write(chunk)
-            await target.drain()
-    finally:
-        with contextlib.suppress(OSError):
-            target.close()
-
-
-def _outermost(paths: Sequence[str]) -> list[str]:
-    """The paths, and where links among them lead, without those that lie in others."""
-    whole = {form for path in paths for form in (os.path.abspath(path), os.path.realpath(path))}
-    return sorted(path for path in whole if not any(str(parent) in whole for parent in Path(path).parents))
-
-
-@functools.cache
-def check_sandbox():
-    """UsageError unless a probe program finds every restriction in force; only success is cached."""
-    with tempfile.TemporaryDirectory(prefix="megarl_agent_") as name:
-        for folder in ("workspace", "door"):
-            Path(name, folder).mkdir()
-        command = [sys.executable, "-IS", "-c", _PROBE]
-        limits = ProgramSandbox(processes=_PROBE_PROCESSES)
-        arguments = limits.arguments(command, Path(name, "workspace"), [], Path(name, "door", "socket"), 80)
-        stdin, other = socket.socketpair()  # its end would stop the program
-        with stdin, other:
-            streams: dict[str, Any] = {"stdin": stdin.fileno(), "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            probe, variables = [sys.executable, "-I", "-S", *arguments], {"PATH": os.defpath}
-            done = subprocess.run(probe, check=False, **streams, text=True, timeout=_PROBE_SECONDS, env=variables)
-    if done.returncode:
-        reason = done.stdout.strip().rpartition("\n")[2] or f"a first program ended with {done.returncode}"
-        raise UsageError(f"this machine allows no sandbox for agents: {reason}")

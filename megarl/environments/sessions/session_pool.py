@@ -7,7 +7,7 @@ from megarl.environments.calls import Answer, Asked, Close, Offer, Replied, Repl
 from megarl.environments.pool import Event
 from megarl.environments.protocol import Task, Turn
 from megarl.serving.links import Link
-from megarl.tool_formats.table import load_format
+from megarl.tool_formats.chosen_format import load_format
 
 
 class SessionPool:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import functools
 import io
+import itertools
 import math
 import traceback
 import warnings
@@ -114,8 +115,17 @@ def parse_tokens(role: str, argv: list[str]) -> argparse.Namespace:
     try:
         found = vars(_parsed(tuple(argv)))
     except UsageError as error:
-        raise UsageError(f"{role}: {error}") from None
+        raise UsageError(f"{role}: {_switch_with_value(argv) or error}") from None
     return argparse.Namespace(**{name: list(x) if isinstance(x, list) else x for name, x in found.items()})
+
+
+def _switch_with_value(argv: list[str]) -> str | None:
+    """What is wrong with the first word that follows a switch; None if no word does."""
+    actions = _parser()._option_string_actions
+    for option, word in itertools.pairwise(argv):
+        if option in actions and actions[option].nargs == 0 and not word.startswith("--"):
+            return f"{option} {word}: is a switch, which has no value: give it alone, or leave it out"
+    return None
 
 
 @functools.lru_cache(maxsize=8)  # the roles of a run mostly have the same tokens

@@ -5,12 +5,11 @@ import importlib.util
 from pathlib import Path
 from typing import Protocol
 
-from megarl import bundled
+from megarl import bundled, plugins
 from megarl.errors import UsageError
+from megarl.observe.trackers import TRACKERS
 
 NONE, TENSORBOARD = "none", "tensorboard"
-REMOTE = ("wandb", "mlflow")  # trackers that need a package of that name
-NAMES = (TENSORBOARD, *REMOTE)
 
 
 class Tracker(Protocol):
@@ -60,24 +59,26 @@ class TrackedRun:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """`"tensorboard,wandb"` -> ("tensorboard", "wandb"); `none` -> (). ValueError for anything else."""
+    """`"tensorboard,wandb"` -> ("tensorboard", "wandb"); `none` -> (). Plug-ins are names. ValueError otherwise."""
     names = tuple(name.strip() for name in text.split(","))
     if names == (NONE,):
         return ()
-    if len(set(names)) < len(names) or not set(names) <= set(NAMES):
-        raise ValueError(f"{text!r}: allowed are {', '.join(NAMES)} with commas, each once, or {NONE}")
+    if len(set(names)) < len(names) or not all(name in TRACKERS or plugins.is_plugin(name) for name in names):
+        raise ValueError(f"{text!r}: allowed are {', '.join(TRACKERS)} with commas, each once, or {NONE}")
     return names
 
 
 def has_remote(text: str) -> bool:
     """Whether a valid text of `parse_names` names a tracker other than TensorBoard."""
-    return bool(set(parse_names(text)).intersection(REMOTE))
+    return not {TENSORBOARD}.issuperset(parse_names(text))
 
 
 def check_installed(text: str) -> None:
-    """UsageError if the package of a tracker is missing, with the command that installs it."""
+    """UsageError if the package of a tracker is missing, with the command that installs it, or a plug-in is none."""
     for name in parse_names(text):
-        if name in REMOTE and importlib.util.find_spec(name) is None:
+        if name not in TRACKERS:
+            plugins.load("--trackers", name, TRACKERS, takes=("run",))
+        elif name != TENSORBOARD and importlib.util.find_spec(name) is None:
             raise UsageError(
                 f"--trackers {name}: its package is not installed; run {bundled.install_command('trackers')}"
             )

@@ -9,11 +9,12 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl import stop_signals
+from megarl import plugins, stop_signals
 from megarl.errors import warn
 from megarl.observe import activity
 from megarl.observe.files import write_atomically
-from megarl.observe.trackers.base import REMOTE, TENSORBOARD, TrackedRun, Tracker, TrackerOptions
+from megarl.observe.trackers import TRACKERS
+from megarl.observe.trackers.base import TENSORBOARD, TrackedRun, Tracker, TrackerOptions
 from megarl.observe.trackers.tensorboard import TensorBoardTracker
 from megarl.plain_files import MAX_WRITTEN, read_json, reason_of
 
@@ -69,7 +70,7 @@ def open_trackers(options: TrackerOptions, directory: Path, resume_step: int | N
     if TENSORBOARD in options.names:
         purge_step = None if resume_step is None else resume_step + 1
         found.append(SafeTracker(TENSORBOARD, lambda: TensorBoardTracker(directory / "tensorboard", purge_step)))
-    remote = [name for name in options.names if name in REMOTE]
+    remote = [name for name in options.names if name != TENSORBOARD]
     if not remote:
         return found
     folder = (options.folder or directory).resolve()
@@ -79,19 +80,13 @@ def open_trackers(options: TrackerOptions, directory: Path, resume_step: int | N
     for name, (run_id, is_new) in _ids(directory, remote).items():
         after = None if is_new else resume_step
         run = TrackedRun(options=options, id=run_id, resume_step=after, rewinds=rewinds and not is_new)
-        found.append(SafeTracker(name, functools.partial(_open_remote, name, run)))
+        found.append(SafeTracker(name, functools.partial(_open, name, run)))
     return found
 
 
-def _open_remote(name: str, run: TrackedRun) -> Tracker:
-    """Imports the package. Raises whatever it raises."""
-    if name == "wandb":
-        from megarl.observe.trackers.wandb_run import WandbTracker
-
-        return WandbTracker(run)
-    from megarl.observe.trackers.mlflow_run import MlflowTracker
-
-    return MlflowTracker(run)
+def _open(name: str, run: TrackedRun) -> Tracker:
+    """Imports the package, or the plug-in. Raises whatever it raises."""
+    return plugins.load("--trackers", name, TRACKERS)(run)
 
 
 def _ids(directory: Path, names: list[str]) -> dict[str, tuple[str, bool]]:

@@ -17,7 +17,7 @@ from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.episode import EpisodeLimits, TurnRequest, turn_key
-from megarl.tool_formats.table import ToolFormat
+from megarl.tool_formats.tool_format import ToolFormat
 
 Place = tuple[int, int]  # (ticket, number) of an agent's request
 _ONE_AT_A_TIME = "with --partial-rollouts an agent asks for one turn at a time: the last one is being written"

@@ -41,7 +41,7 @@ from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop
 from megarl.rollout.requests import RoundRequests
 from megarl.rollout.response_ends import ResponseEnds, thinking_budget_of
-from megarl.tool_formats.table import name_of
+from megarl.tool_formats.chosen_format import name_of
 
 JOURNAL = "journal"  # folder in that of the run
 _NAME = "environment"  # of what fails, in the window of failures

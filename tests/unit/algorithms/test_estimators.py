@@ -6,10 +6,11 @@ import types
 import pytest
 import torch
 
+from megarl.algorithms import ESTIMATORS, PREFERENCE_LOSSES
 from megarl.algorithms.advantages import gae, token_rewards
-from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, Advantages, StepData, estimator_of
+from megarl.algorithms.estimators import AdvantageOptions, Advantages, StepData, estimator_of
 from megarl.algorithms.packed import sums_by_sequence
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PreferenceOptions
+from megarl.algorithms.preference_losses import PreferenceOptions
 from megarl.algorithms.whitening import local_moments, whiten
 from tests.references.ragged import FEW, ragged_step, ragged_steps
 from tests.references.verl_core_algos import load_verl

@@ -1,15 +1,20 @@
-"""Records, options and flags of policy losses, plug-ins, and the files in which losses are found."""
+"""Records, options and flags of policy losses, and plug-ins."""
 
 import dataclasses
 import re
-import sys
 
 import pytest
 import torch
 
-from megarl.algorithms import policy_losses
-from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens
-from megarl.algorithms.policy_losses import POLICY_LOSSES, option_kinds, policy_loss_of
+from megarl.algorithms.policy_loss import (
+    ClipOptions,
+    PolicyLoss,
+    PolicyTerms,
+    PolicyTokens,
+    option_kinds,
+    policy_loss_of,
+)
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 
 
 def test_wrong_shapes_are_rejected():
@@ -71,33 +76,3 @@ def test_options_that_cannot_be_flags(fields, says):
     halved_with_a_table.options = {"weight": 1.0}
     with pytest.raises(ValueError, match="options of f must be a dataclass"):
         policy_loss_of("f", halved_with_a_table)
-
-
-# -- files -------------------------------------------------------------------------------------------------------
-
-SOURCE = """
-from megarl.algorithms.policy_loss import NoOptions, PolicyLoss
-LOSSES = (PolicyLoss({name!r}, print, NoOptions()),)
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy_losses, "__path__", [*policy_losses.__path__, str(tmp_path)])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    return tmp_path
-
-
-def test_a_loss_file_in_the_folder_is_found(folder):
-    (folder / "squared.py").write_text(SOURCE.format(name="squared"))
-    assert set(policy_losses.discover()) == {*POLICY_LOSSES, "squared"}
-
-
-@pytest.mark.parametrize("text, says", [
-    ("", "nothing_there.py: defines no LOSSES"),
-    (SOURCE.format(name="gspo"), "a policy loss called gspo already exists"),
-])  # fmt: skip
-def test_files_without_a_loss(folder, text, says):
-    (folder / "nothing_there.py").write_text(text)
-    with pytest.raises(ValueError, match=says):
-        policy_losses.discover()

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from megarl.algorithms import ESTIMATORS
 from megarl.algorithms.advantages import token_rewards
-from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, StepData
+from megarl.algorithms.estimators import AdvantageOptions, StepData
 from megarl.algorithms.packed import sums_by_sequence, turn_numbers
 from megarl.algorithms.position_baselines import returns_to_go, turn_sums
 from tests.references.ragged import FEW, ragged_batches, ragged_steps

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from megarl.algorithms import PREFERENCE_LOSSES
 from megarl.algorithms.preference_losses import (
-    PREFERENCE_LOSSES,
     PairLogprobs,
     PreferenceOptions,
     bradley_terry,

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from megarl.algorithms import ESTIMATORS, PREFERENCE_LOSSES
 from megarl.algorithms.aggregation import aggregate, local_counts
-from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, StepData
+from megarl.algorithms.estimators import AdvantageOptions, StepData
 from megarl.algorithms.packed import sums_by_sequence
 from megarl.algorithms.policy_loss import NoOptions, PolicyTokens
 from megarl.algorithms.policy_losses.single_tokens import reinforce
-from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, PairLogprobs, PreferenceOptions
+from megarl.algorithms.preference_losses import PairLogprobs, PreferenceOptions
 from megarl.algorithms.preference_pairs import best_and_worst
 from tests.references.ragged import ragged_steps
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megarl.child_process import Child
 from megarl.cluster import cpu_cores
 from megarl.comm import role_mesh
+from megarl.confine import sandbox
 from megarl.mcore import device
-from megarl.rewards import sandbox
 
 ALL = {0, 1, 2, 3, 4, 5}
 TWO = {"node0": "0-2", "node1": "3,4-5"}

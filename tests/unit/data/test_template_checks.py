@@ -6,7 +6,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.template_checks import check_template
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
-from megarl.tool_formats.table import FORMATS
+from megarl.tool_formats import FORMATS
 from tests.helpers.chat_encoders import encoder_of
 from tests.helpers.chat_templates import FORGETS, QWEN3, QWEN25, TEMPLATES
 from tests.helpers.family_templates import FAMILY_TEMPLATES

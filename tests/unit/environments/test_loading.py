@@ -2,7 +2,9 @@
 
 import pytest
 
-from megarl.environments.loading import BUILT_IN, check_factories
+from megarl import plugins
+from megarl.environments import ENVIRONMENTS
+from megarl.environments.loading import check_factories
 from megarl.errors import UsageError
 
 ODD = "tests.helpers.odd_environments"
@@ -15,7 +17,7 @@ def test_it_tells_who_answers():
 
 
 @pytest.mark.parametrize("name, said", [
-    ("chess", f"--environment chess: unknown; allowed: {', '.join(BUILT_IN)}, or a plug-in as package.module:function"),
+    ("chess", f"--environment chess: unknown; allowed: {', '.join(ENVIRONMENTS)}, or a plug-in as {plugins.FORMS}"),
     ("no.module:make", "--environment no.module:make: cannot import no.module: ModuleNotFoundError: No module named"
                        " 'no'"),
     (f"{ODD}:nothing", f"--environment {ODD}:nothing: {ODD} has no nothing; a function is needed"),

@@ -2,12 +2,12 @@
 
 import pytest
 
+from megarl.confine import sandbox
+from megarl.confine.sandbox import Limits, Outcome
 from megarl.environments import python_tool
 from megarl.environments.protocol import Task
 from megarl.environments.python_tool import MAX_OUTPUT, outcome_text, program_runner
 from megarl.errors import UsageError
-from megarl.rewards import sandbox
-from megarl.rewards.sandbox import Limits, Outcome
 from tests.helpers.played_environments import calling, play, said, written
 
 pytestmark = pytest.mark.sandbox

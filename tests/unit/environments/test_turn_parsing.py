@@ -14,8 +14,10 @@ from megarl.environments.protocol import ToolCall
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
 from megarl.serving.answer_text import ToolCallParser
+from megarl.tool_formats import FORMATS
 from megarl.tool_formats.calls import MAX_CALLS, MAX_DEPTH
-from megarl.tool_formats.table import FORMATS, load_format, user_format
+from megarl.tool_formats.chosen_format import load_format
+from megarl.tool_formats.tool_format import user_format
 
 HERMES, JSON_TEXT = FORMATS["hermes"], FORMATS["json"]
 FUZZ = settings(max_examples=400, deadline=None, derandomize=True, database=None)

@@ -92,10 +92,20 @@ def test_every_setting_is_a_flag(field):
     ("serve", "--eval-temperature", "; train_rl, evaluate have --eval-temperature"),
     ("rl", "--num-layer", "; did you mean --num-layers?"), ("rl", "--learning-rate", "; did you mean --lr?"),
     ("rl", "--max-new-tokens", "; did you mean --max-response-length?"),
+    ("rl", "--num_generations", "; did you mean --samples-per-prompt?"),
+    ("rl", "--save_interval", "; did you mean --save-interval?"),
+    ("rl", "--per_device_train_batch_size", "; docs/migrating.md has the names of verl, OpenRLHF and TRL"),
+    ("rl", "--actor_rollout_ref.rollout.n", "; docs/migrating.md has the names of verl, OpenRLHF and TRL"),
     ("rl", "--lr-rate", ""), ("rl", "--fim-ratee", ""), ("sft", "--actor-prot", ""),
 ])  # fmt: skip
 def test_an_unknown_flag_leads_to_one_that_is_accepted(program, flag, hint):
     assert refusal([flag, "1"], program=program) == f"{flag}: unknown flag{hint}"
+
+
+@pytest.mark.parametrize("word", ["true", "false", "2"])
+def test_a_word_after_a_switch_names_the_switch(word):
+    line = f"actor: --sequence-parallel {word}: is a switch, which has no value: give it alone, or leave it out"
+    assert refusal(["--sequence-parallel", word], program="rl") == line
 
 
 @pytest.mark.parametrize("program", ["rl", "sft", "reward", "evaluate", "serve"])

@@ -1,15 +1,15 @@
-"""Options of policy losses as flags: those of a new file, of a plug-in, and of another loss than the chosen one."""
+"""Options of policy losses as flags: those of a new row, of a plug-in, and of another loss than the chosen one."""
 
+import importlib
 import math
 import re
-import sys
 
 import pytest
 import torch
 import yaml
 
-from megarl.algorithms import policy_losses
 from megarl.algorithms.policy_loss import PolicyTokens
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.arguments import build_parser, parse
 from megarl.errors import UsageError
 from tests.helpers.programs import ROOT, metrics, rl_argv, train
@@ -30,7 +30,7 @@ class Options(ClipRange):
 def penalised(tokens, options):
     return options
 
-LOSSES = (PolicyLoss("new-loss", penalised, Options()),)
+NEW_LOSS = PolicyLoss("new-loss", penalised, Options())
 '''
 PLUG_IN = """
 import dataclasses
@@ -92,7 +92,7 @@ def test_options_reach_the_loss(loss, flags, expected):
     assert program.policy_loss.values() == expected and program.warnings == ()
     record = {name.replace("_", "-"): value for name, value in program.megarl_settings().items()}
     assert expected.items() <= record.items() and record["gamma"] == 1.0
-    assert policy_losses.POLICY_LOSSES[loss].options == type(program.policy_loss.options)()  # defaults stay as they are
+    assert POLICY_LOSSES[loss].options == type(program.policy_loss.options)()  # defaults stay as they are
 
 
 @pytest.mark.parametrize("flag, value, allowed", [
@@ -115,10 +115,10 @@ def test_options_of_another_loss_are_dropped_with_a_warning():
     assert parsed("--policy-loss gspo --dual-clip 3").policy_loss == parsed("--policy-loss gspo").policy_loss
 
 
-@pytest.mark.parametrize("name", policy_losses.POLICY_LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_all_options_of_other_losses_are_named_once(name):
     """Those that several losses share, too, where this one does not read them."""
-    losses = policy_losses.POLICY_LOSSES
+    losses = POLICY_LOSSES
     values = {"clip-range-high": 0.3, "dual-clip": 3.0, "dppo-tv-high": 0.3, "dppo-kl-high": 0.3}
     values = {flag: value for loss in losses.values() for flag, value in loss.values().items() if value} | values
     others = {flag: value for flag, value in values.items() if flag not in losses[name].flags()}
@@ -145,7 +145,7 @@ def test_what_a_comparison_of_groups_excludes(flags, line):
 
 def test_only_rl_has_loss_options(tmp_path):
     """An evaluation passes over them in a file."""
-    flags = {flag for loss in policy_losses.POLICY_LOSSES.values() for flag in loss.flags()}
+    flags = {flag for loss in POLICY_LOSSES.values() for flag in loss.flags()}
     assert len(flags) == 25
     (tmp_path / "c.yaml").write_text("".join(f"{flag}: 2\n" for flag in flags) + "policy-loss: sapo\n")
     parsed(f"--config {tmp_path}/c.yaml", "evaluate")
@@ -156,21 +156,19 @@ def test_only_rl_has_loss_options(tmp_path):
             assert f"--{flag}: unknown flag" in refused(f"--{flag} 2", program)
 
 
-# -- a new file --------------------------------------------------------------------------------------------------
+# -- a new row --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def new_loss(tmp_path, monkeypatch):
-    """The folder of losses has one file more."""
-    (tmp_path / "new_loss.py").write_text(NEW_LOSS)
-    monkeypatch.setattr(policy_losses, "__path__", [*policy_losses.__path__, str(tmp_path)])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    found = policy_losses.discover()["new-loss"]
-    monkeypatch.setitem(policy_losses.POLICY_LOSSES, "new-loss", found)
+def new_loss(plug_ins, monkeypatch):
+    """The table of losses has one row more."""
+    (plug_ins / "new_loss.py").write_text(NEW_LOSS)
+    found = importlib.import_module("new_loss").NEW_LOSS
+    monkeypatch.setitem(POLICY_LOSSES, "new-loss", found)
     return found
 
 
-def test_a_new_file_brings_its_flags(new_loss, tmp_path):
+def test_a_new_row_brings_its_flags(new_loss, tmp_path):
     (tmp_path / "c.yaml").write_text("policy-loss: new-loss\nnew-loss-weight: 3\nnew-loss-is-soft: true\n")
     loss = parsed(f"--config {tmp_path}/c.yaml --new-loss-kind line --clip-range 0.4").policy_loss
     assert loss.function is new_loss.function
@@ -188,7 +186,7 @@ def test_a_new_file_brings_its_flags(new_loss, tmp_path):
     ("--new-loss-is-soft perhaps", "argument --new-loss-is-soft: 'perhaps': allowed true or false"),
     ("--new-loss-wieght 1", "--new-loss-wieght: unknown flag; did you mean --new-loss-weight?"),
 ])  # fmt: skip
-def test_wrong_values_for_a_new_file(new_loss, flags, says):
+def test_wrong_values_for_a_new_row(new_loss, flags, says):
     assert refused(f"--policy-loss new-loss {flags}") == says
 
 
@@ -240,13 +238,11 @@ def test_options_reach_training_and_the_settings_file(plug_in, tmp_path):
 # -- the documentation -------------------------------------------------------------------------------------------
 
 
-def test_the_loss_file_of_the_docs_works_unchanged(tmp_path, monkeypatch):
+def test_the_loss_file_of_the_docs_works_unchanged(plug_ins, monkeypatch):
     text = (ROOT / "docs" / "extending.md").read_text()
     (code,) = re.findall(r"## A policy loss as part of megarl\n.*?```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "squared.py").write_text(code)
-    monkeypatch.setattr(policy_losses, "__path__", [*policy_losses.__path__, str(tmp_path)])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    monkeypatch.setitem(policy_losses.POLICY_LOSSES, "squared", policy_losses.discover()["squared"])
+    (plug_ins / "squared.py").write_text(code)
+    monkeypatch.setitem(POLICY_LOSSES, "squared", importlib.import_module("squared").SQUARED)
     loss = parsed("--policy-loss squared --squared-weight 3 --clip-range 0.5").policy_loss
     assert loss.values() == {"clip-range": 0.5, "clip-range-high": 0.5, "squared-weight": 3.0}
     logprobs = torch.tensor([0.0, math.log(2), math.log(0.25)], requires_grad=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.algorithms.estimators import ESTIMATORS
+from megarl.algorithms import ESTIMATORS
 from tests.cuda_walk import algorithms, checks, moves, parallel, rollout, training
 from tests.cuda_walk.cost import small
 from tests.cuda_walk.start import check_graphs, needs_compiler, walks

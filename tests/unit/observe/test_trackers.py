@@ -119,6 +119,23 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         base.check_installed("tensorboard,mlflow")
 
 
+def test_a_tracker_may_be_the_users_own(tmp_path, capfd):
+    (tmp_path / "mine.py").write_text(
+        "class Lines:\n"
+        "    def __init__(self, run):\n        self.rows, self.path = [], run.options.folder / 'lines'\n"
+        "    def write(self, step, scalars):\n        self.rows.append(f'{step} {sorted(scalars)}')\n"
+        "    def close(self):\n        self.path.write_text('\\n'.join(self.rows))\n"
+        "def wrong():\n    pass\n"
+    )
+    name = f"{tmp_path}/mine.py:Lines"
+    base.check_installed(f"tensorboard,{name}")
+    assert base.has_remote(name)
+    write(tmp_path / "run", None, [1, 2], TrackerOptions(names=(name,)))
+    assert (tmp_path / "run" / "lines").read_text().startswith("1 [") and capfd.readouterr().err == ""
+    with pytest.raises(UsageError, match=r"mine.py:wrong: takes \(\) \(.*mine.py:8\); megarl calls it with \(run\)$"):
+        base.check_installed(f"{tmp_path}/mine.py:wrong")
+
+
 def test_without_trackers_there_is_metrics_jsonl_alone(tmp_path):
     write(tmp_path, None, [1], TrackerOptions(names=()))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

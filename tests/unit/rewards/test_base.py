@@ -167,6 +167,8 @@ def plugin(tmp_path, monkeypatch):
         "limit = 3\n"
         "def scored(sample):\n    return Score(0.75, True, {'a': 0.5, 'b': 0.25})\n"
         "def length(sample):\n    return len(sample.response)\n"
+        "from megarl.rewards import of_trl\n"
+        "of_peer = of_trl(lambda completions, solution, level=1, **others: [len(completions[0])])\n"
     )
     (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -181,6 +183,15 @@ def test_plugin(plugin, tmp_path):
     check("my_rewards:length", prompts_of(tmp_path, {"prompt": "a"}), scores_here=True)
 
 
+def test_data_without_a_column_of_a_plugin_is_refused(plugin, tmp_path):
+    good = {"prompt": "a", "metadata": {"solution": "b"}}
+    for name in ("my_rewards:of_peer", f"{tmp_path}/my_rewards.py:of_peer"):
+        check(name, prompts_of(tmp_path, good))
+        line = rf"p\.jsonl:2: --reward {name} needs the column solution; the line has prompt, answer, level$"
+        with pytest.raises(UsageError, match=line):
+            check(name, prompts_of(tmp_path, good, {"prompt": "a", "answer": "b", "metadata": {"level": 2}}))
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -188,7 +199,7 @@ def test_plugin(plugin, tmp_path):
             "exactmatch",
             "exactmatch is unknown; allowed: model, judge, environment, exact-match, regex, math-verify, "
             "reasoning-gym, format, length, code, remote, cosine, repetition, truncated, adaptive-length, or a plug-in "
-            "as package.module:function",
+            "as file.py:function or package.module:function",
         ),
         (":scored", ":scored is unknown; allowed"),
         ("my_rewards:", "my_rewards: is unknown; allowed"),

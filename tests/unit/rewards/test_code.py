@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megarl.confine import sandbox
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.rewards import code, sandbox
+from megarl.rewards import code
 from megarl.rewards.base import Sample
 from megarl.rewards.code import Limits, check, check_code, load_code, program_of
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.tokenizers import build_tokenizer
 from megarl.serving.answer_text import StopStrings, ToolCallParser, has_opened_thoughts
-from megarl.tool_formats.table import FORMATS
+from megarl.tool_formats import FORMATS
 from tests.helpers.small_tokenizers import chatml
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "<tool"}}</tool_call>'

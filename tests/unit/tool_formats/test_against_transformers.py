@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.tool_formats import FORMATS
 from megarl.tool_formats.reader import joined
-from megarl.tool_formats.table import FORMATS
 from tests.references.tool_formats import FAMILIES, TOOLS
 
 FOUND = json.loads((Path(__file__).parents[2] / "references" / "tool_formats.json").read_text())["results"]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.environments.turn_parsing import parse_turn
+from megarl.tool_formats import FORMATS
 from megarl.tool_formats.calls import MAX_CALLS, MAX_DEPTH
 from megarl.tool_formats.reader import CONTENT, Said, TurnReader, Until, joined
-from megarl.tool_formats.table import FORMATS
 from tests.helpers.tiers import by_default
 
 FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -241,6 +241,6 @@ def test_what_a_grammar_does_not_read_is_content():
 
 
 def test_it_imports_no_torch():
-    modules = "megarl.tool_formats.table"
+    modules = "megarl.tool_formats.chosen_format"
     code = f"import sys, {modules}; sys.exit(bool({{'torch', 'jinja2', 'transformers'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

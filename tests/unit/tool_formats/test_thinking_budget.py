@@ -11,8 +11,9 @@ from megarl.data.chat import ChatTemplate
 from megarl.data.conversations import Encoder
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.tokenizers import build_tokenizer
+from megarl.tool_formats import FORMATS
+from megarl.tool_formats.chosen_format import load_format
 from megarl.tool_formats.reader import CONTENT, REASONING, Said
-from megarl.tool_formats.table import FORMATS, load_format
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
 from tests.helpers.family_templates import FAMILY_TEMPLATES
 

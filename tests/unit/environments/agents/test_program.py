@@ -2,7 +2,6 @@
 
 import pytest
 
-from megarl.environments.agents import program
 from megarl.environments.loading import check_factories
 from megarl.errors import UsageError
 from tests.helpers.odd_agents import HERE, play
@@ -17,10 +16,3 @@ def test_a_program_is_scored_however_it_ends(name, pool):
 def test_a_program_that_does_not_exist_is_wrong_input():
     with pytest.raises(UsageError, match="cannot be made: FileNotFoundError: there is no program no-such-program"):
         check_factories([f"{HERE}:missing"])
-
-
-def test_a_machine_without_a_sandbox_is_said(monkeypatch):
-    monkeypatch.setattr(program, "_PROBE", "raise SystemExit('the network cannot be shut off here')")
-    program.check_sandbox.cache_clear()
-    with pytest.raises(UsageError, match="no sandbox for agents: the network cannot be shut off here"):
-        program.check_sandbox()

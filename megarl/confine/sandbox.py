@@ -11,7 +11,7 @@ from typing import IO, cast
 
 from megarl import stop_signals
 from megarl.cluster import cpu_cores
-from megarl.rewards import jail
+from megarl.confine import jail
 
 # Extra time that a loaded machine may need to start or end a run.
 _GRACE_SECONDS = 10.0

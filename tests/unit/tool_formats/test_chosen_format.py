@@ -7,7 +7,8 @@ import pytest
 
 from megarl.data.turns import TurnTokens
 from megarl.environments.turn_parsing import parse_turn
-from megarl.tool_formats.table import FORMATS, format_of, name_of, unread_calls
+from megarl.tool_formats import FORMATS
+from megarl.tool_formats.chosen_format import format_of, name_of, unread_calls
 from tests.helpers.chat_encoders import encoder_of, spelled
 from tests.helpers.chat_templates import HERMES, QWEN25
 from tests.helpers.family_templates import FAMILY_TEMPLATES

@@ -8,8 +8,8 @@ privilege, so it also works in containers that forbid namespaces; `jail` is the 
 import math
 import os
 
-from megarl.rewards import jail
-from megarl.rewards.jail import ALLOW, ANY_BIT, DENY, EQUAL, LOAD
+from megarl.confine import jail
+from megarl.confine.jail import ALLOW, ANY_BIT, DENY, EQUAL, LOAD
 
 _WRITES = 0o3 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # O_ACCMODE, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
 # read, write, close, fstat, newfstatat, lseek, mmap, mprotect, munmap, brk, mremap, madvise, rt_sigprocmask,

@@ -4,6 +4,8 @@ import socket
 
 import pytest
 
+from megarl.confine import agent_sandbox
+from megarl.errors import UsageError
 from tests.helpers.confined_agents import PORT
 from tests.helpers.odd_agents import MARK, marked, play, pool_of
 from tests.helpers.tiers import long
@@ -41,3 +43,10 @@ def test_a_program_can_do_what_it_may(name, turns, pool, secret):
     assert event.failure is None and len(asked) == turns
     assert event.observation.reward == (42.0 if name == "asks" else 1.0)
     wait_until(lambda: not marked(str(secret)))
+
+
+def test_a_machine_without_a_sandbox_is_said(monkeypatch):
+    monkeypatch.setattr(agent_sandbox, "_PROBE", "raise SystemExit('the network cannot be shut off here')")
+    agent_sandbox.check_sandbox.cache_clear()
+    with pytest.raises(UsageError, match="no sandbox for agents: the network cannot be shut off here"):
+        agent_sandbox.check_sandbox()

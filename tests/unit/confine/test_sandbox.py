@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rewards import jail, sandbox
-from megarl.rewards.sandbox import Limits, run
+from megarl.confine import jail, sandbox
+from megarl.confine.sandbox import Limits, run
 from tests.helpers.processes import descendants
 from tests.helpers.tiers import long
 from tests.helpers.worlds import wait_until
@@ -215,7 +215,7 @@ def runs(pid):
 
 
 def test_the_sandbox_dies_with_its_caller():
-    script = "from megarl.rewards.sandbox import Limits, run\n"
+    script = "from megarl.confine.sandbox import Limits, run\n"
     script += "run('import os, time\\nos.fork()\\ntime.sleep(9999)', limits=Limits(9999.0))"
     caller = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     seen = [[], []]
@@ -259,7 +259,7 @@ def test_an_alarm_in_the_caller_leaves_nothing():
 def test_no_program_runs_where_there_can_be_no_sandbox():
     """Behind its own filter of calls the jail cannot be built: no second way is tried."""
     script = (
-        "from megarl.rewards import jail, sandbox\njail.filter_calls()\nprint(sandbox.available())\n"
+        "from megarl.confine import jail, sandbox\njail.filter_calls()\nprint(sandbox.available())\n"
         "try:\n    sandbox.run('print(1)')\nexcept sandbox.SandboxError as error:\n    print('refused:', error)"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)

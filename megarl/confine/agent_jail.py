@@ -1,10 +1,10 @@
-"""The sandbox of an agent's program: `python -I -S confined.py SPECIFICATION`, in the place of `keeper.py`.
+"""The sandbox of an agent's program: `python -I -S agent_jail.py SPECIFICATION`, in the place of `keeper.py`.
 
 The program sees the system's files and those that the specification names, read-only, a folder of its own, and an empty
 /tmp. Its network is a loopback interface on which nothing listens but a relay to the episode's endpoint, which comes
 through a Unix socket. This script stays outside and watches; when process 1 inside ends, the kernel kills all others.
 
-The specification is what `sandbox.py` makes. The script ends with the program's status, 128 + N for a
+The specification is what `agent_sandbox.py` makes. The script ends with the program's status, 128 + N for a
 signal N, 137 also at a limit, and with 126 if this machine allows no sandbox. The end of its standard input stops it.
 """
 
@@ -19,8 +19,8 @@ import sys
 import threading
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from megarl.rewards import jail  # `-I` has left out the project's path
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from megarl.confine import jail  # `-I` has left out the project's path
 
 NO_SANDBOX, NOT_STARTED = 126, 127
 MAX_CONNECTIONS = 64

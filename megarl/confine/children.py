@@ -1,0 +1,211 @@
+"""A process that answers requests in confined children: the other end of `warm_process`.
+
+Requests and replies are JSON on the parent's connection. This process itself handles nothing but trusted data; what a
+policy wrote goes to forked children that confine themselves (`compute_only`). Where the work parses or evaluates it,
+each request has a child of its own: what a response does to the child ends with it, and no later one sees it. Where the
+work only compares text, one child serves many requests: a fork takes longer.
+
+For each connection that arrives through the socket DOOR this process forks itself; the fork serves that connection.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Hashable
+from multiprocessing.connection import Connection, wait
+from typing import Protocol
+
+from megarl.child_process import parent
+from megarl.confine import compute_only
+
+_MEMORY = 1 << 30  # bytes of address space that the work may add
+_MAX_RESULT = 1 << 22  # bytes
+
+
+class Answers(Protocol):
+    """What a process does with its requests."""
+
+    def warm_up(self):
+        """Imports what all requests need."""
+
+    def work(self, item: dict) -> dict:
+        """The result of an item; runs confined. Both are JSON."""
+
+    def checked(self, result: dict) -> dict:
+        """A child's result, reduced to what it may hold: the child is in the hands of what it read. May raise."""
+
+    def answer(self, request: dict, children: "Children") -> dict:
+        """The answer to a request, with `problem` if there is none."""
+
+
+def main(load: Callable[[str], Answers]):
+    """Serve until the connection ends. Arguments: file descriptors of connection and door, the name to `load`."""
+    connection = parent(dies_with_thread=False)  # any thread of the caller may use a process that another one started
+    door, answers = socket.socket(fileno=int(sys.argv[2])), load(sys.argv[3])
+    os.set_inheritable(door.fileno(), False)
+    problem = compute_only.works()
+    if problem is None:
+        answers.warm_up()
+    _serve_caller(answers, problem, connection, door)
+
+
+def _serve_caller(answers: Answers, problem: str | None, connection: Connection, door: socket.socket | None):
+    """Answers requests until the connection ends, and forks for each connection that arrives at the door.
+
+    Args:
+        problem: why this machine cannot confine a process; the first message of the connection.
+    """
+    children, forks = Children(answers, connection.fileno()), []
+    with contextlib.suppress(EOFError, ConnectionError):
+        connection.send_bytes(json.dumps({"problem": problem}).encode())
+        while True:
+            ready = wait([connection] if door is None else [connection, door])
+            if door in ready:
+                _, descriptors, _, _ = socket.recv_fds(door, 16, 1)
+                forks = [fork for fork in forks if not os.waitpid(fork, os.WNOHANG)[0]]
+                forks += [_fork(answers, problem, descriptor, (connection, door)) for descriptor in descriptors]
+            if connection not in ready:
+                continue
+            request = json.loads(connection.recv_bytes())
+            try:
+                answer = answers.answer(request, children)
+            except Exception as error:
+                answer = {"problem": f"{type(error).__name__}: {error}"}
+            connection.send_bytes(json.dumps(answer).encode())
+
+
+def _fork(answers: Answers, problem: str | None, descriptor: int, inherited: tuple) -> int:
+    """Forks a process that serves the connection of a descriptor, without the connections of this one; its number."""
+    child = os.fork()
+    if child:
+        os.close(descriptor)
+        return child
+    try:
+        os.setsid()  # the caller of this process may kill its group
+        for other in inherited:
+            other.close()
+        _serve_caller(answers, problem, Connection(descriptor), None)
+    finally:
+        os._exit(0)
+
+
+class Children:
+    """Works on items in confined children of this process."""
+
+    def __init__(self, answers: Answers, caller: int):
+        """`caller`: file descriptor whose hang-up ends this process."""
+        self._answers, self._caller = answers, caller
+        # The child that works on items whose text is only compared, and the key of what it has inherited.
+        self._shared: tuple[int, socket.socket, Hashable] | None = None
+
+    def in_own_child(self, item: dict, seconds: float) -> dict:
+        """The checked result, or {"problem": why there is none}, with "late" if the time was up."""
+        result, report = os.pipe()
+        child = os.fork()
+        if child == 0:
+            self._work_on_one(item, seconds, report)
+        os.close(report)
+        try:
+            content = self._read(result, seconds)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            os.close(result)
+        status = os.waitstatus_to_exitcode(status)
+        return result_of(content, seconds, f"the process that scored it ended with status {status}", self._answers)
+
+    def in_shared_child(self, item: dict, seconds: float, inherits: Hashable) -> dict:
+        """As `in_own_child`. The child is replaced after a failure, and when there is more to inherit (another key)."""
+        if self._shared is None or self._shared[2] != inherits:
+            self.end_shared_child()
+            self._start_shared_child(inherits)
+        _, connection, _ = self._shared
+        try:
+            connection.sendall(json.dumps(item).encode() + b"\n")
+            content = self._read(connection.fileno(), seconds, b"\n")
+        except OSError:
+            content = b""
+        result = result_of(content, seconds, "the process that scored it ended", self._answers)
+        if "problem" in result:
+            self.end_shared_child()
+        return result
+
+    def _start_shared_child(self, inherits: Hashable):
+        ours, theirs = socket.socketpair()
+        child = os.fork()
+        if child == 0:
+            self._work_on_all(theirs.fileno())
+        theirs.close()
+        self._shared = child, ours, inherits
+
+    def end_shared_child(self):
+        """Kills it, if there is one."""
+        if self._shared is not None:
+            child, connection, _ = self._shared
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            connection.close()
+            self._shared = None
+
+    def _read(self, stream: int, seconds: float, end: bytes | None = None) -> bytes | None:
+        """What a child writes until `end`, or until it closes the stream; None at the limit."""
+        content, deadline = bytearray(), time.monotonic() + seconds
+        events = select.poll()
+        events.register(stream, select.POLLIN)
+        events.register(self._caller, 0)  # only its hang-up
+        while len(content) < _MAX_RESULT:
+            ready = dict(events.poll(max(0.0, (deadline - time.monotonic()) * 1000)))
+            if self._caller in ready:
+                os._exit(0)
+            if not ready:
+                return None
+            chunk = os.read(stream, 1 << 16)
+            if not chunk:
+                break
+            content += chunk
+            if end is not None and content.endswith(end):
+                break
+        return bytes(content)
+
+    def _work_on_all(self, connection: int):
+        """The shared child; never returns."""
+        try:
+            compute_only.confine(connection, None, _MEMORY)
+            for line in os.fdopen(connection, "rb", closefd=False):
+                self._report(json.loads(line), connection)
+        finally:
+            os._exit(0)
+
+    def _work_on_one(self, item: dict, seconds: float, report: int):
+        """The child of one item; never returns."""
+        try:
+            compute_only.confine(report, seconds, _MEMORY)
+            self._report(item, report)
+        finally:
+            os._exit(0)
+
+    def _report(self, item: dict, report: int):
+        """Works on an item and writes the result, a line."""
+        try:
+            result = self._answers.work(item)
+        except Exception as error:
+            result = {"problem": f"{type(error).__name__}: {error}"[:1000]}
+        content = json.dumps(result).encode() + b"\n"
+        while content:
+            content = content[os.write(report, content) :]
+
+
+def result_of(content: bytes | None, seconds: float, ended: str, answers: Answers) -> dict:
+    """The result that a child has written, or why there is none: it took too long, or has `ended`."""
+    if content is None:
+        return {"problem": f"no result within {seconds:g} s", "late": True}
+    try:
+        result = json.loads(content)
+        return {"problem": str(result["problem"])} if "problem" in result else answers.checked(result)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {"problem": ended}
