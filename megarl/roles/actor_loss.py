@@ -13,7 +13,7 @@ from megarl.batch import Batch
 from megarl.flags.distillation import LOSS
 from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
 from megarl.roles.loss_mask import actor_mask
-from megarl.roles.teacher_metrics import (
+from megarl.roles.teacher_output import (
     DISTILL_NAMES,
     masks_by_teacher,
     measured_apart,

@@ -19,7 +19,7 @@ from megarl.observe.timers import Timers
 from megarl.rewards import by_file, expression
 from megarl.roles.loss_mask import masked_tokens
 from megarl.roles.reward_metrics import step_metrics
-from megarl.roles.teacher_metrics import masks_by_teacher, measured_apart
+from megarl.roles.teacher_output import masks_by_teacher, measured_apart
 
 
 class AdvantageComputer:

@@ -22,12 +22,10 @@ from megarl.flags.distillation import AVERAGE, LOSS
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.timers import Timers
-from megarl.roles.frozen_model import FrozenModel
-from megarl.roles.policy_scores import policy_scores
-from megarl.roles.sibling_context import SiblingContext
-from megarl.roles.teacher_prompts import TeacherPrompts, prompts_of_lines, with_prompts
+from megarl.roles.frozen_model import FrozenModel, WeightRefresh
+from megarl.roles.passes import policy_scores, token_states
+from megarl.roles.teacher_prompts import SiblingContext, TeacherPrompts, prompts_of_lines, with_prompts
 from megarl.roles.trainable_model import TrainableModel
-from megarl.roles.weight_refresh import WeightRefresh
 from megarl.router_replay.router_state import RouterState
 
 
@@ -133,8 +131,8 @@ class Teachers:
             return
         name, model_of = self._output, self._model_of[batch.teacher_ids.cpu()]
         # B bytes hold a hidden state of any of the teachers.
-        widths = (self._state_bytes,) if name == "teacher_states" else ()
-        field = torch.zeros(len(batch.tokens), *widths, dtype=FIELDS[name].dtype, device=device.device())
+        shape = (len(batch.tokens), self._state_bytes) if name == "teacher_states" else (len(batch.tokens),)
+        field = torch.zeros(shape, dtype=FIELDS[name].dtype, device=device.device())
         own = torch.bincount(model_of, minlength=len(self.frozen_models)).to(batch.lengths.device)
         of_role = self.role_groups.dp_all_reduce(own).tolist()
         for number, count in enumerate(of_role):
@@ -158,13 +156,7 @@ class Teachers:
             results = model.forward_only(batch, functools.partial(self._logprobs, self._vocab_sizes[number]))
             mb.write_back(batch, "teacher_logprobs", [(scores.logprobs, at) for scores, at in results])
         else:
-            mb.write_back_rows(batch, "teacher_states", model.forward_only(batch, self._states))
+            mb.write_back_rows(batch, "teacher_states", model.forward_only(batch, token_states))
 
     def _logprobs(self, vocab_size: int, chunk, microbatch: Batch) -> forward_pass.TokenScores:
         return policy_scores(chunk, microbatch, self.settings.teacher_temperature, vocab_size)
-
-    def _states(self, chunk, microbatch: Batch) -> Tensor:
-        host = microbatch.host_metadata
-        return forward_pass.token_states(
-            chunk, microbatch.tokens, host.lengths, microbatch.routing, host.response_mask, host.shared
-        )

@@ -77,6 +77,7 @@ class RolloutBatcher:
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.reward, self.prompts, self.hidden_size = reward, prompts, hidden_size
         self.metrics: dict[str, float] = {}
+        self.rows: list[dict] = []  # of the samples file: what was scored before the step's batch was full
         generates = mesh[ROLLOUT].ranks
         self._announcements = Announcements("batches", generates.start, {*range(mesh.size)} - {*generates})
         self._scorer = RoundScorer(settings, mesh, reward, prompts, timers)
@@ -99,8 +100,8 @@ class RolloutBatcher:
         if step > self.settings.train_iters:
             return None
         self._scorer.begin_step()
+        self.rows = self._scorer.rows  # to which each round adds
         responses, header = (None, self._follow(step)) if self.collector is None else self._collect(step)
-        self.reward.rows = self._scorer.rows
         return None if header is None else self._step_batch(step, responses, header)
 
     def forget(self, step: int):
@@ -222,6 +223,7 @@ class ScoringBatcher(RolloutBatcher):
             batch.dispatch(self.reward.name)
             self.reward.score(batch)
             batch.wait_sends()
+            self.rows = self.rows or batch.rows
             if batch[self.reward.name] is not None:
                 metrics, _, _ = step_metrics(batch[self.reward.name], self.settings, self.mesh[self.reward.name])
                 self.metrics |= metrics

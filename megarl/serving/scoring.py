@@ -9,7 +9,7 @@ from megarl.comm.microbatches import blank_sequences, build_microbatches
 from megarl.mcore import device
 from megarl.mcore.inference.generation import TopLogprobs
 from megarl.mcore.model.forward_pass import top_scores
-from megarl.roles.trainable_model import forward_only
+from megarl.roles.passes import forward_only
 
 
 class SequenceScores(NamedTuple):

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import integrity, resume, run_state
@@ -16,8 +16,8 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
-from megarl.roles.sibling_context import SiblingContext
 from megarl.roles.teacher_output import TeacherOutput
+from megarl.roles.teacher_prompts import SiblingContext
 from megarl.roles.teachers import Teachers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import replica_files, waiting_groups
@@ -28,15 +28,14 @@ from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.saved_rollout import SavedGroupCollector, SavedRollout
 from megarl.router_replay.route_exchange import RoutingReplay
 from megarl.trainers.evaluator import ACCURACY, Evaluations
-from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.lead import leading_ranks
 from megarl.trainers.policy import load_policy
 from megarl.trainers.policy_service import PolicyService
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
+from megarl.trainers.sample_rows import TokenSamples, rows_so_far
 from megarl.trainers.session_front import open_sessions
 from megarl.trainers.setup import read_inputs
 from megarl.trainers.step_records import StepRecord, StepRecords
-from megarl.trainers.token_samples import TokenSamples
 from megarl.trainers.trainer import Trainer
 
 SAMPLES_PER_FILE = 64  # responses of a step in its samples file
@@ -67,7 +66,7 @@ class RLTrainer(Trainer):
         self._token_samples = TokenSamples(*shown) if self.folder else None
         self._batch: StepBatch | None = None
         if self.folder:
-            samples.keep_for_failure(self.folder, lambda: rows_so_far(self.reward, self._batch, self.rollout.episodes))
+            samples.keep_for_failure(self.folder, self._rows_so_far)
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
         self._load_pretrained()
@@ -263,11 +262,18 @@ class RLTrainer(Trainer):
         """What this rank knows of the iteration's batch. A collective of the reward role's leaders."""
         sources = (*self._metric_sources(), self.reward)
         metrics = {name: value for source in sources for name, value in source.metrics.items()}
-        rows = self.reward.rows if self.mesh["reward"].is_leader else []
-        samples = [row for row in rows if row["sequence"] < SAMPLES_PER_FILE]
+        samples = [row for row in self._rows() if row["sequence"] < SAMPLES_PER_FILE]
         if self._token_samples and self._batch is not None and self.mesh["actor"].is_leader:
             samples += self._token_samples.rows(self._batch)
         return StepRecord(metrics, samples, self.reward.moments.state_dict())
+
+    def _rows(self) -> list[dict]:
+        """Rows of the samples file of what this rank has scored in the iteration."""
+        return self.batcher.rows or ([] if self._batch is None else self._batch.rows)
+
+    def _rows_so_far(self) -> Sequence[dict]:
+        """Rows of the responses that this rank holds, for a step that the user's code ends."""
+        return rows_so_far(self.reward, self._batch, self.rollout.episodes, self._rows())
 
     def log(self, step: int):
         """Publishes the step's metrics and samples; rank 0 writes them once all ranks have ended the step."""

@@ -20,15 +20,15 @@ from megarl.flags.distillation import AVERAGE, LOSS, REWARD
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS
-from megarl.roles.policy_scores import policy_scores
-from megarl.roles.teacher_metrics import (
+from megarl.roles.passes import policy_scores
+from megarl.roles.teacher_output import (
     DISTILL_NAMES,
+    TeacherOutput,
     masks_by_teacher,
     measured_apart,
     names_by_teacher,
     token_counts,
 )
-from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.teachers import Teachers
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer

@@ -71,7 +71,7 @@ def scored(rank: int, parsed) -> tuple[Batch, list[dict], dict]:
     held = LocalStepBatch(reward=batch)
     held.prompts, held.groups = load_prompts(str(inputs() / "sums.jsonl")), PromptGroups([len(EPISODES)])
     reward.score(held)
-    return batch, reward.rows, reward.metrics
+    return batch, held.rows, reward.metrics
 
 
 def score(folder, flags: str, size: int = 1) -> list:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.roles.episode_turns import turns_of
+from megarl.roles.scored import turns_of
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits

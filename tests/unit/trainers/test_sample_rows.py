@@ -9,9 +9,9 @@ import torch
 from megarl.batch import FIELDS, Batch
 from megarl.data.tokenizers import SentencePieceTokenizer
 from megarl.observe.files import json_line
-from megarl.trainers import token_samples
+from megarl.trainers import sample_rows
 from megarl.trainers.async_metrics import StepReport
-from megarl.trainers.token_samples import QUANTITIES, TokenSamples
+from megarl.trainers.sample_rows import QUANTITIES, TokenSamples
 from tests.helpers.batches import random_batch
 from tests.helpers.small_tokenizers import sentence_piece
 
@@ -78,7 +78,7 @@ def test_fields_that_a_run_lacks_are_left_out(tokenizer):
 
 
 def test_a_long_response_is_cut(tokenizer, monkeypatch):
-    monkeypatch.setattr(token_samples, "MAX_TOKENS", 3)
+    monkeypatch.setattr(sample_rows, "MAX_TOKENS", 3)
     (row,) = TokenSamples(1, tokenizer).rows(_Step(actor=make_batch(tokenizer, [0], ["1234567"])))
     assert len(row["tokens"]) == len(row["token_ids"]) == len(row["values"]) == 3
     assert row["length"] > 3 and row["response"] == "1234567"

@@ -1,8 +1,10 @@
-"""The tokens of a step's first responses one by one: text, log-probs, advantage, value; for the report.
+"""Rows of responses for the samples of a run: token by token for the report, and what there is of a step that fails.
 
-They are files of their own beside the samples: the numbers of a token differ by rounding between layouts of a run,
-while its samples are the same to the byte.
+The tokens of a step's first responses, with log-probs, advantages and values, are files of their own beside the
+samples: the numbers of a token differ by rounding between layouts of a run, while its samples are the same to the byte.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,6 +15,9 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.observe.report_samples import QUANTITIES
+from megarl.roles.reward import Reward
+from megarl.rollout.episodes.batch import episodes_to_batch
+from megarl.rollout.episodes.runner import EpisodeRunner
 
 _WRITTEN = "response_mask"
 MAX_TOKENS = 1024  # tokens of a response; the rest of a longer one is left out, which bounds a step's file
@@ -45,7 +50,10 @@ class TokenSamples:
         if part.turn_rewards is not None or self._has_forced:
             names, columns = [*names, _WRITTEN], [*columns, part.response_mask.float()]
         fields = torch.stack(columns).cpu().numpy()
-        return [self._row(*item, names, step_batch.prompts) for item in _sequences(part, fields)]
+        return [
+            self._row(columns, ids, values, names, step_batch.prompts)
+            for columns, ids, values in _sequences(part, fields)
+        ]
 
     def _row(self, columns: dict, ids: list[int], values: np.ndarray, names: list[str], prompts: PromptSet) -> dict:
         """`values`: [F, T] of the response tokens `ids` [T]."""
@@ -76,3 +84,26 @@ def _sequences(batch: Batch, fields: np.ndarray):
     for number, of_sequence in enumerate(columns):
         response = slice(starts[number] + prompt_lengths[number], starts[number + 1])
         yield dict(zip(names, of_sequence, strict=True)), tokens[response].tolist(), fields[:, response]
+
+
+def rows_so_far(
+    reward: Reward, step_batch: StepBatch | None, episodes: EpisodeRunner | None, scored: Sequence[dict] = ()
+) -> Sequence[dict]:
+    """Rows of the responses that this rank holds, with what is known of them; for `samples.keep_for_failure`.
+
+    Args:
+        step_batch: None until all are generated; then the `episodes` that have ended are what there is.
+        scored: rows of those that were scored before.
+    """
+    if rows := (reward.running.rows if reward.running is not None else []) or scored:
+        return rows
+    if step_batch is not None and (batch := step_batch[ACTOR] or step_batch[reward.name]):
+        rows = reward.unscored_rows(batch, step_batch.prompts)
+        if batch.scores is None:
+            return rows
+        scores = dict(zip(batch.sequence_ids.tolist(), batch.scores.tolist(), strict=True))
+        return [row | {"reward": scores[row["sequence"]]} for row in rows]
+    if episodes is not None and episodes.ended is not None:
+        ended, prompts = episodes.ended
+        return reward.unscored_rows(episodes_to_batch(ended), prompts)
+    return []
