@@ -16,7 +16,7 @@ from megarl.mcore.kernels.head_divergence import TeacherHead
 from megarl.mcore.model.forward_pass import TeacherRows
 from megarl.mcore.model.gpt import ModelChunks
 from megarl.mcore.weights.head_transfer import HeadCopy
-from megarl.roles.teachers import Teachers
+from megarl.roles.teacher import Teachers
 
 DISTILL_NAMES = (
     "distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement", "teacher/logprob"

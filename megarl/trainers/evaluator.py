@@ -75,7 +75,9 @@ def mean_metrics(prompts: list[dict[str, float]]) -> dict[str, float]:
     verifier then extracts none. The mean of a term is over the prompts whose reward has it.
     """
     means = {}
-    for name in max(prompts, key=len) | dict.fromkeys(itertools.chain(*prompts)):  # one may lack maj@k, another a term
+    for name in max(prompts, key=len) | dict.fromkeys(
+        itertools.chain.from_iterable(prompts)
+    ):  # one may lack maj@k, another a term
         own = [prompt for prompt in prompts if name in prompt] if name.startswith("reward/") else prompts
         means[name] = fmean(prompt.get(name, 0.0) for prompt in own)
     return means
@@ -150,7 +152,7 @@ class Evaluator:
     def _gather(self, items: list[tuple]) -> list[tuple] | None:
         """The (number, …) pairs of all ranks, sorted, on rank 0 (None elsewhere)."""
         gathered = self.mesh.gather(items)
-        return gathered and sorted(itertools.chain(*gathered), key=lambda item: item[0])
+        return gathered and sorted(itertools.chain.from_iterable(gathered), key=lambda item: item[0])
 
     def _by_task(self, by_line: dict[int, dict[str, float]]) -> dict[str, float]:
         prompts, tasks = list(by_line.values()), [self.prompts[line].task for line in by_line]
@@ -169,9 +171,9 @@ class Evaluations:
         prompts: dict[str, PromptSet], tokens: dict[str, Ragged], timers: Timers,
     ):  # fmt: skip
         """`prompts`, `tokens`: of the held-out sets of `held_out`."""
-        common = settings, mesh, rollout, reward
         self._by_name = {
-            name_of_eval(name): Evaluator(*common, found, tokens[name], timers) for name, found in prompts.items()
+            name_of_eval(name): Evaluator(settings, mesh, rollout, reward, found, tokens[name], timers)
+            for name, found in prompts.items()
         }
         self._running = next(iter(self._by_name.values()))
 

@@ -1,10 +1,16 @@
-"""Entry point of all programs: parses flags, sets the exit status, and reports in one line where a rank failed."""
+"""Entry point of all programs: parses flags, sets the exit status, and reports in one line where a rank failed.
+
+A program that a launcher starts again (`torchrun --max-restarts`, `megarl.launcher`, or Slurm) resumes. The first rank
+notes in the file that MEGARL_END_FILE names why it ended, where the status that srun returns says too little: `signal`
+(the run is saved and can be resumed), `limit` or `wrong input` (another start would end the same way).
+"""
 
 import contextlib
 import gc
 import os
 import sys
 import time
+from pathlib import Path
 
 from megarl import arguments, user_code
 from megarl.cluster import slurm
@@ -13,9 +19,9 @@ from megarl.deferred import has_met, torch
 from megarl.errors import CHECKS_FIRST, STOPPED, RunStopped, TooManyFailures, UsageError, warn_as_first
 from megarl.faults import heartbeat, last_line, run_lock
 from megarl.flags.fields import TRAINING
+from megarl.launcher import ATTEMPT
 from megarl.observe import samples
 from megarl.observe.timers import Timers
-from megarl.trainers import restart
 
 REPORT_FIRST = 10.0  # seconds
 
@@ -37,10 +43,10 @@ def launch(train, program: str):
         _adopt_slurm_task()
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        config, is_finished = restart.parse(sys.argv[1:], size, program, per_node)
+        config, is_finished = parse_or_resume(sys.argv[1:], size, program, per_node)
         if is_finished:
             if rank == 0:
-                restart.finish_report(config)
+                finish_report(config)
             return
         if os.environ.get(CHECKS_FIRST):
             os.environ[last_line.SAVE] = config.settings.save or "" if program in TRAINING.split() else ""
@@ -53,13 +59,13 @@ def launch(train, program: str):
     except UsageError as error:
         heartbeat.is_first_to_fail()  # if the ranks have met
         refuse(rank, arguments.with_sources(error, sys.argv[1:], program))
-        restart.note_end(rank, "wrong input")
+        note_end(rank, "wrong input")
         sys.exit(2)
     except RunStopped as error:
         line = f"megarl: stopped: {error}"
         print(line, file=sys.stderr)
         last_line.note(line, is_alone=True)
-        restart.note_end(rank, "limit")
+        note_end(rank, "limit")
         _exit(STOPPED)
     except Exception as error:
         _fail(rank, timers, error)
@@ -155,3 +161,43 @@ def _exit(status: int):
     heartbeat.report_failure()
     run_lock.release()
     os._exit(status)
+
+
+END_FILE = "MEGARL_END_FILE"
+
+
+def note_end(rank: int, reason: str):
+    """Writes the reason into the file of MEGARL_END_FILE; only the first rank does, and only if the variable is set."""
+    file = os.environ.get(END_FILE)
+    if file and rank == 0:
+        Path(file).write_text(reason)
+
+
+def parse_or_resume(argv: list[str], size: int, program: str, ranks_per_node: int) -> tuple[arguments.RunConfig, bool]:
+    """(the configuration of a program, whether nothing is left to do).
+
+    After a restart it continues the latest checkpoint of `--save`, if there is one, which may be of the last step.
+    """
+    config = arguments.parse(argv, size, program, ranks_per_node)
+    replaces_a_failed_process = os.environ.get(ATTEMPT, "0") not in ("", "0")
+    if program not in TRAINING.split() or not replaces_a_failed_process or not config.settings.save:
+        return config, False
+    from megarl.checkpoint import folders  # imports torch
+
+    save = config.settings.save
+    try:
+        manifest = folders.read_manifest(folders.find(save, "--save"), "--save")
+    except UsageError:  # none has been saved yet: start as the first time
+        return arguments.parse([*argv, "--overwrite"], size, program, ranks_per_node), False
+    if manifest["step"] >= config.settings.train_iters:
+        return config, True
+    return arguments.parse([*argv, "--overwrite", "false", "--load", save], size, program, ranks_per_node), False
+
+
+def finish_report(config: arguments.RunConfig):
+    """Draws the report of a run that failed after its last step was saved."""
+    from megarl.observe.report import write_report
+
+    folder = Path(config.settings.save)
+    write_report(folder)
+    print(f"megarl: the last step of {folder} is saved: nothing is left to do", flush=True)

@@ -16,9 +16,9 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
+from megarl.roles.teacher import Teachers
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.teacher_prompts import SiblingContext
-from megarl.roles.teachers import Teachers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import replica_files, waiting_groups
 from megarl.rollout.batcher import RolloutBatcher, ScoringBatcher
@@ -27,15 +27,16 @@ from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.saved_rollout import SavedGroupCollector, SavedRollout
 from megarl.router_replay.route_exchange import RoutingReplay
+from megarl.trainers.environment_inputs import open_sessions
 from megarl.trainers.evaluator import ACCURACY, Evaluations
-from megarl.trainers.lead import leading_ranks
+from megarl.trainers.exports import export
+from megarl.trainers.generation_lag import leading_ranks
 from megarl.trainers.policy import load_policy
-from megarl.trainers.policy_service import PolicyService
+from megarl.trainers.policy_server import PolicyService
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
 from megarl.trainers.sample_rows import TokenSamples, rows_so_far
-from megarl.trainers.session_front import open_sessions
 from megarl.trainers.setup import read_inputs
-from megarl.trainers.step_records import StepRecord, StepRecords
+from megarl.trainers.step_reports import StepRecord, StepRecords
 from megarl.trainers.trainer import Trainer
 
 SAMPLES_PER_FILE = 64  # responses of a step in its samples file
@@ -62,8 +63,10 @@ class RLTrainer(Trainer):
         self._metrics: dict[str, float] = {}  # of the step that the iteration ends
         self._samples: list[dict] = []
         self._sent = deque[StepBatch]()  # batches that may still be on their way to other ranks
-        shown = self.settings.token_samples, self.tokenizer, inputs.thinking is not None
-        self._token_samples = TokenSamples(*shown) if self.folder else None
+        self._token_samples = None
+        if self.folder:
+            count, is_forced = self.settings.token_samples, inputs.thinking is not None
+            self._token_samples = TokenSamples(count, self.tokenizer, is_forced)
         self._batch: StepBatch | None = None
         if self.folder:
             samples.keep_for_failure(self.folder, self._rows_so_far)
@@ -81,8 +84,8 @@ class RLTrainer(Trainer):
         self.open(inputs.resume, used)
         self.policy_service = None
         if self.settings.serve_policy:
-            service = (config, inputs.frontend_config, mesh, self.rollout, self.tokenizer, timers)
-            self.policy_service = PolicyService(*service)
+            front = inputs.frontend_config
+            self.policy_service = PolicyService(config, front, mesh, self.rollout, self.tokenizer, timers)
         if self.events.evaluates_before:
             self._evaluate_before_training()
         timers.end_step(0)
@@ -103,8 +106,8 @@ class RLTrainer(Trainer):
         vocab_size, context = self.tokenizer.vocab_size, None
         if inputs.teacher_context is not None:
             context = SiblingContext(s, inputs.teacher_context, inputs.encoder)
-        of_lines = inputs.teacher_tokens, inputs.teacher_numbers
-        self.teacher = Teachers(config, mesh["teacher"], vocab_size, timers, *of_lines, context)
+        tokens, numbers = inputs.teacher_tokens, inputs.teacher_numbers
+        self.teacher = Teachers(config, mesh["teacher"], vocab_size, timers, tokens, numbers, context)
         self.teacher.plan_refreshes(mesh, policy)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
@@ -113,11 +116,10 @@ class RLTrainer(Trainer):
         self.routing_replay = RoutingReplay(
             s, roles["actor"], mesh, self.rollout.recorded_layers, states, self.actor.passes_of_step
         )
-        generation = (s, mesh, self.rollout, self.reward)
-        self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
-        self.evaluator = None
+        self.batcher, self.evaluator = self._build_batcher(), None
         if self.events.evaluates:
-            self.evaluator = Evaluations(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
+            prompts, tokens = inputs.eval_prompts, inputs.eval_tokens
+            self.evaluator = Evaluations(s, mesh, self.rollout, self.reward, prompts, tokens, timers)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
         s, mesh = self.settings, self.mesh
@@ -138,17 +140,19 @@ class RLTrainer(Trainer):
             if inputs.sessions is not None:
                 sessions = open_sessions(inputs.sessions, s, mesh["rollout"], inputs.encoder, self._processes)
             episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
-        of_inputs = self.inputs.schedule, self.inputs.thinking
-        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, *of_inputs)
+        schedule, thinking = self.inputs.schedule, self.inputs.thinking
+        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule, thinking)
 
-    def _build_batcher(self, *generation) -> RolloutBatcher:
-        """`generation`: arguments of the batcher from the settings to the prompts."""
-        s, role_groups = self.settings, self.mesh["rollout"]
+    def _build_batcher(self) -> RolloutBatcher:
+        s, mesh, inputs, rollout = self.settings, self.mesh, self.inputs, self.rollout
         hidden_size, writer = self.config.roles["actor"].megatron.hidden_size, None
         if s.save_rollouts:
-            writer = RolloutWriter(self.folder, role_groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
+            writer = RolloutWriter(self.folder, mesh["rollout"], rollout.recorded_layers, inputs.rollout_facts)
         kind = ScoringBatcher if s.debug_rollout_only else RolloutBatcher
-        return kind(*generation, hidden_size, self.timers, writer, self.inputs.saved_rollouts)
+        return kind(
+            s, mesh, rollout, self.reward, inputs.prompts, inputs.prompt_tokens, hidden_size, self.timers, writer,
+            inputs.saved_rollouts,
+        )  # fmt: skip
 
     def _models(self) -> dict:
         """This rank's models by role, without teachers."""
@@ -303,7 +307,8 @@ class RLTrainer(Trainer):
             if self.rollout.episodes:
                 self.rollout.episodes.discard_journal(self.folder)
             if self.actor.trainable_model:
-                self.export(self.actor.trainable_model, self.step)
+                policy = self.actor.trainable_model
+                export(policy, self.inputs.encoder, self.folder, self.events.exports, self.step)
 
     def _note_refreshes(self):
         """Has the reference written anew if it was refreshed after the last checkpoint. The same on all ranks."""

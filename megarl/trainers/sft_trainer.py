@@ -21,6 +21,7 @@ from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS
 from megarl.roles.passes import policy_scores
+from megarl.roles.teacher import Teachers
 from megarl.roles.teacher_output import (
     DISTILL_NAMES,
     TeacherOutput,
@@ -29,7 +30,6 @@ from megarl.roles.teacher_output import (
     names_by_teacher,
     token_counts,
 )
-from megarl.roles.teachers import Teachers
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer
 

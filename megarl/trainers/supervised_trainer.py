@@ -22,6 +22,7 @@ from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
+from megarl.trainers.exports import export
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
 from megarl.trainers.teacher_inputs import find_teachers, teachers_of_lines
 from megarl.trainers.trainer import Trainer
@@ -202,7 +203,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             manifest["prompt_order"] = self.order.state_dict()
             states = {self.trained_role: self.trainable_model.state({})}
             self.checkpoints.save(step, states, manifest, self.files())
-            self.export(self.trainable_model, step)
+            export(self.trainable_model, self.inputs.encoder, self.folder, self.events.exports, step)
 
     def _resume(self):
         has_average = resume.holds_average(self.inputs.manifest)

@@ -22,7 +22,6 @@ from megarl.faults.stop import RunStop
 from megarl.mcore import device
 from megarl.observe import report_settings
 from megarl.observe.alarms import Alarms
-from megarl.observe.files import step_name
 from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
@@ -31,13 +30,11 @@ from megarl.observe.settings_file import environment, plain_settings, processor,
 from megarl.observe.timeline import TIMELINE_FILE, last_events, write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
-from megarl.trainers import restart
-from megarl.trainers.async_metrics import AsyncMetrics, StepReport
-from megarl.trainers.best_checkpoint import BestCheckpoint
-from megarl.trainers.events import events_of, is_due
-from megarl.trainers.export_files import text_files
+from megarl.trainers.events import BestCheckpoint, events_of, is_due
+from megarl.trainers.launch import note_end
 from megarl.trainers.prompt_inputs import notes_of
 from megarl.trainers.setup import step_profiler, tracker_options
+from megarl.trainers.step_reports import AsyncMetrics, StepReport
 
 
 class Trainer(abc.ABC):
@@ -181,7 +178,7 @@ class Trainer(abc.ABC):
             saved = "--debug-rollout-only saves no checkpoint" if self.folder and not self.checkpoints else saved
             print(f"megarl: stopped by a signal after step {self.step}; {saved}", file=sys.stderr, flush=True)
             if self.folder and self.step < self.settings.train_iters:
-                restart.note_end(0, "signal")
+                note_end(0, "signal")
 
     def is_due(self, interval: int) -> bool:
         """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""
@@ -207,13 +204,6 @@ class Trainer(abc.ABC):
             "kept_for": "interval" if is_due else "best",
             **factors.manifest_entry(self.config.roles),
         }
-
-    def export(self, model: TrainableModel, step: int):
-        """Writes a model as Hugging Face folder `hf/step_N` and adapter `peft/step_N` by flag. Collective of it."""
-        if "hf" in self.events.exports:
-            model.export_hf(self.folder / "hf" / step_name(step), text_files(model.role, self.inputs.encoder))
-        if "peft" in self.events.exports:
-            model.export_peft(self.folder / "peft" / step_name(step))
 
     def restore_progress(self, order: PromptOrder | MixtureOrder | None):
         """Restores step, counters, the best evaluation and the data position, where a rank has one."""

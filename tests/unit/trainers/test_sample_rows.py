@@ -10,8 +10,8 @@ from megarl.batch import FIELDS, Batch
 from megarl.data.tokenizers import SentencePieceTokenizer
 from megarl.observe.files import json_line
 from megarl.trainers import sample_rows
-from megarl.trainers.async_metrics import StepReport
 from megarl.trainers.sample_rows import QUANTITIES, TokenSamples
+from megarl.trainers.step_reports import StepReport
 from tests.helpers.batches import random_batch
 from tests.helpers.small_tokenizers import sentence_piece
 

@@ -15,7 +15,7 @@ CASES = {
 
 def ranked(rank: int, metric: str, values: list[float]) -> tuple:
     """Verdicts and state of a run of evaluations, resumed in the middle."""
-    from megarl.trainers.best_checkpoint import BestCheckpoint
+    from megarl.trainers.events import BestCheckpoint
 
     best, verdicts = BestCheckpoint(metric), []
     before = best.state_dict()

@@ -1,13 +1,64 @@
-"""The schedule that a run follows, checked before any work starts."""
+"""Generation that is not in step with training: which ranks are ahead, and which schedule the rounds follow.
+
+With `--generation-lag S` leading ranks are S iterations ahead of the ranks that train. The rollout leads, and so do the
+frozen roles on ranks without a trained role, but for a reference that is refreshed. Nothing that a leading rank waits
+for within an iteration comes from a rank that trains, but for the weights of S steps before.
+"""
 
 import json
 from pathlib import Path
 
-from megarl.arguments import RunConfig, Settings
+from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.checkpoint import resume
 from megarl.errors import UsageError, flag_of
+from megarl.flags.distillation import SIBLING
 from megarl.rollout import schedule, waiting_groups
 from megarl.rollout.schedule import Recording, Schedule
+
+_TRAINED = ("actor", "critic")
+_FROZEN = ("reward", "reference", "teacher")
+
+
+def _with_training(s: Settings) -> tuple[str, ...]:
+    """Roles that keep pace with training: a refreshed reference needs a step's weights in the next."""
+    return (*_TRAINED, "reference") if s.reference_update_interval else _TRAINED
+
+
+def leading_ranks(s: Settings, roles: dict[str, RoleSettings]) -> set[int]:
+    """The ranks of the rollout and of frozen roles without a rank of a role that keeps pace with training."""
+    trained = {rank for name in _with_training(s) if name in roles for rank in roles[name].ranks}
+    frozen = [set(roles[name].ranks) for name in _FROZEN if name in roles]
+    return set(roles["rollout"].ranks).union(*(ranks for ranks in frozen if not ranks & trained))
+
+
+def check_lead(s: Settings, roles: dict[str, RoleSettings]):
+    """UsageError if the ranks of some role cannot all have the same lead."""
+    if not s.generation_lag or s.debug_train_only:
+        return
+    lag, leading = s.generation_lag, leading_ranks(s, roles)
+    for name in _with_training(s):
+        if name in roles and not leading.isdisjoint(roles[name].ranks):
+            why = f" (--reference-update-interval {s.reference_update_interval})" if name == "reference" else ""
+            raise UsageError(
+                f"--generation-lag {lag}: needs a rollout in --role-map on other ranks than the {name}{why}"
+            )
+    for name in _FROZEN:
+        ranks = set(roles[name].ranks) if name in roles else set()
+        if ranks & leading and ranks - leading:
+            raise UsageError(
+                f"--generation-lag {lag}: the {name} shares ranks with the rollout and with a role that is trained; "
+                "allowed in --role-map is one of the two"
+            )
+    needs_scores = {"--group-filter": s.group_filter != "none", "--pool-bounds": s.pool_bounds is not None,
+                    "--greedy-baseline": s.greedy_baseline,
+                    "--teacher-context": s.teacher_context == SIBLING}  # fmt: skip
+    if any(needs_scores.values()) and not leading.issuperset(roles["reward"].ranks):
+        names = " and ".join(name for name, is_set in needs_scores.items() if is_set)
+        raise UsageError(
+            f"--generation-lag {lag}: {names} needs the scores of a batch before it is trained on; put the reward in "
+            "--role-map on other ranks than actor and critic"
+        )
+
 
 _NOT_COMPARED = "--generation-schedule"  # of the settings: a schedule is replayed with another one
 
@@ -38,13 +89,13 @@ def read_schedule(
             recording = Recording.read(folder, "--save", s.save)
             later = [step for step, _ in recording.rounds if step >= first]
             try:
-                _check(recording, range(first, max(later, default=0) + 1), run, s, start)
+                _check_schedule(recording, range(first, max(later, default=0) + 1), run, s, start)
             except UsageError as error:
                 raise UsageError(f"{error}; move {folder} away, and the clock decides again") from None
         return Schedule(recording, start, folder, run)
     assert s.replay_schedule is not None
     recording = Recording.read(_folder_of(s.replay_schedule), "--replay-schedule", s.replay_schedule)
-    _check(recording, range(first, s.train_iters + 1), run, s, start)
+    _check_schedule(recording, range(first, s.train_iters + 1), run, s, start)
     return Schedule(recording, start, None, run)
 
 
@@ -66,7 +117,7 @@ def _run_entry(config: RunConfig, data: dict[str, dict[str, str]]) -> dict:
     return json.loads(json.dumps({"seed": config.settings.seed, "data": hashes, "settings": settings}))
 
 
-def _check(recording: Recording, steps: range, run: dict, settings: Settings, start: int):
+def _check_schedule(recording: Recording, steps: range, run: dict, settings: Settings, start: int):
     """UsageError unless the run, which begins after `start`, can follow the rounds of these steps."""
     there, where = {step for step, _ in recording.rounds}, recording.path
     if missing := next((step for step in steps if step not in there), None):

@@ -57,8 +57,8 @@ class EvaluationInputs(PolicyInputs):
             ends = ResponseEnds(s, self.tokenizer)
             return RemoteRollout(s, mesh, self._server, ends, timers, episodes, self.thinking)
         model = self.load(mesh["actor"])
-        common = s, self.rollout_role(), mesh, model, self.tokenizer, timers
-        return Rollout(*common, episodes=episodes, thinking=self.thinking)
+        role = self.rollout_role()
+        return Rollout(s, role, mesh, model, self.tokenizer, timers, episodes=episodes, thinking=self.thinking)
 
 
 def evaluate(config: RunConfig, timers: Timers):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.trainers.async_metrics import AsyncMetrics, StepReport
+from megarl.trainers.step_reports import AsyncMetrics, StepReport
 from tests.helpers.worlds import SAFETY, run_world
 
 
