@@ -13,7 +13,7 @@ from megarl.errors import UsageError
 from megarl.numbers import is_plain_number
 from megarl.observe import status_file
 from megarl.observe.metrics_file import FILE_NAME
-from megarl.observe.report_settings import read_settings
+from megarl.observe.settings_file import read_settings
 from megarl.observe.terminal import printable
 from megarl.plain_files import MAX_BYTES, open_bytes, parse_record, read_json, reason_of
 

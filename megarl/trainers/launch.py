@@ -196,7 +196,7 @@ def parse_or_resume(argv: list[str], size: int, program: str, ranks_per_node: in
 
 def finish_report(config: arguments.RunConfig):
     """Draws the report of a run that failed after its last step was saved."""
-    from megarl.observe.report import write_report
+    from megarl.extras.report import write_report
 
     folder = Path(config.settings.save)
     write_report(folder)

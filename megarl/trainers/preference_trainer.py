@@ -32,7 +32,7 @@ from megarl.flags.preferences import preference_options
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.mcore.weights.safe_reading import load_plain
-from megarl.observe.progress import PREFERENCE_FIELDS
+from megarl.observe.terminal import PREFERENCE_FIELDS
 from megarl.roles.passes import policy_scores
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer, SupervisedInputs, SupervisedTrainer

@@ -13,7 +13,7 @@ from megarl.data.examples import Examples
 from megarl.data.preferences import preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.mcore.model.value_head import value_head_of
-from megarl.observe.progress import REWARD_FIELDS
+from megarl.observe.terminal import REWARD_FIELDS
 from megarl.roles.passes import sequence_scores
 from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer
 

@@ -14,7 +14,7 @@ from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.data.detokenizer import Vocabulary
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
-from megarl.observe.report_samples import QUANTITIES
+from megarl.observe.samples import QUANTITIES
 from megarl.roles.reward import Reward
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.runner import EpisodeRunner

@@ -28,7 +28,7 @@ from megarl.mcore.config import optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
-from megarl.observe.trackers.base import TrackerOptions, check_installed, parse_names
+from megarl.observe.trackers import TrackerOptions, check_installed, parse_names
 from megarl.planning import parameter_rules
 from megarl.trainers.exports import check_exports
 from megarl.trainers.prompt_inputs import print_notes

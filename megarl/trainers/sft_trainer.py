@@ -19,7 +19,7 @@ from megarl.errors import UsageError
 from megarl.flags.distillation import AVERAGE, LOSS, REWARD
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
-from megarl.observe.progress import SFT_FIELDS
+from megarl.observe.terminal import SFT_FIELDS
 from megarl.roles.passes import policy_scores
 from megarl.roles.teacher import Teachers
 from megarl.roles.teacher_output import (

@@ -20,15 +20,12 @@ from megarl.errors import RunStopped, warn
 from megarl.faults import run_lock
 from megarl.faults.stop import RunStop
 from megarl.mcore import device
-from megarl.observe import report_settings
+from megarl.observe import settings_file
 from megarl.observe.alarms import Alarms
 from megarl.observe.metrics_file import MetricsWriter
-from megarl.observe.progress import RL_FIELDS, Progress
-from megarl.observe.report import write_report
 from megarl.observe.samples import write_samples
-from megarl.observe.settings_file import environment, plain_settings, processor, write_settings
-from megarl.observe.timeline import TIMELINE_FILE, last_events, write_timeline
-from megarl.observe.timers import Timers, reduce_times
+from megarl.observe.terminal import RL_FIELDS, Progress
+from megarl.observe.timers import TIMELINE_FILE, Timers, last_events, reduce_times, write_timeline
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.events import BestCheckpoint, events_of, is_due
 from megarl.trainers.launch import note_end
@@ -98,15 +95,15 @@ class Trainer(abc.ABC):
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
             branch.begin(self.folder, self.step, resumed, used)
-            settings = plain_settings(self._settings())
+            settings = settings_file.plain_settings(self._settings())
             trackers = tracker_options(self.settings, settings)
             self._writer = MetricsWriter(self.folder, self.step if resumed else None, trackers)
-            write_settings(self.folder, settings)
+            settings_file.write_settings(self.folder, settings)
 
     def _settings(self) -> dict:
         # A rollout that shares the actor's model has the actor's settings.
         roles = {name: role for name, role in self.config.roles.items() if role.model_role == name}
-        flags = report_settings.without_repeats({name: vars(role.megatron) for name, role in roles.items()})
+        flags = settings_file.without_repeats({name: vars(role.megatron) for name, role in roles.items()})
         of_roles = {
             name: {
                 "ranks": f"{role.ranks.start}-{role.ranks.stop - 1}",
@@ -119,9 +116,9 @@ class Trainer(abc.ABC):
             "megarl": self.config.megarl_settings(),
             "world_size": self.mesh.size,
             "roles": of_roles,
-            report_settings.COMMAND_LINE: self.config.command_line,
-            report_settings.USER_SETTINGS: self.config.user_settings,
-            "environment": environment(device.accelerator_name() or processor()),
+            settings_file.COMMAND_LINE: self.config.command_line,
+            settings_file.USER_SETTINGS: self.config.user_settings,
+            "environment": settings_file.environment(device.accelerator_name() or settings_file.processor()),
         }
         notes = notes_of(self.inputs.prompt_sets)
         return found | {"data": notes} if notes else found
@@ -300,5 +297,7 @@ class Trainer(abc.ABC):
             return
         self._writer.close()
         write_timeline(self.folder / TIMELINE_FILE, events)
+        from megarl.extras.report import write_report
+
         write_report(self.folder)
         run_lock.release()

@@ -18,7 +18,7 @@ from megarl import arguments
 from megarl.data.mixture import read_mixture
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.observe import report_samples
+from megarl.extras import report_samples
 from megarl.rewards.base import only_turn
 from megarl.rewards.build import build_verifiers
 from megarl.rewards.judge.config import read_config

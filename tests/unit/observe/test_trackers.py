@@ -14,10 +14,9 @@ import pytest
 from megarl import stop_signals
 from megarl.checkpoint import earlier_run
 from megarl.errors import UsageError
+from megarl.observe import trackers
 from megarl.observe.metrics_file import MetricsWriter, read_metrics
-from megarl.observe.trackers import base
-from megarl.observe.trackers.base import TrackerOptions
-from megarl.observe.trackers.open import QUIET
+from megarl.observe.trackers import QUIET, TrackerOptions
 from tests.helpers.tracked_runs import stored, track
 
 
@@ -69,11 +68,11 @@ def fake(monkeypatch):
     """The package in place of wandb."""
     package = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.delitem(sys.modules, "megarl.observe.trackers.wandb_run", raising=False)
+    monkeypatch.delitem(sys.modules, "megarl.extras.wandb_run", raising=False)
     for name in QUIET:
         monkeypatch.delenv(name, raising=False)
     yield package
-    sys.modules.pop("megarl.observe.trackers.wandb_run", None)
+    sys.modules.pop("megarl.extras.wandb_run", None)
 
 
 def options(*names, **more) -> TrackerOptions:
@@ -101,22 +100,22 @@ def write(folder, resume_step, steps, trackers):
     ("none", ()), ("wandb", ("wandb",)), ("mlflow, tensorboard", ("mlflow", "tensorboard")),
 ])  # fmt: skip
 def test_names(text, names):
-    assert base.parse_names(text) == names
-    assert base.has_remote(text) == any(name in ("wandb", "mlflow") for name in names)
+    assert trackers.parse_names(text) == names
+    assert trackers.has_remote(text) == any(name in ("wandb", "mlflow") for name in names)
 
 
 @pytest.mark.parametrize("text", ["", "wandb,", "wandb,wandb", "none,wandb", "comet", "WANDB"])
 def test_other_names_are_refused(text):
     with pytest.raises(ValueError, match="allowed are"):
-        base.parse_names(text)
+        trackers.parse_names(text)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    base.check_installed("tensorboard")
-    base.check_installed("none")
+    trackers.check_installed("tensorboard")
+    trackers.check_installed("none")
     with pytest.raises(UsageError, match="^--trackers mlflow: .* run bash .*launch/setup_env.sh trackers$"):
-        base.check_installed("tensorboard,mlflow")
+        trackers.check_installed("tensorboard,mlflow")
 
 
 def test_without_trackers_there_is_metrics_jsonl_alone(tmp_path):

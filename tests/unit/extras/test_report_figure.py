@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import pytest
 
+from megarl.extras.report import PAGE
+from megarl.extras.report_figure import draw_report, tick_texts
 from megarl.observe.metrics_file import series
-from megarl.observe.report import PAGE
-from megarl.observe.report_figure import draw_report, tick_texts
 from tests.helpers.tiers import long
 
 FULL = {

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe import report
-from megarl.observe.report import embedded_json, page_of, report_data, write_report
+from megarl.extras import report
+from megarl.extras.report import embedded_json, page_of, report_data, write_report
 from megarl.observe.samples import write_samples
 from megarl.observe.settings_file import write_settings
 from tools.report import main

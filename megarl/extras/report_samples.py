@@ -12,6 +12,7 @@ from typing import Any
 from megarl.errors import UsageError
 from megarl.numbers import is_plain_number
 from megarl.observe.files import step_of
+from megarl.observe.samples import QUANTITIES
 from megarl.plain_files import is_absent, parse_record, read_records, reading
 
 STEPS = 12  # in a report
@@ -19,11 +20,6 @@ RESPONSES = 16  # of a step
 PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 8_000, 16_000  # of a text; the rest is cut
 TOKENS = 30_000  # shown one by one in a whole report: about 3 MB
 DIGITS = 7  # significant ones of a token's numbers
-
-# Per-token fields of a batch that a file of tokens/ has, in the order of the page's menu.
-QUANTITIES = (
-    "advantages", "rollout_logprobs", "logprobs", "reference_logprobs", "values", "returns", "entropy",
-)  # fmt: skip
 
 
 def samples(directory: Path, rows: list[dict]) -> dict:

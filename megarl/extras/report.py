@@ -12,12 +12,13 @@ import re
 from pathlib import Path
 
 from megarl.errors import UsageError
-from megarl.observe import report_facts, report_samples, report_settings
+from megarl.extras import report_curves, report_samples, report_settings
+from megarl.extras.report_curves import curves
+from megarl.extras.report_figure import draw_report
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics
-from megarl.observe.report_curves import curves
-from megarl.observe.report_figure import draw_report
-from megarl.observe.timeline import TIMELINE_FILE
+from megarl.observe.settings_file import read_settings
+from megarl.observe.timers import TIMELINE_FILE
 
 PAGE = Path(__file__).with_name("report_page")
 STYLES = ("vendor/uPlot.min.css", "page.css")
@@ -57,12 +58,12 @@ def report_data(directory: Path, against: Path | None = None, steps: tuple[int, 
 
 def _data(directory: Path, rows: list[dict], against: Path | None = None, others: list[dict] | None = None) -> dict:
     """`report_data` from the metrics of the run and of the other one, `others`."""
-    settings = report_settings.read_settings(directory)
-    other = None if against is None else report_settings.read_settings(against)
+    settings = read_settings(directory)
+    other = None if against is None else read_settings(against)
     names = _names(directory, against)
     return {
         "name": names[0],
-        "facts": report_facts.facts(rows, settings),
+        "facts": report_curves.facts(rows, settings),
         "run": _curves_of(names[0], rows),
         "other": None if against is None else _curves_of(names[1], others),
         "samples": report_samples.samples(directory, rows),

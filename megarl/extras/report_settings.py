@@ -1,54 +1,11 @@
-"""The settings of a report: settings.yaml as a table, compared with another run's.
-
-The file has all Megatron flags of one role, the first by name (actor), and of the others those that differ from them.
-"""
+"""The settings of a report: settings.yaml as a table, compared with another run's."""
 
 import json
 import shlex
-from pathlib import Path
 
-from megarl import yaml_files
-from megarl.errors import UsageError
-from megarl.plain_files import MAX_BYTES, is_absent, read_text, reading
+from megarl.observe.settings_file import COMMAND_LINE, USER_SETTINGS, whole
 
-FILE_NAME = "settings.yaml"
-# Entries about the settings: the module and the arguments as typed; the names of those that the user set, by section.
-COMMAND_LINE, USER_SETTINGS = "command_line", "user_settings"
 SECTIONS = ("run", "environment", "megarl", "roles", "megatron")  # in the order of the table
-
-
-def read_settings(directory: Path) -> dict:
-    """The content of a run's settings.yaml; empty without the file. Raises UsageError for a damaged one."""
-    path = Path(directory, FILE_NAME)
-    if is_absent(path):
-        return {}
-    with reading(str(path)):
-        found = yaml_files.parse(read_text(path, MAX_BYTES))
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: is not the YAML of a run's settings")
-    return found
-
-
-def without_repeats(flags: dict[str, dict]) -> dict[str, dict]:
-    """What settings.yaml has of the roles' Megatron flags: all of the first role, of others those that differ."""
-    first = flags[min(flags)]
-    return {
-        role: {name: x for name, x in own.items() if role == min(flags) or name not in first or x != first[name]}
-        for role, own in flags.items()
-    }
-
-
-def whole(settings: dict) -> dict:
-    """Settings of a file with all Megatron flags of every role: undoes `without_repeats`; as they are if they have no
-    such roles."""
-    roles = settings.get("roles")
-    if not isinstance(roles, dict) or not roles:
-        return settings
-    first, *others = (roles[name] for name in sorted(roles, key=str))
-    if not all(isinstance(role, dict) and isinstance(role.get("megatron"), dict) for role in (first, *others)):
-        return settings
-    found = {name: {**role, "megatron": first["megatron"] | role["megatron"]} for name, role in roles.items()}
-    return settings | {"roles": found}
 
 
 def table(settings: dict, other: dict | None) -> list[list]:

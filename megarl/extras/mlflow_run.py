@@ -8,7 +8,7 @@ import mlflow
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from megarl.observe.trackers.base import TrackedRun
+from megarl.observe.trackers import TrackedRun
 
 ID_TAG = "megarl.id"
 METRICS, PARAMS = 1000, 100  # MLflow's limits of a request

@@ -5,7 +5,7 @@ from typing import Any
 
 import wandb
 
-from megarl.observe.trackers.base import TrackedRun
+from megarl.observe.trackers import TrackedRun
 
 OPEN_SECONDS, CLOSE_SECONDS = 30.0, 30.0  # that the server has to answer, and to take the rest at the end
 
