@@ -3,9 +3,8 @@
 import re
 from typing import Any
 
-from megarl.entry_kinds import MAX_COUNT, Each, fits, is_count
 from megarl.mcore.config.optimizer_flags import is_multiplier
-from megarl.numbers import is_plain_number, is_whole
+from megarl.plain_values import MAX_COUNT, Each, fits, is_count, is_plain_number, is_whole
 
 MAX_SIZE = 2**20  # of a group, and replicas: lists have as many items
 _DIGEST, _FILE_NAME = re.compile("[0-9a-f]{8,128}"), re.compile(r"[\w.-]+")

@@ -10,7 +10,7 @@ from megarl.data.special_tokens import decode_known, encode_around_special, patt
 from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 from megarl.errors import UsageError
 from megarl.plain_files import read_bytes, reading
-from megarl.unicode_text import whole_unicode
+from megarl.plain_values import whole_unicode
 
 
 class Tokenizer(Protocol):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.environments.protocol import ToolCall, Turn
+from megarl.plain_values import whole_unicode
 from megarl.tool_formats.calls import WrittenCall, attempt, checked
 from megarl.tool_formats.reader import CONTENT, REASONING, Said, TurnParts, joined
 from megarl.tool_formats.table import FORMATS, TextParser, ToolFormat
-from megarl.unicode_text import whole_unicode
 
 HERMES = FORMATS["hermes"]
 

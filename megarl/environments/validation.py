@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.environments.protocol import Observation
 from megarl.measurements import parts_of, value_of
-from megarl.unicode_text import whole_unicode
+from megarl.plain_values import whole_unicode
 from megarl.user_results import shown
 
 ROLES = ("user", "system", "tool")

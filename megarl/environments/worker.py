@@ -22,7 +22,7 @@ from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
 from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Observation, resolved
 from megarl.environments.validation import checked
-from megarl.user_code import place_of
+from megarl.plugins import place_of
 from megarl.user_results import is_async, shown_error
 
 THREADS = 512  # of plain methods; started when they are needed

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UsageError
-from megarl.numbers import is_plain_number
 from megarl.observe.files import step_of
 from megarl.observe.samples import QUANTITIES
 from megarl.plain_files import is_absent, parse_record, read_records, reading
+from megarl.plain_values import is_plain_number
 
 STEPS = 12  # in a report
 RESPONSES = 16  # of a step

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megarl import plugins, process_state
+from megarl import plugins
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
 from megarl.errors import UsageError
@@ -66,13 +66,13 @@ def named_function(flag: str, name: str, built_in: dict, wrap):
     if name in built_in:
         return built_in[name]
     caller = f"{flag} {name}"
-    with process_state.kept(caller):
+    with plugins.kept(caller):
         found = plugins.load(flag, name, built_in)
     try:
         plug_in = wrap(found)
     except ValueError as error:
         raise UsageError(f"{caller}: {error}") from None
-    return plug_in._replace(function=process_state.keeping(caller, plug_in.function))
+    return plug_in._replace(function=plugins.keeping(caller, plug_in.function))
 
 
 def named_policy_loss(name: str) -> PolicyLoss:

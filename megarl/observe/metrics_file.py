@@ -3,12 +3,11 @@
 import sys
 from pathlib import Path
 
-from megarl.entry_kinds import MAX_COUNT
 from megarl.errors import UsageError
-from megarl.numbers import is_plain_number, is_whole
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.trackers import TrackerOptions, open_trackers
 from megarl.plain_files import is_absent, parse_record, read_records, reading
+from megarl.plain_values import MAX_COUNT, is_plain_number, is_whole
 
 FILE_NAME = "metrics.jsonl"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from megarl import bundled, stop_signals
+from megarl import bundled, child_process
 from megarl.errors import UsageError, warn
 from megarl.observe import activity
 from megarl.observe.files import write_atomically
@@ -147,7 +147,7 @@ class SafeTracker:
         self._name, self._warned = name, False
         self._tracker: Tracker | None = None
         # The packages' processes and threads get no signal that is meant for the run.
-        with self._failures(), stop_signals.blocked():
+        with self._failures(), child_process.blocked():
             self._tracker = open_tracker()
 
     def write(self, step: int, scalars: dict[str, float]) -> None:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl import plugins, process_state
+from megarl import plugins
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import by_file, code, expression, mathematics, tasks, text
@@ -109,7 +109,7 @@ def build_verifiers(settings) -> VerifierSet:
     limited = [name for name in names if traits[name].limited]
     threads = {name: max(1, getattr(options, traits[name].threads)) for name in names if traits[name].threads}
     workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
-    with process_state.kept(f"--reward {settings.reward}"):
+    with plugins.kept(f"--reward {settings.reward}"):
         verifiers = build_named_verifiers(options, names)
     return VerifierSet(
         verifiers, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback,
@@ -127,7 +127,7 @@ def needs_whole_groups(settings) -> bool:
     if expression.JUDGE in names and read_config(settings.judge_config).compares:
         return True
     plug_ins = [name for name in names if name not in _BUILT_IN and name not in expression.UNVERIFIED]
-    with process_state.kept(f"--reward {settings.reward}"):
+    with plugins.kept(f"--reward {settings.reward}"):
         return any(verifier.grouped for verifier in build_named_verifiers(Options.of(settings), plug_ins).values())
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl import plugins, process_state
+from megarl import plugins
 from megarl.data.messages import tool_call
 from megarl.errors import UsageError
 from megarl.tool_formats import harmony, json_formats, marked_formats
@@ -132,8 +132,8 @@ def load_format(name: str) -> ToolFormat:
     if name in FORMATS:
         return FORMATS[name]
     caller = f"{FLAG} {name}"
-    with process_state.kept(caller):
-        return user_format(process_state.keeping(caller, plugins.load(FLAG, name, dict.fromkeys([AUTO, *FORMATS]))))
+    with plugins.kept(caller):
+        return user_format(plugins.keeping(caller, plugins.load(FLAG, name, dict.fromkeys([AUTO, *FORMATS]))))
 
 
 def user_format(parser: TextParser) -> ToolFormat:

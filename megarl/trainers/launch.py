@@ -3,6 +3,7 @@
 A program that a launcher starts again (`torchrun --max-restarts`, `megarl.launcher`, or Slurm) resumes. The first rank
 notes in the file that MEGARL_END_FILE names why it ended, where the status that srun returns says too little: `signal`
 (the run is saved and can be resumed), `limit` or `wrong input` (another start would end the same way).
+MEGARL_FOLDER_FILE gets the folder of a training run, for the line about a rank that was killed.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from megarl import arguments, user_code
+from megarl import arguments, plugins
 from megarl.cluster import slurm
 from megarl.cluster.cpu_cores import cores
 from megarl.deferred import has_met, torch
@@ -48,8 +49,10 @@ def launch(train, program: str):
             if rank == 0:
                 finish_report(config)
             return
+        save = config.settings.save or "" if program in TRAINING.split() else ""
         if os.environ.get(CHECKS_FIRST):
-            os.environ[last_line.SAVE] = config.settings.save or "" if program in TRAINING.split() else ""
+            os.environ[last_line.SAVE] = save
+        _write(FOLDER_FILE, rank, save)
         warn_as_first(config.warnings)
         from megarl.mcore import cuda_environment  # after the flags, since it imports torch
 
@@ -115,16 +118,16 @@ def _fail(rank: int, timers: Timers, error: BaseException):
     Ranks that fail after another one have lost their connections to it, or have the same error: they are silent.
     """
     role, phase = timers.current() or ("program", "between phases" if timers.step else "set-up")
-    reason = " ".join(f"{type(error).__name__}: {error}{user_code.place_of(error)}".split())
+    reason = " ".join(f"{type(error).__name__}: {error}{plugins.place_of(error)}".split())
     where = f"{role}/{phase} of step {timers.step}"
     is_first = heartbeat.is_first_to_fail()
     line = f"megarl: rank {rank} failed in {where}: {reason}{_keep_samples(rank, timers.step, error)}"
-    if is_first is False and not user_code.shows_all():
+    if is_first is False and not plugins.shows_all():
         last_line.note(None)
         _exit(1)
     shown = ""
-    if user_code.shows_all() or not (is_first is None or _has_lost_a_rank(error)) or user_code.place_of(error):
-        shown = user_code.traceback_of(error)
+    if plugins.shows_all() or not (is_first is None or _has_lost_a_rank(error)) or plugins.place_of(error):
+        shown = plugins.traceback_of(error)
     is_told = last_line.note(line, is_alone=not shown)
     print(line, *shown.splitlines(), sep="\n", file=sys.stderr, flush=True)
     if shown and not is_told:
@@ -144,7 +147,7 @@ def _keep_samples(rank: int, step: int, error: BaseException) -> str:
     After other errors it writes nothing: ranks that have lost their connections would all do so, and tensors may be
     out of reach.
     """
-    if not (isinstance(error, TooManyFailures) or user_code.place_of(error)):
+    if not (isinstance(error, TooManyFailures) or plugins.place_of(error)):
         return ""
     try:
         path = samples.write_failed(rank, step)
@@ -163,14 +166,17 @@ def _exit(status: int):
     os._exit(status)
 
 
-END_FILE = "MEGARL_END_FILE"
+END_FILE, FOLDER_FILE = "MEGARL_END_FILE", "MEGARL_FOLDER_FILE"
 
 
 def note_end(rank: int, reason: str):
     """Writes the reason into the file of MEGARL_END_FILE; only the first rank does, and only if the variable is set."""
-    file = os.environ.get(END_FILE)
-    if file and rank == 0:
-        Path(file).write_text(reason)
+    _write(END_FILE, rank, reason)
+
+
+def _write(variable: str, rank: int, text: str):
+    if (file := os.environ.get(variable)) and rank == 0:
+        Path(file).write_text(text)
 
 
 def parse_or_resume(argv: list[str], size: int, program: str, ranks_per_node: int) -> tuple[arguments.RunConfig, bool]:

@@ -9,8 +9,8 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
-from megarl.named_paths import parse_named_paths
 from megarl.observe.terminal import printable
+from megarl.plain_files import parse_named_paths
 from megarl.trainers import first_prompts
 
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}

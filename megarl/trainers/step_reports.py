@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megarl.comm.role_mesh import RoleMesh
-from megarl.entry_kinds import Each, fits
 from megarl.errors import UsageError
 from megarl.plain_files import read_json, reading
+from megarl.plain_values import Each, fits
 
 PIECE_BYTES = 4 << 20  # of a report, per value in the store
 MAX_PIECES = 1024  # of a report

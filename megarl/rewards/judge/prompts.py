@@ -16,8 +16,8 @@ from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
+from megarl.plain_values import whole_unicode
 from megarl.rewards.judge.config import PLACES, JudgeConfig
-from megarl.unicode_text import whole_unicode
 
 JOINING = 16  # tokens that a response may have beside its own, where it meets the text around it
 

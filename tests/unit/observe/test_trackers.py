@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from megarl import stop_signals
+from megarl import child_process
 from megarl.checkpoint import earlier_run
 from megarl.errors import UsageError
 from megarl.observe import trackers
@@ -46,7 +46,7 @@ class FakeWandb(types.ModuleType):
         settings = options.pop("settings")
         assert settings["finish_timeout_raises"] and settings["stop_fn"]() is None
         assert all(os.environ[name] == value for name, value in QUIET.items())
-        assert set(stop_signals.STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert set(child_process.STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._note("init", options)
         if "resume_from" in options and not self.rewinds:
             raise self.Error("not allowed")
@@ -140,7 +140,7 @@ def test_rows_arrive_in_order_with_every_bit_and_the_run_ends(fake, tmp_path, ca
     ])  # fmt: skip
     assert fake.calls[-2:] == [("finish",), ("teardown",)]
     assert capfd.readouterr() == ("", "")
-    assert not set(stop_signals.STOP_SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not set(child_process.STOP_SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_resumed_run_keeps_its_id_and_is_rewound_only_if_it_had_gone_further(fake, tmp_path):

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from megarl import stop_signals
+from megarl import child_process
+from megarl.child_process import STOP_SIGNALS
 from megarl.flags.settings import Settings
 from megarl.rewards import isolated, sandbox
 from megarl.rewards.base import Sample
 from megarl.rewards.build import build_verifiers
-from megarl.stop_signals import STOP_SIGNALS
 from tests.helpers.odd_environments import Plays
 from tests.helpers.processes import signalled_descendants
 from tests.helpers.tiers import long
@@ -76,9 +76,9 @@ SHOW += "*signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
 
 def test_programs_of_a_child_may_use_the_signals():
     """Python installs a handler of its own for SIGINT, unless the signal is ignored."""
-    child = "import subprocess, sys; from megarl import stop_signals; "
-    child += "stop_signals.outlive(); subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
-    with stop_signals.blocked():
+    child = "import subprocess, sys; from megarl import child_process; "
+    child += "child_process.outlive(); subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+    with child_process.blocked():
         done = subprocess.run([sys.executable, "-c", child, SHOW], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "True False True"
 
