@@ -27,18 +27,19 @@ class MlflowTracker:
 
     def __init__(self, run: TrackedRun):
         """Raises MlflowException if the server does not answer."""
-        options = run.options
+        options, after = run.options, run.resume_step
+        assert options.folder is not None  # filled in
         uri = None if mlflow.is_tracking_uri_set() and not options.offline else (options.folder / "mlflow").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         self._sent: list = []  # rows on their way
         found = self._client.get_experiment_by_name(options.project)
         self._experiment = found.experiment_id if found else self._client.create_experiment(options.project)
-        old = None if run.resume_step is None else self._find(run.id)
+        old = None if after is None else self._find(run.id)
         if old is None or run.rewinds:
             created = self._client.create_run(self._experiment, run_name=options.run)
             self._id = created.info.run_id
-            if old is not None:
-                self._copy(old, run.resume_step)
+            if old is not None and after is not None:
+                self._copy(old, after)
             self._client.set_tag(self._id, ID_TAG, run.id)
             if old is not None:
                 self._client.delete_run(old.info.run_id)

@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.errors import UsageError
@@ -52,11 +53,11 @@ def report_data(directory: Path, against: Path | None = None, steps: tuple[int, 
     Raises:
         UsageError: as `write_report`, or no step in the range.
     """
-    others = None if against is None else _rows(against, steps)
+    others = [] if against is None else _rows(against, steps)
     return _data(directory, _rows(directory, steps), against, others)
 
 
-def _data(directory: Path, rows: list[dict], against: Path | None = None, others: list[dict] | None = None) -> dict:
+def _data(directory: Path, rows: list[dict], against: Path | None = None, others: Sequence[dict] = ()) -> dict:
     """`report_data` from the metrics of the run and of the other one, `others`."""
     settings = read_settings(directory)
     other = None if against is None else read_settings(against)
@@ -92,10 +93,10 @@ def _name(directory: Path) -> str:
     return directory.resolve().name
 
 
-def _names(directory: Path, against: Path | None) -> tuple[str, str | None]:
+def _names(directory: Path, against: Path | None) -> tuple[str, str]:
     """The runs' names: the ends of their paths, long enough to tell them apart."""
     if against is None:
-        return _name(directory), None
+        return _name(directory), ""
     parts = [path.resolve().parts for path in (directory, against)]
     for count in range(1, max(map(len, parts))):
         one, other = ("/".join(of_run[-count:]) for of_run in parts)
@@ -104,7 +105,7 @@ def _names(directory: Path, against: Path | None) -> tuple[str, str | None]:
     return one, other
 
 
-def _curves_of(name: str, rows: list[dict]) -> dict:
+def _curves_of(name: str, rows: Sequence[dict]) -> dict:
     found = {"name": name, "first": rows[0]["step"], "last": rows[-1]["step"]}
     return found | curves(rows)
 

@@ -36,7 +36,7 @@ def best_index(name: str, values: Sequence[float]) -> int | None:
     return None
 
 
-def curves(rows: list[dict]) -> dict:
+def curves(rows: Sequence[dict]) -> dict:
     """All metrics of a run: `{"grids": […], "metrics": {name: …}}`.
 
     A grid holds the steps of a curve's points, `{"from": [n], "to": [n]}`; they differ only if a point stands for

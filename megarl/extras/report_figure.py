@@ -77,9 +77,9 @@ def _reward(axes, rows: list[dict]) -> None:
         color=REWARD, alpha=0.15, linewidth=0,
     )  # fmt: skip
     lines = [line(axes, rows, "reward/mean", REWARD, "reward")]
-    terms = sorted({name for row in rows for name in row if TERM.fullmatch(name)})
-    for name, color in zip(terms, TERMS, strict=False) if len(terms) > 1 else ():
-        lines.append(line(axes, rows, name, color, TERM.fullmatch(name)[1], "--"))
+    terms = sorted({(name, match[1]) for row in rows for name in row if (match := TERM.fullmatch(name))})
+    for (name, term), color in zip(terms, TERMS, strict=False) if len(terms) > 1 else ():
+        lines.append(line(axes, rows, name, color, term, "--"))
     if len(lines) > 1:
         legend(axes, lines)
 

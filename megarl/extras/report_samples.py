@@ -41,7 +41,7 @@ def samples(directory: Path, rows: list[dict]) -> dict:
     return {"steps": found, "recorded": len(recorded)}
 
 
-def choose_steps(steps: Sequence[int], rewards: dict[int, float | None]) -> dict[int, list[str]]:
+def choose_steps(steps: Sequence[int], rewards: dict[int, Any]) -> dict[int, list[str]]:
     """At most `STEPS` of these steps (ascending), with the reasons: first, last, best and worst mean reward; others are
     evenly between."""
     if not steps:
@@ -49,7 +49,10 @@ def choose_steps(steps: Sequence[int], rewards: dict[int, float | None]) -> dict
     marks = {"first": steps[0], "last": steps[-1]}
     known = [step for step in steps if rewards.get(step) is not None]
     if known:
-        marks |= {"highest reward": max(known, key=rewards.get), "lowest reward": min(known, key=rewards.get)}
+        marks |= {
+            "highest reward": max(known, key=rewards.__getitem__),
+            "lowest reward": min(known, key=rewards.__getitem__),
+        }
     chosen, wanted = set(marks.values()), min(STEPS, len(steps))
     for count in range(wanted, 1, -1):  # fewer between, until all together are few enough
         even = {steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)}

@@ -43,8 +43,7 @@ def write_failed(rank: int, step: int) -> Path | None:
     Rows are those of samples/; what is not known yet is null. Returns the file; None if there is nothing to write.
     Raises whatever the rows or the file system raise.
     """
-    rows = _running[1]() if _running else []
-    if not rows:
+    if _running is None or not (rows := _running[1]()):
         return None
     path = _running[0] / "samples" / f"failed_{step_name(step) if step else 'evaluation'}_rank_{rank}.jsonl"
     _write(path, rows)

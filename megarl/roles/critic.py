@@ -53,7 +53,8 @@ class Critic:
             return
         with self.timers.phase(self.name, "update"):
             batch = step_batch[self.name]
-            moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
+            values, returns = batch.need("values"), batch.need("returns")
+            moments = explained_variance_moments(values, returns, batch.response_mask)
             self.metrics = {"critic/explained_variance": explained_variance(self.role_groups.dp_all_reduce(moments))}
             passes = mb.updates_of_step(self.settings, batch, step_batch.groups, step_batch.step)
             with self.trainable_model.present_for_updates():

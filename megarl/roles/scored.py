@@ -34,8 +34,9 @@ class Scored(NamedTuple):
     @classmethod
     def of_batch(cls, batch: Batch, settings: Settings) -> "Scored":
         """From the fields of a batch that is scored."""
-        parts = batch.scores.new_zeros(len(batch), 0) if batch.reward_parts is None else batch.reward_parts
-        return cls(batch.scores.double(), batch.correct, valid_sequences(batch, settings), parts.double())
+        scores = batch.need("scores")
+        parts = scores.new_zeros(len(batch), 0) if batch.reward_parts is None else batch.reward_parts
+        return cls(scores.double(), batch.need("correct"), valid_sequences(batch, settings), parts.double())
 
     def rows(self) -> Tensor:
         """[N, 3 + K] float64, in which ranks exchange them."""
@@ -140,7 +141,7 @@ def turns_of(batch: Batch, tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
     mask = batch.response_mask if batch.forced is None else batch.response_mask | batch.forced
     numbers = turn_numbers(mask, batch.cu_seqlens)
     lengths = batch.lengths.tolist()
-    split = [field.cpu().split(lengths) for field in (batch.tokens, numbers, batch.turn_rewards)]
+    split = [field.cpu().split(lengths) for field in (batch.tokens, numbers, batch.need("turn_rewards"))]
     return [
         list(_turns(tokens.tolist(), of_sequence.tolist(), rewards.tolist(), tokenizer))
         for tokens, of_sequence, rewards in zip(split[0], split[1], split[2], strict=True)

@@ -128,7 +128,7 @@ class SiblingContext:
     def _siblings(self, batch: Batch, groups: PromptGroups) -> tuple[list[int | None], Tensor]:
         """Position in the batch of each response's sibling, and which responses count at all: [N] bool."""
         is_scored = (batch.response_lengths > 0).cpu()
-        rewards = (batch.scores if self._has_rewards else batch.correct.float()).cpu()
+        rewards = (batch.need("scores") if self._has_rewards else batch.need("correct").float()).cpu()
         found: list[int | None] = [None] * len(batch)
         for members in positions_by_group(batch.sequence_ids.tolist(), groups):
             chosen = siblings(rewards[members].tolist(), is_scored[members].tolist(), self._threshold)

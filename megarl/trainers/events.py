@@ -77,7 +77,7 @@ class BestCheckpoint:
         `metrics` are the evaluation's, on rank 0. A value that is not a number, or is missing since all its episodes
         failed, is never the best. A collective of the world.
         """
-        found = [None if metrics is None else metrics.get(f"eval/{self.metric}", math.nan)]
+        found = [math.nan if metrics is None else metrics.get(f"eval/{self.metric}", math.nan)]
         dist.broadcast_object_list(found, src=0)
         (value,) = found
         is_best = not math.isnan(value) and (self.value is None or self.sign * value > self.sign * self.value)

@@ -47,7 +47,7 @@ def launch(train, program: str):
         config, is_finished = parse_or_resume(sys.argv[1:], size, program, per_node)
         if is_finished:
             if rank == 0:
-                finish_report(config)
+                finish_report(Path(str(config.settings.save)))
             return
         save = config.settings.save or "" if program in TRAINING.split() else ""
         if os.environ.get(CHECKS_FIRST):
@@ -200,10 +200,9 @@ def parse_or_resume(argv: list[str], size: int, program: str, ranks_per_node: in
     return arguments.parse([*argv, "--overwrite", "false", "--load", save], size, program, ranks_per_node), False
 
 
-def finish_report(config: arguments.RunConfig):
+def finish_report(folder: Path):
     """Draws the report of a run that failed after its last step was saved."""
     from megarl.extras.report import write_report
 
-    folder = Path(config.settings.save)
     write_report(folder)
     print(f"megarl: the last step of {folder} is saved: nothing is left to do", flush=True)
