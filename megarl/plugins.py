@@ -134,10 +134,11 @@ _OF_PYTHON = (
     _State("sys.stderr", functools.partial(_stream, "stderr"), functools.partial(_put_stream, "stderr")),
 )
 _OF_SIGNALS = tuple(  # that only the main thread can set
-    _State(f"the handler of {each.name}", functools.partial(signal.getsignal, each),
-           functools.partial(signal.signal, each))
+    _State(
+        f"the handler of {each.name}", functools.partial(signal.getsignal, each), functools.partial(signal.signal, each)
+    )
     for each in STOP_SIGNALS
-)  # fmt: skip
+)
 
 
 @functools.cache

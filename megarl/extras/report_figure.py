@@ -112,8 +112,9 @@ def _kl(axes, rows: list[dict]) -> None:
 
 
 def _kl_to_teacher(axes, rows: list[dict]) -> None:
-    _present(axes, rows, ("distill/reverse_kl", KL, "policy to teacher"),
-             ("distill/forward_kl", CRITIC, "teacher to policy"))  # fmt: skip
+    _present(
+        axes, rows, ("distill/reverse_kl", KL, "policy to teacher"), ("distill/forward_kl", CRITIC, "teacher to policy")
+    )
     start_at_zero(axes)
 
 

@@ -40,9 +40,10 @@ class ActorLoss:
         self.norm = s.loss_norm_length or float(s.max_response_length)
         self.teachers: tuple[str, ...] = ()
         chosen = (
-            (SELECTED, policy_loss.select is not None), (OPSM, s.opsm_threshold is not None),
+            (SELECTED, policy_loss.select is not None),
+            (OPSM, s.opsm_threshold is not None),
             (NLL, bool(s.positive_nll_coefficient)),
-        )  # fmt: skip
+        )
         self.options = tuple(name for name, is_chosen in chosen if is_chosen)
         self.names: tuple[str, ...] = METRIC_NAMES + self.options
         if s.distill == LOSS:

@@ -134,7 +134,7 @@ class JudgeRequests:
 
     def ask(
         self, texts: Sequence[JudgedText], groups: Sequence[Sequence[int]], known: Mapping[QuestionKey, JudgeAnswer]
-    ):  # fmt: skip
+    ):
         """Adds the questions about some responses, on the leader.
 
         Args:

@@ -277,7 +277,7 @@ class Reward:
 
     def _parts_of(
         self, terms: tuple[Term, ...], columns: dict[str, list[Score]], penalties: Tensor | None, count: int
-    ) -> list[list[float]]:  # fmt: skip
+    ) -> list[list[float]]:
         """Parts of each response's reward, in the order of `Settings.part_weights`, NaN of a term that abstains; [] if
         there are not several."""
         if not self.settings.part_weights:

@@ -69,12 +69,10 @@ class TeacherOutput:
             HeadCopy(frozen, policy, groups, channel, dtype) for frozen, dtype in zip(held, self._dtypes, strict=True)
         ]
         self._heads = [
-            TeacherHead(
-                copy.weight, settings.teacher_temperature, role.megatron.final_logit_softcapping, divergence
-            )
+            TeacherHead(copy.weight, settings.teacher_temperature, role.megatron.final_logit_softcapping, divergence)
             for copy, role in zip(self._copies, models.models, strict=True)
             if copy.weight is not None
-        ]  # fmt: skip
+        ]
 
     def refresh(self):
         """Copies the present output layers again. A collective of the ranks of teacher and actor."""

@@ -82,7 +82,7 @@ def _kinds(settings: Settings, names: list[str]) -> list[str]:
         refused = {
             "--credit turns": settings.credit == "turns",
             "--partial-rollouts with --router-replay rollout": with_routes,
-        }  # fmt: skip
+        }
         if flags := [flag for flag, is_set in refused.items() if is_set]:
             name = names[kinds.index(AGENT)]
             raise UsageError(f"{flags[0]}: not with an agent, which {name} is")

@@ -1,7 +1,7 @@
 """Training of a policy on preferences: pairs (DPO and its relatives), or single responses with a label each (KTO)."""
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -117,11 +117,9 @@ class PreferenceTrainer(SupervisedTrainer):
         size = self.role.megatron.global_batch_size
         for start in range(0, count, size):
             batch = self._batch_of(examples, range(start, min(start + size, count)))
-            for scores, positions in self.trainable_model.forward_only(self.microbatches(batch.batch), self._forward):
-                if len(positions):
-                    part = batch.batch.select(positions)
-                    ids = part.sequence_ids
-                    found[start + ids // 2, ids % 2] = response_sums(scores, part)
+            for scores, part in self.outputs(batch.batch):
+                ids = part.sequence_ids
+                found[start + ids // 2, ids % 2] = response_sums(scores, part)
         return self.role_groups.dp_all_reduce(found).cpu()
 
     def _forward(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
@@ -203,17 +201,10 @@ class KTOTrainer(PreferenceTrainer):
         """[] float64, on every rank of the role. Collective."""
         drift = torch.zeros((), dtype=torch.float64, device=device.device())
         known = self._reference_of(examples, set_name)
-        for part, sums in self._sums_without_gradient(_part(examples.batch, _MISMATCHED)):
-            drift += (sums - known[part.sequence_ids // 2, _MISMATCHED]).sum()
+        for scores, part in self.outputs(_part(examples.batch, _MISMATCHED)):
+            drift += (response_sums(scores, part) - known[part.sequence_ids // 2, _MISMATCHED]).sum()
         total = self.role_groups.dp_all_reduce(drift)
         return mismatched_divergence(total, total.new_tensor(examples.count))
-
-    def _sums_without_gradient(self, batch: Batch) -> Iterator[tuple[Batch, Tensor]]:
-        """(sequences, Σ log π of their responses) of each micro-batch."""
-        for scores, positions in self.trainable_model.forward_only(self.microbatches(batch), self._forward):
-            if len(positions):
-                part = batch.select(positions)
-                yield part, response_sums(scores, part)
 
     def _terms(self, sums: Tensor, part: Batch, known: Tensor, labels: Tensor):
         """(loss of these responses, their part of the means of `metric_names`)."""
@@ -249,8 +240,8 @@ class KTOTrainer(PreferenceTrainer):
         self._divergence = self._estimate_divergence(examples, EVAL_PROMPTS)
         known, labels = self._reference_of(examples, EVAL_PROMPTS), self._labels(examples)
         means = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
-        for part, sums in self._sums_without_gradient(_part(examples.batch, _OWN)):
-            means += self._terms(sums, part, known, labels)[1]
+        for scores, part in self.outputs(_part(examples.batch, _OWN)):
+            means += self._terms(response_sums(scores, part), part, known, labels)[1]
         found = dict(zip(self.metric_names, self.role_groups.dp_all_reduce(means).tolist(), strict=True))
         return self._named({f"eval/{name}": mean for name, mean in found.items()}, "eval", _counts(labels))
 

@@ -60,7 +60,7 @@ def check_mixture(settings: Settings, prompts: PromptSet):
         limits = {
             "max-prompt-length": (entry.max_prompt_length, s.max_prompt_length),
             "max-response-length": (entry.max_response_length, s.max_response_length),
-        }  # fmt: skip
+        }
         for name, (own, limit) in limits.items():
             if (own or 0) > limit:
                 raise UsageError(f"{where}: {name} {own}: allowed is at most --{name} {limit}")

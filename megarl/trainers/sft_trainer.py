@@ -143,16 +143,13 @@ class SFTTrainer(SupervisedTrainer):
         self._ask_teacher(examples, EVAL_PROMPTS)
         names = "eval/loss", "eval/divergence", *names_by_teacher(("eval/divergence",), self._measured)
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device.device())
-        for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
-            microbatch = examples.batch.only("response_mask", "teacher_ids").select(positions)
-            mask = microbatch.response_mask
-            if len(positions):
-                divergence = torch.zeros_like(scores.logprobs)
-                if isinstance(scores, forward_pass.TaughtScores):
-                    divergence = scores.distillation.divergence
-                masks = mask, *masks_by_teacher(microbatch, mask, self._measured)
-                measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)
-                sums += torch.stack([torch.stack([masked_sum(x, m).double(), m.sum().double()]) for x, m in measured])
+        for scores, part in self.outputs(examples.batch, examples.batch.only("response_mask", "teacher_ids")):
+            mask, divergence = part.response_mask, torch.zeros_like(scores.logprobs)
+            if isinstance(scores, forward_pass.TaughtScores):
+                divergence = scores.distillation.divergence
+            masks = mask, *masks_by_teacher(part, mask, self._measured)
+            measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)
+            sums += torch.stack([torch.stack([masked_sum(x, m).double(), m.sum().double()]) for x, m in measured])
         totals = self.role_groups.dp_all_reduce(sums).tolist()
         found = list(zip(names, totals, strict=True))[: None if self._teacher_output is not None else 1]
         # Some of several teachers may have none of the held-out tokens.

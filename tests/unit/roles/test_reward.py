@@ -23,7 +23,7 @@ EPISODES = [
     ("1+2=", [], False),  # failed
     ("1+2=", [("3", 1.0, "")], True),
 ]
-PLUG_IN = "tests.unit.roles.test_episode_rewards:counting"
+PLUG_IN = "tests.unit.roles.test_reward:counting"
 
 
 def counting(sample) -> Score:
