@@ -101,12 +101,12 @@ class Teachers:
             if prompts is None:
                 self.score_batch(batch)
             else:
-                read, places = with_prompts(batch, prompts)
+                read, own_places, read_places = with_prompts(batch, prompts)
                 self.score_batch(read)
                 name = self._output
                 values = getattr(read, name)
                 setattr(batch, name, values.new_zeros(len(batch.tokens), *values.shape[1:]))
-                getattr(batch, name)[places.own] = values[places.read]
+                getattr(batch, name)[own_places] = values[read_places]
         offloaded = [model.offload.bytes for model in self.frozen_models if model.offload.blocks]
         if offloaded:
             self.metrics[f"memory/{self.name}/offloaded_bytes"] = sum(offloaded)

@@ -34,21 +34,15 @@ class TeacherPrompts(NamedTuple):
     ids: Tensor  # [N] int64 on the host: the same number only for the same prompt
 
 
-class ResponsePlaces(NamedTuple):
-    """Where the tokens after the prompts are in two batches with other prompts; both [R] int64, in the same order."""
-
-    own: Tensor
-    read: Tensor
-
-
 def prompts_of_lines(batch: Batch, prompts: Ragged) -> TeacherPrompts:
     """The prompts of the batch's lines. `prompts`: tokens by line; a line without any keeps the policy's."""
     lines = batch.prompt_ids.cpu()
     return TeacherPrompts([prompts[line] or None for line in lines.tolist()], lines)
 
 
-def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, ResponsePlaces]:
-    """The sequences of a batch after other prompts, and where their responses are in both."""
+def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, Tensor, Tensor]:
+    """The sequences of a batch after other prompts; and where the tokens after the prompts are, in `batch` and in the
+    result: both [R] int64, in the same order."""
     lengths, old = batch.lengths.cpu(), batch.prompt_lengths.cpu()
     sizes = [own if tokens is None else len(tokens) for tokens, own in zip(prompts.tokens, old.tolist(), strict=True)]
     starts, new, rest = batch.cu_seqlens.cpu()[:-1], torch.tensor(sizes, dtype=torch.int64), lengths - old
@@ -71,7 +65,7 @@ def with_prompts(batch: Batch, prompts: TeacherPrompts) -> tuple[Batch, Response
         **others, prompt_ids=prompts.ids.to(batch.prompt_ids), lengths=(new + rest).to(batch.lengths),
         prompt_lengths=new.to(batch.lengths), tokens=tokens, response_mask=mask, row_starts=row_starts,
     )  # fmt: skip
-    return read_batch, ResponsePlaces(own, read)
+    return read_batch, own, read
 
 
 class SiblingContext:
