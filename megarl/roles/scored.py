@@ -73,7 +73,7 @@ class ReadResponses(NamedTuple):
         texts = list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
         turns = turns_of(batch, tokenizer) if has_turns else [only_turn(response) for response in responses]
         columns = zip(texts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
-        samples = [_sample(prompt, of_response, ends, tokens) for (prompt, _), of_response, ends, tokens in columns]
+        samples = [sample_of(prompt, of_response, ends, tokens) for (prompt, _), of_response, ends, tokens in columns]
         rows = [_row(number, each) for number, each in zip(batch.sequence_ids.tolist(), samples, strict=True)]
         if has_turns:
             for row, sample, response in zip(rows, samples, responses, strict=True):
@@ -90,14 +90,14 @@ def failed_rows(batch: Batch, valid: Tensor, prompts: PromptSet) -> list[dict]:
     """Rows of the episodes whose environment failed."""
     failed = (~valid).nonzero().flatten()
     columns = zip(batch.sequence_ids[failed].tolist(), batch.prompt_ids[failed].tolist(), strict=True)
-    samples = [(number, _sample(prompts[line], turns=[], finished=False, tokens=0)) for number, line in columns]
+    samples = [(number, sample_of(prompts[line], turns=[], finished=False, tokens=0)) for number, line in columns]
     nothing = Score(reward=0.0, correct=False)
     more = {**score_fields(nothing, {}), "turns": [], "failed": True}
     return [_row(number, sample) | more for number, sample in samples]
 
 
-def _sample(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens: int) -> Sample:
-    """`turns`: of the response; [] if its environment failed."""
+def sample_of(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens: int) -> Sample:
+    """The sample of a response for verifiers. `turns`: of the response; [] if its environment failed."""
     return Sample(
         prompt=prompt.text, response=turns[-1]["text"] if turns else "", answer=prompt.answer,
         metadata=prompt.metadata, finished=finished, messages=prompt.conversation, tokens=tokens, turns=turns,
