@@ -150,12 +150,12 @@ def main():
         keywords="reinforcement learning, RLHF, PPO, GRPO, LLM, Megatron, post-training",
         classifiers=CLASSIFIERS,
         license_expression="Apache-2.0 AND MIT",  # MIT: uPlot, in the page of a report
-        license_files=["LICENSE", "megarl/observe/report_page/vendor/LICENSE"],
+        license_files=["LICENSE", "megarl/extras/report_page/vendor/LICENSE"],
         packages=find_packages(include=["megarl", "megarl.*"]),
         package_data={
             "": ["py.typed", "*.html", "src/*.h", "src/*.cpp"],
             "megarl.flags": ["megatron_options.json"],
-            "megarl.observe": ["report_page/*", "report_page/vendor/*"],
+            "megarl.extras": ["report_page/*", "report_page/vendor/*"],
         },
         entry_points={"console_scripts": ["megarl = megarl.__main__:main"]},
         python_requires=PYTHON_REQUIRES,

@@ -15,6 +15,19 @@ check_numbers() {
     done
 }
 
+# show_help WORD...: if -h or --help is among the words, prints the comment at the script's beginning and ends the script; for
+# a script that sets HELP_OF, with the flags of that program of megarl.
+show_help() {
+    local word
+    for word in "$@"; do
+        [[ $word == -h || $word == --help ]] || continue
+        sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
+        [[ -n ${HELP_OF:-} ]] || exit 0
+        find_python && exec "$PYTHON_BIN" -m "megarl.$HELP_OF" --help
+        exit
+    done
+}
+
 # Whether this is a shell or batch script with a Slurm allocation, and not itself a task of srun.
 in_allocation() { [[ -n ${SLURM_JOB_ID:-} && -z ${SLURM_STEP_ID:-} ]]; }
 

@@ -30,6 +30,8 @@
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
+HELP_OF=train_rl
+show_help "$@"
 ALGORITHM=${ALGORITHM:-grpo} DTYPE=${DTYPE:-bf16}
 SAVE=${SAVE:-runs/$ALGORITHM}
 RECIPE=$ROOT/configs/recipes/$ALGORITHM.yaml

@@ -24,6 +24,7 @@ set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 PROGRAMS="train_rl, train_sft, train_reward, train_preference, evaluate, serve"
+show_help "${1:-}"
 [[ $# -gt 0 ]] || wrong "no program given; allowed: $PROGRAMS"
 PROGRAM=$1
 shift
@@ -79,15 +80,20 @@ fi
 # ---- srun: what the launcher does on one node ----
 
 export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
-ERRORS=$(mktemp) END=${MEGARL_END_FILE:-} mine=
+ERRORS=$(mktemp) FOLDER=$(mktemp) END=${MEGARL_END_FILE:-} mine=
 [[ -n $END ]] || { mine=$(mktemp) && END=$mine; }
-export MEGARL_END_FILE=$END
-trap 'rm -f "$ERRORS" ${mine:+"$mine"}' EXIT
-# say_why: repeats the line of the rank that failed first as the last one, after what other ranks and srun have printed.
+export MEGARL_END_FILE=$END MEGARL_FOLDER_FILE=$FOLDER
+trap 'rm -f "$ERRORS" "$FOLDER" ${mine:+"$mine"}' EXIT
+# say_why: repeats the line of the rank that failed first as the last one, after what other ranks and srun have printed. For
+# a rank that was killed, which says nothing, it says how to resume.
 say_why() {
     local line
-    line=$(grep -E '^([0-9]+: *)?megarl: (rank [0-9]+ failed in|error:|stopped:|hung:)' "$ERRORS" |
-        grep -m1 -vE 'Connection (reset|closed) by peer') || return 0
+    if ! line=$(grep -E '^([0-9]+: *)?megarl: (rank [0-9]+ failed in|error:|stopped:|hung:)' "$ERRORS" |
+        grep -m1 -vE 'Connection (reset|closed) by peer'); then
+        ((status <= 128)) || "$PYTHON_BIN" -c 'import sys; from megarl import launcher; launcher.tell_killed(*sys.argv[1:])' \
+            "$status" "$(cat "$FOLDER")" "$ERRORS"
+        return 0
+    fi
     [[ $(tail -n1 "$ERRORS") == "$line" ]] || echo "$line" >&2
 }
 attempt=0

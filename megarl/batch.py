@@ -31,80 +31,82 @@ class Sent(NamedTuple):
 
     source: str
     readers: tuple[str, ...]
-    when: Callable[[Any], object]
+    when: Callable[[Any], object] = lambda s: True
 
     def where(self, also: Callable[[Any], object]) -> "Sent":
         """The transfer in runs where `also` holds, too."""
         return self._replace(when=lambda s: self.when(s) and also(s))
 
 
-def sent(source: str, *readers: str, when: Callable[[Any], object] = lambda s: True) -> Sent:
-    return Sent(source, readers, when)
-
-
-def _field(kind: str, dtype: torch.dtype, *transfers: Sent):
+def _field(kind: str, dtype: torch.dtype, transfers: Sequence[Sent] = ()):
     return dataclasses.field(default=None, metadata={"kind": kind, "dtype": dtype, "transfers": transfers})
 
 
 _token, _sequence = functools.partial(_field, "token"), functools.partial(_field, "sequence")
-_response, _of_actor = sent(GENERATED, *READERS), sent(GENERATED, ACTOR)
-_episode = sent(GENERATED, *READERS, when=lambda s: s.environment)
-_budget = sent(GENERATED, *READERS, when=lambda s: s.environment and s.thinking_budget)
+_response, _of_actor = [Sent(GENERATED, READERS)], [Sent(GENERATED, (ACTOR,))]
+_episode = [Sent(GENERATED, READERS, lambda s: s.environment)]
+_budget = [Sent(GENERATED, READERS, lambda s: s.environment and s.thinking_budget)]
 # What the reward role says; before the batch is full if a filter or a pool asks.
-_verdict = (
-    sent(SCORED, *READERS, when=lambda s: s.scores_rounds), sent(REWARD, ACTOR),
-    sent(REWARD, TEACHER, when=lambda s: s.reads_siblings and not s.scores_rounds),
-)  # fmt: skip
+_verdict = [
+    Sent(SCORED, READERS, lambda s: s.scores_rounds),
+    Sent(REWARD, (ACTOR,)),
+    Sent(REWARD, (TEACHER,), lambda s: s.reads_siblings and not s.scores_rounds),
+]
 _part = [each.where(lambda s: s.part_weights) for each in _verdict]
 _lost = [each.where(lambda s: s.reward_failure == "drop") for each in _verdict[1:]]
-_seen = sent(ACTOR, CRITIC, when=lambda s: s.can_lose_responses)  # by the critic, if it may have changed
-_taught = sent(TEACHER, ACTOR, when=lambda s: s.distill != "none")
+_seen = [Sent(ACTOR, (CRITIC,), lambda s: s.can_lose_responses)]  # by the critic, if it may have changed
+_taught = Sent(TEACHER, (ACTOR,), lambda s: s.distill != "none")
 
 
 @dataclass
 class Batch:
-    """The sequences of one data-parallel replica. Fields that are not computed yet are None."""
+    """The sequences of one data-parallel replica. Fields that are not computed yet are None; the types say it of those
+    that not every batch of responses has."""
 
     sequence_ids: Tensor = _sequence(torch.int64)  # [N] index in the whole batch of the step, ascending
     prompt_ids: Tensor = _sequence(torch.int64, _response)  # [N] line in the prompt set
     prompt_lengths: Tensor = _sequence(torch.int64, _response)  # [N] tokens in the prompt
-    scores: Tensor = _sequence(torch.float32, *_verdict)  # [N] reward of the whole response
+    scores: Tensor | None = _sequence(torch.float32, _verdict)  # [N] reward of the whole response
     # [N] reward of the greedy response to the same prompt
-    baseline_scores: Tensor = _sequence(torch.float32, sent(SCORED, *READERS, when=lambda s: s.greedy_baseline))
+    baseline_scores: Tensor | None = _sequence(torch.float32, [Sent(SCORED, READERS, lambda s: s.greedy_baseline)])
     # [N], each [K]: its K parts of several, before their weights
-    reward_parts: Tensor = _sequence(torch.float32, *_part)
-    correct: Tensor = _sequence(torch.bool, *_verdict)  # [N] verdict of the verifier
-    solved: Tensor = _sequence(torch.bool, _episode)  # [N] verdict of the environment
+    reward_parts: Tensor | None = _sequence(torch.float32, _part)
+    correct: Tensor | None = _sequence(torch.bool, _verdict)  # [N] verdict of the verifier
+    solved: Tensor | None = _sequence(torch.bool, _episode)  # [N] verdict of the environment
     finished: Tensor = _sequence(torch.bool, _response)  # [N] ended with the end token, not at the length limit
     # [N] which of several teachers' it is, by the order of their names
-    teacher_ids: Tensor = _sequence(torch.int64, _taught.where(lambda s: s.teachers))
+    teacher_ids: Tensor | None = _sequence(torch.int64, [_taught.where(lambda s: s.teachers)])
     lengths: Tensor = _sequence(torch.int64)  # [N] tokens in each sequence; their sum is T
     tokens: Tensor = _token(torch.int64, _response)  # [T]
-    rollout_logprobs: Tensor = _token(torch.float32, _of_actor)  # [T] log μ, from the engine's sampling distribution
-    logprobs: Tensor = _token(torch.float32)  # [T] log π_old, recomputed by the training forward
-    entropy: Tensor = _token(torch.float32)  # [T] of π_old over the vocabulary
-    squares: Tensor = _token(torch.float32)  # [T] Σπ_old² over the vocabulary, before the token
-    reference_logprobs: Tensor = _token(torch.float32, sent(REFERENCE, ACTOR))  # [T]
-    teacher_logprobs: Tensor = _token(torch.float32, _taught.where(lambda s: s.distill == "reward"))  # [T]
+    rollout_logprobs: Tensor | None = _token(
+        torch.float32, _of_actor
+    )  # [T] log μ, from the engine's sampling distribution
+    logprobs: Tensor | None = _token(torch.float32)  # [T] log π_old, recomputed by the training forward
+    entropy: Tensor | None = _token(torch.float32)  # [T] of π_old over the vocabulary
+    squares: Tensor | None = _token(torch.float32)  # [T] Σπ_old² over the vocabulary, before the token
+    reference_logprobs: Tensor | None = _token(torch.float32, [Sent(REFERENCE, (ACTOR,))])  # [T]
+    teacher_logprobs: Tensor | None = _token(torch.float32, [_taught.where(lambda s: s.distill == "reward")])  # [T]
     # [T], each [B] bytes: its teacher's hidden state before the token
-    teacher_states: Tensor = _token(torch.uint8, _taught.where(lambda s: s.distill == "loss"))
-    values: Tensor = _token(torch.float32, sent(CRITIC, ACTOR))  # [T] V_old
-    advantages: Tensor = _token(torch.float32)  # [T]
-    returns: Tensor = _token(torch.float32, sent(ACTOR, CRITIC))  # [T]
+    teacher_states: Tensor | None = _token(torch.uint8, [_taught.where(lambda s: s.distill == "loss")])
+    values: Tensor | None = _token(torch.float32, [Sent(CRITIC, (ACTOR,))])  # [T] V_old
+    advantages: Tensor | None = _token(torch.float32)  # [T]
+    returns: Tensor | None = _token(torch.float32, [Sent(ACTOR, (CRITIC,))])  # [T]
     # [T] True where the policy generated the token
-    response_mask: Tensor = _token(torch.bool, _response, *_lost, _seen)
-    kept: Tensor = _token(torch.bool)  # [T] True where a rejection leaves the token in the actor's loss
-    selected: Tensor = _token(torch.bool)  # [T] True where the policy loss treats a token of the mini-batch apart
-    versions: Tensor = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
+    response_mask: Tensor = _token(torch.bool, _response + _lost + _seen)
+    kept: Tensor | None = _token(torch.bool)  # [T] True where a rejection leaves the token in the actor's loss
+    selected: Tensor | None = _token(
+        torch.bool
+    )  # [T] True where the policy loss treats a token of the mini-batch apart
+    versions: Tensor | None = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
     # [T] updates between that policy and the one that is trained on the token
-    staleness: Tensor = _token(torch.int32, sent(FORMED, ACTOR, when=lambda s: s.has_stale_tokens))
+    staleness: Tensor | None = _token(torch.int32, [Sent(FORMED, (ACTOR,), lambda s: s.has_stale_tokens)])
     # [T] the environment's reward of a turn, at its last token; else 0
-    turn_rewards: Tensor = _token(torch.float32, _episode)
+    turn_rewards: Tensor | None = _token(torch.float32, _episode)
     # [T] True where a thinking budget has put the token into an episode's turn
-    forced: Tensor = _token(torch.bool, _budget)
+    forced: Tensor | None = _token(torch.bool, _budget)
     # [T] True where another row of an episode begins, not at its first token
-    row_starts: Tensor = _token(torch.bool, _episode)
-    routes: Tensor = _token(torch.int16)  # [T], each [L, k]: experts in this rank's L MoE layers; −1: unknown
+    row_starts: Tensor | None = _token(torch.bool, _episode)
+    routes: Tensor | None = _token(torch.int16)  # [T], each [L, k]: experts in this rank's L MoE layers; −1: unknown
 
     # Set on micro-batches only; these are not fields and are never exchanged.
     routing = cast(Any, None)  # `Routing`: how the routers treat the tokens
@@ -122,6 +124,14 @@ class Batch:
     def response_lengths(self) -> Tensor:
         """[N] int64 generated tokens of each sequence; observations between the policy's turns do not count."""
         return response_counts(self.response_mask, self.cu_seqlens)
+
+    def need(self, name: str) -> Tensor:
+        """A field that must be there. RuntimeError, in one line with who fills it, if it is not computed yet."""
+        if (field := getattr(self, name)) is None:
+            sources = dict.fromkeys(each.source for each in _TRANSFERS[name])
+            filled = f"filled by: {', '.join(sources)}" if sources else "filled where it is read"
+            raise RuntimeError(f"the batch has no {name} yet ({filled})")
+        return field
 
     def present(self) -> list[str]:
         """Names of the fields that hold data."""

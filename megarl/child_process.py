@@ -1,7 +1,12 @@
-"""Child processes of a rank, with a connection of `multiprocessing` for messages in both directions.
+"""Child processes of a rank, with a connection of `multiprocessing` for messages in both directions; and the signals
+that stop a run, which they outlive.
 
 A `Child` runs `python -m MODULE FD ARGUMENTS...`; the main function of MODULE begins with `parent()`. A child ends when
 the other end of its connection closes. What it prints goes to stderr.
+
+Slurm sends the signals to all processes of a job, not only to ranks. A verifier or an environment that died of one
+would change the rewards of the step that the run still finishes. A child therefore starts with the signals blocked
+(`blocked`), installs handlers that do nothing (`outlive`), and is ended by its rank.
 """
 
 import contextlib
@@ -14,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
-from megarl import stop_signals
 from megarl.cluster import cpu_cores
 
 
@@ -37,7 +41,7 @@ class Child:
         variables = dict(os.environ if environment is None else environment)
         # With it a child finds the modules that this process finds.
         variables["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
-        with theirs, stop_signals.blocked(), cpu_cores.unbound():
+        with theirs, blocked(), cpu_cores.unbound():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
                 stdout=2, pass_fds=[theirs.fileno(), *descriptors], start_new_session=True, env=variables,
@@ -78,9 +82,36 @@ def parent(dies_with_thread: bool = True) -> Connection:
     Args:
         dies_with_thread: as of `die_with_parent`.
     """
-    stop_signals.outlive()
+    outlive()
     if dies_with_thread and sys.platform == "linux":
         die_with_parent()
     connection = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
     return connection
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # preemption, Ctrl-C, Slurm's warning of a time limit
+
+
+@contextlib.contextmanager
+def blocked():
+    """Blocks the signals in this thread, and in processes that it starts meanwhile until they call `outlive`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def outlive():
+    """From now on the signals do nothing in this process and those that it forks; to be called in the main thread.
+
+    Programs that it starts are free to use these signals.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _nothing)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _nothing(number, frame):
+    """Unlike SIG_IGN, a handler ends with the process's program: `exec` brings the default back."""

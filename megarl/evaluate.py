@@ -12,7 +12,7 @@ from megarl.trainers.launch import launch
 
 def evaluate(config, timers):
     """Generates and scores responses with the policy, prints a table and writes the results to `--save`."""
-    from megarl.trainers.evaluation import evaluate  # after the flags: it imports torch and Megatron
+    from megarl.trainers.evaluation_program import evaluate  # after the flags: it imports torch and Megatron
 
     evaluate(config, timers)
 

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import os
+import re
 import runpy
 import signal
 import socket
@@ -26,10 +27,10 @@ from multiprocessing import connection
 from pathlib import Path
 
 from megarl import child_process
+from megarl.child_process import STOP_SIGNALS
 from megarl.cluster.cpu_cores import cores
 from megarl.errors import CHECKS_FIRST, STOPPED, WARNED
 from megarl.faults import last_line
-from megarl.stop_signals import STOP_SIGNALS
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
 WRONG_FLAGS = 2  # exit status
@@ -203,6 +204,20 @@ def how_to_resume(folder: str) -> str:
     from megarl.checkpoint import folders
 
     return folders.how_to_resume(folder)
+
+
+def tell_killed(status: str, folder: str, output: str):
+    """The last line after srun, if a task was killed, which can tell nobody: how to go on.
+
+    Args:
+        status: of srun, above 128.
+        folder: that the run saves to; "" if it saves nothing.
+        output: the file of what srun has printed.
+    """
+    text = Path(output).read_text(encoding="utf-8", errors="replace")
+    if found := re.search(r"^srun: error: .*\btasks? (\d+).*: (Killed|Out Of Memory)$", text, re.MULTILINE):
+        os.environ[last_line.SAVE] = folder
+        last_line.tell([last_line.Failure(int(found[1]), 128 - int(status), None)], how_to_resume)
 
 
 def _error_file(folder: str, rank: int) -> Path:

@@ -10,7 +10,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from megarl.numbers import is_finite
+from megarl.plain_values import is_finite
 from megarl.user_results import number_of, shown
 
 MAX_NAME = 100  # characters

@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator
 from io import BufferedReader
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UsageError, one_line
-from megarl.numbers import MAX_DIGITS
+from megarl.plain_values import MAX_DIGITS
 
 MAX_BYTES = 2**28  # of a file that a program writes
 MAX_WRITTEN = 2**20  # of a text that a person writes
@@ -155,3 +156,18 @@ def reason_of(error: Exception) -> str:
         return error.strerror
     text = " ".join(str(error).split())[:MAX_REASON]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+ALLOWED = "each name once, of letters, digits, _, . and -"
+
+
+def parse_named_paths(text: str) -> dict[str, str]:
+    """`math=DIR code=DIR` -> the path of each name, in this order. ValueError for anything else, or a name twice."""
+    found: dict[str, str] = {}
+    for entry in re.split(rf"\s+(?={_NAME}=)", text.strip()):
+        name, _, path = entry.partition("=")
+        if not re.fullmatch(_NAME, name) or not path or name in found:
+            raise ValueError(entry)
+        found[name] = path
+    return found

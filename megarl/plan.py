@@ -27,8 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The program's own flags; all others are those of train_rl."""
     parser = ArgumentParser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
-    parser.add_argument("--ranks-per-node", type=int,
-                        help="for a role map of nodes; default: all ranks on one node. Estimates take 8")  # fmt: skip
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="for a role map of nodes; default: all ranks on one node. Estimates take 8"
+    )
     parser.add_argument(
         "--vocab-size", type=int, help="size of the vocabulary; default: that of the folder or tokenizer"
     )

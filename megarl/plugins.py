@@ -1,25 +1,170 @@
-"""What the name that a flag gets stands for: a row of a room's table, or something of the user's own.
+"""The user's code: found by its name, kept from changing what a run needs, and named when it raises.
 
 Everything that is chosen by name is registered in one way: a table in the `__init__` of its room says which object a
 name stands for, or where it is as "module:attribute" if it is imported only when it is asked for. A user names his own
 as `file.py:NAME` or `package.module:NAME`.
+
+A reward that turns gradients off for a model of its own would otherwise end the run's learning, and nothing would tell.
+So what a run needs of its process is put back after a plug-in's code, and said once. Environment variables, the search
+path and the generators of random numbers are the plug-in's to change: no result depends on them. Processes of
+environments and of `--reward-workers` are the plug-in's own.
 """
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from megarl import process_state, user_results
-from megarl.errors import UsageError
-from megarl.user_code import place_of
+from megarl import user_results
+from megarl.child_process import STOP_SIGNALS
+from megarl.errors import TooManyFailures, UsageError, warn
 
 FORMS = "file.py:function or package.module:function"
 _SUFFIX = ".py"
+FULL = "MEGARL_TRACEBACK"  # environment variable: `full` shows the whole traceback
+_MEGARL = str(Path(__file__).parent)
+# Folders of megarl, of packages and of Python; and modules without a file.
+_NOT_THE_USERS = (_MEGARL, *(sysconfig.get_path(name) for name in ("purelib", "stdlib")), "<")
+
+
+def place_of(error: BaseException) -> str:
+    """` (FILE:LINE)` where code of the user that megarl called raised, or called what did; "" if none ran."""
+    _, frames = _own_frames(error)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def shows_all() -> bool:
+    """Whether `FULL` asks for whole tracebacks, of all ranks."""
+    return os.environ.get(FULL) == "full"
+
+
+def traceback_of(error: BaseException) -> str:
+    """The user's frames; the whole traceback if there are none, or if `FULL` asks for it. "" if the error itself has
+    the reasons and places."""
+    source, frames = _own_frames(error)
+    if shows_all() or not frames and not isinstance(error, TooManyFailures):
+        return "".join(traceback.format_exception(error))
+    if not frames:
+        return ""
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    lines = ["Traceback of your code:\n", *traceback.format_list(own)]
+    return "".join([*lines, *traceback.format_exception_only(source), f"{FULL}=full shows all of it.\n"])
+
+
+def _own_frames(error: BaseException | None) -> tuple[BaseException | None, list[traceback.FrameSummary]]:
+    """The error, or the one that caused it, in which megarl called the user's code; its frames from there on."""
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        begun = False
+        for i, frame in enumerate(frames):
+            begun |= frame.filename.startswith(_MEGARL)
+            if begun and not frame.filename.startswith(_NOT_THE_USERS):
+                return error, frames[i:]
+        error = error.__cause__ or error.__context__
+    return None, []
+
+
+class _State(NamedTuple):
+    name: str
+    read: Callable[[], Any]
+    put: Callable[[Any], object]
+
+
+_reported: set[tuple[str, str]] = set()  # (caller, name of a state)
+
+
+@contextlib.contextmanager
+def kept(caller: str) -> Iterator[None]:
+    """Runs code of the plug-in `caller`, its flag and name; a warning names each state that it changes, once."""
+    before = [(state, state.read()) for state in _states()]
+    try:
+        yield
+    finally:
+        changed = [(state, value) for state, value in before if state.read() != value]
+        for state, value in changed:
+            state.put(value)
+        new = [state.name for state, _ in changed if (caller, state.name) not in _reported]
+        if new:
+            _reported.update((caller, name) for name in new)
+            warn([f"{caller} changed {', '.join(new)}; the run needs it, so it is put back after each call"])
+
+
+def keeping(caller: str, function: Callable) -> Callable:
+    """The function, called within `kept`."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with kept(caller):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _states() -> tuple[_State, ...]:
+    of_signals = _OF_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    return _OF_PYTHON + of_signals + (_of_torch() if "torch" in sys.modules else ())
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed
+        return None
+
+
+def _stream(name: str) -> tuple[Any, bool]:
+    """A stream, and whether it is closed."""
+    return getattr(sys, name), getattr(getattr(sys, name), "closed", False)
+
+
+def _put_stream(name: str, before: tuple[Any, bool]):
+    stream, was_closed = before
+    if getattr(stream, "closed", False) and not was_closed:
+        number = {"stdout": 1, "stderr": 2}[name]
+        stream = open(number, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    setattr(sys, name, stream)
+
+
+_OF_PYTHON = (
+    _State("the working directory", _working_directory, lambda before: os.chdir(before or ".")),
+    _State("sys.stdout", functools.partial(_stream, "stdout"), functools.partial(_put_stream, "stdout")),
+    _State("sys.stderr", functools.partial(_stream, "stderr"), functools.partial(_put_stream, "stderr")),
+)
+_OF_SIGNALS = tuple(  # that only the main thread can set
+    _State(
+        f"the handler of {each.name}", functools.partial(signal.getsignal, each), functools.partial(signal.signal, each)
+    )
+    for each in STOP_SIGNALS
+)
+
+
+@functools.cache
+def _of_torch() -> tuple[_State, ...]:
+    import torch
+
+    return (
+        _State("whether torch computes gradients", torch.is_grad_enabled, torch.set_grad_enabled),
+        _State("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype),
+        # With None no function that makes tensors goes through a mode of torch; megarl sets no default device.
+        _State("torch's default device", torch.get_default_device, lambda _: torch.set_default_device(None)),
+        _State("torch's number of threads", torch.get_num_threads, torch.set_num_threads),
+        _State("torch's deterministic algorithms", torch.get_deterministic_debug_mode,
+               torch.set_deterministic_debug_mode),
+        _State("torch's precision of matrix products", torch.get_float32_matmul_precision,
+               torch.set_float32_matmul_precision),
+    )  # fmt: skip
 
 
 def is_plugin(name: str) -> bool:
@@ -77,13 +222,13 @@ def load_kept(
     if name in table:
         return load(flag, name, table)
     caller = f"{flag} {name}"
-    with process_state.kept(caller):
+    with kept(caller):
         found = load(flag, name, table, takes)
     try:
         row = wrap(found)
     except ValueError as error:
         raise UsageError(f"{caller}: {error}") from None
-    return row._replace(function=process_state.keeping(caller, row.function))
+    return row._replace(function=keeping(caller, row.function))
 
 
 def other_signature(function: Callable, takes: Sequence[str]) -> str | None:

@@ -27,7 +27,7 @@ from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import WARNED, ArgumentParser, UsageError, flag_of
 from megarl.flags import command_line, parser
 from megarl.observe.files import step_of
-from megarl.observe.report_settings import COMMAND_LINE, read_settings
+from megarl.observe.settings_file import COMMAND_LINE, read_settings
 from megarl.observe.terminal import ranges_text
 from megarl.observe.timers import Timers
 from megarl.rollout.episodes.client import EnvironmentClient

@@ -12,8 +12,8 @@ from megarl.trainers.launch import launch
 
 def train(config, timers):
     """Each step: one mini-batch of pairs, the log-probs of their responses, one update."""
-    from megarl.trainers.kto_trainer import KTOTrainer  # after the flags: it imports torch and Megatron
-    from megarl.trainers.preference_trainer import PairTrainer
+    # After the flags: it imports torch and Megatron.
+    from megarl.trainers.preference_trainer import KTOTrainer, PairTrainer
 
     trainer = KTOTrainer if config.settings.preference_loss == "kto" else PairTrainer
     run = trainer(config, timers)

@@ -11,9 +11,8 @@ from megarl.trainers.launch import launch
 
 def train(config, timers):
     """Each step: one mini-batch of pairs, their scores and loss, one update."""
-    from megarl.trainers.reward_model_trainer import (
-        RewardModelTrainer,  # after the flags: it imports torch and Megatron
-    )
+    # After the flags: it imports torch and Megatron.
+    from megarl.trainers.reward_model_trainer import RewardModelTrainer
 
     run = RewardModelTrainer(config, timers)
     for step in run.steps():

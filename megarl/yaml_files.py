@@ -6,8 +6,8 @@ import yaml
 
 from megarl import bundled
 from megarl.errors import UsageError, one_line
-from megarl.numbers import MAX_DIGITS
 from megarl.plain_files import MAX_REASON, read_text, reading
+from megarl.plain_values import MAX_DIGITS
 
 MAX_VALUES = 10**5  # of a file, once each alias is replaced by what it names
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")

@@ -32,9 +32,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl import launcher, train_rl, train_sft  # noqa: E402
+from megarl.extras import report  # noqa: E402
 from megarl.observe.settings_file import processor  # noqa: E402
 from megarl.observe.timers import Timers  # noqa: E402
-from megarl.trainers import launch, trainer  # noqa: E402
+from megarl.trainers import launch  # noqa: E402
 from tools import record_runs  # noqa: E402
 from tools.train_tokenizer import train as train_tokenizer  # noqa: E402
 
@@ -138,7 +139,7 @@ def run(argv: list[str], prepare, restarts: int = 0) -> int:
 
 def _program(name: str, argv: list[str]) -> int:
     sys.argv = [f"megarl.train_{name}", *argv]
-    trainer.write_report = lambda folder: None  # type: ignore[assignment]  # nobody reads the paths
+    report.write_report = lambda folder: None  # type: ignore[assignment]  # nobody reads the paths
     launch.launch({"rl": train_rl, "sft": train_sft}[name].train, name)
     return 0
 

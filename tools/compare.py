@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl.errors import ArgumentParser, UsageError  # noqa: E402
-from megarl.observe import report_settings  # noqa: E402
+from megarl.observe import settings_file  # noqa: E402
 from megarl.observe.metrics_file import FILE_NAME, read_metrics  # noqa: E402
 from megarl.observe.terminal import printable, table  # noqa: E402
 from megarl.plain_files import MAX_RECORDS, read_bytes, reading  # noqa: E402
@@ -58,8 +58,8 @@ def read_run(path: str) -> Run:
         samples = {
             file.name: read_bytes(file, MAX_RECORDS) for file in sorted((folder / "samples").glob("step_*.jsonl"))
         }
-        settings = report_settings.read_settings(folder)
-    return Run(path, dict(flatten(report_settings.whole(settings))), rows, samples)
+        settings = settings_file.read_settings(folder)
+    return Run(path, dict(flatten(settings_file.whole(settings))), rows, samples)
 
 
 def flatten(settings: dict, prefix: str = ""):

@@ -36,8 +36,8 @@ from typing import NamedTuple
 from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics
-from megarl.observe.report_settings import FILE_NAME as SETTINGS_NAME
-from megarl.observe.report_settings import read_settings
+from megarl.observe.settings_file import FILE_NAME as SETTINGS_NAME
+from megarl.observe.settings_file import read_settings
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from megarl.errors import ArgumentParser, UsageError
+from megarl.extras.report import page_of, report_data, write_report
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME
-from megarl.observe.report import page_of, report_data, write_report
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -18,9 +18,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from megarl.errors import ArgumentParser, UsageError
+from megarl.extras.report_figure import GREY, legend, line, not_recorded, set_title, start_at_zero
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics, series
-from megarl.observe.report_figure import GREY, legend, line, not_recorded, set_title, start_at_zero
 from megarl.plain_files import parse_record, read_records, reading
 
 STAGES = ("sft", "reward", "ppo")

@@ -23,9 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl.errors import ArgumentParser, UsageError  # noqa: E402
-from megarl.observe.progress import AVERAGED_STEPS, REWARD_FIELDS, RL_FIELDS, SFT_FIELDS, format_duration  # noqa: E402
 from megarl.observe.status_file import ENDED, RUNNING  # noqa: E402
-from megarl.observe.terminal import format_bytes, printable, table  # noqa: E402
+from megarl.observe.terminal import (  # noqa: E402  # noqa: E402
+    AVERAGED_STEPS,
+    REWARD_FIELDS,
+    RL_FIELDS,
+    SFT_FIELDS,
+    format_bytes,
+    format_duration,
+    printable,
+    table,
+)
 from tools._run_reader import RunReader  # noqa: E402
 
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"

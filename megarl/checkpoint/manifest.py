@@ -12,13 +12,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megarl.entry_kinds import MAX_COUNT, Each, fits, is_count
 from megarl.errors import UsageError
 from megarl.mcore.config.optimizer_flags import is_multiplier
-from megarl.numbers import is_plain_number, is_whole
 from megarl.observe.files import write_atomically
 from megarl.observe.settings_file import installed_version
 from megarl.plain_files import open_bytes, read_text
+from megarl.plain_values import MAX_COUNT, Each, fits, is_count, is_plain_number, is_whole
 
 NAME = "manifest.json"
 FORMAT = 3

@@ -44,6 +44,7 @@ class StepBatch:
     def __post_init__(self, responses: Batch | None):
         self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
         self._pending = exchange.PendingSends()
+        self.rows: list[dict] = []  # of the samples file: the responses that this rank has scored
 
     def __getitem__(self, role: str) -> Batch | None:
         return self._batches.get(role)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, cast
 
-from megarl import stop_signals
+from megarl import child_process
 from megarl.cluster import cpu_cores
 from megarl.confine import jail
 
@@ -78,7 +78,7 @@ def _run(source: str, stdin: str, limits: Limits) -> Outcome:
     contents = [text.encode("utf-8", "replace") for text in (source, stdin)]
     numbers = [limits.seconds, limits.memory_mb << 20, os.getpid(), *map(len, contents)]
     command = [os.path.realpath(sys.executable), "-I", "-S", jail.__file__, *map(str, numbers)]
-    with stop_signals.blocked(), cpu_cores.unbound():
+    with child_process.blocked(), cpu_cores.unbound():
         process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
             start_new_session=True,

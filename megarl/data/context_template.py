@@ -9,7 +9,7 @@ from megarl.data.places import filled, names_in
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
 from megarl.plain_files import read_text, reading
-from megarl.unicode_text import whole_unicode
+from megarl.plain_values import whole_unicode
 
 FLAG = "--teacher-context-template"
 PLACES = ("question", "response")

@@ -22,7 +22,7 @@ from typing import Any
 
 from megarl.data.column_names import RL
 from megarl.errors import UsageError
-from megarl.numbers import is_plain_number
+from megarl.plain_values import is_plain_number
 from megarl.yaml_files import read_mapping
 
 SUFFIXES = (".yaml", ".yml")

@@ -11,7 +11,7 @@ from megarl.data import TOKENIZERS
 from megarl.data.special_tokens import decode_known, encode_around_special, pattern_of
 from megarl.errors import UsageError
 from megarl.plain_files import read_bytes, reading
-from megarl.unicode_text import whole_unicode
+from megarl.plain_values import whole_unicode
 
 
 class Tokenizer(Protocol):

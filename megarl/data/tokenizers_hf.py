@@ -19,7 +19,7 @@ from megarl.data.special_tokens import decode_known, encode_around_special, patt
 from megarl.data.tokenizer_files import difference
 from megarl.errors import UsageError
 from megarl.plain_files import MAX_BYTES, check_regular, parse_json, read_text, reading
-from megarl.unicode_text import whole_unicode
+from megarl.plain_values import whole_unicode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from megarl.data.detokenizer import Vocabulary
 from megarl.data.messages import content_of, message_error, template_message, tool_call
 from megarl.data.written_turns import RESULT, USER, end_of_next, end_of_turn
 from megarl.errors import UsageError
-from megarl.unicode_text import whole_unicode
+from megarl.plain_values import whole_unicode
 
 Messages = Sequence[Mapping[str, Any]]
 _SAMPLE = 1 << 16  # characters, at least, by which a text that is far too long is known

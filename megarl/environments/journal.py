@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.entry_kinds import fits, is_count
 from megarl.environments.protocol import Observation, Turn, checked
 from megarl.observe.files import write_atomically
 from megarl.plain_files import MAX_RECORDS, parse_record, read_bytes, reading
+from megarl.plain_values import fits, is_count
 
 _RECORD = {"place": str, "observation": dict, "tools": [dict], "step": is_count}  # kinds of a line's entries
 

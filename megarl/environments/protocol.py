@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megarl.measurements import parts_of, value_of
-from megarl.unicode_text import whole_unicode
+from megarl.plain_values import whole_unicode
 from megarl.user_results import is_async, shown
 
 Message = dict[str, Any]  # role and content; of a tool also tool_call_id and name

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.environments.protocol import ToolCall, Turn
+from megarl.plain_values import whole_unicode
 from megarl.tool_formats import FORMATS
 from megarl.tool_formats.calls import WrittenCall, attempt, checked
 from megarl.tool_formats.reader import CONTENT, REASONING, Said, TurnParts, joined
 from megarl.tool_formats.tool_format import TextParser, ToolFormat
-from megarl.unicode_text import whole_unicode
 
 HERMES = FORMATS["hermes"]
 

@@ -21,7 +21,7 @@ from megarl.environments.agents.agent import Agent, as_agent
 from megarl.environments.agents.session import Late, Session
 from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
 from megarl.environments.protocol import Environment, Observation, checked, resolved
-from megarl.user_code import place_of
+from megarl.plugins import place_of
 from megarl.user_results import is_async, shown_error
 
 THREADS = 512  # of plain methods; started when they are needed

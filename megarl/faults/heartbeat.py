@@ -7,7 +7,7 @@ limit (`role_mesh.NO_LIMIT`). A run is hung when, for `--distributed-timeout-min
 - no rank of a role that computes (`COMPUTING`) has made progress: there its ranks wait for nobody but each other; or
 - no rank of the world has made progress.
 
-Then a table of all ranks is printed, every rank writes its stacks and last collectives (`hang_files`) and ends with
+Then a table of all ranks is printed, every rank writes its stacks and last collectives (`hang_report`) and ends with
 status 1. Rank 0 watches all ranks, all ranks watch rank 0. A thread does this with a store client of its own and no
 collective. In each interval (a twentieth of the limit, at most 30 s) a rank sends one `set` and one `get`, rank 0 one
 `set` and one `multi_get`: 2 requests a rank. A run with a folder has shorter intervals, for `status.json`: 2 s, or in
@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megarl.deferred import has_met, torch
-from megarl.faults import hang_files, hang_report
+from megarl.faults import hang_report
 from megarl.observe import activity, status_file
 from megarl.observe.timers import Timers
 
@@ -227,11 +227,11 @@ class Heartbeat:
 
     def _write_files(self):
         role, phase = self._timers.current() or ("program", "between phases")
-        hang_files.write(self._folder, self._rank, f"{role}/{phase} of step {self._timers.step}")
+        hang_report.write(self._folder, self._rank, f"{role}/{phase} of step {self._timers.step}")
 
     def _wait_for(self, keys: list[str]) -> list[str]:
         """Waits until the store has all keys, for two heartbeats and what writing may take; returns those missing."""
-        deadline = time.monotonic() + self._patience + hang_files.RECORDER_SECONDS
+        deadline = time.monotonic() + self._patience + hang_report.RECORDER_SECONDS
         with contextlib.suppress(RuntimeError):  # the store is gone
             while keys and time.monotonic() < deadline:
                 time.sleep(min(self.interval, 0.1))
@@ -245,7 +245,7 @@ class Heartbeat:
     def _say_where(self, missing: list[str]):
         without = [key.rsplit("/", 1)[1] for key in missing]
         note = f"; none of ranks {', '.join(without)}" if without else ""
-        folder = self._folder / hang_files.FOLDER
+        folder = self._folder / hang_report.FOLDER
         line = f"megarl: hung: stacks and last collectives of each rank are in {folder}/rank_*.txt{note}"
         print(line, file=sys.stderr, flush=True)
 

@@ -18,8 +18,8 @@ import time
 
 import torch.distributed as dist
 
+from megarl.child_process import STOP_SIGNALS
 from megarl.faults import heartbeat
-from megarl.stop_signals import STOP_SIGNALS
 
 SAME_SIGNAL = 1.0  # seconds; a terminal's Ctrl-C reaches a rank twice, from the terminal and from its launcher
 KEY = "megarl/begins"

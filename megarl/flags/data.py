@@ -7,7 +7,7 @@ from megarl.errors import Rule
 from megarl.flags.conditions import EVALUATES, FlagContext, on
 from megarl.flags.fields import ALL, DATA, GENERATING, PAIRS, TRAINING, flag, one_of, parses, positive
 from megarl.flags.preferences import LABELS
-from megarl.named_paths import ALLOWED, parse_named_paths
+from megarl.plain_files import ALLOWED, parse_named_paths
 
 LOADED = on(lambda s: s.load is not None, "needs --load")
 

@@ -8,8 +8,8 @@ from megarl.algorithms.estimators import NO_ADVANTAGE
 from megarl.errors import Rule
 from megarl.flags.conditions import TRAINED, FlagContext, on
 from megarl.flags.fields import flag, not_negative, one_of, parses, positive
-from megarl.named_paths import ALLOWED, parse_named_paths
 from megarl.observe.alarms import ALARMS_WITHOUT_REWARD
+from megarl.plain_files import ALLOWED, parse_named_paths
 from megarl.rewards import expression
 
 NONE, REWARD, LOSS = FORMS = ("none", "reward", "loss")

@@ -6,7 +6,7 @@ import functools
 from megarl.errors import Rule
 from megarl.flags.conditions import EVALUATES, EVALUATION, FlagContext, on
 from megarl.flags.fields import DATA, GENERATING, SUPERVISED, TRAINING, flag, not_negative, parse_ints, parses, positive
-from megarl.named_paths import parse_named_paths
+from megarl.plain_files import parse_named_paths
 
 BEST = on(lambda s: s.evaluates and s.eval_interval and s.save, "needs --eval-prompts, --eval-interval and --save")
 

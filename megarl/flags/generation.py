@@ -6,7 +6,7 @@ import json
 from megarl.errors import Rule
 from megarl.flags.conditions import ENGINE, SAVED, THINKS, TRAINED, Condition, FlagContext, on
 from megarl.flags.fields import GENERATING, ROLLOUT, address, flag, not_negative, one_of, parse_ints, parses, positive
-from megarl.unicode_text import is_unicode
+from megarl.plain_values import is_unicode
 
 SCHEDULES = ("fixed", "recorded")
 MAX_LAG = 32  # of `--generation-lag`; ranks may be that many steps apart

@@ -5,8 +5,7 @@ import dataclasses
 from megarl.flags.conditions import SAVED, on
 from megarl.flags.fields import ALL, DATA, GENERATING, TRAINING, flag, not_negative, one_of, parses, positive
 from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
-from megarl.observe.trackers import TRACKERS
-from megarl.observe.trackers.base import has_remote, parse_names
+from megarl.observe.trackers import TRACKERS, has_remote, parse_names
 
 KEEPS_LAST = on(lambda s: s.keep_last > 0, "needs --keep-last")
 EXPORTED = on(lambda s: s.export_hf, "needs --export-hf")

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.errors import UsageError
-from megarl.named_paths import parse_named_paths
-from megarl.plain_files import resolved
+from megarl.plain_files import parse_named_paths, resolved
 from megarl.yaml_files import read_mapping
 
 FLAG = "--teachers"

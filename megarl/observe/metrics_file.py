@@ -3,19 +3,17 @@
 import sys
 from pathlib import Path
 
-from megarl.entry_kinds import MAX_COUNT
 from megarl.errors import UsageError
-from megarl.numbers import is_plain_number, is_whole
 from megarl.observe.files import json_line, write_atomically
-from megarl.observe.trackers.base import TrackerOptions
-from megarl.observe.trackers.open import open_trackers
+from megarl.observe.trackers import TrackerOptions, open_trackers
 from megarl.plain_files import is_absent, parse_record, read_records, reading
+from megarl.plain_values import MAX_COUNT, is_plain_number, is_whole
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends one line per step to `directory/metrics.jsonl` and hands the scalars to trackers (`observe/trackers/`).
+    """Appends one line per step to `directory/metrics.jsonl` and hands the scalars to trackers (`observe/trackers.py`).
 
     directory    the run's directory; made when missing.
     resume_step  None starts a new run, whose folder must hold no metrics. An integer resumes after that step: lines of

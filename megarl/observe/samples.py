@@ -1,12 +1,16 @@
 """Sampled responses, one file per step, for people to read: whole in samples/, some token by token in tokens/."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.observe.files import json_line, step_name, write_atomically
 
+# Per-token fields of a batch that a file of tokens/ has, in the order of the page's menu.
+QUANTITIES = (
+    "advantages", "rollout_logprobs", "logprobs", "reference_logprobs", "values", "returns", "entropy",
+)  # fmt: skip
 # What `write_failed` writes: the folder of the run, and a function that returns the rows that this rank has by then.
-_running: tuple[Path, Callable[[], list[dict]]] | None = None
+_running: tuple[Path, Callable[[], Sequence[dict]]] | None = None
 
 
 def write_samples(directory: Path, step: int, rows: list[dict]) -> None:
@@ -16,7 +20,7 @@ def write_samples(directory: Path, step: int, rows: list[dict]) -> None:
     `correct` (bool or null), `length` (response tokens), `finished` (bool; false when the length limit cut it);
     with an environment also `turns` (as `Sample.turns`), and `failed` (true) if the environment failed; with a judge
     `judgements`, each its `text` and `number` (null if it has none).
-    For a row of tokens/ see `megarl.trainers.token_samples`.
+    For a row of tokens/ see `megarl.trainers.sample_rows`.
     Text is UTF-8, not escaped; NaN and infinities are null. The writes are atomic.
     """
     for folder, has_tokens in (("samples", False), ("tokens", True)):
@@ -25,7 +29,7 @@ def write_samples(directory: Path, step: int, rows: list[dict]) -> None:
             _write(Path(directory) / folder / f"{step_name(step)}.jsonl", found)
 
 
-def keep_for_failure(directory: Path, rows: Callable[[], list[dict]]) -> None:
+def keep_for_failure(directory: Path, rows: Callable[[], Sequence[dict]]) -> None:
     """Names the samples that `write_failed` writes; `rows()` has those of the running step that this rank holds."""
     global _running
     _running = Path(directory), rows
@@ -39,14 +43,13 @@ def write_failed(rank: int, step: int) -> Path | None:
     Rows are those of samples/; what is not known yet is null. Returns the file; None if there is nothing to write.
     Raises whatever the rows or the file system raise.
     """
-    rows = _running[1]() if _running else []
-    if not rows:
+    if _running is None or not (rows := _running[1]()):
         return None
     path = _running[0] / "samples" / f"failed_{step_name(step) if step else 'evaluation'}_rank_{rank}.jsonl"
     _write(path, rows)
     return path
 
 
-def _write(path: Path, rows: list[dict]):
+def _write(path: Path, rows: Sequence[dict]):
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(json_line(row) + "\n" for row in rows))

@@ -1,4 +1,7 @@
-"""The resolved settings of a run, with its software and machine: settings.yaml."""
+"""The resolved settings of a run, with its software and machine: settings.yaml.
+
+The file has all Megatron flags of one role, the first by name (actor), and of the others those that differ from them.
+"""
 
 import argparse
 import dataclasses
@@ -16,8 +19,14 @@ from typing import Any
 
 import yaml
 
+from megarl import yaml_files
+from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
+from megarl.plain_files import MAX_BYTES, is_absent, read_text, reading
 
+FILE_NAME = "settings.yaml"
+# Entries about the settings: the module and the arguments as typed; the names of those that the user set, by section.
+COMMAND_LINE, USER_SETTINGS = "command_line", "user_settings"
 PACKAGES = ("torch", "megatron-core", "numpy", "fla-core")
 ROOT = Path(__file__).parents[2]  # of megarl's files: the checkout, if it is one
 CREDENTIALS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s?#]*@", re.IGNORECASE)  # the user and password of a URL
@@ -34,7 +43,7 @@ def write_settings(directory: Path, settings: dict) -> Path:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "settings.yaml"
+    path = directory / FILE_NAME
     # PyYAML's C dumper if available: in Python 2,000 keys take 0.3 s, which would delay the first rollout.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     form: dict[str, Any] = {"sort_keys": True, "allow_unicode": True, "default_flow_style": False, "width": 100}
@@ -77,6 +86,40 @@ def _plain(value: object, key: str) -> object:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     raise TypeError(f"setting {key} is a {type(value).__name__}, which has no text form in settings.yaml")
+
+
+def read_settings(directory: Path) -> dict:
+    """The content of a run's settings.yaml; empty without the file. Raises UsageError for a damaged one."""
+    path = Path(directory, FILE_NAME)
+    if is_absent(path):
+        return {}
+    with reading(str(path)):
+        found = yaml_files.parse(read_text(path, MAX_BYTES))
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: is not the YAML of a run's settings")
+    return found
+
+
+def without_repeats(flags: dict[str, dict]) -> dict[str, dict]:
+    """What settings.yaml has of the roles' Megatron flags: all of the first role, of others those that differ."""
+    first = flags[min(flags)]
+    return {
+        role: {name: x for name, x in own.items() if role == min(flags) or name not in first or x != first[name]}
+        for role, own in flags.items()
+    }
+
+
+def whole(settings: dict) -> dict:
+    """Settings of a file with all Megatron flags of every role: undoes `without_repeats`; as they are if they have no
+    such roles."""
+    roles = settings.get("roles")
+    if not isinstance(roles, dict) or not roles:
+        return settings
+    first, *others = (roles[name] for name in sorted(roles, key=str))
+    if not all(isinstance(role, dict) and isinstance(role.get("megatron"), dict) for role in (first, *others)):
+        return settings
+    found = {name: {**role, "megatron": first["megatron"] | role["megatron"]} for name, role in roles.items()}
+    return settings | {"roles": found}
 
 
 # -- the block `environment` ---------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl import user_results
 from megarl.measurements import parts_of, value_of
-from megarl.user_code import place_of
+from megarl.plugins import place_of
 from megarl.user_results import shown, shown_error
 
 _SHOWN = 80  # characters of prompt and response in a reason

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 
-from megarl import plugins, process_state
+from megarl import plugins
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import VERIFIERS, by_file, expression
@@ -31,7 +31,7 @@ def build_verifiers(settings) -> VerifierSet:
     limited = [name for name in names if traits[name].limited]
     threads = {name: max(1, getattr(options, traits[name].threads)) for name in names if traits[name].threads}
     workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
-    with process_state.kept(f"--reward {settings.reward}"):
+    with plugins.kept(f"--reward {settings.reward}"):
         verifiers = build_named_verifiers(options, names)
     return VerifierSet(
         verifiers, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback,
@@ -49,7 +49,7 @@ def needs_whole_groups(settings) -> bool:
     if expression.JUDGE in names and read_config(settings.judge_config).compares:
         return True
     plug_ins = [name for name in names if plugins.is_plugin(name)]
-    with process_state.kept(f"--reward {settings.reward}"):
+    with plugins.kept(f"--reward {settings.reward}"):
         return any(verifier.grouped for verifier in build_named_verifiers(Options.of(settings), plug_ins).values())
 
 
@@ -117,7 +117,7 @@ def check_prompts(settings, prompts: PromptSet, scores_here: bool = False):
 
 def _check_columns(settings, name: str, prompts: PromptSet):
     """UsageError for the first line without a column that a plug-in needs (`frameworks.of_trl`)."""
-    with process_state.kept(f"--reward {settings.reward}"):
+    with plugins.kept(f"--reward {settings.reward}"):
         needed = getattr(_plug_in(name), "needed_columns", ())
     for prompt in prompts if needed else ():
         if missing := [column for column in needed if column not in prompt.columns]:

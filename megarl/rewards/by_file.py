@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megarl.data.column_names import RL
 from megarl.data.mixture import MixtureEntry, is_mixture, read_mixture
 from megarl.errors import UsageError
-from megarl.named_paths import parse_named_paths
+from megarl.plain_files import parse_named_paths
 from megarl.rewards.expression import ENVIRONMENT, Term, parse
 
 

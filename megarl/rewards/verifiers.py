@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megarl import process_state
+from megarl import plugins
 from megarl.observe import activity
 from megarl.rewards import guard
 from megarl.rewards.base import Job, Sample, Score, TimedOut, Verifier, failure, reference_sample
@@ -137,7 +137,7 @@ class VerifierSet:
             return found
         results: list[list[Score | str]] = []
         for name, of_verifier in itertools.groupby(jobs, key=lambda job: job.name):
-            with process_state.kept(f"--reward {name}"):
+            with plugins.kept(f"--reward {name}"):
                 results += map(self._run_here, of_verifier)
         return results
 

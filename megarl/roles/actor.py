@@ -24,7 +24,7 @@ from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import PPO_KL, ActorLoss
 from megarl.roles.loss_mask import actor_mask, is_all_masked
-from megarl.roles.policy_scores import policy_scores
+from megarl.roles.passes import policy_scores
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay.routing_metrics import logprob_gaps, probed_ids
@@ -130,10 +130,16 @@ class Actor:
 
     def _measure_staleness(self, batch: Batch):
         """Measures the gap to the rollout by the staleness of tokens."""
-        columns = batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.staleness
-        maxima = staleness_maxima(*columns)
+        logprobs, rollout, mask, staleness = (
+            batch.logprobs,
+            batch.rollout_logprobs,
+            batch.response_mask,
+            batch.staleness,
+        )
+        maxima = staleness_maxima(logprobs, rollout, mask, staleness)
         self.role_groups.dp_max(maxima)
-        sums = self.role_groups.dp_all_reduce(staleness_sums(*columns, largest=int(maxima[1])))
+        sums = staleness_sums(logprobs, rollout, mask, staleness, largest=int(maxima[1]))
+        sums = self.role_groups.dp_all_reduce(sums)
         self.metrics |= staleness_report(maxima, sums)
 
     def _forward(self, chunk, microbatch: Batch) -> TokenScores:
@@ -175,16 +181,17 @@ class Actor:
     def _reject(self, batch: Batch):
         """Takes the tokens that break a bound of `--rollout-rejection` out of the actor's loss."""
         bounds = parse_bounds(self.settings.rollout_rejection)
-        where = batch.response_mask, batch.cu_seqlens
-        kept = [kept_tokens(batch.logprobs, batch.rollout_logprobs, *where, bound) for bound in bounds]
+        mask, cu_seqlens = batch.response_mask, batch.cu_seqlens
+        kept = [kept_tokens(batch.logprobs, batch.rollout_logprobs, mask, cu_seqlens, bound) for bound in bounds]
         batch.kept = torch.stack(kept).all(0)
-        sums = rejection_sums(kept, batch.response_mask, batch.correct, batch.cu_seqlens)
+        sums = rejection_sums(kept, mask, batch.correct, cu_seqlens)
         self.metrics |= rejection_report(self.role_groups.dp_all_reduce(sums), bounds)
 
     def _select(self, batch: Batch, positions: Tensor, step: int, number: int):
         """Chooses the tokens of a mini-batch, the `number`-th of the step, that the policy loss treats apart."""
-        loss, names = self.loss.policy_loss, ("logprobs", "rollout_logprobs", "advantages", "response_mask")
-        part = batch.only(*names, "finished", "kept").select(positions)
+        loss, columns = self.loss.policy_loss, batch.only("logprobs", "rollout_logprobs", "advantages", "response_mask")
+        columns.finished, columns.kept = batch.finished, batch.kept
+        part = columns.select(positions)
         # No prompt and no other stream has these numbers.
         stream = torch.full_like(part.sequence_ids, FIRST_SELECTION - number)
         keys = stream_keys(self.settings.seed, step, stream, part.sequence_ids)
@@ -230,7 +237,7 @@ class Actor:
 
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         batch, on_policy = step_batch[self.name], self._updates_on_policy(step_batch)
-        loss, advantages = self.loss.policy_loss, batch.advantages
+        loss, advantages = self.loss.policy_loss, batch.need("advantages")
         passes = list(mb.updates_of_step(self.settings, batch, step_batch.groups, step_batch.step))
         with self.timers.phase(self.name, "update"):
             if self.settings.rollout_rejection is not None:
@@ -255,8 +262,8 @@ class Actor:
         self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool, progress: float
     ) -> Update:
         """One update, after the share `progress` of the step's. `on_policy`: also sets the old log-probs."""
-        fields = "response_mask", "finished", "correct", "teacher_ids", "kept"  # others are large
-        minibatch = batch.only(*fields).select(positions)
+        read = batch.only("response_mask", "finished", "correct", "teacher_ids", "kept")  # others are large
+        minibatch = read.select(positions)
         mask = actor_mask(minibatch, self.settings)
         counts = self.role_groups.dp_all_reduce(self.loss.local_counts(minibatch, mask))
         has_loss = not is_all_masked(counts[0], self.settings)

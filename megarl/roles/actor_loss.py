@@ -13,7 +13,7 @@ from megarl.batch import Batch
 from megarl.flags.distillation import LOSS
 from megarl.mcore.model.forward_pass import TaughtScores, TokenScores
 from megarl.roles.loss_mask import actor_mask
-from megarl.roles.teacher_metrics import (
+from megarl.roles.teacher_output import (
     DISTILL_NAMES,
     masks_by_teacher,
     measured_apart,
@@ -40,9 +40,10 @@ class ActorLoss:
         self.norm = s.loss_norm_length or float(s.max_response_length)
         self.teachers: tuple[str, ...] = ()
         chosen = (
-            (SELECTED, policy_loss.select is not None), (OPSM, s.opsm_threshold is not None),
+            (SELECTED, policy_loss.select is not None),
+            (OPSM, s.opsm_threshold is not None),
             (NLL, bool(s.positive_nll_coefficient)),
-        )  # fmt: skip
+        )
         self.options = tuple(name for name, is_chosen in chosen if is_chosen)
         self.names: tuple[str, ...] = METRIC_NAMES + self.options
         if s.distill == LOSS:
@@ -67,11 +68,11 @@ class ActorLoss:
             kl_coefficient: β of a KL term in the loss; unused with the KL in the reward.
         """
         s, mask = self.settings, actor_mask(microbatch, self.settings)
-        layout, optional = (mask, microbatch.cu_seqlens), []
+        cu_seqlens, optional = microbatch.cu_seqlens, []
         tokens = self._policy_tokens(scores.logprobs, old_logprobs, microbatch, mask)
 
         def reduce(losses: Tensor) -> Tensor:
-            return aggregate(losses, *layout, s.loss_aggregation, counts[:2], self.norm)
+            return aggregate(losses, mask, cu_seqlens, s.loss_aggregation, counts[:2], self.norm)
 
         def token_mean(values: Tensor) -> Tensor:
             return masked_sum(values.detach().double(), mask) / counts[0].clamp(min=1)
@@ -95,8 +96,8 @@ class ActorLoss:
             value = value - s.entropy_coefficient * reduce(scores.entropy)
         if s.kl_in == "loss" and kl_coefficient > 0:
             reference = microbatch.reference_logprobs.masked_fill(~mask, 0.0)
-            columns = scores.logprobs, reference, s.kl_estimator, REFERENCE_LOG_RATIO_LIMIT, tokens.old_logprobs
-            kl = reduce(kl_estimate(*columns))
+            limit, old = REFERENCE_LOG_RATIO_LIMIT, tokens.old_logprobs
+            kl = reduce(kl_estimate(scores.logprobs, reference, s.kl_estimator, limit, old))
             value = value + kl_coefficient * kl
         compared: tuple[Tensor, ...] = ()
         if isinstance(scores, TaughtScores):
@@ -135,8 +136,9 @@ class ActorLoss:
 
     def _weights(self, old_logprobs: Tensor, microbatch: Batch) -> Tensor:
         """[T] of the rollout correction. Those of a response count all of its tokens, rejected ones, too."""
-        columns = old_logprobs, microbatch.rollout_logprobs, microbatch.response_mask, microbatch.cu_seqlens
-        return correction_weights(*columns, self.correction) / self.weight_mean
+        rollout, mask = microbatch.rollout_logprobs, microbatch.response_mask
+        weights = correction_weights(old_logprobs, rollout, mask, microbatch.cu_seqlens, self.correction)
+        return weights / self.weight_mean
 
     def local_counts(self, minibatch: Batch, mask: Tensor) -> Tensor:
         """[2 + K] this replica's `aggregation.local_counts` of a mini-batch, and the tokens of each of K teachers; with

@@ -19,7 +19,7 @@ from megarl.observe.timers import Timers
 from megarl.rewards import by_file, expression
 from megarl.roles.loss_mask import masked_tokens
 from megarl.roles.reward_metrics import step_metrics
-from megarl.roles.teacher_metrics import masks_by_teacher, measured_apart
+from megarl.roles.teacher_output import masks_by_teacher, measured_apart
 
 
 class AdvantageComputer:
@@ -137,13 +137,13 @@ class AdvantageComputer:
         """[T] reward of each token, with a KL penalty of `beta` if it is in the reward."""
         penalty = torch.zeros_like(batch.rollout_logprobs)
         if self.settings.kl_in == "reward" and beta > 0:
-            logprobs = batch.logprobs, batch.reference_logprobs
-            penalty = kl_estimate(*logprobs, self.settings.kl_estimator, REFERENCE_LOG_RATIO_LIMIT)
-        layout = batch.response_mask, batch.cu_seqlens
+            logprobs, reference = batch.need("logprobs"), batch.need("reference_logprobs")
+            penalty = kl_estimate(logprobs, reference, self.settings.kl_estimator, REFERENCE_LOG_RATIO_LIMIT)
+        mask, cu_seqlens = batch.response_mask, batch.cu_seqlens
         if batch.turn_rewards is None:
-            return token_rewards(batch.scores, penalty, beta, *layout)
-        of_turns = (self._turn_weight * batch.turn_rewards).masked_fill(~batch.response_mask, 0.0)
-        return token_rewards(self._rest_of_scores(batch), penalty, beta, *layout) + of_turns
+            return token_rewards(batch.need("scores"), penalty, beta, mask, cu_seqlens)
+        of_turns = (self._turn_weight * batch.turn_rewards).masked_fill(~mask, 0.0)
+        return token_rewards(self._rest_of_scores(batch), penalty, beta, mask, cu_seqlens) + of_turns
 
     def _rest_of_scores(self, batch: Batch) -> Tensor:
         """[N] what a score has besides the environment's rewards; exactly 0 if that is nothing."""
@@ -187,8 +187,10 @@ class AdvantageComputer:
         if batch.reference_logprobs is not None:
             kl = (batch.logprobs - batch.reference_logprobs).masked_fill(~mask, 0.0)
         entropy = torch.zeros_like(kl) if batch.entropy is None else batch.entropy
-        sums = kl.double().sum(), entropy.double()[mask].sum(), mask.sum(), masked_tokens(batch, self.settings)
-        metrics, sequences, of_all = step_metrics(batch, self.settings, self.role_groups, *sums)
+        kl_sum, entropy_sum = kl.double().sum(), entropy.double()[mask].sum()
+        metrics, sequences, of_all = step_metrics(
+            batch, self.settings, self.role_groups, kl_sum, entropy_sum, mask.sum(), masked_tokens(batch, self.settings)
+        )
         kl_sum, entropy, generated, masked = of_all
         if batch.entropy is not None:
             metrics["rollout/entropy"] = entropy / max(generated, 1.0)

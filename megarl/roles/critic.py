@@ -11,10 +11,10 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.mcore.model import forward_pass
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.loss_mask import is_all_masked, loss_mask
+from megarl.roles.passes import token_values
 from megarl.roles.trainable_model import TrainableModel, Update
 
 METRIC_NAMES = ("critic/loss", "critic/clip_fraction")
@@ -45,11 +45,7 @@ class Critic:
             return
         with self.timers.phase(self.name, "values"):
             microbatches = self.trainable_model.microbatches(batch, torch.arange(len(batch)))
-            mb.write_back(batch, "values", self.trainable_model.forward_only(microbatches, self._forward))
-
-    def _forward(self, chunk, microbatch: Batch) -> torch.Tensor:
-        host = microbatch.host_metadata
-        return forward_pass.token_values(chunk, microbatch.tokens, host.lengths, microbatch.routing, host.shared)
+            mb.write_back(batch, "values", self.trainable_model.forward_only(microbatches, token_values))
 
     def update(self, step_batch: StepBatch):
         """Trains on `returns` for `--ppo-epochs` epochs of mini-batches."""
@@ -57,7 +53,8 @@ class Critic:
             return
         with self.timers.phase(self.name, "update"):
             batch = step_batch[self.name]
-            moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
+            values, returns = batch.need("values"), batch.need("returns")
+            moments = explained_variance_moments(values, returns, batch.response_mask)
             self.metrics = {"critic/explained_variance": explained_variance(self.role_groups.dp_all_reduce(moments))}
             passes = mb.updates_of_step(self.settings, batch, step_batch.groups, step_batch.step)
             with self.trainable_model.present_for_updates():
@@ -80,6 +77,6 @@ class Critic:
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         _, update = self.trainable_model.checked_update(
-            microbatches, self._forward, loss, METRIC_NAMES, count, self.update_check.accepts, has_loss
+            microbatches, token_values, loss, METRIC_NAMES, count, self.update_check.accepts, has_loss
         )
         return update

@@ -56,20 +56,18 @@ class Judge:
 
     def __init__(
         self, settings: Settings, config: JudgeConfig, role: RoleSettings, role_groups: RoleGroups,
-        prompts: JudgePrompts, end_ids: tuple[int, ...], weights: PretrainedWeights, vocab_size: int, timers: Timers,
+        prompts: JudgePrompts, weights: PretrainedWeights, timers: Timers,
     ):  # fmt: skip
         """Builds the model, loads its weights and reserves its KV cache. A collective of the role.
-
-        Args:
-            end_ids: tokens that end a judgement.
-            vocab_size: the model's.
 
         Raises:
             UsageError: the KV cache does not hold a prompt and a judgement.
         """
         self.settings, self.config, self.role = settings, config, role
         self.role_groups, self.timers = role_groups, timers
-        self.prompts, self._end_ids = prompts, end_ids
+        self.prompts, tokenizer = prompts, prompts.encoder.tokenizer
+        self._end_ids = tokenizer.end_ids  # of a judgement
+        vocab_size = role.model_vocab_size(tokenizer.vocab_size)
         self.frozen_model = FrozenModel(role, role_groups, vocab_size, timers)
         self.frozen_model.load_pretrained(weights)
         with self.frozen_model.offload.present("weights"):
@@ -122,7 +120,8 @@ class Judge:
         """
         requests = self._requests(step)
         if texts:
-            read = [JudgedText(number, *text) for number, text in zip(sequence_ids, texts, strict=True)]
+            numbered = zip(sequence_ids, texts, strict=True)
+            read = [JudgedText(number, prompt, text) for number, (prompt, text) in numbered]
             requests.ask(read, groups, self._early if for_training else {})
         if self.engine.is_coupled or requests.has_ready:
             self._answer(requests, for_training)
@@ -133,10 +132,11 @@ class Judge:
 
     def _requests(self, step: int, arrivals: ArrivingResponses | None = None) -> JudgeRequests:
         """Requests without questions. `arrivals`: as of `judge_early`."""
-        # Replicas that share experts run their engines together, so none of them may wait for long.
-        seconds = WAIT_SECONDS if self.engine.is_coupled else None
-        parts = self.config, self.prompts, self.role_groups, self._judgement, self.settings.seed, step, self.timers
-        return JudgeRequests(*parts, arrivals, seconds)
+        if arrivals is not None and self.engine.is_coupled:
+            # Replicas that share experts run their engines together, so none of them may wait for long.
+            arrivals.patience = WAIT_SECONDS
+        groups, read, seed = self.role_groups, self._judgement, self.settings.seed
+        return JudgeRequests(self.config, self.prompts, groups, read, seed, step, self.timers, arrivals)
 
     def _answer(self, requests: JudgeRequests, for_training: bool):
         """Has the engine answer all questions. A collective as `judge`."""
@@ -180,7 +180,7 @@ class Judge:
                         if self.config.compares:
                             row["responses"] = [each.sequence for each in answer.read]
                         rows[member].append(row)
-        return [self._mean(*item) for item in zip(rows, problems, strict=True)]
+        return [self._mean(of_response, why) for of_response, why in zip(rows, problems, strict=True)]
 
     def _mean(self, rows: list[dict], problems: list[str]) -> JudgedResponse:
         numbers = [row["number"] for row in rows if row["number"] is not None]

@@ -74,6 +74,7 @@ class ArrivingResponses:
         self._receiver, self._prompts = receiver, prompts
         self._group_of, self._sizes = groups.of(torch.arange(groups.count)).tolist(), groups.sizes.tolist()
         self._decode, self._together = decode, together
+        self.patience: float | None = None  # seconds that a wait for a response may take; None: any time
         self._groups: dict[int, list[JudgedText | None]] = {}  # None: not judged, or an environment has failed
 
     @property
@@ -97,9 +98,9 @@ class ArrivingResponses:
         found = [sorted(filter(None, texts), key=lambda text: text.sequence) for texts in complete]
         return [texts for texts in found if texts]
 
-    def wait(self, seconds: float | None):
-        """Waits for the next response, at most so long; None: without a limit."""
-        self._receiver.wait(seconds)
+    def wait(self):
+        """Waits for the next response, at most `patience`."""
+        self._receiver.wait(self.patience)
 
 
 class JudgeRequests:
@@ -112,20 +113,19 @@ class JudgeRequests:
     def __init__(
         self, config: JudgeConfig, prompts: JudgePrompts, role_groups: RoleGroups,
         read_numbers: Callable[[str, int], Judgement], seed: int, step: int, timers: Timers,
-        arrivals: ArrivingResponses | None = None, wait_seconds: float | None = None,
+        arrivals: ArrivingResponses | None = None,
     ):  # fmt: skip
         """
         Args:
             read_numbers: the judgement with a text about so many responses.
             seed: of the run.
             arrivals: responses that will come, on the leader; None: there are none besides those of `ask`.
-            wait_seconds: that a wait for a response may take; None: any time.
         """
         self.config, self.prompts, self.role_groups = config, prompts, role_groups
         self.answers: dict[QuestionKey, JudgeAnswer] = {}  # on the leader
         self.tokens = 0  # of the judgements so far
         self._read_numbers, self._arrivals = read_numbers, arrivals
-        self._timers, self._wait_seconds = timers, wait_seconds
+        self._timers = timers
         self._seed, self._step = seed + STREAMS, step
         self._ready: deque[tuple[QuestionKey, int]] = deque()  # with the number of the try
         self._running: dict[int, tuple[QuestionKey, int]] = {}  # by the number of the request, on the leader
@@ -134,7 +134,7 @@ class JudgeRequests:
 
     def ask(
         self, texts: Sequence[JudgedText], groups: Sequence[Sequence[int]], known: Mapping[QuestionKey, JudgeAnswer]
-    ):  # fmt: skip
+    ):
         """Adds the questions about some responses, on the leader.
 
         Args:
@@ -199,7 +199,7 @@ class JudgeRequests:
         """Waits for a response. A collective of the replica: none of its ranks is held to compute meanwhile."""
         with self._timers.phase("reward", "wait"):
             if self._arrivals is not None and not self._arrivals.is_done:
-                self._arrivals.wait(self._wait_seconds)
+                self._arrivals.wait()
             self.role_groups.broadcast_number(0)
 
     def ended(self, number: int, completion: Completion):

@@ -75,8 +75,8 @@ class PolicyPrediction:
 
     def state(self, loading: bool = False) -> dict:
         """The layer's checkpoint state, as of `dist_checkpoint.role_state`."""
-        common = self.role_groups.pg_collection, self.role.ranks, loading
-        return dist_checkpoint.role_state(self._name, [self.layer], self.optimizer, {}, *common)
+        groups, ranks = self.role_groups.pg_collection, self.role.ranks
+        return dist_checkpoint.role_state(self._name, [self.layer], self.optimizer, {}, groups, ranks, loading)
 
     def restore(self, loaded: dict | None):
         """Takes the filled state of `state(loading=True)`; without one, or its optimizer, that begins anew."""

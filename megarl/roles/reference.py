@@ -9,10 +9,9 @@ from megarl.mcore.config import kernel_rules, supported_flags
 from megarl.mcore.model.forward_pass import TokenScores
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.timers import Timers
-from megarl.roles.frozen_model import BaseModel, FrozenModel
-from megarl.roles.policy_scores import policy_scores
+from megarl.roles.frozen_model import BaseModel, FrozenModel, WeightRefresh
+from megarl.roles.passes import policy_scores
 from megarl.roles.trainable_model import TrainableModel
-from megarl.roles.weight_refresh import WeightRefresh
 
 # What the actor's model may have of its own: the kernels of an exact rollout, and what backward computes again.
 _OF_THE_ACTOR = {
@@ -74,8 +73,8 @@ class Reference:
         `actor`: its model on this rank, None outside the role.
         """
         if self.settings.reference_update_interval and (actor or self.frozen_model):
-            models = actor, self.frozen_model
-            self._refresh = WeightRefresh(mesh, self.name, *models, self.settings.reference_mixup, self.timers)
+            mixup = self.settings.reference_mixup
+            self._refresh = WeightRefresh(mesh, self.name, actor, self.frozen_model, mixup, self.timers)
 
     def refresh(self, step: int):
         """Takes the actor's weights after the steps that `--reference-update-interval` divides. On the ranks of both;
@@ -89,14 +88,8 @@ class Reference:
 
     def state(self) -> dict:
         """The role's state in a checkpoint, so that a resumed run keeps the same reference."""
-        state = dist_checkpoint.role_state(
-            self.name,
-            self.frozen_model.model,
-            None,
-            {"step": self.step},
-            self.role_groups.pg_collection,
-            self.role.ranks,
-        )
+        model, groups = self.frozen_model.model, self.role_groups.pg_collection
+        state = dist_checkpoint.role_state(self.name, model, None, {"step": self.step}, groups, self.role.ranks)
         return self.frozen_model.offload.on_host(state)
 
     def restore(self, loaded: dict):

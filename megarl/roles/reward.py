@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +14,27 @@ from megarl.comm.early_responses import ResponseReceiver
 from megarl.comm.load_balance import positions_by_group
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import warn
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
-from megarl.rewards.base import Sample, Score, failure, only_turn
+from megarl.rewards.base import Sample, Score, failure
 from megarl.rewards.composition import compose, fail_unscored
 from megarl.rewards.expression import ADAPTIVE, ENVIRONMENT, INFALLIBLE, JUDGE, MODEL, Term
 from megarl.rewards.shaping import Shaped
 from megarl.rewards.verifiers import VerifierSet
-from megarl.roles.episode_turns import turns_of
 from megarl.roles.judge import Judge, JudgedResponse
 from megarl.roles.judge_requests import ArrivingResponses
 from megarl.roles.loss_mask import valid_sequences
 from megarl.roles.reward_expressions import Part, RewardExpressions
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
-from megarl.roles.scored import Scored, no_rows
+from megarl.roles.scored import ReadResponses, Scored, failed_rows, in_order, no_rows, score_fields
 
 
 class Reward:
-    """Scores responses; `rows` holds the samples-file rows of the last call.
+    """Scores responses: fills their batches, and the rows of the step batch.
 
     The leader of each replica decodes its responses and runs the verifiers; a reward model or a judge runs on all
     ranks. With an environment verifiers see the turns of an episode, a reward model and a judge read its whole text. An
@@ -50,27 +47,27 @@ class Reward:
 
     def __init__(
         self, settings: Settings, terms: tuple[Term, ...], role_groups: RoleGroups, tokenizer: Tokenizer,
-        verifiers: VerifierSet, reward_model: RewardModel | None, timers: Timers, judge: Judge | None = None,
-        compares: bool = False,
+        verifiers: VerifierSet, model: RewardModel | Judge | None, timers: Timers, compares: bool = False,
     ):  # fmt: skip
-        """`tokenizer`: the policy's. `reward_model`, `judge`: on the role's ranks, if `terms` contain them. `compares`:
-        the judge reads several responses to a prompt together."""
+        """`tokenizer`: the policy's. `model`: on the role's ranks, if `terms` have one. `compares`: the judge reads
+        several responses to a prompt together."""
         self.settings, self.terms = settings, terms
         self._expressions = RewardExpressions(settings, role_groups)
         self.needs_whole_groups = verifiers.needs_whole_groups or compares or self._expressions.has(ADAPTIVE)
         self.drops = settings.reward_failure == "drop" and any(term.name not in INFALLIBLE for term in terms)
         self.role_groups, self.timers = role_groups, timers
         self.tokenizer, self.verifiers = tokenizer, verifiers
-        self.reward_model, self.judge = reward_model, judge
+        self.reward_model = model if isinstance(model, RewardModel) else None
+        self.judge = model if isinstance(model, Judge) else None
         self.moments = RunningMoments()  # of the reward model's scores of training responses
         self._failure_windows = {term.name: FailureWindow(settings.reward_max_failures) for term in terms}
         self._warned: set[str] = set()  # verifiers of whose failures the user was told
-        self.rows: list[dict]
+        self.running: StepBatch | None = None  # whose responses are being scored
         self.begin_step()
 
     def begin_step(self):
-        """Resets the step's statistics and rows."""
-        self._statistics, self.rows = RewardStatistics(self.role_groups, self.terms), []
+        """Resets the step's statistics."""
+        self._statistics = RewardStatistics(self.role_groups, self.terms)
         if self.judge:
             self.judge.begin_step()
 
@@ -106,9 +103,8 @@ class Reward:
         self.judge.judge_early(arrivals, step)
 
     def score(self, step_batch: StepBatch, for_training: bool = True):
-        """Fills `scores` and `correct`, unless the batcher has already done so for a group filter.
-
-        Empties `response_mask` of responses that have no score.
+        """Fills `scores` and `correct`, and on leaders the step batch's `rows`, unless the batcher has already done so
+        for a group filter. Empties `response_mask` of responses that have no score.
 
         `for_training`: False for evaluation and greedy baselines, which get raw reward-model scores and leave the
         running moments and the statistics unchanged.
@@ -126,23 +122,24 @@ class Reward:
                 valid = valid_sequences(batch, self.settings)
                 scored = batch.select(valid.nonzero().flatten())
             found = no_rows(len(batch), self.settings, batch.tokens.device)
-            places, self.rows = valid.nonzero().flatten(), []
+            places, self.running, step_batch.rows = valid.nonzero().flatten(), step_batch, []
             for part in self._expressions.parts(scored, step_batch.prompts, step_batch.count):
                 own = scored if len(part.positions) == len(scored) else scored.select(part.positions)
                 found[places[part.positions]] = self._score_part(part, own, step_batch, for_training)
             if self.judge and for_training:
                 self.judge.forget_early()
             if self.role_groups.is_leader:
-                self.rows = sorted(
-                    self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
-                )
+                step_batch.rows = in_order(step_batch.rows + failed_rows(batch, valid, step_batch.prompts))
             Scored.of_rows(self.role_groups.broadcast(found)).fill(batch, self.drops)
+            self.running = None
 
     def _score_part(self, part: Part, batch: Batch, step_batch: StepBatch, for_training: bool) -> Tensor:
-        """`Scored.rows` of the responses to a part of the prompts, on the leader; zeros on other ranks. Adds to `rows`.
-        A collective of the role."""
-        texts = self._texts(batch, step_batch.prompts) if self.role_groups.is_leader else None
-        model_scores = judged = None
+        """`Scored.rows` of the responses to a part of the prompts, on the leader; zeros on other ranks. Adds to the
+        step batch's `rows`. A collective of the role."""
+        model_scores = judged = read = texts = None
+        if self.role_groups.is_leader:
+            read = self._read(batch, step_batch.prompts)
+            texts = read.texts
         if self.reward_model and MODEL in part.expression.names:
             with self.timers.phase(self.name, MODEL):
                 model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
@@ -152,14 +149,14 @@ class Reward:
             judged = self.judge.judge(texts, numbers, groups, step_batch.step, for_training)
         if not self.role_groups.is_leader:
             return no_rows(len(batch), self.settings, batch.tokens.device)
-        scored = self._scores(part, texts, model_scores, judged, batch, step_batch, for_training)
+        before = step_batch.rows
+        step_batch.rows = before + read.rows  # a verifier that ends the run leaves them
+        scored, rows = self._scores(part, read, model_scores, judged, batch, step_batch, for_training)
+        step_batch.rows = before + rows
         return scored.rows().to(batch.tokens.device)
 
-    def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
-        sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
-        responses = [self.tokenizer.decode(tokens[start:].tolist()) for tokens, start in sequences]
-        # A prompt of its own for each response: a verifier may change its metadata.
-        return list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
+    def _read(self, batch: Batch, prompts: PromptSet) -> ReadResponses:
+        return ReadResponses.of(batch, prompts, self.tokenizer, has_turns=self.settings.environment is not None)
 
     def _model_scores(self, texts, batch: Batch, count: int, for_training: bool) -> Tensor:
         """[2, N] reward-model scores of the replica's responses: raw, and normalized and clipped. Collective."""
@@ -181,14 +178,13 @@ class Reward:
         return scores[is_scored > 0]
 
     def _scores(
-        self, part: Part, texts, model_scores: Tensor | None, judged: list[JudgedResponse] | None, batch: Batch,
-        step_batch: StepBatch, for_training: bool,
-    ) -> Scored:  # fmt: skip
-        """The scores of the responses, on the host; adds to `rows`. A collective of the replica leaders."""
-        samples, (terms, names, shaping) = self._samples(texts, batch), part.expression
+        self, part: Part, read: ReadResponses, model_scores: Tensor | None, judged: list[JudgedResponse] | None,
+        batch: Batch, step_batch: StepBatch, for_training: bool,
+    ) -> tuple[Scored, list[dict]]:  # fmt: skip
+        """(scores of the responses, on the host; their rows of the samples file). A collective of the replica
+        leaders."""
+        (_, samples, rows), (terms, names, shaping) = read, part.expression
         groups = positions_by_group(batch.sequence_ids.tolist(), step_batch.groups)
-        before, rows = self.rows, self._unscored_rows(texts, samples, batch)
-        self.rows = before + rows  # a verifier that ends the run leaves them
         columns, failures = self.verifiers.score(samples, groups, names), self.verifiers.failures
         reasons = self.verifiers.reasons
         if for_training:
@@ -225,14 +221,13 @@ class Reward:
         parts = self._parts_of(terms, columns, penalties, len(batch))
         if penalties is not None:
             weighted = (self.settings.overlong_penalty * penalties).tolist()
-            scores = [_with_component(*item) for item in zip(scores, weighted, strict=True)]
-        values = [{name: column[i] for name, column in values.items()} for i in positions]
-        scored = map(_scored, scores, values)
-        self.rows = before + [row | more for row, more in zip(rows, scored, strict=True)]
+            scores = [_with_component(score, penalty) for score, penalty in zip(scores, weighted, strict=True)]
+        given = [{name: column[i] for name, column in values.items()} for i in positions]
+        rows = [row | score_fields(score, of_terms) for row, score, of_terms in zip(rows, scores, given, strict=True)]
         rewards = torch.tensor([score.reward for score in scores], dtype=torch.float64)
         verdicts = torch.tensor([score.correct for score in scores], dtype=torch.bool)
         of_parts = torch.tensor(parts, dtype=torch.float64).reshape(len(parts), len(self.settings.part_weights))
-        return Scored(rewards, verdicts, torch.tensor(counted, dtype=torch.bool), of_parts)
+        return Scored(rewards, verdicts, torch.tensor(counted, dtype=torch.bool), of_parts), rows
 
     def _judged(
         self, samples: list[Sample], judged: list[JudgedResponse], rows: list[dict]
@@ -252,19 +247,8 @@ class Reward:
     def unscored_rows(self, batch: Batch, prompts: PromptSet) -> list[dict]:
         """Rows of responses that this rank holds, without scores; for the samples of a step that failed."""
         valid = valid_sequences(batch, self.settings)
-        scored = batch.select(valid.nonzero().flatten())
-        texts = self._texts(scored, prompts)
-        rows = self._unscored_rows(texts, self._samples(texts, scored), scored)
-        return sorted(rows + _failed_rows(batch, valid, prompts), key=lambda row: row["sequence"])
-
-    def _unscored_rows(self, texts: list[tuple[Prompt, str]], samples: list[Sample], batch: Batch) -> list[dict]:
-        rows = [_row(*item) for item in zip(batch.sequence_ids.tolist(), samples, strict=True)]
-        if self.settings.environment is None:
-            return rows
-        return [
-            row | {"response": text, "turns": sample.turns}
-            for row, sample, (_, text) in zip(rows, samples, texts, strict=True)
-        ]
+        read = self._read(batch.select(valid.nonzero().flatten()), prompts)
+        return in_order(read.rows + failed_rows(batch, valid, prompts))
 
     def _warn(self, failures: dict[str, list[str]], count: int, drops: bool):
         """Says once for each verifier and the judge that it failed, where, and what becomes of such responses."""
@@ -293,7 +277,7 @@ class Reward:
 
     def _parts_of(
         self, terms: tuple[Term, ...], columns: dict[str, list[Score]], penalties: Tensor | None, count: int
-    ) -> list[list[float]]:  # fmt: skip
+    ) -> list[list[float]]:
         """Parts of each response's reward, in the order of `Settings.part_weights`, NaN of a term that abstains; [] if
         there are not several."""
         if not self.settings.part_weights:
@@ -302,24 +286,15 @@ class Reward:
         parts += [] if penalties is None else [penalties.tolist()]
         if len(parts) != len(self.settings.part_weights):  # another reward of a mixture; then no estimator reads parts
             return [[0.0] * len(self.settings.part_weights) for _ in range(count)]
-        return [list(of_response) for of_response in zip(*parts, strict=True)]
+        return [[column[i] for column in parts] for i in range(count)]
 
     def _shaped(self, batch: Batch, prompts: PromptSet) -> list[Shaped]:
         """What the shaping terms read. As for `--max-response-length`, all turns and observations of an episode count
         as its length; its tokens are the policy's."""
         shares = ((batch.lengths - batch.prompt_lengths).double() / self._limits(batch, prompts)).tolist()
         written = batch.tokens[batch.response_mask].cpu().split(batch.response_lengths.tolist())
-        columns = shares, batch.finished.tolist(), (tokens.tolist() for tokens in written)
-        return [Shaped(*item) for item in zip(*columns, strict=True)]
-
-    def _samples(self, texts: list[tuple[Prompt, str]], batch: Batch) -> list[Sample]:
-        if self.settings.environment is None:
-            turns = [only_turn(response) for _, response in texts]
-        else:
-            turns = turns_of(batch, self.tokenizer)
-        prompts = [prompt for prompt, _ in texts]
-        columns = zip(prompts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
-        return [_sample(*item) for item in columns]
+        columns = zip(shares, batch.finished.tolist(), (tokens.tolist() for tokens in written), strict=True)
+        return [Shaped(share, finished, tokens) for share, finished, tokens in columns]
 
 
 def _value(score: Score) -> float | None:
@@ -334,53 +309,6 @@ def _environment_scores(batch: Batch) -> list[Score]:
         Score(reward=reward, correct=bool(solved))
         for reward, solved in zip(rewards, batch.solved.tolist(), strict=True)
     ]
-
-
-def _failed_rows(batch: Batch, valid: Tensor, prompts: PromptSet) -> list[dict]:
-    """Rows of the episodes whose environment failed."""
-    failed = (~valid).nonzero().flatten()
-    columns = zip(batch.sequence_ids[failed].tolist(), batch.prompt_ids[failed].tolist(), strict=True)
-    samples = [(number, _sample(prompts[line], turns=[], finished=False, tokens=0)) for number, line in columns]
-    nothing = Score(reward=0.0, correct=False)
-    more = {**_scored(nothing, {}), "turns": [], "failed": True}
-    return [_row(number, sample) | more for number, sample in samples]
-
-
-def _sample(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens: int) -> Sample:
-    """`turns`: of the response; [] if its environment failed."""
-    return Sample(
-        prompt=prompt.text, response=turns[-1]["text"] if turns else "", answer=prompt.answer,
-        metadata=prompt.metadata, finished=finished, messages=prompt.conversation, tokens=tokens, turns=turns,
-        columns=prompt.columns,
-    )  # fmt: skip
-
-
-def _row(number: int, sample: Sample) -> dict:
-    """The row of a response that has no score yet."""
-    return {
-        "sequence": number,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "answer": sample.answer,
-        "reward": None,
-        "correct": None,
-        "reward_parts": {},
-        "reward_values": {},
-        "extracted": None,
-        "length": sample.tokens,
-        "finished": sample.finished,
-    }
-
-
-def _scored(score: Score, values: dict[str, float | None]) -> dict:
-    """The fields of a row that a score sets. `values`: what each term gave, None of one that abstains."""
-    return {
-        "reward": score.reward,
-        "correct": score.correct,
-        "reward_parts": score.parts,
-        "reward_values": values,
-        "extracted": score.extracted,
-    }
 
 
 def _with_component(score: Score, penalty: float) -> Score:

@@ -12,9 +12,9 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.model import forward_pass
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import FrozenModel
+from megarl.roles.passes import sequence_scores
 
 TEXT_FIELDS = ["tokens", "prompt_ids", "prompt_lengths"]  # of a batch to score, besides sequence ids and lengths
 
@@ -84,12 +84,7 @@ class RewardModel:
 def _scores(batch: Batch, member: FrozenModel) -> Tensor:
     """[N] float64 scores of a batch by one model."""
     scores = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
-    for values, positions in member.forward_only(batch, _forward):
+    for values, positions in member.forward_only(batch, sequence_scores):
         if len(positions):
             scores[positions] = values.double()
     return scores
-
-
-def _forward(chunk, microbatch: Batch) -> Tensor:
-    host = microbatch.host_metadata
-    return forward_pass.sequence_scores(chunk, microbatch.tokens, host.lengths, microbatch.routing, host.shared)

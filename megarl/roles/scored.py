@@ -1,12 +1,20 @@
-"""What the reward role says about responses: one record from the verifiers to the batch."""
+"""What the reward role says about responses: a record of scores from the verifiers to the batch, and the rows of the
+samples file, with what verifiers, judges and people read.
+"""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megarl.algorithms.packed import turn_numbers
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import PromptSet
+from megarl.data.tokenizers import Tokenizer
+from megarl.rewards.base import Sample, Score, only_turn
 from megarl.roles.loss_mask import valid_sequences, without_unscored
 
 
@@ -26,8 +34,9 @@ class Scored(NamedTuple):
     @classmethod
     def of_batch(cls, batch: Batch, settings: Settings) -> "Scored":
         """From the fields of a batch that is scored."""
-        parts = batch.scores.new_zeros(len(batch), 0) if batch.reward_parts is None else batch.reward_parts
-        return cls(batch.scores.double(), batch.correct, valid_sequences(batch, settings), parts.double())
+        scores = batch.need("scores")
+        parts = scores.new_zeros(len(batch), 0) if batch.reward_parts is None else batch.reward_parts
+        return cls(scores.double(), batch.need("correct"), valid_sequences(batch, settings), parts.double())
 
     def rows(self) -> Tensor:
         """[N, 3 + K] float64, in which ranks exchange them."""
@@ -46,3 +55,108 @@ class Scored(NamedTuple):
 def no_rows(count: int, settings: Settings, device) -> Tensor:
     """[count, 3 + K] zeros for `Scored.rows`, of responses that another rank scores."""
     return torch.zeros(count, 3 + len(settings.part_weights), dtype=torch.float64, device=device)
+
+
+class ReadResponses(NamedTuple):
+    """The responses of a batch as text."""
+
+    texts: list[tuple[Prompt, str]]  # prompt and whole text, for a reward model or a judge
+    samples: list[Sample]  # for verifiers
+    rows: list[dict]  # of the samples file, without scores
+
+    @classmethod
+    def of(cls, batch: Batch, prompts: PromptSet, tokenizer: Tokenizer, has_turns: bool) -> "ReadResponses":
+        """`has_turns`: they are episodes of an environment."""
+        sequences = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
+        responses = [tokenizer.decode(tokens[start:].tolist()) for tokens, start in sequences]
+        # A prompt of its own for each response: a verifier may change its metadata.
+        texts = list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
+        turns = turns_of(batch, tokenizer) if has_turns else [only_turn(response) for response in responses]
+        columns = zip(texts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
+        samples = [sample_of(prompt, of_response, ends, tokens) for (prompt, _), of_response, ends, tokens in columns]
+        rows = [_row(number, each) for number, each in zip(batch.sequence_ids.tolist(), samples, strict=True)]
+        if has_turns:
+            for row, sample, response in zip(rows, samples, responses, strict=True):
+                row |= {"response": response, "turns": sample.turns}
+        return cls(texts, samples, rows)
+
+
+def in_order(rows: list[dict]) -> list[dict]:
+    """Rows by the number of their sequence."""
+    return sorted(rows, key=lambda row: row["sequence"])
+
+
+def failed_rows(batch: Batch, valid: Tensor, prompts: PromptSet) -> list[dict]:
+    """Rows of the episodes whose environment failed."""
+    failed = (~valid).nonzero().flatten()
+    columns = zip(batch.sequence_ids[failed].tolist(), batch.prompt_ids[failed].tolist(), strict=True)
+    samples = [(number, sample_of(prompts[line], turns=[], finished=False, tokens=0)) for number, line in columns]
+    nothing = Score(reward=0.0, correct=False)
+    more = {**score_fields(nothing, {}), "turns": [], "failed": True}
+    return [_row(number, sample) | more for number, sample in samples]
+
+
+def sample_of(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens: int) -> Sample:
+    """The sample of a response for verifiers. `turns`: of the response; [] if its environment failed."""
+    return Sample(
+        prompt=prompt.text, response=turns[-1]["text"] if turns else "", answer=prompt.answer,
+        metadata=prompt.metadata, finished=finished, messages=prompt.conversation, tokens=tokens, turns=turns,
+        columns=prompt.columns,
+    )  # fmt: skip
+
+
+def _row(number: int, sample: Sample) -> dict:
+    """The row of a response that has no score yet."""
+    return {
+        "sequence": number,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "answer": sample.answer,
+        "reward": None,
+        "correct": None,
+        "reward_parts": {},
+        "reward_values": {},
+        "extracted": None,
+        "length": sample.tokens,
+        "finished": sample.finished,
+    }
+
+
+def score_fields(score: Score, values: dict[str, float | None]) -> dict:
+    """The fields of a row that a score sets. `values`: what each term gave, None of one that abstains."""
+    return {
+        "reward": score.reward,
+        "correct": score.correct,
+        "reward_parts": score.parts,
+        "reward_values": values,
+        "extracted": score.extracted,
+    }
+
+
+def turns_of(batch: Batch, tokenizer: Tokenizer) -> list[list[dict[str, Any]]]:
+    """For each sequence the records of its turns, as `Sample.turns`; needs `turn_rewards`.
+
+    A turn's text has no special tokens, and so not the token that ended it.
+    """
+    mask = batch.response_mask if batch.forced is None else batch.response_mask | batch.forced
+    numbers = turn_numbers(mask, batch.cu_seqlens)
+    lengths = batch.lengths.tolist()
+    split = [field.cpu().split(lengths) for field in (batch.tokens, numbers, batch.need("turn_rewards"))]
+    return [
+        list(_turns(tokens.tolist(), of_sequence.tolist(), rewards.tolist(), tokenizer))
+        for tokens, of_sequence, rewards in zip(split[0], split[1], split[2], strict=True)
+    ]
+
+
+def _turns(
+    tokens: list[int], numbers: list[int], rewards: list[float], tokenizer: Tokenizer
+) -> Iterator[dict[str, Any]]:
+    """`numbers`: the turn of each token, −1 outside of turns."""
+    begins = [numbers.index(turn) for turn in range(max(numbers, default=-1) + 1)]
+    for turn, (begin, following) in enumerate(zip(begins, [*begins[1:], None], strict=True)):
+        end = begin + numbers.count(turn)
+        yield {
+            "text": tokenizer.decode(tokens[begin:end]),
+            "observation": tokenizer.decode(tokens[end:following]),
+            "reward": sum(rewards[begin:end]),  # it has one, at the last token that the policy has chosen
+        }

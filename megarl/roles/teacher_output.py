@@ -1,4 +1,6 @@
-"""The teachers' output layers on the policy's ranks, for a divergence over the whole vocabulary."""
+"""The teachers as the policy's ranks see them: their output layers, for a divergence over the whole vocabulary, and the
+metrics of distillation, with several teachers those of each teacher's tokens.
+"""
 
 import numpy as np
 import torch
@@ -14,7 +16,36 @@ from megarl.mcore.kernels.head_divergence import TeacherHead
 from megarl.mcore.model.forward_pass import TeacherRows
 from megarl.mcore.model.gpt import ModelChunks
 from megarl.mcore.weights.head_transfer import HeadCopy
-from megarl.roles.teachers import Teachers
+from megarl.roles.teacher import Teachers
+
+DISTILL_NAMES = (
+    "distill/divergence", "distill/forward_kl", "distill/reverse_kl", "distill/top1_agreement", "teacher/logprob"
+)  # fmt: skip
+
+
+def measured_apart(settings: Settings) -> tuple[str, ...]:
+    """The teachers that have metrics of their own: those of `--teachers`, if they are several."""
+    names = settings.teacher_names
+    return names if len(names) > 1 else ()
+
+
+def names_by_teacher(names: tuple[str, ...], teachers: tuple[str, ...]) -> tuple[str, ...]:
+    """`distill/divergence/math` and so on: all names of the first teacher, then of the next."""
+    return tuple(f"{name}/{teacher}" for teacher in teachers for name in names)
+
+
+def masks_by_teacher(batch: Batch, mask: Tensor, teachers: tuple[str, ...]) -> list[Tensor]:
+    """[T] bool for each teacher: the tokens of `mask` [T] whose teacher it is."""
+    if not teachers:
+        return []
+    of_tokens = batch.teacher_ids.repeat_interleave(batch.lengths, output_size=len(mask))
+    return [mask & (of_tokens == number) for number in range(len(teachers))]
+
+
+def token_counts(batch: Batch, mask: Tensor, teachers: tuple[str, ...]) -> Tensor:
+    """[K] float64: the tokens of `mask` of each of K teachers."""
+    counts = [of_teacher.sum() for of_teacher in masks_by_teacher(batch, mask, teachers)]
+    return torch.stack(counts).double() if counts else torch.zeros(0, dtype=torch.float64, device=mask.device)
 
 
 class TeacherOutput:
@@ -32,18 +63,16 @@ class TeacherOutput:
         divergence = Divergence(settings.distill_divergence, settings.distill_beta)
         self._dtypes = [role.megatron.params_dtype for role in models.models]
         self._model_of = np.array(models.model_of, np.int64)
-        groups = mesh[ACTOR].pg_collection, mesh.channel(teachers.name)
+        groups, channel = mesh[ACTOR].pg_collection, mesh.channel(teachers.name)
         held = teachers.frozen_models or [None] * len(models.models)
         self._copies = [
-            HeadCopy(frozen, policy, *groups, dtype) for frozen, dtype in zip(held, self._dtypes, strict=True)
+            HeadCopy(frozen, policy, groups, channel, dtype) for frozen, dtype in zip(held, self._dtypes, strict=True)
         ]
         self._heads = [
-            TeacherHead(
-                copy.weight, settings.teacher_temperature, role.megatron.final_logit_softcapping, divergence
-            )
+            TeacherHead(copy.weight, settings.teacher_temperature, role.megatron.final_logit_softcapping, divergence)
             for copy, role in zip(self._copies, models.models, strict=True)
             if copy.weight is not None
-        ]  # fmt: skip
+        ]
 
     def refresh(self):
         """Copies the present output layers again. A collective of the ranks of teacher and actor."""

@@ -14,39 +14,17 @@ from megarl.batch import Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
-from megarl.mcore import device
-from megarl.mcore.attention import packing
 from megarl.mcore.lora import adapter, peft_files, stored
 from megarl.mcore.memory import offload
-from megarl.mcore.model import forward_pass, gpt
-from megarl.mcore.parallel import pipeline
+from megarl.mcore.model import gpt
 from megarl.mcore.training import optimizer, parameter_groups
 from megarl.mcore.training.weight_average import WeightAverage
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.roles.passes import forward_only, run_microbatches
 from megarl.roles.policy_prediction import PolicyPrediction
 from megarl.router_replay.router_state import Microbatches, RouterState
-
-
-def _run_microbatches(stages, microbatches: Microbatches, forward, loss, pg_collection, train: bool) -> list:
-    is_sequence_parallel, host = stages[0].config.sequence_parallel, [m.host_metadata for m, _ in microbatches]
-    return pipeline.run_microbatches(
-        stages, [m for m, _ in microbatches], forward, loss, pg_collection, train,
-        rows=[packing.hidden_rows(h.lengths, h.shared, pg_collection, is_sequence_parallel) for h in host],
-    )  # fmt: skip
-
-
-def _as_result(output, microbatch):
-    # Where the model is: with experts Megatron multiplies it by the optimizer's loss scale.
-    return torch.zeros((), device=device.device()), output
-
-
-def forward_only(stages, microbatches: Microbatches, forward, pg_collection) -> list:
-    """Runs `forward(chunk, micro-batch)` without gradients: [(result, positions)] on every rank."""
-    with forward_pass.inference_mode(stages):
-        results = _run_microbatches(stages, microbatches, forward, _as_result, pg_collection, train=False)
-    return [(result, positions) for result, (_, positions) in zip(results, microbatches, strict=True)]
 
 
 class Update(NamedTuple):
@@ -161,8 +139,9 @@ class TrainableModel:
         with self.offload.present("weights"):
             gathered = stored.gather_factors(self.model, self.role_groups.pg_collection)
         if gathered is not None:
-            base, model = str(self.role.hf_model.folder.path), (self.role.megatron, self.role.hf_model.family)
-            peft_files.write_adapter(folder, self.role.lora, *gathered, base, *model)
+            factors, head = gathered
+            args, known = self.role.megatron, self.role.hf_model
+            peft_files.write_adapter(folder, self.role.lora, factors, head, str(known.folder.path), args, known.family)
 
     def export_hf(self, folder: Path, files: Mapping[str, bytes]):
         """Writes the model as a Hugging Face folder like the one it came from. A collective of the role.
@@ -207,7 +186,7 @@ class TrainableModel:
             pg_collection = self.role_groups.pg_collection
             if self._trains_prediction:
                 self.prediction.begin_update([microbatch for microbatch, _ in microbatches])
-            results = _run_microbatches(self.wrapped, microbatches, forward, loss, pg_collection, train=True)
+            results = run_microbatches(self.wrapped, microbatches, forward, loss, pg_collection, train=True)
             if self._trains_prediction:
                 self.prediction.end_update()
             self.router_state.add_statistics(microbatches, trained=True)
@@ -313,11 +292,12 @@ class TrainableModel:
             has_average: whether the checkpoint has the moving average, too, if one is kept.
         """
         fingerprint, pg_collection = self._fingerprint(), self.role_groups.pg_collection
+        name, ranks = self.role.name, self.role.ranks
         with self.offload.present("weights", "optimizer"):  # a distributed optimizer gathers its state
-            common = pg_collection, self.role.ranks, loading
-            state = dist_checkpoint.role_state(self.role.name, self.model, self.optimizer, extra | fingerprint, *common)
+            plain = extra | fingerprint
+            state = dist_checkpoint.role_state(name, self.model, self.optimizer, plain, pg_collection, ranks, loading)
             if self.average is not None and has_average:
-                state["average"] = self.average.state(self.role.name, fingerprint, *common)
+                state["average"] = self.average.state(name, fingerprint, pg_collection, ranks, loading)
             if self.prediction is not None:
                 state[dist_checkpoint.PREDICTION] = self.prediction.state(loading)
         return self.offload.on_host(state)

@@ -75,6 +75,7 @@ class RolloutBatcher:
         self.settings, self.mesh, self.timers = rollout.settings, rollout.mesh, rollout.timers
         self.reward, self.prompts, self.hidden_size = reward, prompts, hidden_size
         self.metrics: dict[str, float] = {}
+        self.rows: list[dict] = []  # of the samples file: what was scored before the step's batch was full
         generates, others = rollout.role_groups.ranks, {*range(self.mesh.size)} - {*rollout.role_groups.ranks}
         self._announcements = Announcements("batches", generates.start, others)
         self._scorer = RoundScorer(self.settings, self.mesh, reward, prompts, self.timers)
@@ -100,8 +101,8 @@ class RolloutBatcher:
         if step > self.settings.train_iters:
             return None
         self._scorer.begin_step()
+        self.rows = self._scorer.rows  # to which each round adds
         responses, header = (None, self._follow(step)) if self.collector is None else self._collect(step)
-        self.reward.rows = self._scorer.rows
         return None if header is None else self._step_batch(step, responses, header)
 
     def forget(self, step: int):
@@ -227,6 +228,7 @@ class ScoringBatcher(RolloutBatcher):
             batch.dispatch(self.reward.name)
             self.reward.score(batch)
             batch.wait_sends()
+            self.rows = self.rows or batch.rows
             if batch[self.reward.name] is not None:
                 metrics, _, _ = step_metrics(batch[self.reward.name], self.settings, self.mesh[self.reward.name])
                 self.metrics |= metrics

@@ -20,7 +20,6 @@ from megarl.batch import FIELDS, Batch, concatenate
 from megarl.checkpoint import manifest as manifests
 from megarl.checkpoint.resume import is_held_out
 from megarl.comm.role_mesh import RoleGroups
-from megarl.entry_kinds import Each, fits
 from megarl.errors import UsageError, one_line
 from megarl.groups import PromptGroups
 from megarl.mcore import device
@@ -28,6 +27,7 @@ from megarl.measurements import is_metric
 from megarl.observe.files import step_name, step_of, sync_directory
 from megarl.observe.terminal import ranges_text
 from megarl.plain_files import reason_of
+from megarl.plain_values import Each, fits
 from megarl.rollout import response_log
 from megarl.rollout.replica_batch import gather_layers, own_share
 from megarl.rollout.response_log import Entry

@@ -86,7 +86,7 @@ class RoundScorer:
         responses, reward_sum, shares = 0, 0.0, None
         groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
         if self._scores_all:
-            rows = self._score(batch, groups, step)
+            rows, of_file = self._score(batch, groups, step)
             if batch is not None:
                 Scored.of_rows(rows[batch.sequence_ids]).fill(batch, drops=True)
             scored = Scored.of_rows(groups.padded(rows))  # zeros do not count
@@ -101,27 +101,28 @@ class RoundScorer:
         if found.kept is not None:
             keep = torch.tensor(found.kept, dtype=torch.bool)
         if self._scores_all:
-            self.rows += self._rows_of_round(groups, keep)
+            self.rows += self._rows_of_round(of_file, groups, keep)
         self._responses += groups.count
         return RoundScores(keep, responses, reward_sum, shares)
 
     def _set_baselines(self, found: GenerationRound, step: int):
         """Scores the greedy responses: each is the baseline of its prompt's group."""
-        rows = self._score(found.greedy, PromptGroups.equal(len(found.lines), 1), step, for_training=False)
+        rows, _ = self._score(found.greedy, PromptGroups.equal(len(found.lines), 1), step, for_training=False)
         if found.batch is not None:
             groups = PromptGroups(self.prompts.group_sizes(found.lines, self.settings.samples_per_prompt))
             own = Scored.of_rows(rows[groups.of(found.batch.sequence_ids)])
             found.batch.baseline_scores = own.reward.float()
             found.batch.response_mask = without_unscored(found.batch, own.counts)
 
-    def _score(self, batch: Batch | None, groups: PromptGroups, step: int, for_training: bool = True) -> Tensor:
-        """`Scored.rows` of a round's responses, on all ranks that take part."""
+    def _score(
+        self, batch: Batch | None, groups: PromptGroups, step: int, for_training: bool = True
+    ) -> tuple[Tensor, list[dict]]:
+        """(`Scored.rows` of a round's responses, on all ranks that take part; this rank's rows of the samples file)."""
         count, dp_assignment = groups.count, load_balance.round_robin_assignment(self.mesh, groups)
         role = ROLLOUT if batch is not None else self.reward.name
         with self.timers.phase(self.mesh[role].model_role, "exchange"):
             dp_assignment |= {ROLLOUT: dp_assignment_of(batch, count, self.mesh[ROLLOUT])}
-        of_round = batch, step, self.prompts, groups
-        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, *of_round, self.settings)
+        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, groups, self.settings)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training)
         rows = no_rows(count, self.settings, device.device())
@@ -131,15 +132,12 @@ class RoundScorer:
         with step_batch.exchange_phase("reward", ROLLOUT):
             dist.all_reduce(rows, group=self.mesh.channel("scores"))
             step_batch.wait_sends()
-        return rows
+        return rows, step_batch.rows
 
-    def _rows_of_round(self, groups: PromptGroups, keep: Tensor) -> list[dict]:
-        """Samples-file rows of the round just scored, with sequence numbers that are unique in the step."""
+    def _rows_of_round(self, rows: list[dict], groups: PromptGroups, keep: Tensor) -> list[dict]:
+        """Samples-file rows of a round, with sequence numbers that are unique in the step."""
         kept = groups.expand(keep).tolist()
-        return [
-            row | {"sequence": row["sequence"] + self._responses, "kept": kept[row["sequence"]]}
-            for row in self.reward.rows
-        ]
+        return [row | {"sequence": row["sequence"] + self._responses, "kept": kept[row["sequence"]]} for row in rows]
 
 
 def _means(values: Tensor, valid: Tensor) -> Tensor:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.arguments import Settings
-from megarl.entry_kinds import Each, fits, is_count
 from megarl.errors import UsageError
-from megarl.numbers import is_whole
 from megarl.observe.files import write_atomically
 from megarl.plain_files import open_bytes, parse_json, reading
+from megarl.plain_values import Each, fits, is_count, is_whole
 
 FOLDER = "schedule"
 MAX_LINE = 2**28  # bytes
@@ -39,7 +38,7 @@ def _is_id(name: str) -> bool:
     return name == "0" or name.isascii() and name.isdigit() and name[0] != "0" and len(name) < 16
 
 
-# What lines are (`entry_kinds`). A schema, since whoever edits a line can write its checksum, too.
+# What lines are (`plain_values`). A schema, since whoever edits a line can write its checksum, too.
 _RUN = {"run": {"seed": int, "data": Each(str), "settings": dict}}
 _ROUND = {
     "step": is_count, "round": is_count, "weights": _is_pair, "groups": (None, [is_count]),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megarl.unicode_text import is_unicode, whole_unicode
+from megarl.plain_values import is_unicode, whole_unicode
 
 MAX_CALLS = 128  # that are read of a turn; more are an error
 MAX_DEPTH = 64  # levels of arguments: what passes them on to an environment may be recursive

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megarl import plugins, process_state
+from megarl import plugins
 from megarl.data.messages import tool_call
 from megarl.errors import UsageError
 from megarl.tool_formats import FORMATS
@@ -34,9 +34,9 @@ def load_format(name: str) -> ToolFormat:
     if name in FORMATS:
         return FORMATS[name]
     caller = f"{FLAG} {name}"
-    with process_state.kept(caller):
+    with plugins.kept(caller):
         parser = plugins.load(FLAG, name, dict.fromkeys([AUTO, *FORMATS]), takes=("text",))
-    return user_format(process_state.keeping(caller, parser))
+    return user_format(plugins.keeping(caller, parser))
 
 
 def name_of(value: str, template: "ChatTemplate | None") -> str:

@@ -1,20 +1,27 @@
-"""Checks of a run's environments before any work starts."""
+"""A run's environments: what is checked of them before any work starts, and the HTTP process of sessions."""
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.arguments import Settings
+from megarl.comm.role_mesh import RoleGroups
 from megarl.data import node_files
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
+from megarl.environments.calls import TO_LEADERS
 from megarl.environments.loading import AGENT, KINDS, TOOLS, check_factories
+from megarl.environments.sessions.session_pool import SessionPool
 from megarl.errors import UsageError, warn_as_first
 from megarl.serving.configuration import check_listening
+from megarl.serving.frontend_process import start_process
 from megarl.tool_formats.chosen_format import load_format, name_of, unread_calls
 
 if TYPE_CHECKING:
+    from megarl.environments.sessions.front import SessionsConfig
+if TYPE_CHECKING:  # it needs packages that other environments do not
     from megarl.environments.sessions.front import SessionsConfig
 
 
@@ -76,7 +83,7 @@ def _kinds(settings: Settings, names: list[str]) -> list[str]:
         refused = {
             "--credit turns": settings.credit == "turns",
             "--partial-rollouts with --router-replay rollout": with_routes,
-        }  # fmt: skip
+        }
         if flags := [flag for flag, is_set in refused.items() if is_set]:
             name = names[kinds.index(AGENT)]
             raise UsageError(f"{flags[0]}: not with an agent, which {name} is")
@@ -91,3 +98,27 @@ def named_in(prompts: PromptSet, encoder: Encoder) -> list[str]:
         return {"names": np.frombuffer("\n".join(found).encode(), np.uint8)}
 
     return prompts.on_node(names, "environments", encoder)["names"].tobytes().decode().split()
+
+
+def open_sessions(
+    config: "SessionsConfig", settings: Settings, role_groups: RoleGroups, encoder: Encoder,
+    stack: contextlib.ExitStack,
+) -> SessionPool | None:  # fmt: skip
+    """Starts the process on rank 0, and says where it is; the sessions of a replica on its leader, None elsewhere.
+
+    A collective of the world.
+
+    Args:
+        role_groups: of the rollout.
+        encoder: the policy's.
+        stack: ends the process.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    url, link, child = start_process(stack, "megarl.environments.sessions.front", config, role_groups, TO_LEADERS)
+    if child is not None:
+        print(f"megarl: sessions of agents at {url}", flush=True)
+    if link is None:
+        return None
+    return SessionPool(link, name_of(settings.tool_call_parser, encoder.template), settings.environment_retries)

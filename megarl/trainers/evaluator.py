@@ -26,8 +26,8 @@ from megarl.roles.reward import Reward
 from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.requests import PromptRequest, dp_assignment_of
 from megarl.rollout.rollout import Rollout
-from megarl.trainers.failed_samples import rows_so_far
 from megarl.trainers.prompt_inputs import name_of_eval
+from megarl.trainers.sample_rows import rows_so_far
 
 ACCURACY = "accuracy"
 EVAL_STEP = 2**31  # step number of the random streams; no training step has it
@@ -75,7 +75,9 @@ def mean_metrics(prompts: list[dict[str, float]]) -> dict[str, float]:
     verifier then extracts none. The mean of a term is over the prompts whose reward has it.
     """
     means = {}
-    for name in max(prompts, key=len) | dict.fromkeys(itertools.chain(*prompts)):  # one may lack maj@k, another a term
+    for name in max(prompts, key=len) | dict.fromkeys(
+        itertools.chain.from_iterable(prompts)
+    ):  # one may lack maj@k, another a term
         own = [prompt for prompt in prompts if name in prompt] if name.startswith("reward/") else prompts
         means[name] = fmean(prompt.get(name, 0.0) for prompt in own)
     return means
@@ -96,6 +98,7 @@ class Evaluator:
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
         self._running: StepBatch | None = None  # what is being scored
+        self._rows: list[dict] = []  # this rank's of the last evaluation, by sequence; a prompt's are on one rank
         limits = [prompts.response_limit(line) or settings.max_response_length for line in lines]
         self.requests = [
             PromptRequest(line, tokens.view(line), settings.eval_responses, limit, EVAL_STEP)
@@ -126,33 +129,30 @@ class Evaluator:
         groups = PromptGroups.equal(len(self.requests), n)
         dp_assignment = load_balance.round_robin_assignment(self.mesh, groups)
         dp_assignment |= {ROLLOUT: dp_assignment_of(responses, groups.count, self.mesh[ROLLOUT])}
-        args = self.prompts, groups, s
-        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, *args, in_evaluation=True)
+        step_batch = StepBatch(
+            self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, groups, s, in_evaluation=True
+        )
         self._running = step_batch
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
-        self._running = None
+        self._running, self._rows = None, step_batch.rows
         step_batch.wait_sends()
-        return itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
+        return itertools.groupby(self._rows, lambda row: row["sequence"] // n)
 
     def samples(self) -> list[dict] | None:
         """Rows of all responses of the last evaluation, with tasks, on rank 0 (None elsewhere). Collective."""
         n = self.settings.eval_responses
-        rows = self._gather([(row["sequence"], row) for row in self._rows()])
+        rows = self._gather([(row["sequence"], row) for row in self._rows])
         return None if rows is None else [row | {"task": self.prompts[number // n].task} for number, row in rows]
 
-    def samples_so_far(self) -> list[dict]:
+    def samples_so_far(self) -> Sequence[dict]:
         """Rows of the responses that this rank holds, for an evaluation that a reward or an environment ends."""
         return rows_so_far(self.reward, self._running, getattr(self.rollout, "episodes", None))
-
-    def _rows(self) -> list[dict]:
-        """This rank's rows of the last evaluation, sorted by sequence; a prompt's rows are on one rank."""
-        return self.reward.rows if self.mesh["reward"].is_leader else []
 
     def _gather(self, items: list[tuple]) -> list[tuple] | None:
         """The (number, …) pairs of all ranks, sorted, on rank 0 (None elsewhere)."""
         gathered = self.mesh.gather(items)
-        return gathered and sorted(itertools.chain(*gathered), key=lambda item: item[0])
+        return gathered and sorted(itertools.chain.from_iterable(gathered), key=lambda item: item[0])
 
     def _by_task(self, by_line: dict[int, dict[str, float]]) -> dict[str, float]:
         prompts, tasks = list(by_line.values()), [self.prompts[line].task for line in by_line]
@@ -171,9 +171,9 @@ class Evaluations:
         prompts: dict[str, PromptSet], tokens: dict[str, Ragged], timers: Timers,
     ):  # fmt: skip
         """`prompts`, `tokens`: of the held-out sets of `held_out`."""
-        common = settings, mesh, rollout, reward
         self._by_name = {
-            name_of_eval(name): Evaluator(*common, found, tokens[name], timers) for name, found in prompts.items()
+            name_of_eval(name): Evaluator(settings, mesh, rollout, reward, found, tokens[name], timers)
+            for name, found in prompts.items()
         }
         self._running = next(iter(self._by_name.values()))
 
@@ -203,7 +203,7 @@ class Evaluations:
             metrics = {f"eval/{ACCURACY}": mean} | metrics
         return metrics, samples
 
-    def samples_so_far(self) -> list[dict]:
+    def samples_so_far(self) -> Sequence[dict]:
         """As of `Evaluator`, of the one that runs."""
         return self._running.samples_so_far()
 

@@ -41,8 +41,10 @@ def fitting(settings: Settings, encoder: Encoder, prompts: PromptSet, tokens: Ra
     if s.agent_sessions:
         return prompts.noted(_UNKNOWN.format("a driver asks")), tokens
     alone = np.diff(tokens.offsets)
-    options = s.environment, s.environment_timeout, s.max_prompt_length, s.filter_long_prompts
-    found = prompts.on_node(lambda: _measured(s, encoder, prompts, alone), "first prompts", encoder, *options)
+    found = prompts.on_node(
+        lambda: _measured(s, encoder, prompts, alone), "first prompts", encoder, s.environment, s.environment_timeout,
+        s.max_prompt_length, s.filter_long_prompts,
+    )  # fmt: skip
     kept = (found["lengths"] <= s.max_prompt_length).nonzero()[0]
     for note in json.loads(found["notes"].tobytes()):
         prompts = prompts.noted(note)

@@ -1,21 +1,28 @@
-"""Entry point of all programs: parses flags, sets the exit status, and reports in one line where a rank failed."""
+"""Entry point of all programs: parses flags, sets the exit status, and reports in one line where a rank failed.
+
+A program that a launcher starts again (`torchrun --max-restarts`, `megarl.launcher`, or Slurm) resumes. The first rank
+notes in the file that MEGARL_END_FILE names why it ended, where the status that srun returns says too little: `signal`
+(the run is saved and can be resumed), `limit` or `wrong input` (another start would end the same way).
+MEGARL_FOLDER_FILE gets the folder of a training run, for the line about a rank that was killed.
+"""
 
 import contextlib
 import gc
 import os
 import sys
 import time
+from pathlib import Path
 
-from megarl import arguments, user_code
+from megarl import arguments, plugins
 from megarl.cluster import slurm
 from megarl.cluster.cpu_cores import cores
 from megarl.deferred import has_met, torch
 from megarl.errors import CHECKS_FIRST, STOPPED, RunStopped, TooManyFailures, UsageError, warn_as_first
 from megarl.faults import heartbeat, last_line, run_lock
 from megarl.flags.fields import TRAINING
+from megarl.launcher import ATTEMPT
 from megarl.observe import samples
 from megarl.observe.timers import Timers
-from megarl.trainers import restart
 
 REPORT_FIRST = 10.0  # seconds
 
@@ -37,13 +44,15 @@ def launch(train, program: str):
         _adopt_slurm_task()
         rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        config, is_finished = restart.parse(sys.argv[1:], size, program, per_node)
+        config, is_finished = parse_or_resume(sys.argv[1:], size, program, per_node)
         if is_finished:
             if rank == 0:
-                restart.finish_report(config)
+                finish_report(Path(str(config.settings.save)))
             return
+        save = config.settings.save or "" if program in TRAINING.split() else ""
         if os.environ.get(CHECKS_FIRST):
-            os.environ[last_line.SAVE] = config.settings.save or "" if program in TRAINING.split() else ""
+            os.environ[last_line.SAVE] = save
+        _write(FOLDER_FILE, rank, save)
         warn_as_first(config.warnings)
         from megarl.mcore import cuda_environment  # after the flags, since it imports torch
 
@@ -53,13 +62,13 @@ def launch(train, program: str):
     except UsageError as error:
         heartbeat.is_first_to_fail()  # if the ranks have met
         refuse(rank, arguments.with_sources(error, sys.argv[1:], program))
-        restart.note_end(rank, "wrong input")
+        note_end(rank, "wrong input")
         sys.exit(2)
     except RunStopped as error:
         line = f"megarl: stopped: {error}"
         print(line, file=sys.stderr)
         last_line.note(line, is_alone=True)
-        restart.note_end(rank, "limit")
+        note_end(rank, "limit")
         _exit(STOPPED)
     except Exception as error:
         _fail(rank, timers, error)
@@ -109,16 +118,16 @@ def _fail(rank: int, timers: Timers, error: BaseException):
     Ranks that fail after another one have lost their connections to it, or have the same error: they are silent.
     """
     role, phase = timers.current() or ("program", "between phases" if timers.step else "set-up")
-    reason = " ".join(f"{type(error).__name__}: {error}{user_code.place_of(error)}".split())
+    reason = " ".join(f"{type(error).__name__}: {error}{plugins.place_of(error)}".split())
     where = f"{role}/{phase} of step {timers.step}"
     is_first = heartbeat.is_first_to_fail()
     line = f"megarl: rank {rank} failed in {where}: {reason}{_keep_samples(rank, timers.step, error)}"
-    if is_first is False and not user_code.shows_all():
+    if is_first is False and not plugins.shows_all():
         last_line.note(None)
         _exit(1)
     shown = ""
-    if user_code.shows_all() or not (is_first is None or _has_lost_a_rank(error)) or user_code.place_of(error):
-        shown = user_code.traceback_of(error)
+    if plugins.shows_all() or not (is_first is None or _has_lost_a_rank(error)) or plugins.place_of(error):
+        shown = plugins.traceback_of(error)
     is_told = last_line.note(line, is_alone=not shown)
     print(line, *shown.splitlines(), sep="\n", file=sys.stderr, flush=True)
     if shown and not is_told:
@@ -138,7 +147,7 @@ def _keep_samples(rank: int, step: int, error: BaseException) -> str:
     After other errors it writes nothing: ranks that have lost their connections would all do so, and tensors may be
     out of reach.
     """
-    if not (isinstance(error, TooManyFailures) or user_code.place_of(error)):
+    if not (isinstance(error, TooManyFailures) or plugins.place_of(error)):
         return ""
     try:
         path = samples.write_failed(rank, step)
@@ -155,3 +164,45 @@ def _exit(status: int):
     heartbeat.report_failure()
     run_lock.release()
     os._exit(status)
+
+
+END_FILE, FOLDER_FILE = "MEGARL_END_FILE", "MEGARL_FOLDER_FILE"
+
+
+def note_end(rank: int, reason: str):
+    """Writes the reason into the file of MEGARL_END_FILE; only the first rank does, and only if the variable is set."""
+    _write(END_FILE, rank, reason)
+
+
+def _write(variable: str, rank: int, text: str):
+    if (file := os.environ.get(variable)) and rank == 0:
+        Path(file).write_text(text)
+
+
+def parse_or_resume(argv: list[str], size: int, program: str, ranks_per_node: int) -> tuple[arguments.RunConfig, bool]:
+    """(the configuration of a program, whether nothing is left to do).
+
+    After a restart it continues the latest checkpoint of `--save`, if there is one, which may be of the last step.
+    """
+    config = arguments.parse(argv, size, program, ranks_per_node)
+    replaces_a_failed_process = os.environ.get(ATTEMPT, "0") not in ("", "0")
+    if program not in TRAINING.split() or not replaces_a_failed_process or not config.settings.save:
+        return config, False
+    from megarl.checkpoint import folders  # imports torch
+
+    save = config.settings.save
+    try:
+        manifest = folders.read_manifest(folders.find(save, "--save"), "--save")
+    except UsageError:  # none has been saved yet: start as the first time
+        return arguments.parse([*argv, "--overwrite"], size, program, ranks_per_node), False
+    if manifest["step"] >= config.settings.train_iters:
+        return config, True
+    return arguments.parse([*argv, "--overwrite", "false", "--load", save], size, program, ranks_per_node), False
+
+
+def finish_report(folder: Path):
+    """Draws the report of a run that failed after its last step was saved."""
+    from megarl.extras.report import write_report
+
+    write_report(folder)
+    print(f"megarl: the last step of {folder} is saved: nothing is left to do", flush=True)

@@ -1,5 +1,8 @@
-"""The program `serve`: the policy, its ranks' engines, the HTTP process, and weights that are loaded later."""
+"""A policy that answers requests over HTTP: the program `serve`, whose weights may be loaded anew, and during training
+between the updates of the policy (`--serve-policy`).
+"""
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -10,12 +13,14 @@ from megarl.arguments import RunConfig
 from megarl.checkpoint import folders
 from megarl.checkpoint.pretrained import FactorWeights, PretrainedWeights, checkpoint_weights, folder_weights
 from megarl.comm.role_mesh import RoleMesh
+from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore.model import gpt
 from megarl.mcore.weights.hf.hf_model import read_model
+from megarl.observe.files import step_name
 from megarl.observe.timers import Timers
 from megarl.rollout.rollout import Rollout
-from megarl.serving.configuration import check_server_flags, frontend_config
+from megarl.serving.configuration import FrontendConfig, check_server_flags, frontend_config
 from megarl.serving.frontend_process import start_frontend
 from megarl.serving.replica_service import ReplicaService
 from megarl.serving.served_engine import ServedEngine
@@ -105,3 +110,42 @@ def serve(config: RunConfig, timers: Timers):
         service.open()
         with timers.phase("rollout", "rollout"):
             service.run(frontend.is_draining)
+
+
+class PolicyService:
+    """The generation server of a training run. Its answers change nothing of the run but its times."""
+
+    def __init__(self, config: RunConfig, frontend_config: FrontendConfig, mesh: RoleMesh, rollout: Rollout,
+                 tokenizer: Tokenizer, timers: Timers):  # fmt: skip
+        """Starts the HTTP process. A collective of the world."""
+        s = config.settings
+        self.timers, self._role_groups = timers, mesh["rollout"]
+        vocab_size = config.roles["actor"].model_vocab_size(tokenizer.vocab_size)
+        name = s.served_model_name or (Path(s.save).resolve().name if s.save else "policy")
+        self._stack, self._service = contextlib.ExitStack(), None
+        started = start_frontend(frontend_config, name, vocab_size, self._role_groups, may_end=True)
+        frontend = self._stack.enter_context(started)
+        frontend.announce(name)
+        if self._role_groups.is_member:
+            engine = ServedEngine(rollout.engine, tokenizer.end_ids)
+            groups, label = self._role_groups, step_name(0)
+            self._service = ReplicaService(engine, rollout.model, groups, frontend, vocab_size, label, tokenizer)
+            self._service.open()
+
+    def answer(self, step: int):
+        """Answers the requests that have come so far with the policy after `step`; later ones wait for the next call.
+
+        A collective of each replica of the rollout.
+        """
+        if self._service is None:
+            return
+        self._service.engine.version, self._service.label = step, step_name(step)
+        with self.timers.phase(self._role_groups.model_role, "serve"):
+            self._service.answer_waiting()
+
+    def close(self):
+        """Answers what waits, at most `--drain-seconds` long, and ends the HTTP process. A collective of the world."""
+        if self._service is not None:
+            with self.timers.phase(self._role_groups.model_role, "serve"):
+                self._service.run(is_draining=lambda: True)
+        self._stack.close()

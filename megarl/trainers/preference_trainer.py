@@ -1,4 +1,4 @@
-"""Training of a policy on preference pairs: its reference's log-probs, the loss, accuracy on held-out pairs."""
+"""Training of a policy on preferences: pairs (DPO and its relatives), or single responses with a label each (KTO)."""
 
 import io
 from collections.abc import Callable
@@ -11,13 +11,14 @@ from torch import Tensor
 from megarl.algorithms import PREFERENCE_LOSSES
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.packed import response_counts, sums_by_sequence
-from megarl.algorithms.preference_losses import PAIR_METRICS, PairLogprobs, pair_metrics
+from megarl.algorithms.preference_losses import PAIR_METRICS, PairLogprobs, kto, mismatched_divergence, pair_metrics
 from megarl.arguments import RunConfig
 from megarl.batch import Batch
 from megarl.checkpoint import resume
-from megarl.data.columns import REWARD
+from megarl.data.columns import LABELLED, REWARD
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
+from megarl.data.labelled_responses import LabelledResponses
 from megarl.data.preferences import response_pairs
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError, flag_of
@@ -25,8 +26,8 @@ from megarl.flags.preferences import preference_options
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.mcore.weights.safe_reading import load_plain
-from megarl.observe.progress import PREFERENCE_FIELDS
-from megarl.roles.policy_scores import policy_scores
+from megarl.observe.terminal import PREFERENCE_FIELDS
+from megarl.roles.passes import policy_scores
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer, SupervisedInputs, SupervisedTrainer
 
@@ -48,8 +49,8 @@ class PreferenceTrainer(SupervisedTrainer):
     def read(cls, prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         """The examples of a file, with a note if they have margins that the run's loss does not read."""
         s, loss = config.settings, PREFERENCE_LOSSES[config.settings.preference_loss]
-        limits = s.max_prompt_length, s.max_response_length, s.filter_long_prompts
-        examples = cls.examples_of(prompts, encoder, *limits)
+        prompt_limit, response_limit = s.max_prompt_length, s.max_response_length
+        examples = cls.examples_of(prompts, encoder, prompt_limit, response_limit, s.filter_long_prompts)
         if examples.margins.any() and not loss.reads_margin:
             examples.prompts = examples.prompts.noted(f"--preference-loss {loss.name} does not read the column margin")
         return examples
@@ -110,11 +111,9 @@ class PreferenceTrainer(SupervisedTrainer):
         size = self.role.megatron.global_batch_size
         for start in range(0, count, size):
             batch = self._batch_of(examples, range(start, min(start + size, count)))
-            for scores, positions in self.trainable_model.forward_only(self.microbatches(batch.batch), self._forward):
-                if len(positions):
-                    part = batch.batch.select(positions)
-                    ids = part.sequence_ids
-                    found[start + ids // 2, ids % 2] = response_sums(scores, part)
+            for scores, part in self.outputs(batch.batch):
+                ids = part.sequence_ids
+                found[start + ids // 2, ids % 2] = response_sums(scores, part)
         return self.role_groups.dp_all_reduce(found).cpu()
 
     def _forward(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
@@ -168,3 +167,93 @@ def read_reference(path: Path) -> dict[str, Tensor]:
     if not all(isinstance(sets.get(n), Tensor) and sets[n].shape[1:] == (2,) for n in (PROMPTS, EVAL_PROMPTS)):
         raise UsageError(f"--load {path}: holds no log-probs of a reference")
     return sets
+
+
+_OWN, _MISMATCHED = 0, 1  # sequence of an example: its id modulo 2
+
+
+class KTOTrainer(PreferenceTrainer):
+    """Trains a policy to make desirable responses more likely, and others less.
+
+    An example has a second sequence, its prompt with a response to another prompt, on which the divergence of the
+    policy from its reference is estimated before each update.
+    """
+
+    purpose, examples_of = LABELLED, LabelledResponses
+    sequence_names = ("response", "mismatched")
+    # In the order of `_measure`: means over all responses, desirable ones and undesirable ones.
+    metric_names = ("loss", "accuracy", "chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob")
+
+    def update(self, examples: ExampleBatch):
+        """One optimizer update on the mean loss of the responses; sets `metrics`."""
+        with self.timers.phase(self.trained_role, "divergence"):
+            self._divergence = self._estimate_divergence(examples, PROMPTS)
+        super().update(examples._replace(batch=_part(examples.batch, _OWN)))
+        self.metrics = self._named(self.metrics, "preference", _counts(self._labels(examples)))
+
+    def _estimate_divergence(self, examples: ExampleBatch, set_name: str) -> Tensor:
+        """[] float64, on every rank of the role. Collective."""
+        drift = torch.zeros((), dtype=torch.float64, device=device.device())
+        known = self._reference_of(examples, set_name)
+        for scores, part in self.outputs(_part(examples.batch, _MISMATCHED)):
+            drift += (response_sums(scores, part) - known[part.sequence_ids // 2, _MISMATCHED]).sum()
+        total = self.role_groups.dp_all_reduce(drift)
+        return mismatched_divergence(total, total.new_tensor(examples.count))
+
+    def _terms(self, sums: Tensor, part: Batch, known: Tensor, labels: Tensor):
+        """(loss of these responses, their part of the means of `metric_names`)."""
+        is_response = response_counts(part.response_mask, part.cu_seqlens) > 0  # False in a padding micro-batch
+        numbers = part.sequence_ids // 2
+        is_desirable = labels[numbers]
+        losses, rewards = kto(sums, known[numbers, _OWN], is_desirable, self._divergence, self._options)
+        is_right = (rewards > self._options.beta * self._divergence) == is_desirable
+        liked, disliked = is_response & is_desirable, is_response & ~is_desirable
+        found = [
+            masked_sum(losses.detach(), is_response), masked_sum(is_right.double(), is_response),
+            masked_sum(rewards, liked), masked_sum(rewards, disliked),
+            masked_sum(sums.detach(), liked), masked_sum(sums.detach(), disliked),
+        ]  # fmt: skip
+        return masked_sum(losses, is_response) / len(labels), torch.stack(found) / _counts(labels).clamp(min=1)
+
+    def _labels(self, examples: ExampleBatch) -> Tensor:
+        """[N] bool of all responses of the batch, by number: whether they are desirable."""
+        return torch.from_numpy(examples.source.labels[list(examples.lines)]).to(device.device())
+
+    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
+        """The mean loss of the responses."""
+        known, labels = self._reference_of(examples, PROMPTS), self._labels(examples)
+
+        def loss(scores: forward_pass.TokenScores, microbatch: Batch):
+            value, means = self._terms(response_sums(scores, microbatch), microbatch, known, labels)
+            return value, (means,)
+
+        return loss
+
+    def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
+        """The metrics of `metric_names` of held-out responses. Collective."""
+        self._divergence = self._estimate_divergence(examples, EVAL_PROMPTS)
+        known, labels = self._reference_of(examples, EVAL_PROMPTS), self._labels(examples)
+        means = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
+        for scores, part in self.outputs(_part(examples.batch, _OWN)):
+            means += self._terms(response_sums(scores, part), part, known, labels)[1]
+        found = dict(zip(self.metric_names, self.role_groups.dp_all_reduce(means).tolist(), strict=True))
+        return self._named({f"eval/{name}": mean for name, mean in found.items()}, "eval", _counts(labels))
+
+    def _named(self, metrics: dict[str, float], prefix: str, counts: Tensor) -> dict[str, float]:
+        """Without the means over no response; with the divergence, and the margin between the mean rewards."""
+        empty = {f"{prefix}/{name}" for name, n in zip(self.metric_names, counts.tolist(), strict=True) if not n}
+        found = {name: value for name, value in metrics.items() if name not in empty}
+        found[f"{prefix}/kl"] = float(self._divergence)
+        chosen, rejected = (found.get(f"{prefix}/{name}_reward") for name in ("chosen", "rejected"))
+        return found | ({} if chosen is None or rejected is None else {f"{prefix}/margin": chosen - rejected})
+
+
+def _counts(labels: Tensor) -> Tensor:
+    """[M] float64: of how many responses each of `KTOTrainer.metric_names` is the mean."""
+    desirable, undesirable = labels.sum(), (~labels).sum()
+    return torch.stack([desirable + undesirable] * 2 + [desirable, undesirable] * 2).double()
+
+
+def _part(batch: Batch, which: int) -> Batch:
+    """The own or the mismatched sequences of a batch."""
+    return batch.select((batch.sequence_ids % 2 == which).nonzero().flatten())

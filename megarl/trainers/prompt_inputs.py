@@ -9,8 +9,8 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
-from megarl.named_paths import parse_named_paths
 from megarl.observe.terminal import printable
+from megarl.plain_files import parse_named_paths
 from megarl.trainers import first_prompts
 
 _FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
@@ -60,7 +60,7 @@ def check_mixture(settings: Settings, prompts: PromptSet):
         limits = {
             "max-prompt-length": (entry.max_prompt_length, s.max_prompt_length),
             "max-response-length": (entry.max_response_length, s.max_response_length),
-        }  # fmt: skip
+        }
         for name, (own, limit) in limits.items():
             if (own or 0) > limit:
                 raise UsageError(f"{where}: {name} {own}: allowed is at most --{name} {limit}")

@@ -76,8 +76,7 @@ class RewardFactory:
         if self.judge is None:
             self.encoder.check_turns()
             return lambda prompt_set: prompt_set.encode(self.encoder)
-        lengths = s.judge_max_length, s.max_response_length
-        self.judge_prompts = JudgePrompts(self.judge, self.encoder, s.seed, *lengths)
+        self.judge_prompts = JudgePrompts(self.judge, self.encoder, s.seed, s.judge_max_length, s.max_response_length)
         group_size = max(*group_sizes(s), s.eval_responses)
         return functools.partial(self.judge_prompts.check, group_size=group_size)
 
@@ -103,11 +102,10 @@ class RewardFactory:
 
     def role(self, role_groups: RoleGroups, tokenizer: Tokenizer, timers: Timers) -> Reward:
         """Builds the reward role on this rank; `tokenizer` is the policy's. A collective of the role."""
-        s, role, model, judge = self.config.settings, self.config.roles["reward"], None, None
+        s, role, model = self.config.settings, self.config.roles["reward"], None
         if role_groups.is_member and self.judge is not None:
-            own = self.judge_prompts, self.encoder.tokenizer.end_ids, self.weights[0], self._vocab_size(role)
-            judge = Judge(s, self.judge, role, role_groups, *own, timers)
+            model = Judge(s, self.judge, role, role_groups, self.judge_prompts, self.weights[0], timers)
         elif role_groups.is_member and self.weights:
             model = RewardModel(role, role_groups, self.encoder, self.weights, timers)
         compares = self.judge is not None and self.judge.compares
-        return Reward(s, self.config.rewards, role_groups, tokenizer, self.verifiers, model, timers, judge, compares)
+        return Reward(s, self.config.rewards, role_groups, tokenizer, self.verifiers, model, timers, compares)

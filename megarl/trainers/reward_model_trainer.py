@@ -12,9 +12,9 @@ from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.preferences import preference_pairs
 from megarl.data.prompts import PromptSet
-from megarl.mcore.model import forward_pass
 from megarl.mcore.model.gpt import value_head_of
-from megarl.observe.progress import REWARD_FIELDS
+from megarl.observe.terminal import REWARD_FIELDS
+from megarl.roles.passes import sequence_scores
 from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer
 
 
@@ -37,10 +37,7 @@ class RewardModelTrainer(PairwiseTrainer):
                 head.trains_bias = self.settings.centring_coefficient > 0
 
     def _forward(self, chunk, microbatch) -> Tensor:
-        metadata = microbatch.host_metadata
-        return forward_pass.sequence_scores(
-            chunk, microbatch.tokens, metadata.lengths, microbatch.routing, metadata.shared
-        )
+        return sequence_scores(chunk, microbatch)
 
     def _known(self, pairs: ExampleBatch, set_name: str) -> Tensor:
         return self._margins(pairs, torch.float32)

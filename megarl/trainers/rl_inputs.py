@@ -19,12 +19,11 @@ from megarl.rollout.response_ends import check_ends, thinking_budget_of
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import check_server_flags, frontend_config
-from megarl.trainers import lead
 from megarl.trainers.environment_inputs import check_environment_flags, check_environments, sessions_of
 from megarl.trainers.evaluator import check_best_metric, check_names, held_out
+from megarl.trainers.generation_lag import check_lead, read_schedule
 from megarl.trainers.prompt_inputs import PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.schedule_inputs import read_schedule
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
 from megarl.trainers.teacher_inputs import check_same_model, find_teachers, teachers_of_lines
 
@@ -157,7 +156,7 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
             f"--rollout-bank {s.rollout_bank}: not allowed with --router-replay rollout if the rollout has several "
             "pipeline stages, since each records other routes"
         )
-    lead.check(s, roles)
+    check_lead(s, roles)
 
 
 def _check_replay(config: RunConfig):

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import folders, resume
@@ -16,9 +16,9 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
-from megarl.roles.sibling_context import SiblingContext
+from megarl.roles.teacher import Teachers
 from megarl.roles.teacher_output import TeacherOutput
-from megarl.roles.teachers import Teachers
+from megarl.roles.teacher_prompts import SiblingContext
 from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import waiting_groups
 from megarl.rollout.batcher import RolloutBatcher, ScoringBatcher
@@ -27,16 +27,16 @@ from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.saved_rollout import SavedGroupCollector, SavedRollout
 from megarl.router_replay.route_exchange import RoutingReplay
+from megarl.trainers.environment_inputs import open_sessions
 from megarl.trainers.evaluator import ACCURACY, Evaluations
-from megarl.trainers.failed_samples import rows_so_far
-from megarl.trainers.lead import leading_ranks
+from megarl.trainers.exports import export
+from megarl.trainers.generation_lag import leading_ranks
 from megarl.trainers.policy import load_policy
-from megarl.trainers.policy_service import PolicyService
+from megarl.trainers.policy_server import PolicyService
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
-from megarl.trainers.session_front import open_sessions
+from megarl.trainers.sample_rows import TokenSamples, rows_so_far
 from megarl.trainers.setup import read_inputs
-from megarl.trainers.step_records import StepRecord, StepRecords
-from megarl.trainers.token_samples import TokenSamples
+from megarl.trainers.step_reports import StepRecord, StepRecords
 from megarl.trainers.trainer import Trainer
 
 SAMPLES_PER_FILE = 64  # responses of a step in its samples file
@@ -63,11 +63,13 @@ class RLTrainer(Trainer):
         self._metrics: dict[str, float] = {}  # of the step that the iteration ends
         self._samples: list[dict] = []
         self._sent = deque[StepBatch]()  # batches that may still be on their way to other ranks
-        shown = self.settings.token_samples, self.tokenizer, inputs.thinking is not None
-        self._token_samples = TokenSamples(*shown) if self.folder else None
+        self._token_samples = None
+        if self.folder:
+            count, is_forced = self.settings.token_samples, inputs.thinking is not None
+            self._token_samples = TokenSamples(count, self.tokenizer, is_forced)
         self._batch: StepBatch | None = None
         if self.folder:
-            samples.keep_for_failure(self.folder, lambda: rows_so_far(self.reward, self._batch, self.rollout.episodes))
+            samples.keep_for_failure(self.folder, self._rows_so_far)
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
         self._load_pretrained()
@@ -82,8 +84,8 @@ class RLTrainer(Trainer):
         self.open(inputs.resume, used)
         self.policy_service = None
         if self.settings.serve_policy:
-            service = (config, inputs.frontend_config, mesh, self.rollout, self.tokenizer, timers)
-            self.policy_service = PolicyService(*service)
+            front = inputs.frontend_config
+            self.policy_service = PolicyService(config, front, mesh, self.rollout, self.tokenizer, timers)
         if self.events.evaluates_before:
             self._evaluate_before_training()
         timers.end_step(0)
@@ -104,8 +106,8 @@ class RLTrainer(Trainer):
         vocab_size, context = self.tokenizer.vocab_size, None
         if inputs.teacher_context is not None:
             context = SiblingContext(s, inputs.teacher_context, inputs.encoder)
-        of_lines = inputs.teacher_tokens, inputs.teacher_numbers
-        self.teacher = Teachers(config, mesh["teacher"], vocab_size, timers, *of_lines, context)
+        tokens, numbers = inputs.teacher_tokens, inputs.teacher_numbers
+        self.teacher = Teachers(config, mesh["teacher"], vocab_size, timers, tokens, numbers, context)
         self.teacher.plan_refreshes(mesh, policy)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
@@ -114,12 +116,10 @@ class RLTrainer(Trainer):
         self.routing_replay = RoutingReplay(
             s, roles["actor"], mesh, self.rollout.recorded_layers, states, self.actor.passes_of_step
         )
-        self.batcher = self._build_batcher()
-        self.evaluator = None
+        self.batcher, self.evaluator = self._build_batcher(), None
         if self.events.evaluates:
-            self.evaluator = Evaluations(
-                s, mesh, self.rollout, self.reward, inputs.eval_prompts, inputs.eval_tokens, timers
-            )
+            prompts, tokens = inputs.eval_prompts, inputs.eval_tokens
+            self.evaluator = Evaluations(s, mesh, self.rollout, self.reward, prompts, tokens, timers)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
         s, mesh = self.settings, self.mesh
@@ -140,17 +140,17 @@ class RLTrainer(Trainer):
             if inputs.sessions is not None:
                 sessions = open_sessions(inputs.sessions, s, mesh["rollout"], inputs.encoder, self._processes)
             episodes = EpisodeRunner(s, mesh["rollout"], inputs.encoder, self.folder, sessions)
-        of_inputs = self.inputs.schedule, self.inputs.thinking
-        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, *of_inputs)
+        schedule, thinking = self.inputs.schedule, self.inputs.thinking
+        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes, schedule, thinking)
 
     def _build_batcher(self) -> RolloutBatcher:
-        s, role_groups, inputs = self.settings, self.mesh["rollout"], self.inputs
+        s, inputs, rollout = self.settings, self.inputs, self.rollout
         hidden_size, writer = self.config.roles["actor"].megatron.hidden_size, None
         if s.save_rollouts:
-            writer = RolloutWriter(self.folder, role_groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
+            writer = RolloutWriter(self.folder, self.mesh["rollout"], rollout.recorded_layers, inputs.rollout_facts)
         kind = ScoringBatcher if s.debug_rollout_only else RolloutBatcher
         return kind(
-            self.rollout, self.reward, inputs.prompts, inputs.prompt_tokens, hidden_size, writer, inputs.saved_rollouts
+            rollout, self.reward, inputs.prompts, inputs.prompt_tokens, hidden_size, writer, inputs.saved_rollouts
         )
 
     def _models(self) -> dict:
@@ -265,11 +265,18 @@ class RLTrainer(Trainer):
         """What this rank knows of the iteration's batch. A collective of the reward role's leaders."""
         sources = (*self._metric_sources(), self.reward)
         metrics = {name: value for source in sources for name, value in source.metrics.items()}
-        rows = self.reward.rows if self.mesh["reward"].is_leader else []
-        samples = [row for row in rows if row["sequence"] < SAMPLES_PER_FILE]
+        samples = [row for row in self._rows() if row["sequence"] < SAMPLES_PER_FILE]
         if self._token_samples and self._batch is not None and self.mesh["actor"].is_leader:
             samples += self._token_samples.rows(self._batch)
         return StepRecord(metrics, samples, self.reward.moments.state_dict())
+
+    def _rows(self) -> list[dict]:
+        """Rows of the samples file of what this rank has scored in the iteration."""
+        return self.batcher.rows or ([] if self._batch is None else self._batch.rows)
+
+    def _rows_so_far(self) -> Sequence[dict]:
+        """Rows of the responses that this rank holds, for a step that the user's code ends."""
+        return rows_so_far(self.reward, self._batch, self.rollout.episodes, self._rows())
 
     def log(self, step: int):
         """Publishes the step's metrics and samples; rank 0 writes them once all ranks have ended the step."""
@@ -297,7 +304,8 @@ class RLTrainer(Trainer):
             if self.rollout.episodes:
                 self.rollout.episodes.discard_journal(self.folder)
             if self.actor.trainable_model:
-                self.export(self.actor.trainable_model, self.step)
+                policy = self.actor.trainable_model
+                export(policy, self.inputs.encoder, self.folder, self.events.exports, self.step)
 
     def _note_refreshes(self):
         """Has the reference written anew if it was refreshed after the last checkpoint. The same on all ranks."""

@@ -28,9 +28,9 @@ from megarl.mcore.config import optimizer_flags, recurrent_rules
 from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
-from megarl.observe.trackers.base import TrackerOptions, check_installed, parse_names
+from megarl.observe.trackers import TrackerOptions, check_installed, parse_names
 from megarl.planning import parameter_rules
-from megarl.trainers.export_files import check_exportable
+from megarl.trainers.exports import check_exports
 from megarl.trainers.prompt_inputs import print_notes
 
 Inputs = TypeVar("Inputs")
@@ -46,18 +46,7 @@ def check_training_flags(config: arguments.RunConfig, sequences: int = 1):
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:
         raise UsageError(f"--save-interval {s.save_interval}: needs --save")
-    trained = config.roles["actor" if "actor" in config.roles else "reward"]
-    if s.export_hf and trained.hf_model is None:
-        raise UsageError("--export-hf: needs --hf-model, whose names, types and files the export takes")
-    if s.export_hf:
-        check_exportable(trained)
-    if s.export_peft and (trained.hf_model is None or trained.lora is None):
-        raise UsageError("--export-peft: needs --hf-model, whose modules it names, and --lora-rank")
-    if s.export_peft:
-        trained.hf_model.check_adapters("--export-peft")
-    if s.export_peft and trained.megatron.hybrid_layer_pattern is not None and "out_proj" in trained.lora.targets:
-        targets = ",".join(name for name in trained.lora.targets if name != "out_proj")
-        raise UsageError(f"--export-peft: PEFT refuses the out_proj of Mamba-2; give --lora-targets {targets}")
+    check_exports(s, config.roles["actor" if "actor" in config.roles else "reward"])
     check_save(s)
     earlier_run.check(config)
     _check_profile_ranks(config)

@@ -18,17 +18,17 @@ from megarl.data.sft import sft_examples
 from megarl.flags.distillation import LOSS
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
-from megarl.observe.progress import SFT_FIELDS
-from megarl.roles.policy_scores import policy_scores
-from megarl.roles.teacher_metrics import (
+from megarl.observe.terminal import SFT_FIELDS
+from megarl.roles.passes import policy_scores
+from megarl.roles.teacher import Teachers
+from megarl.roles.teacher_output import (
     DISTILL_NAMES,
+    TeacherOutput,
     masks_by_teacher,
     measured_apart,
     names_by_teacher,
     token_counts,
 )
-from megarl.roles.teacher_output import TeacherOutput
-from megarl.roles.teachers import Teachers
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS
 from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer
 
@@ -125,16 +125,13 @@ class SFTTrainer(SupervisedTrainer):
         self._ask_teacher(examples, EVAL_PROMPTS)
         names = "eval/loss", "eval/divergence", *names_by_teacher(("eval/divergence",), self._measured)
         sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device.device())
-        for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
-            microbatch = examples.batch.only("response_mask", "teacher_ids").select(positions)
-            mask = microbatch.response_mask
-            if len(positions):
-                divergence = torch.zeros_like(scores.logprobs)
-                if isinstance(scores, forward_pass.TaughtScores):
-                    divergence = scores.distillation.divergence
-                masks = mask, *masks_by_teacher(microbatch, mask, self._measured)
-                measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)
-                sums += torch.stack([torch.stack([masked_sum(x, m).double(), m.sum().double()]) for x, m in measured])
+        for scores, part in self.outputs(examples.batch, examples.batch.only("response_mask", "teacher_ids")):
+            mask, divergence = part.response_mask, torch.zeros_like(scores.logprobs)
+            if isinstance(scores, forward_pass.TaughtScores):
+                divergence = scores.distillation.divergence
+            masks = mask, *masks_by_teacher(part, mask, self._measured)
+            measured = (-scores.logprobs, mask), *((divergence, of_teacher) for of_teacher in masks)
+            sums += torch.stack([torch.stack([masked_sum(x, m).double(), m.sum().double()]) for x, m in measured])
         totals = self.role_groups.dp_all_reduce(sums).tolist()
         found = list(zip(names, totals, strict=True))[: None if self._teacher_output is not None else 1]
         # Some of several teachers may have none of the held-out tokens.

@@ -3,7 +3,7 @@
 import abc
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import setup
+from megarl.trainers.exports import export
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
 from megarl.trainers.teacher_inputs import find_teachers, teachers_of_lines
 from megarl.trainers.trainer import Trainer
@@ -165,6 +166,15 @@ class SupervisedTrainer(Trainer, abc.ABC):
         )
         return ExampleBatch(len(lines), lines, examples, batch.to(device.device()), dp_assignment)
 
+    def outputs(self, batch: Batch, read: Batch | None = None) -> Iterator[tuple[Any, Batch]]:
+        """(the model's output without gradients, the sequences that it is of), one micro-batch after the other.
+
+        `read`: the batch with the fields alone that the caller reads.
+        """
+        for output, positions in self.trainable_model.forward_only(self.microbatches(batch), self._forward):
+            if len(positions):
+                yield output, (read or batch).select(positions)
+
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This replica's micro-batches, equally many on every replica."""
         every = torch.arange(len(batch))
@@ -193,7 +203,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             manifest["prompt_order"] = self.order.state_dict()
             states = {self.trained_role: self.trainable_model.state({})}
             self.checkpoints.save(step, states, manifest, self.files())
-            self.export(self.trainable_model, step)
+            export(self.trainable_model, self.inputs.encoder, self.folder, self.events.exports, step)
 
     def _resume(self):
         has_average = resume.holds_average(self.inputs.manifest)
@@ -235,9 +245,8 @@ class PairwiseTrainer(SupervisedTrainer):
         """The metrics of `metric_names` of held-out pairs. Collective."""
         sums = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
         known = self._known(examples, EVAL_PROMPTS)
-        for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
-            if len(positions):
-                sums += self._measure(scores, examples.batch.select(positions), known)[1]
+        for scores, part in self.outputs(examples.batch):
+            sums += self._measure(scores, part, known)[1]
         means = (self.role_groups.dp_all_reduce(sums) / examples.count).tolist()
         return {f"eval/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)}
 

@@ -20,24 +20,18 @@ from megarl.errors import RunStopped, warn
 from megarl.faults import run_lock
 from megarl.faults.stop import RunStop
 from megarl.mcore import device
-from megarl.observe import report_settings
+from megarl.observe import settings_file
 from megarl.observe.alarms import Alarms
-from megarl.observe.files import step_name
 from megarl.observe.metrics_file import MetricsWriter
-from megarl.observe.progress import RL_FIELDS, Progress
-from megarl.observe.report import write_report
 from megarl.observe.samples import write_samples
-from megarl.observe.settings_file import environment, plain_settings, processor, write_settings
-from megarl.observe.timeline import TIMELINE_FILE, last_events, write_timeline
-from megarl.observe.timers import Timers, reduce_times
+from megarl.observe.terminal import RL_FIELDS, Progress
+from megarl.observe.timers import TIMELINE_FILE, Timers, last_events, reduce_times, write_timeline
 from megarl.roles.trainable_model import TrainableModel
-from megarl.trainers import restart
-from megarl.trainers.async_metrics import AsyncMetrics, StepReport
-from megarl.trainers.best_checkpoint import BestCheckpoint
-from megarl.trainers.events import events_of, is_due
-from megarl.trainers.export_files import text_files
+from megarl.trainers.events import BestCheckpoint, events_of, is_due
+from megarl.trainers.launch import note_end
 from megarl.trainers.prompt_inputs import notes_of
 from megarl.trainers.setup import step_profiler, tracker_options
+from megarl.trainers.step_reports import AsyncMetrics, StepReport
 
 
 class Trainer(abc.ABC):
@@ -101,15 +95,15 @@ class Trainer(abc.ABC):
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier_run.begin_branch(self.folder, self.step, resumed, used)
-            settings = plain_settings(self._settings())
+            settings = settings_file.plain_settings(self._settings())
             trackers = tracker_options(self.settings, settings)
             self._writer = MetricsWriter(self.folder, self.step if resumed else None, trackers)
-            write_settings(self.folder, settings)
+            settings_file.write_settings(self.folder, settings)
 
     def _settings(self) -> dict:
         # A rollout that shares the actor's model has the actor's settings.
         roles = {name: role for name, role in self.config.roles.items() if role.model_role == name}
-        flags = report_settings.without_repeats({name: vars(role.megatron) for name, role in roles.items()})
+        flags = settings_file.without_repeats({name: vars(role.megatron) for name, role in roles.items()})
         of_roles = {
             name: {
                 "ranks": f"{role.ranks.start}-{role.ranks.stop - 1}",
@@ -122,9 +116,9 @@ class Trainer(abc.ABC):
             "megarl": self.config.megarl_settings(),
             "world_size": self.mesh.size,
             "roles": of_roles,
-            report_settings.COMMAND_LINE: self.config.command_line,
-            report_settings.USER_SETTINGS: self.config.user_settings,
-            "environment": environment(device.accelerator_name() or processor()),
+            settings_file.COMMAND_LINE: self.config.command_line,
+            settings_file.USER_SETTINGS: self.config.user_settings,
+            "environment": settings_file.environment(device.accelerator_name() or settings_file.processor()),
         }
         notes = notes_of(self.inputs.prompt_sets)
         return found | {"data": notes} if notes else found
@@ -181,7 +175,7 @@ class Trainer(abc.ABC):
             saved = "--debug-rollout-only saves no checkpoint" if self.folder and not self.checkpoints else saved
             print(f"megarl: stopped by a signal after step {self.step}; {saved}", file=sys.stderr, flush=True)
             if self.folder and self.step < self.settings.train_iters:
-                restart.note_end(0, "signal")
+                note_end(0, "signal")
 
     def is_due(self, interval: int) -> bool:
         """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""
@@ -207,13 +201,6 @@ class Trainer(abc.ABC):
             "kept_for": "interval" if is_due else "best",
             **factors.manifest_entry(self.config.roles),
         }
-
-    def export(self, model: TrainableModel, step: int):
-        """Writes a model as Hugging Face folder `hf/step_N` and adapter `peft/step_N` by flag. Collective of it."""
-        if "hf" in self.events.exports:
-            model.export_hf(self.folder / "hf" / step_name(step), text_files(model.role, self.inputs.encoder))
-        if "peft" in self.events.exports:
-            model.export_peft(self.folder / "peft" / step_name(step))
 
     def restore_progress(self, order: PromptOrder | MixtureOrder | None):
         """Restores step, counters, the best evaluation and the data position, where a rank has one."""
@@ -310,5 +297,7 @@ class Trainer(abc.ABC):
             return
         self._writer.close()
         write_timeline(self.folder / TIMELINE_FILE, events)
+        from megarl.extras.report import write_report
+
         write_report(self.folder)
         run_lock.release()

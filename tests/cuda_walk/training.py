@@ -41,7 +41,7 @@ def update(walk: Walk, flags: str = "", value_head: bool = False, program: str =
     from megarl.mcore.model import forward_pass, gpt
     from megarl.mcore.parallel import pipeline
     from megarl.mcore.training import optimizer
-    from megarl.roles.trainable_model import forward_only
+    from megarl.roles.passes import forward_only
 
     args, place = join_actor(flags, program=program)
     stages = gpt.build_model(args, VOCAB, place.pg_collection, value_head)

@@ -51,7 +51,7 @@ def scores(rank, flags: str) -> list:
     """[N] scores of the sequences, in 1 and in 5 micro-batches, some of them blank."""
     from megarl.batch import Batch
     from megarl.mcore.model.forward_pass import sequence_scores
-    from megarl.roles.trainable_model import forward_only
+    from megarl.roles.passes import forward_only
 
     stages, place = frozen(flags)
     tokens, lengths = ragged_tokens(LENGTHS)

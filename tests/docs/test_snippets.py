@@ -18,11 +18,11 @@ from megarl import arguments
 from megarl.data.mixture import read_mixture
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.observe import report_samples
+from megarl.extras import report_samples
 from megarl.rewards.base import only_turn
 from megarl.rewards.build import build_verifiers
 from megarl.rewards.judge.config import read_config
-from megarl.roles.reward import _sample
+from megarl.roles.scored import sample_of
 from tests.helpers import documents, pasted
 from tests.helpers.command_flags import WrongCommand
 from tests.helpers.pasted_calls import GAP, check_call
@@ -289,7 +289,7 @@ def rewards_of(number: int, names: str, row: dict, response: str, folder: Path) 
     expression = "+".join(f"my_rewards:{name}" for name in names.split())
     settings = arguments.parse(["--config", "my_run.yaml", "--reward", expression], 1).settings
     (prompt,) = load_prompts("rows.jsonl")
-    sample = _sample(prompt, only_turn(response), True, 3)
+    sample = sample_of(prompt, only_turn(response), True, 3)
     verifiers = build_verifiers(settings)
     scores = [score.reward for (score,) in verifiers.score([sample]).values()]
     assert not any(verifiers.failures.values()), verifiers.failures

@@ -15,7 +15,7 @@ def generate_in_layout(
     """({request: completion}, gap to the training forward) of the requests of this rank's replica."""
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model import forward_pass
-    from megarl.roles.trainable_model import forward_only
+    from megarl.roles.passes import forward_only
 
     stages, args, place = build_stages(flags, shape)
     # Context ranks hold the same weights: in generation each is a replica.

@@ -26,7 +26,7 @@ def evaluate_argv(
 def _in_world(rank: int, parsed) -> str:
     """What the program prints on this rank of a world."""
     from megarl.observe.timers import Timers
-    from megarl.trainers.evaluation import evaluate
+    from megarl.trainers.evaluation_program import evaluate
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         evaluate(parsed, Timers())
@@ -35,6 +35,6 @@ def _in_world(rank: int, parsed) -> str:
 
 def run_evaluate(command: list[str], size: int = 1) -> list[str]:
     """Runs the program in a world of forked ranks; returns what each rank printed."""
-    import megarl.trainers.evaluation  # noqa: F401  imported once, before the fork
+    import megarl.trainers.evaluation_program  # noqa: F401  imported once, before the fork
 
     return run_world(_in_world, size, program("evaluate", command, size))

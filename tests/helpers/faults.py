@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl import launcher, train_rl, train_sft
+from megarl.extras import report
 from megarl.faults import heartbeat, stop
 from megarl.observe.timers import Timers
 from megarl.trainers import launch as launch_module
-from megarl.trainers import trainer
 from megarl.trainers.evaluator import Evaluator
 from tests.helpers import programs
 from tests.helpers.worlds import SAFETY_SECONDS
@@ -27,7 +27,7 @@ def run(argv: list[str], ranks: int, prepare: Callable[[], None] = lambda: None,
 
     def rank() -> int:
         sys.argv = [name, *argv]
-        trainer.write_report = lambda folder: None
+        report.write_report = lambda folder: None
         prepare()
         launch_module.launch(PROGRAMS[name], name)
         return 0

@@ -109,7 +109,7 @@ def _run(case: str, folder: Path, flags: str, export: Path, count: int) -> InLay
 def logprobs(model, groups, sequences: list[list[int]], vocab_size: int) -> list[torch.Tensor]:
     """Log-probs of each sequence's tokens from the second on, by the training forward."""
     from megarl.mcore.model.forward_pass import token_scores
-    from megarl.roles.trainable_model import forward_only
+    from megarl.roles.passes import forward_only
 
     def forward(chunk, part):
         return token_scores(chunk, part.tokens, part.lengths, 1.0, vocab_size, part.routing)
@@ -121,7 +121,7 @@ def logprobs(model, groups, sequences: list[list[int]], vocab_size: int) -> list
 def scores(model, groups, sequences: list[list[int]]) -> torch.Tensor:
     """The scalar head at each sequence's last token."""
     from megarl.mcore.model.forward_pass import sequence_scores
-    from megarl.roles.trainable_model import forward_only
+    from megarl.roles.passes import forward_only
 
     def forward(chunk, part):
         return sequence_scores(chunk, part.tokens, part.lengths, part.routing)

@@ -6,7 +6,7 @@ import resource
 import threading
 from pathlib import Path
 
-from megarl.stop_signals import STOP_SIGNALS
+from megarl.child_process import STOP_SIGNALS
 
 
 def descendants(pid: int) -> list[int]:

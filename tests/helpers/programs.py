@@ -132,10 +132,10 @@ def program(name: str, argv: list[str], size: int):
 def in_world(rank: int, name: str, parsed) -> str:
     """Runs a program on this rank of a world, without drawing the report; returns what it printed."""
     from megarl import train_preference, train_reward, train_rl, train_sft
+    from megarl.extras import report
     from megarl.observe.timers import Timers
-    from megarl.trainers import trainer
 
-    trainer.write_report = lambda folder: None  # type: ignore[assignment]
+    report.write_report = lambda folder: None  # type: ignore[assignment]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         programs = {"rl": train_rl, "sft": train_sft, "reward": train_reward, "preference": train_preference}
         programs[name].train(parsed, Timers())

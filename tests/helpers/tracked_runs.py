@@ -52,7 +52,7 @@ def track(folder: Path, name: str, resume_step: int | None, rows: list, **more) 
 def write_run(folder, name, resume_step, rows, config=None, offline=True, kill_children_after=None):
     """`track` in the process that has the packages."""
     from megarl.observe.metrics_file import MetricsWriter
-    from megarl.observe.trackers.base import TrackerOptions
+    from megarl.observe.trackers import TrackerOptions
 
     options = TrackerOptions((name,), "proj", "mine", None, offline, config or {"megarl": {"seed": 1}})
     with closing(MetricsWriter(Path(folder), resume_step, options)) as writer:

@@ -206,7 +206,7 @@ REFUSALS = {
 @pytest.mark.parametrize("case", REFUSALS)
 def test_wrong_input_is_rejected_in_one_line(case, tmp_path):
     from megarl.observe.timers import Timers
-    from megarl.trainers.evaluation import evaluate
+    from megarl.trainers.evaluation_program import evaluate
 
     flags, message = REFUSALS[case]
     (tmp_path / "empty").touch()
@@ -224,7 +224,7 @@ def test_wrong_input_is_rejected_in_one_line(case, tmp_path):
 )
 def test_flags_without_default_are_required(flag, named):
     from megarl.observe.timers import Timers
-    from megarl.trainers.evaluation import evaluate
+    from megarl.trainers.evaluation_program import evaluate
 
     command = evaluate_argv()
     place = command.index(flag)
@@ -234,7 +234,7 @@ def test_flags_without_default_are_required(flag, named):
 
 def test_a_check_starts_no_process_group(capsys):
     from megarl.observe.timers import Timers
-    from megarl.trainers.evaluation import evaluate
+    from megarl.trainers.evaluation_program import evaluate
 
     with pytest.raises(SystemExit) as ended:
         evaluate(program("evaluate", evaluate_argv(flags="--check --tensor-model-parallel-size 2"), 4), Timers())
@@ -242,7 +242,7 @@ def test_a_check_starts_no_process_group(capsys):
 
 
 def test_the_table_has_a_line_a_task_and_a_column_a_metric():
-    from megarl.trainers.evaluation import table
+    from megarl.trainers.evaluation_program import table
 
     found = {"accuracy": 0.5, "reward": 1.0, "reward/model": 2.0, "a/b/accuracy": 0.25, "a/b/reward/model": -1.0}
     lines = [line.split() for line in table({f"eval/{name}": value for name, value in found.items()}).splitlines()]

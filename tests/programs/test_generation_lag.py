@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megarl.errors import UsageError
 from megarl.rollout.waiting_groups import BATCH, KeptRecords
-from megarl.trainers import step_records
+from megarl.trainers import step_reports
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.programs import GRADED, in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default, long
@@ -279,14 +279,14 @@ def test_a_run_that_goes_on_has_records_of_its_own(folder, monkeypatch):
     checkpoints = run_of(folder, "ppo") / "checkpoints"
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     for step, held in ((3, {4, 5}), (5, set())):
-        records = step_records.StepRecords()
+        records = step_reports.StepRecords()
         records.restore(checkpoints / f"step_{step:08d}", STEPS, reporting_rank=1)
         assert records._restored.keys() == held
 
 
 def test_damaged_records_are_wrong_input(folder, tmp_path):
     start = run_of(folder, "ppo") / "checkpoints" / "step_00000003"
-    assert list(json.loads((start / step_records.FILE).read_text())) == ["4", "5"]
-    (tmp_path / step_records.FILE).write_text('{"4": 1}')
+    assert list(json.loads((start / step_reports.FILE).read_text())) == ["4", "5"]
+    (tmp_path / step_reports.FILE).write_text('{"4": 1}')
     with pytest.raises(UsageError, match="queued_records.json: is damaged"):
-        step_records.StepRecords().restore(tmp_path, STEPS, reporting_rank=1)
+        step_reports.StepRecords().restore(tmp_path, STEPS, reporting_rank=1)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
-from megarl.trainers.export_files import text_files
+from megarl.trainers.exports import text_files
 from megarl.trainers.setup import build_role_encoder, check_training_flags
 from tests.helpers import hf_folders, small_tokenizers
 from tests.helpers.converter import converted

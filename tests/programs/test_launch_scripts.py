@@ -232,6 +232,27 @@ def test_the_line_of_the_rank_that_failed_first_is_the_last_one(tmp_path):
     assert done.stderr.splitlines() == [*lines, first]
 
 
+@pytest.mark.parametrize("said, last", [
+    ("Killed", ["megarl: rank 1 was ended by SIGKILL; no checkpoint is saved: start the run again"]),
+    ("Exited with exit code 137", []),
+])  # fmt: skip
+def test_the_last_line_after_a_killed_task_says_how_to_resume(said, last, tmp_path):
+    lost = "megarl: rank 0 failed in actor/update of step 1: RuntimeError: Connection reset by peer"
+    said = f"srun: error: node1: task 1: {said}"
+    stub(tmp_path, "srun", f'printf {tmp_path} >"$MEGARL_FOLDER_FILE"\nprintf "{lost}\n{said}\n" >&2\nexit 137')
+    done = launch(["train_rl"], **stubbed(tmp_path))
+    assert done.returncode == 137 and done.stderr.splitlines() == [lost, said, *last]
+
+
+@pytest.mark.parametrize("arguments, name, begins, has", [
+    (["--help"], "run", "Starts a megarl program", "Exit status"),
+    (["--advantage", "grpo", "-h"], "rl", "Reinforcement learning of a model", "--prompts-per-step"),
+])  # fmt: skip
+def test_help_is_the_scripts_text_and_the_programs_flags(arguments, name, begins, has):
+    done = launch(arguments, name)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(begins) and has in done.stdout
+
+
 @pytest.mark.parametrize("end, preempted, requeued", [
     ('printf signal >"$MEGARL_END_FILE"', False, True), ("exit 143", True, True), ("exit 1", False, False),
     ("exit 0", True, False), ('printf limit >"$MEGARL_END_FILE"; exit 3', False, False),

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megarl import launcher
+from megarl.child_process import STOP_SIGNALS
 from megarl.errors import CHECKS_FIRST
 from megarl.planning import ranks
-from megarl.stop_signals import STOP_SIGNALS
 from tests.helpers.programs import environment
 from tests.helpers.worlds import wait_until, wait_until_gone
 

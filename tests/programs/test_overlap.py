@@ -17,8 +17,8 @@ from megarl.errors import UsageError
 from megarl.flags.settings import Settings
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
-from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 from megarl.trainers.rl_trainer import RLInputs
+from megarl.trainers.step_reports import AsyncMetrics, StepReport
 from tests.helpers.batches import create_mesh, random_batch, sequences
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless, train

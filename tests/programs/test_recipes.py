@@ -120,9 +120,9 @@ def parsed(save: Path, recipe: str, flags: str = "", size: int = 1) -> arguments
 def train_and_list_models(rank: int, program: arguments.RunConfig) -> list[bool]:
     """Trains on this rank; whether each model that was built on it has a value head."""
     from megarl import train_rl
+    from megarl.extras import report
     from megarl.mcore.model import gpt
     from megarl.observe.timers import Timers
-    from megarl.trainers import trainer
 
     built, build_model = [], gpt.build_model
 
@@ -131,7 +131,7 @@ def train_and_list_models(rank: int, program: arguments.RunConfig) -> list[bool]
         return build_model(args, vocab_size, pg_collection, value_head)
 
     gpt.build_model = build_and_note
-    trainer.write_report = lambda folder: None
+    report.write_report = lambda folder: None
     train_rl.train(program, Timers())
     return built
 

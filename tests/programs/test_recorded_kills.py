@@ -79,7 +79,7 @@ class Instants:
     def install(self):
         from megarl.comm.announcements import Announcements
         from megarl.rollout.weight_sync import WeightSync
-        from megarl.trainers.async_metrics import AsyncMetrics
+        from megarl.trainers.step_reports import AsyncMetrics
 
         sys.addaudithook(self.on_audit)
         self.before(schedule.Schedule, "append", "line of the schedule")

@@ -11,7 +11,7 @@ import torch
 from megarl.checkpoint import resume
 from megarl.errors import UsageError
 from megarl.planning import traffic
-from megarl.roles.sibling_context import siblings
+from megarl.roles.teacher_prompts import siblings
 from tests.helpers.programs import (
     GRADED,
     assert_close,

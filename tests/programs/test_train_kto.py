@@ -95,11 +95,11 @@ def alone(network, sequence) -> float:
 
 def watched(rank: int, parsed) -> list[list[float]]:
     """[own loss, own divergence, recorded loss, recorded divergence] of each step."""
-    from megarl.trainers import kto_trainer
+    from megarl.trainers import preference_trainer
 
     seen, reference = [], {}
 
-    class Watched(kto_trainer.KTOTrainer):
+    class Watched(preference_trainer.KTOTrainer):
         def next_batch(self):
             size = self.role.megatron.global_batch_size
             lines = self.order.indices(self.order.position, size)
@@ -126,7 +126,7 @@ def watched(rank: int, parsed) -> list[list[float]]:
             super().log(step)
             seen[-1] += [self.metrics["preference/loss"], self.metrics["preference/kl"]]
 
-    kto_trainer.KTOTrainer = Watched
+    preference_trainer.KTOTrainer = Watched
     in_world(rank, "preference", parsed)
     return seen
 

@@ -242,8 +242,7 @@ def test_a_resumed_run_needs_its_references_logprobs(folder, tmp_path):
 
 
 def test_margins_that_a_loss_does_not_read_are_named(tmp_path):
-    from megarl.trainers.kto_trainer import KTOTrainer
-    from megarl.trainers.preference_trainer import PairTrainer
+    from megarl.trainers.preference_trainer import KTOTrainer, PairTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs
 
     rows = [GOOD | {"rejected": ""}, GOOD | {"prompt": "2+2="}]  # EOS alone may be rejected

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.data.order import PromptOrder
-from megarl.observe.timeline import TraceEvent, write_timeline
+from megarl.observe.timers import TraceEvent, write_timeline
 from tests.helpers.programs import ROOT
 from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe.report_settings import read_settings
+from megarl.observe.settings_file import read_settings
 from tests.helpers.programs import SHAPE, inputs
 from tests.helpers.tools import load_tool
 

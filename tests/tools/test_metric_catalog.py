@@ -15,8 +15,8 @@ from tools import _metric_catalog as metric_catalog
 from tools._metric_catalog import METRICS, Metric, is_reproducible
 
 PACKAGE = Path(megarl.__file__).parent
-READERS = {*PACKAGE.glob("observe/report*.py"),
-           *(PACKAGE / "observe" / f"{name}.py" for name in ("alarms", "progress"))}  # fmt: skip
+READERS = {*PACKAGE.glob("extras/report*.py"),
+           *(PACKAGE / "observe" / f"{name}.py" for name in ("alarms", "terminal"))}  # fmt: skip
 EXAMPLES = {"role": "actor", "phase": "update", "term": "format", "task": "chain_sum", "layer": "003", "k": "4",
             "component": "format", "bound": "mean_abs", "teacher": "math", "file": "code"}  # fmt: skip
 HOLE = "\0"  # a value in an f-string

@@ -40,6 +40,19 @@ def test_offsets_and_lengths():
     assert batch.present() == ["lengths", "response_mask"]
 
 
+@pytest.mark.parametrize("name, said", [
+    ("scores", "the batch has no scores yet (filled by: scored, reward)"),
+    ("returns", "the batch has no returns yet (filled by: actor)"),
+    ("entropy", "the batch has no entropy yet (filled where it is read)"),
+])  # fmt: skip
+def test_a_field_that_nobody_has_filled_is_named_with_who_would(name, said):
+    batch = random_batch(1, ["tokens"])
+    assert batch.need("tokens") is batch.tokens
+    with pytest.raises(RuntimeError) as caught:
+        batch.need(name)
+    assert str(caught.value) == said
+
+
 def test_only_some_fields_are_the_same_memory():
     batch = random_batch(1)
     found = batch.only("tokens", "response_mask").only("values", "response_mask")

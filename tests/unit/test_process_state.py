@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from megarl import process_state
+from megarl import plugins
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings
@@ -52,7 +52,7 @@ STATES = {
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(process_state, "_reported", set())
+    monkeypatch.setattr(plugins, "_reported", set())
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -70,7 +70,7 @@ def test_a_state_is_put_back_and_named_once(name, raises, tmp_path, monkeypatch,
 
     for _ in range(2):
         try:
-            process_state.keeping(FLAG, plug_in)()
+            plugins.keeping(FLAG, plug_in)()
         except ValueError as error:
             assert raises and str(error) == "theirs"
         assert read() == before
@@ -80,14 +80,14 @@ def test_a_state_is_put_back_and_named_once(name, raises, tmp_path, monkeypatch,
 
 
 def test_the_list_of_states_is_whole():
-    assert {state.name for state in process_state._states()} == STATES.keys()
+    assert {state.name for state in plugins._states()} == STATES.keys()
 
 
 def test_what_changes_nothing_says_nothing_and_another_change_is_said(capsys):
-    process_state.keeping(FLAG, lambda: None)()
+    plugins.keeping(FLAG, lambda: None)()
     assert capsys.readouterr().err == ""
     for names in (["torch's default dtype"], ["torch's default dtype", "torch's number of threads"]):
-        process_state.keeping(FLAG, lambda names=names: [STATES[name][1]() for name in names])()
+        plugins.keeping(FLAG, lambda names=names: [STATES[name][1]() for name in names])()
     first, second = capsys.readouterr().err.splitlines()
     assert "dtype" in first and "threads" not in first and "threads" in second and "dtype" not in second
 
@@ -96,8 +96,8 @@ def test_a_thread_keeps_all_but_handlers_of_signals():
     found = []
 
     def in_thread():
-        process_state.keeping(FLAG, STATES["torch's default dtype"][1])()
-        found.extend(state.name for state in process_state._states())
+        plugins.keeping(FLAG, STATES["torch's default dtype"][1])()
+        found.extend(state.name for state in plugins._states())
 
     thread = threading.Thread(target=in_thread)
     thread.start()

@@ -263,6 +263,45 @@ def test_no_global_torch_function_mode():
         assert not names & {"TorchFunctionMode", "TorchDispatchMode"}, path
 
 
+# Rooms that a reader may skip: a run that asks for none of them imports none of them.
+OPTIONAL_ROOMS = {
+    "extras": "the report of a run, and trackers other than TensorBoard",
+    "environments/adapters": "environments of other projects",
+    "planning/layouts.py": "the planner's search",
+    "replay.py": "the program that repeats one step of a run",
+}
+
+
+def early_imports(path: Path) -> list[str]:
+    """Full names of what a file imports when it is itself imported: outside of functions, and not for types alone."""
+    found, nodes = [], list(tree_of(path).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            nodes += node.orelse
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            nodes += ast.iter_child_nodes(node)
+    return found
+
+
+def test_the_core_imports_no_optional_room():
+    rooms = {name: PACKAGE / name for name in OPTIONAL_ROOMS}
+    assert all(place.exists() for place in rooms.values())
+    core = [path for path in FILES if not any(path == room or room in path.parents for room in rooms.values())]
+    modules = tuple(f"megarl.{name.removesuffix('.py').replace('/', '.')}" for name in rooms)
+    names = {path: early_imports(path) for path in core}
+    found = [f"{p.relative_to(ROOT)} {n}" for p, of in names.items() for n in of if f"{n}.".startswith(
+        tuple(f"{module}." for module in modules))]  # fmt: skip
+    assert not found
+    assert "megarl.observe.trackers.TrackedRun" in early_imports(PACKAGE / "extras" / "wandb_run.py")
+
+
 # -- docstrings, names, lengths ----------------------------------------------------------------------------------
 
 

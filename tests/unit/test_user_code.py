@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from megarl import plugins, user_code
+from megarl import plugins
 from megarl.errors import TooManyFailures, UsageError
 from megarl.flags.settings import Settings
 from megarl.rewards import guard
@@ -58,24 +58,24 @@ def test_the_place_is_the_users_last_line(module):
     assert f" ({module}:5); the response was '{{'" in reason
     own = RuntimeError()  # megarl's error, which the user's caused
     own.__cause__ = error_of(guard.call, reward, Sample("q", "{"), 60.0)
-    assert user_code.place_of(own) == f" ({module}:5)"
+    assert plugins.place_of(own) == f" ({module}:5)"
 
 
 def test_a_traceback_begins_with_the_users_code(module, monkeypatch):
     error = error_of(guard.call, plugins.load("--reward", "their_rewards:reward", {}), Sample("q", "{"), 60.0)
-    shown = user_code.traceback_of(error)
+    shown = plugins.traceback_of(error)
     assert shown.startswith(f'Traceback of your code:\n  File "{module}", line 8, in reward\n')
     assert "megarl/rewards" not in shown and "JSONDecodeError" in shown and "MEGARL_TRACEBACK=full" in shown
     monkeypatch.setenv("MEGARL_TRACEBACK", "full")
-    assert "megarl/rewards/guard.py" in user_code.traceback_of(error)
+    assert "megarl/rewards/guard.py" in plugins.traceback_of(error)
 
 
 def test_a_traceback_has_no_frames_of_packages_and_none_of_an_error_that_names_its_places(module):
     error = error_of(plugins.load("--reward", "their_rewards:reward", {}), Sample("q", "{"))
     assert "raw_decode" in "".join(traceback.format_exception(error))
     error = error_of(guard.call, plugins.load("--reward", "their_rewards:reward", {}), Sample("q", "{"), 60.0)
-    assert user_code.traceback_of(error).count('  File "') == 2
-    assert user_code.traceback_of(TooManyFailures(f"reward r failed ({module}:5)")) == ""
+    assert plugins.traceback_of(error).count('  File "') == 2
+    assert plugins.traceback_of(TooManyFailures(f"reward r failed ({module}:5)")) == ""
 
 
 def test_an_import_that_fails_names_the_line(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_an_import_that_fails_names_the_line(tmp_path, monkeypatch):
 
 def test_an_error_of_megarl_has_no_place_and_its_whole_traceback():
     error = error_of(Settings, 1, 2, 3, *[0] * 1000)
-    assert user_code.place_of(error) == "" and "test_user_code.py" in user_code.traceback_of(error)
+    assert plugins.place_of(error) == "" and "test_user_code.py" in plugins.traceback_of(error)
 
 
 @pytest.mark.parametrize("name, said", [

@@ -12,7 +12,7 @@ from megarl import bundled
 from megarl.environments.agents.session import Address, Session
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
-from megarl.numbers import is_finite
+from megarl.plain_values import is_finite
 from megarl.rewards.base import Score
 from megarl.user_results import is_async, number_of, shown
 

@@ -9,8 +9,8 @@ from megarl.errors import UsageError
 from megarl.mcore.lora.peft_modules import PeftModule
 from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.weights.hf.folder import MAX_BYTES
-from megarl.numbers import is_plain_number
 from megarl.plain_files import read_json, reason_of
+from megarl.plain_values import is_plain_number
 
 CONFIG = "adapter_config.json"
 PATTERNS = ("alpha_pattern", "rank_pattern")

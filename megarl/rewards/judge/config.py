@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from megarl.data.places import names_in
 from megarl.errors import UsageError
 from megarl.measurements import MAX_VALUE
-from megarl.numbers import is_plain_number
+from megarl.plain_values import is_plain_number
 from megarl.rewards.judge.numbers import NumbersRule, numbers_rule
 from megarl.yaml_files import read_mapping
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import UsageError
-from megarl.numbers import is_plain_number
+from megarl.plain_values import is_plain_number
 from megarl.rewards.judge.judgement_text import last_number, numbers_of_matches, own_words
 
 NumbersRule = Callable[[str], list[float] | None]  # judgement -> its number, or one for each response; None: none

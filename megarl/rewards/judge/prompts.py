@@ -16,8 +16,8 @@ from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.errors import UsageError
+from megarl.plain_values import whole_unicode
 from megarl.rewards.judge.config import PLACES, JudgeConfig
-from megarl.unicode_text import whole_unicode
 
 JOINING = 16  # tokens that a response may have beside its own, where it meets the text around it
 
@@ -36,7 +36,7 @@ class JudgePrompts:
         self.config, self.seed, self.max_length = config, seed, max_length
         self.response_tokens = config.response_tokens or max_response_length
         self._turns = TurnTokens(encoder, self.response_tokens)
-        self._encoder = encoder
+        self.encoder = encoder
 
     def tokens(self, prompt: Prompt, responses: Sequence[str]) -> list[int]:
         """What the judge reads of a prompt and the responses that it judges together, in their order.
@@ -85,7 +85,7 @@ class JudgePrompts:
             found = np.array([self._checked_length(prompts, prompt, count, room) for prompt in prompts], np.int64)
             return {"lengths": found}
 
-        prompts.on_node(lengths, "judge", self._encoder, repr(self.config[:4]), count, room)
+        prompts.on_node(lengths, "judge", self.encoder, repr(self.config[:4]), count, room)
 
     def _checked_length(self, prompts: PromptSet, prompt: Prompt, count: int, room: int) -> int:
         with prompts.named_errors(prompt.index):

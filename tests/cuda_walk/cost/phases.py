@@ -117,7 +117,7 @@ def _passes(log: Log, settings, role, plan: summary.RolePlan, groups) -> Iterato
     from megarl.mcore.model import gpt
     from megarl.mcore.parallel import pipeline
     from megarl.mcore.training import optimizer
-    from megarl.roles.trainable_model import forward_only
+    from megarl.roles.passes import forward_only
 
     args, step = role.megatron, traffic.step_sizes(settings)
     has_scalar_head, trains = summary.KINDS[plan.name] in ("value", "reward model"), plan.microbatches > 0

@@ -1,6 +1,6 @@
 """Responses of a round on their way to a judge's replicas, and when a judge reads them early.
 
-Judges and programs that read early are in tests/unit/roles/test_early_judging.py.
+Judges and programs that read early are in tests/unit/roles/test_judge_requests.py.
 """
 
 import dataclasses

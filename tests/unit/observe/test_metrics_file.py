@@ -130,8 +130,9 @@ def test_missing_file_is_a_usage_error(tmp_path):
 
 def test_import_is_light():
     """Every rank imports the package; only rank 0 needs TensorBoard and matplotlib."""
-    modules = "files metrics_file progress report report_figure samples settings_file timeline timers".split()
-    code = "import sys; " + "; ".join(f"import megarl.observe.{name}" for name in modules)
+    modules = "observe.files observe.metrics_file observe.samples observe.settings_file observe.terminal observe.timers"
+    modules += " extras.report extras.report_figure"
+    code = "import sys; " + "; ".join(f"import megarl.{name}" for name in modules.split())
     code += "; print([name for name in ('tensorboard', 'matplotlib', 'torch', 'megatron') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

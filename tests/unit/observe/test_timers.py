@@ -8,8 +8,7 @@ import time
 import pytest
 
 from megarl.observe import timers as timers_module
-from megarl.observe.timeline import TraceEvent, write_timeline
-from megarl.observe.timers import STEP, Timers, reduce_times
+from megarl.observe.timers import STEP, Timers, TraceEvent, reduce_times, write_timeline
 
 
 class _Clock:

@@ -11,13 +11,12 @@ import types
 
 import pytest
 
-from megarl import stop_signals
+from megarl import child_process
 from megarl.checkpoint import earlier_run
 from megarl.errors import UsageError
+from megarl.observe import trackers
 from megarl.observe.metrics_file import MetricsWriter, read_metrics
-from megarl.observe.trackers import base
-from megarl.observe.trackers.base import TrackerOptions
-from megarl.observe.trackers.open import QUIET
+from megarl.observe.trackers import QUIET, TrackerOptions
 from tests.helpers.tracked_runs import stored, track
 
 
@@ -47,7 +46,7 @@ class FakeWandb(types.ModuleType):
         settings = options.pop("settings")
         assert settings["finish_timeout_raises"] and settings["stop_fn"]() is None
         assert all(os.environ[name] == value for name, value in QUIET.items())
-        assert set(stop_signals.STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        assert set(child_process.STOP_SIGNALS) <= signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._note("init", options)
         if "resume_from" in options and not self.rewinds:
             raise self.Error("not allowed")
@@ -69,11 +68,11 @@ def fake(monkeypatch):
     """The package in place of wandb."""
     package = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.delitem(sys.modules, "megarl.observe.trackers.wandb_run", raising=False)
+    monkeypatch.delitem(sys.modules, "megarl.extras.wandb_run", raising=False)
     for name in QUIET:
         monkeypatch.delenv(name, raising=False)
     yield package
-    sys.modules.pop("megarl.observe.trackers.wandb_run", None)
+    sys.modules.pop("megarl.extras.wandb_run", None)
 
 
 def options(*names, **more) -> TrackerOptions:
@@ -101,22 +100,22 @@ def write(folder, resume_step, steps, trackers):
     ("none", ()), ("wandb", ("wandb",)), ("mlflow, tensorboard", ("mlflow", "tensorboard")),
 ])  # fmt: skip
 def test_names(text, names):
-    assert base.parse_names(text) == names
-    assert base.has_remote(text) == any(name in ("wandb", "mlflow") for name in names)
+    assert trackers.parse_names(text) == names
+    assert trackers.has_remote(text) == any(name in ("wandb", "mlflow") for name in names)
 
 
 @pytest.mark.parametrize("text", ["", "wandb,", "wandb,wandb", "none,wandb", "comet", "WANDB"])
 def test_other_names_are_refused(text):
     with pytest.raises(ValueError, match="allowed are"):
-        base.parse_names(text)
+        trackers.parse_names(text)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    base.check_installed("tensorboard")
-    base.check_installed("none")
+    trackers.check_installed("tensorboard")
+    trackers.check_installed("none")
     with pytest.raises(UsageError, match="^--trackers mlflow: .* run bash .*launch/setup_env.sh trackers$"):
-        base.check_installed("tensorboard,mlflow")
+        trackers.check_installed("tensorboard,mlflow")
 
 
 def test_a_tracker_may_be_the_users_own(tmp_path, capfd):
@@ -128,12 +127,12 @@ def test_a_tracker_may_be_the_users_own(tmp_path, capfd):
         "def wrong():\n    pass\n"
     )
     name = f"{tmp_path}/mine.py:Lines"
-    base.check_installed(f"tensorboard,{name}")
-    assert base.has_remote(name)
+    trackers.check_installed(f"tensorboard,{name}")
+    assert trackers.has_remote(name)
     write(tmp_path / "run", None, [1, 2], TrackerOptions(names=(name,)))
     assert (tmp_path / "run" / "lines").read_text().startswith("1 [") and capfd.readouterr().err == ""
     with pytest.raises(UsageError, match=r"mine.py:wrong: takes \(\) \(.*mine.py:8\); megarl calls it with \(run\)$"):
-        base.check_installed(f"{tmp_path}/mine.py:wrong")
+        trackers.check_installed(f"{tmp_path}/mine.py:wrong")
 
 
 def test_without_trackers_there_is_metrics_jsonl_alone(tmp_path):
@@ -158,7 +157,7 @@ def test_rows_arrive_in_order_with_every_bit_and_the_run_ends(fake, tmp_path, ca
     ])  # fmt: skip
     assert fake.calls[-2:] == [("finish",), ("teardown",)]
     assert capfd.readouterr() == ("", "")
-    assert not set(stop_signals.STOP_SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert not set(child_process.STOP_SIGNALS) & signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_resumed_run_keeps_its_id_and_is_rewound_only_if_it_had_gone_further(fake, tmp_path):

@@ -18,7 +18,7 @@ from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
-from megarl.roles.teachers import Teachers
+from megarl.roles.teacher import Teachers
 from megarl.router_replay.route_exchange import RouteExchange
 from megarl.trainers.rl_trainer import RLTrainer
 from tests.helpers.tiers import long

@@ -12,12 +12,12 @@ from megarl.data.prompts import load_prompts
 from megarl.rewards import of_openrlhf, of_trl, of_verl
 from megarl.rewards.base import Sample, Verifier
 from megarl.rewards.build import _check_signature
-from megarl.roles.reward import _sample
+from megarl.roles.scored import sample_of
 
 MESSAGES = [{"role": "user", "content": "q"}]
 
 
-def sample_of(tmp_path, row: dict, response: str, kind: str, **columns) -> Sample:
+def sample_of_row(tmp_path, row: dict, response: str, kind: str, **columns) -> Sample:
     """The sample of a row of a table, as the reward role makes it."""
     path = tmp_path / f"rows.{kind}"
     if kind == "parquet":
@@ -25,7 +25,7 @@ def sample_of(tmp_path, row: dict, response: str, kind: str, **columns) -> Sampl
     else:
         path.write_text(json.dumps(row) + "\n")
     prompt = load_prompts(str(path), columns=Columns(**columns))[0]
-    return _sample(prompt, [{"text": response, "observation": "", "reward": 0.0}], True, 3)
+    return sample_of(prompt, [{"text": response, "observation": "", "reward": 0.0}], True, 3)
 
 
 def seen_by_trl(sample: Sample, **options) -> dict:
@@ -48,7 +48,7 @@ def seen_by_trl(sample: Sample, **options) -> dict:
     ({"prompt": "q", "answer": "7", "task": "sums"}, {}),
 ])  # fmt: skip
 def test_a_reward_of_trl_gets_every_column_by_its_own_name(row, named, kind, tmp_path):
-    found = seen_by_trl(sample_of(tmp_path, row, "7", kind, **named))
+    found = seen_by_trl(sample_of_row(tmp_path, row, "7", kind, **named))
     in_messages = isinstance(row.get("prompt"), list)
     completion = [{"role": "assistant", "content": "7"}] if in_messages else "7"
     prompt = row.get("prompt", "q") if "prompt" in row else "q"
@@ -62,7 +62,7 @@ def test_a_reward_of_trl_gets_every_column_by_its_own_name(row, named, kind, tmp
 
 def test_lines_in_megarls_own_fields_give_their_metadata(tmp_path):
     own = {"prompt": "q", "answer": "7", "metadata": {"level": 3}}
-    found = seen_by_trl(sample_of(tmp_path, own, "7", "jsonl"), messages=True)
+    found = seen_by_trl(sample_of_row(tmp_path, own, "7", "jsonl"), messages=True)
     assert (found["answer"], found["level"]) == (["7"], [3])
     assert (found["prompts"], found["completions"]) == ([MESSAGES], [[{"role": "assistant", "content": "7"}]])
 
@@ -109,7 +109,7 @@ TRL = {"prompt": "q", "answer": "7"}
 ])  # fmt: skip
 def test_published_rewards_are_read(reward, row, response, expected, tmp_path):
     _check_signature("m:f", reward)
-    (score,) = Verifier("m:f", reward, 1.0).outcomes([sample_of(tmp_path, row, response, "jsonl")])
+    (score,) = Verifier("m:f", reward, 1.0).outcomes([sample_of_row(tmp_path, row, response, "jsonl")])
     assert (None if score.abstains else score.reward) == expected
 
 
@@ -121,8 +121,8 @@ def test_what_only_trls_trainer_has_is_said():
 def test_trls_own_rewards(tmp_path):
     """Where TRL is installed: `pip install --no-deps trl` is enough."""
     rewards = pytest.importorskip("trl.rewards")
-    sample = sample_of(tmp_path, {"prompt": "q", "solution": r"$\frac{1}{2}$"}, r"\boxed{0.5}", "jsonl")
-    unread = sample_of(tmp_path, {"prompt": "q", "solution": "no formula"}, r"\boxed{0.5}", "jsonl")
+    sample = sample_of_row(tmp_path, {"prompt": "q", "solution": r"$\frac{1}{2}$"}, r"\boxed{0.5}", "jsonl")
+    unread = sample_of_row(tmp_path, {"prompt": "q", "solution": "no formula"}, r"\boxed{0.5}", "jsonl")
     verifier = Verifier("trl", of_trl(rewards.accuracy_reward, messages=True))
     right, skipped = verifier.outcomes([sample, unread])
     assert right.reward == 1.0 and skipped.abstains

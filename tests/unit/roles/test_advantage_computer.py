@@ -49,7 +49,7 @@ def score(rank: int, parsed, tokenizer, prompts: str, responses: list) -> tuple[
     held = LocalStepBatch(reward=batch)
     held.prompts = load_prompts(prompts)
     reward.score(held)
-    return batch, reward.rows
+    return batch, held.rows
 
 
 def written(tokenizer, responses: list[tuple[int, list[int]]]) -> Batch:

@@ -48,7 +48,7 @@ def trained_routes(stages, args, role_groups, requests, completions):
     from megarl.mcore.model import forward_pass
     from megarl.mcore.moe.router import moe_layers_of
     from megarl.mcore.moe.routes import Routing
-    from megarl.roles.trainable_model import forward_only
+    from megarl.roles.passes import forward_only
 
     rows = [request.prompt + completion.tokens for request, completion in zip(requests, completions, strict=True)]
     ((part, places),) = one_microbatch(rows)

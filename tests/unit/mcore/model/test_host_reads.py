@@ -113,7 +113,7 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
     from megarl.algorithms.value_function import clipped_value_loss
     from megarl.mcore.model import forward_pass
     from megarl.mcore.parallel import pipeline
-    from megarl.roles.trainable_model import forward_only
+    from megarl.roles.passes import forward_only
 
     mode, losses = FakeTensorMode(), objectives()[:most]
     policy, critic = (model_on(mode, flags, value_head) for value_head in (False, True))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.roles.episode_turns import turns_of
+from megarl.roles.scored import turns_of
 from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits
 from megarl.rollout.episodes.results import episodes_to_batch
 from megarl.rollout.replica_batch import forced_responses

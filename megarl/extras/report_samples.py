@@ -1,0 +1,189 @@
+"""The samples of a report: responses of a few steps, some of them token by token.
+
+Every text comes from a model or a data file: the page shows it as text and nothing else. A value of another type than
+`megarl.observe.samples` describes is left out.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import UsageError
+from megarl.observe.files import step_of
+from megarl.observe.samples import QUANTITIES
+from megarl.plain_files import is_absent, parse_record, read_records, reading
+from megarl.plain_values import is_plain_number
+
+STEPS = 12  # in a report
+RESPONSES = 16  # of a step
+PROMPT_CHARACTERS, RESPONSE_CHARACTERS = 8_000, 16_000  # of a text; the rest is cut
+TOKENS = 30_000  # shown one by one in a whole report: about 3 MB
+DIGITS = 7  # significant ones of a token's numbers
+
+
+def samples(directory: Path, rows: list[dict]) -> dict:
+    """`{"steps": [{"step", "notes", "total", "rows"}], "recorded"}`: samples of the first step, the last one, the one
+    with the highest and the lowest mean reward, and some between; `recorded` steps have samples.
+
+    directory: of the run, with samples/ and perhaps tokens/. rows: lines of metrics.jsonl that the report covers.
+    Raises UsageError for a file that is not JSON lines of objects.
+    """
+    files = {step_of(path): path for path in sorted(Path(directory, "samples").glob("step_*.jsonl"))}
+    covered = {row["step"]: row.get("reward/mean") for row in rows}
+    recorded = [step for step in files if step in covered]
+    chosen = choose_steps(recorded, covered)
+    budget, found = TOKENS // max(1, len(chosen)), []
+    for step, notes in chosen.items():
+        tokens = Path(directory, "tokens", files[step].name)
+        of_step = step_rows(_read(files[step]), _read(tokens) if not is_absent(tokens) else [])
+        found.append({"step": step, "notes": notes, "total": len(of_step), "rows": _shown(of_step, budget)})
+    return {"steps": found, "recorded": len(recorded)}
+
+
+def choose_steps(steps: Sequence[int], rewards: dict[int, Any]) -> dict[int, list[str]]:
+    """At most `STEPS` of these steps (ascending), with the reasons: first, last, best and worst mean reward; others are
+    evenly between."""
+    if not steps:
+        return {}
+    marks = {"first": steps[0], "last": steps[-1]}
+    known = [step for step in steps if rewards.get(step) is not None]
+    if known:
+        marks |= {
+            "highest reward": max(known, key=rewards.__getitem__),
+            "lowest reward": min(known, key=rewards.__getitem__),
+        }
+    chosen, wanted = set(marks.values()), min(STEPS, len(steps))
+    for count in range(wanted, 1, -1):  # fewer between, until all together are few enough
+        even = {steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)}
+        if len(even | chosen) <= wanted:
+            chosen |= even
+            break
+    return {step: [note for note, marked in marks.items() if marked == step] for step in sorted(chosen)}
+
+
+def step_rows(rows: list[dict], token_rows: list[dict]) -> list[dict]:
+    """The rows of samples/ of a step, those with a row in tokens/ first, whose fields they have then.
+
+    A row of tokens/ belongs to the sample with the same prompt and response. With a group filter the numbers of both
+    may differ, and a response of an earlier step may have no sample.
+    """
+    waiting: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        waiting.setdefault(_texts(row), []).append(row)
+    merged = []
+    for token_row in token_rows:
+        same = waiting.get(_texts(token_row), [])
+        sample = same.pop(0) if same else {}
+        merged.append({**token_row, **sample})
+    return merged + [row for same in waiting.values() for row in same]
+
+
+def _texts(row: dict) -> tuple[str, str]:
+    return str(row.get("prompt")), str(row.get("response"))
+
+
+def _shown(rows: list[dict], budget: int) -> list[dict]:
+    """The rows that the page shows, as it reads them; at most `budget` tokens one by one."""
+    with_tokens = [row for row in rows if _has_tokens(row)][:RESPONSES]
+    others = [row for row in rows if not _has_tokens(row)]
+    room = RESPONSES - len(with_tokens)
+    if len(others) > room:  # the best and the worst say most
+        others.sort(key=lambda row: -(_number(row.get("reward")) or 0))
+        others = others[: room - room // 2] + others[len(others) - room // 2 :]
+    share = budget // max(1, len(with_tokens))
+    return [_whole(row) | _token_fields(row, share) for row in with_tokens] + [_whole(row) for row in others]
+
+
+def _whole(row: dict) -> dict:
+    """The fields of a response as a whole, each with the type that the page expects."""
+    found = {
+        "prompt": _text(row.get("prompt"), PROMPT_CHARACTERS),
+        "response": _text(row.get("response"), RESPONSE_CHARACTERS),
+        "answer": _text(row.get("answer"), PROMPT_CHARACTERS),
+        "extracted": _text(row.get("extracted"), PROMPT_CHARACTERS),
+        **{name: _number(row.get(name)) for name in ("sequence", "reward", "length")},
+        **{
+            name: row.get(name) if isinstance(row.get(name), bool) else None for name in ("correct", "finished", "kept")
+        },
+        "reward_parts": _numbers(row.get("reward_parts")),
+        "turns": _turns(row.get("turns")),
+        "judgements": _judgements(row.get("judgements")),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _turns(value: object) -> list[dict] | None:
+    """The turns of an episode: what the policy wrote, what the environment answered, and its reward."""
+    if not isinstance(value, list) or not _is_list_of(value, dict):
+        return None
+    limit = RESPONSE_CHARACTERS // max(1, len(value))
+    return [
+        {name: _text(turn.get(name), limit) or "" for name in ("text", "observation")}
+        | {"reward": _number(turn.get("reward"))}
+        for turn in value
+    ]
+
+
+def _judgements(value: object) -> list[dict] | None:
+    """What the judge wrote about a response, with the number that was read; null if there is none."""
+    if not isinstance(value, list) or not _is_list_of(value, dict):
+        return None
+    limit = RESPONSE_CHARACTERS // max(1, len(value))
+    return [{"text": _text(each.get("text"), limit) or "", "number": _number(each.get("number"))} for each in value]
+
+
+def _has_tokens(row: dict) -> bool:
+    return _is_list_of(row.get("tokens"), str)
+
+
+def _token_fields(row: dict, count: int) -> dict:
+    size, fields = len(row["tokens"]), {}
+    for name in ("token_ids", *QUANTITIES):
+        if _is_list_of(row.get(name), (int, float, type(None))) and len(row[name]) == size:
+            fields[name] = row[name]
+    found, observed = {"tokens": row["tokens"][:count]}, [False] * size
+    if _is_list_of(row.get("observed"), bool) and len(row["observed"]) == size:
+        observed = row["observed"]
+        found["observed"] = observed[:count]
+    of_policy = zip(fields.get("advantages", ()), observed, strict=False)
+    advantages = [value for value, is_observed in of_policy if value is not None and not is_observed]
+    found |= {name: [_rounded(value) for value in values[:count]] for name, values in fields.items()}
+    return found | {"advantage": _rounded(sum(advantages) / len(advantages)) if advantages else None}
+
+
+def _is_list_of(value: object, kinds) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kinds) for item in value)
+
+
+def _number(value: Any) -> float | None:
+    return value if is_plain_number(value) else None
+
+
+def _numbers(value: object) -> dict | None:
+    return {name: _number(part) for name, part in value.items()} if isinstance(value, dict) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
+def _text(value: object, limit: int) -> str | None:
+    """A text, at most `limit` characters of it."""
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
+
+
+def _read(path: Path) -> list[dict]:
+    with reading(str(path)):
+        lines = read_records(path)
+    return [_record(path, number, line) for number, line in enumerate(lines, 1) if line]
+
+
+def _record(path: Path, number: int, line: bytes) -> dict:
+    record = parse_record(line)
+    if record is None:
+        raise UsageError(f"{path} line {number} is not a JSON object: {line[:60]!r}")
+    return record

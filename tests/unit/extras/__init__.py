@@ -1,0 +1,1 @@
+"""The rooms that a reader may skip."""
