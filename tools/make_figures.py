@@ -135,7 +135,7 @@ def figure_text(figure: dict, processors: dict[str, str]) -> str:
     """A figure's part of the page."""
     date, commit = figure["recorded"].split()
     done = f"`{figure['command']}`" if "command" in figure else figure["how"]
-    processor = processors.get(figure["processor"], figure["processor"])
+    processor = f"`{figure['processor']}`" if figure["processor"] in processors else figure["processor"]
     record = f"**{figure['ratio']}**. {date} ({commit}), {processor}. {done}"
     parts = [f"### {figure['title']}", record, figure.get("text", ""), table_of(figure), figure.get("after", "")]
     return "\n\n".join(part for part in parts if part)
@@ -144,7 +144,8 @@ def figure_text(figure: dict, processors: dict[str, str]) -> str:
 def page() -> str:
     """docs/figures.md."""
     content = read()
-    parts = [HEAD.rstrip("\n")]
+    legend = table(["name", "processor"], [[f"`{name}`", text] for name, text in content["processors"].items()])
+    parts = [HEAD.rstrip("\n"), legend]
     for section in content["sections"]:
         parts += [f"## {section['title']}", section.get("text", "")]
         parts += [figure_text(figure, content["processors"]) for figure in section["figures"]]

@@ -43,7 +43,7 @@ TITLES = {
     "megarl's layers": "Layers that Megatron's parser lacks",
     "parameters by name": "Parameters by name",
 }
-LONGEST = 110  # letters of Megatron's help texts
+LONGEST = 74  # letters of Megatron's help texts
 
 FLAGS_HEAD = f"""{MADE}
 
@@ -72,9 +72,9 @@ METRICS_HEAD = f"""{MADE}
 # Metrics
 
 Every name in `metrics.jsonl` and TensorBoard. A line has only the metrics that its step and flags give. A name in angle
-brackets stands for several: `time/<role>/<phase>_s` for `time/actor/update_s` and others. Where several ranks have a
-metric, it is the same number on all of them: sums and means are over the whole step. Values that are not finite are
-`null` in the file.
+brackets stands for several: `time/<role>/<phase>_s` for `time/actor/update_s` and others. Training is all four programs
+that train. Where several ranks have a metric, it is the same number on all of them: sums and means are over the whole
+step. Values that are not finite are `null` in the file.
 """
 PROMETHEUS_HEAD = """## Metrics of the generation server
 
@@ -285,13 +285,17 @@ def prometheus_rows() -> list[list[str]]:
     return sorted(rows)
 
 
+def programs_text(metric) -> str:
+    """The programs that have a metric."""
+    trains = {f"train_{name}" for name in TRAINING}
+    return "training" if trains == {*metric.programs} else ", ".join(metric.programs)
+
+
 def metrics_page() -> str:
     """docs/metrics.md."""
     parts, columns = [METRICS_HEAD], ["metric", "unit", "meaning", "present", "programs"]
     for title, metrics in metric_catalog.SECTIONS.items():
-        rows = [
-            [code(m.name), m.unit, prose(m.meaning), prose(m.when) or "always", ", ".join(m.programs)] for m in metrics
-        ]
+        rows = [[code(m.name), m.unit, prose(m.meaning), prose(m.when) or "always", programs_text(m)] for m in metrics]
         parts.append(f"## {title}\n\n{table(columns, rows)}")
     parts.append(PROMETHEUS_HEAD)
     parts.append(table(["metric", "kind", "meaning", "labels"], prometheus_rows()))
