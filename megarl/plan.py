@@ -148,11 +148,11 @@ def recompute(question, program, _cluster, memory: float) -> tuple[str, dict, bo
 
 def describe(question, program, cluster, memory: float | None) -> tuple[str, dict, bool]:
     """(text, data, whether it fits) of the plan of the given flags; it fits if no memory is given."""
-    from megarl.planning import hardware, step_time, summary, table, verdict
+    from megarl.planning import hardware, plan_table, step_time, summary, verdict
     from megarl.planning.question import Price
 
     plan = summary.make_plan(program, question.world_size, question.vocab_size, question.reward_vocab_size)
-    price, texts, data = Price(program, plan.roles, plan.rank_sets), [table.text(plan)], table.data(plan)
+    price, texts, data = Price(program, plan.roles, plan.rank_sets), [plan_table.text(plan)], plan_table.data(plan)
     per_node = question.ranks_per_node or hardware.RANKS_PER_NODE
     for name, role in program.roles.items():
         if role.has_model and (nodes := hardware.expert_nodes(role.megatron, per_node)) > 1:

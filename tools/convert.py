@@ -34,6 +34,7 @@ from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import folded_weights
 from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction import PredictionLayer
+from megarl.mcore.model.weight_table import weight_shapes
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.import_weights import read_boxes
@@ -125,7 +126,7 @@ class Conversion:
         self.vocab_size = vocab_size = self.settings.model_vocab_size(manifest.get("vocab_size", 0))
         if stored := stored_factors(folder, "--load", self.name):
             return factor_weights(folder, "--load", self.settings, vocab_size, self.stored, stored)
-        shapes = gpt.weight_shapes(self.stored, self.settings.megatron, vocab_size, value_head=self.value_head)
+        shapes = weight_shapes(self.stored, self.settings.megatron, vocab_size, value_head=self.value_head)
         folders.check_weights(folder, "--load", self.name, shapes)
         return CheckpointWeights(folder, self.stored)
 

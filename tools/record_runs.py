@@ -184,22 +184,21 @@ def checkpoints_of(run: Path) -> dict[str, str]:
 
 def _waiting_groups(folder: Path) -> dict[str, str]:
     """Digests of the responses that wait in a checkpoint, of all replicas: which one has a response depends on time."""
-    import torch
 
-    from megarl.batch import FIELDS, Batch, concatenate
+    from megarl.batch import Batch, concatenate
+    from megarl.rollout.waiting_groups import GROUPS, UNFINISHED, KeptRecords
 
-    found = {}
-    for kind, newer in (("waiting", "group_buffer"), ("parts", "partial_rollouts")):  # older and newer names
-        paths = sorted([*folder.glob(f"{kind}*.pt"), *folder.glob(f"{newer}*.pt")])
-        states = [torch.load(path, weights_only=True) for path in paths]
-        batches = [Batch(**{name: s.pop(name) for name in FIELDS if name in s}) for s in states if "lengths" in s]
+    found, kept = {}, KeptRecords(folder)
+    for name, kind in (("waiting", GROUPS), ("parts", UNFINISHED)):
+        records = list(kept.read(kind))
+        batches = [Batch(**record.fields) for record in records if record.fields]
         joined = concatenate(batches) if batches else Batch()
-        episodes = [json.loads(state.pop("episodes", "[]")) for state in states]
+        episodes = [episode for record in records for episode in record.facts.pop("episodes", [])]
         ids = [number for batch in batches for number in batch.sequence_ids.tolist()]
-        by_id = dict(zip(ids, (episode for of_replica in episodes for episode in of_replica), strict=False))
-        if states:
+        by_id = dict(zip(ids, episodes, strict=False))
+        if records:
             fields = {name: getattr(joined, name) for name in joined.present()}
-            found[kind] = _object_digest([states[0], fields, *([by_id] if by_id else [])])
+            found[name] = _object_digest([records[0].facts, fields, *([by_id] if by_id else [])])
     return found
 
 

@@ -1,7 +1,9 @@
-"""An earlier run in the folder of `--save`: a new run is refused there, or moves all of it aside as one folder.
+"""The folder of `--save` that has an earlier run, or another branch of this one: what is there is moved aside.
 
 What an earlier run left beside the files of a new one would be taken for its own: the last export by name, the samples
-of a step that it never did, a report.
+of a step that it never did, a report. So a new run is refused there, or moves all of it into one folder. A run that
+resumes from an earlier step would leave later checkpoints, `latest`, exports and metrics of a branch that nobody
+continues, and a second resume would take them for its own.
 """
 
 import itertools
@@ -11,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.arguments import RunConfig, Settings
+from megarl.checkpoint import commit, folders
 from megarl.errors import UsageError, flag_of, warn
-from megarl.observe.files import sync_directory
+from megarl.observe.files import step_of, sync_directory, write_atomically
+from megarl.observe.metrics_file import FILE_NAME, lines_after
 from megarl.plain_files import resolved
 
 # All that a program writes into a run's folder, but for the stores of trackers, which hold several runs. The
@@ -28,6 +32,8 @@ FILES = (
 OF_EVALUATION = ("evaluation.json", "samples.jsonl")  # of `evaluate --save`, whose subject may be the earlier run
 _WRITTEN = ("save", "rollout_bank", "tracker_folder")  # settings that name folders to write to
 _NAME = "old"  # old-1, …: an earlier run, which can be used like any other
+ABANDONED = "abandoned"  # checkpoints/abandoned-1, …: a branch that was left, with its metrics and samples
+_OUTPUTS = ("samples", "tokens", "rollouts", *EXPORTS)  # folders with a file or folder for each step
 
 
 def resumes_in_place(settings: Settings) -> bool:
@@ -55,8 +61,8 @@ def check(config: RunConfig):
     if not s.overwrite and (kept := _results(run)):
         resumed = f"--load {s.save} resumes it, " if any((run / CHECKPOINTS).glob("step_*")) else ""
         raise UsageError(
-            f"--save {s.save}: holds an earlier run ({kept}); {resumed}--overwrite moves it to {_free(run)} and starts "
-            "anew, and another folder leaves it as it is"
+            f"--save {s.save}: holds an earlier run ({kept}); {resumed}--overwrite moves it to {_free(run, _NAME)} "
+            "and starts anew, and another folder leaves it as it is"
         )
 
 
@@ -101,8 +107,9 @@ def _entries(run: Path) -> list[Path]:
     return found + [run / name for name in OF_EVALUATION if found and (run / name).exists()]
 
 
-def _free(run: Path) -> Path:
-    return next(path for number in itertools.count(1) if not (path := run / f"{_NAME}-{number}").exists())
+def _free(folder: Path, name: str) -> Path:
+    """The first of NAME-1, NAME-2, … that the folder does not have."""
+    return next(path for number in itertools.count(1) if not (path := folder / f"{name}-{number}").exists())
 
 
 def begin(config: RunConfig, folder: str | None):
@@ -115,9 +122,49 @@ def move_aside(run: Path):
     """Moves all that a folder holds of an earlier run to a new folder `old-N` in it; nothing is deleted."""
     if not (entries := _entries(run)):
         return
-    aside = _free(run)
+    aside = _free(run, _NAME)
     aside.mkdir()
     for path in entries:
         path.rename(aside / path.name)
         sync_directory(run)
     warn([f"--save {run}: the earlier run is now in {aside}"])
+
+
+def begin_branch(run: Path, step: int, source: Path | None, used: list[Path]):
+    """Prepares the folder of a run that resumes there for the steps after `step`. Rank 0 only, before the first step.
+
+    Everything of later steps is moved to `checkpoints/abandoned-N/`; `latest` names the source first. Nothing is
+    deleted. Of a run that starts anew, or from another folder, `begin` has emptied the folder.
+
+    Args:
+        source: checkpoint from which the run resumes; None for a new run.
+        used: all checkpoints that the run has loaded, which stay.
+    """
+    checkpoints = run / CHECKPOINTS
+    if source is None or source.resolve().parent != checkpoints.resolve():
+        return
+    stays = {path.resolve() for path in used}
+    stale = [
+        folder
+        for folder in sorted(checkpoints.glob("step_*"))
+        if folder.resolve() not in stays and step_of(folder) > step
+    ]
+    if stale or folders.named(checkpoints, folders.LATEST) != source:
+        commit.restart_from(checkpoints, source, stale)
+    outputs = [path for name in _OUTPUTS for path in sorted((run / name).glob("step_*")) if step_of(path) > step]
+    if not stale and not outputs:
+        return
+    aside = _free(checkpoints, ABANDONED)
+    aside.mkdir()
+    if (run / FILE_NAME).exists():  # `MetricsWriter` then cuts it
+        write_atomically(aside / FILE_NAME, lines_after(run / FILE_NAME, step))
+    for path in outputs:
+        (aside / path.parent.name).mkdir(exist_ok=True)
+        path.rename(aside / path.parent.name / path.name)
+    for folder in stale:
+        folder.rename(aside / folder.name)
+    sync_directory(checkpoints)
+    exports = [path for path in outputs if path.parent.name in EXPORTS]
+    kind = "checkpoints of another branch" if stale else "exports of steps without a checkpoint"
+    if named := stale or exports:
+        warn([f"--save {run}: {kind} ({named[0].name} to {named[-1].name}) are now in {aside}"])

@@ -8,7 +8,7 @@ from megarl.checkpoint import folders
 from megarl.errors import UsageError
 from megarl.mcore.lora.projections import factor_shapes
 from megarl.mcore.lora.settings import LoRASettings
-from megarl.mcore.model import gpt
+from megarl.mcore.model.weight_table import weight_shapes
 
 ENTRY = "lora"  # of the manifest: for each role with factors their settings, and where the weights under them come from
 
@@ -77,4 +77,4 @@ def resume_shapes(role: RoleSettings, vocab_size: int, value_head: bool = False)
     """Global shapes that a role's checkpoint must have to resume, as for `folders.check_weights`."""
     if role.lora:
         return checkpoint_shapes(role.name, role.megatron, role.lora, value_head)
-    return gpt.weight_shapes(role.name, role.megatron, vocab_size, resumes=True, value_head=value_head)
+    return weight_shapes(role.name, role.megatron, vocab_size, resumes=True, value_head=value_head)

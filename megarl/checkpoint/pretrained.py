@@ -8,16 +8,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megarl.arguments import RoleSettings
-from megarl.checkpoint import factors, folders, run_state
+from megarl.checkpoint import factors, folders
 from megarl.data import node_files
 from megarl.errors import UsageError
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.lora.stored import load_factors
-from megarl.mcore.model import gpt
+from megarl.mcore.model.weight_table import HEAD, weight_shapes
+from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.dist_checkpoint import average_of
-from megarl.mcore.weights.hf.folder import HFFolder
+from megarl.mcore.weights.hf.folder import HFFolder, damaged_decays, damaged_scales
 from megarl.mcore.weights.hf.import_weights import import_weights
-from megarl.mcore.weights.hf.scales import damaged_decays, damaged_scales
 from megarl.mcore.weights.hf.weight_map import WeightMap
 
 BASES = ("actor", "reward")  # roles whose weights may be under factors
@@ -39,7 +39,7 @@ class CheckpointWeights(NamedTuple):
 
     def load(self, stages, pg_collection, optimizer=None):
         """Loads them in any layout."""
-        run_state.load_weights(self.folder, stages, pg_collection, self.source, optimizer)
+        load_weights(self.folder, stages, pg_collection, self.source, optimizer)
 
 
 class FactorWeights(NamedTuple):
@@ -80,6 +80,26 @@ class FolderWeights(NamedTuple):
         import_weights(self.weight_map, stages, pg_collection)
         if optimizer is not None:
             optimizer.reload_model_params()
+
+
+def load_weights(folder: Path, stages, pg_collection, source: str | None = None, optimizer=None):
+    """Loads weights from a checkpoint of any layout into a model; a collective of its role.
+
+    A scalar head is loaded from a reward model or critic, and keeps its initial weights if the source is a policy.
+    Buffers of expert balancing keep their initial values if the source has none.
+
+    Args:
+        source: role whose weights are loaded; None: `folders.source_of` the checkpoint.
+        optimizer: of the model; updates its master weights, if it has them.
+    """
+    shapes = dist_checkpoint.tensor_shapes(folder)
+    source = source or folders.source_of(folder, "--pretrained-checkpoint")
+    has_scalar_head = shapes.get(f"{source}.{HEAD}", (0,))[0] == 1
+    wanted = dist_checkpoint.model_state(source, stages, pg_collection, with_value_head=has_scalar_head)
+    dist_checkpoint.drop_missing_balancing_buffers(wanted, shapes)
+    dist_checkpoint.load_weights(stages, dist_checkpoint.load_role(wanted, folder, pg_collection), strict=False)
+    if optimizer is not None:
+        optimizer.reload_model_params()
 
 
 def with_stored_factors(role: RoleSettings, weights: PretrainedWeights | None) -> RoleSettings:
@@ -195,7 +215,7 @@ def checkpoint_weights(
     stored = factors.stored_factors(folder, flag, source)
     if stored is not None:
         return factor_weights(folder, flag, role, vocab_size, source, stored)
-    shapes = gpt.weight_shapes(source, role.megatron, vocab_size, value_head=source == "reward")
+    shapes = weight_shapes(source, role.megatron, vocab_size, value_head=source == "reward")
     folders.check_weights(folder, flag, role.name, shapes)
     return CheckpointWeights(folder)
 

@@ -1,17 +1,21 @@
-"""Which checkpoint a run resumes from, and whether the run's data are still those that it was written with."""
+"""A run that resumes: from which checkpoint, whether its data, settings, schedules and optimizers are those of the
+checkpoint, and which of them count; the roles' states and the random states are restored."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from megarl import bundled
-from megarl.arguments import RunConfig, Settings
-from megarl.checkpoint import folders, resumed_flags
+from megarl.arguments import RoleSettings, RunConfig, Settings
+from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
+from megarl.comm.role_mesh import RoleMesh
 from megarl.data.chat import NO_OPTIONS
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError, flag_of
 from megarl.flags.distillation import SIBLING
+from megarl.mcore.weights import dist_checkpoint
 from megarl.plain_files import read_bytes
 
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
@@ -41,6 +45,15 @@ _LEARNING = (
 )  # fmt: skip
 _MOMENTS, _BY_BYTES = ("exp_avg_dtype", "exp_avg_sq_dtype"), {4: "fp32", 2: "bf16"}
 PROMPTS, EVAL_PROMPTS, EVALS = "prompts", "eval_prompts", "evals "  # sets in DATA; a name of --evals follows the last
+SCHEDULES, OPTIMIZERS = "schedules", "optimizers"  # entries of the manifest: role -> `schedule_flags`, `state_flags`
+_MULTIPLIERS = ("lr_multipliers", "weight_decay_multipliers")
+_ALWAYS = (
+    "lr", "decoupled_lr", "lr_decay_style", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init",
+    "weight_decay_incr_style", *_MULTIPLIERS,
+)  # fmt: skip
+_OF_WEIGHT_DECAY = ("start_weight_decay", "end_weight_decay")  # --weight-decay if it is constant
+_OF_A_DECAY = ("min_lr", "decoupled_min_lr", "lr_wsd_decay_iters", "lr_wsd_decay_style")
+_KINDS = ("bf16", "fp16", "use_distributed_optimizer", "use_torch_fsdp2")
 
 
 def data_fingerprints(encoder: Encoder, settings: Settings, prompts: dict[str, PromptSet]) -> dict[str, dict[str, str]]:
@@ -173,5 +186,116 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
         if held != folder:
             folders.check(held, "--load")
         folders.check_weights(held, "--load", role, shapes)
-    resumed_flags.check(manifest, config)
+    check_schedules(manifest, config)
     return folder, manifest
+
+
+def schedule_flags(args) -> dict[str, object]:
+    """The flags of a role that decide the learning rate and weight decay of each step, by name in Megatron's namespace.
+
+    The steps of a decay count only if anything decays: a run with constant rates may become longer.
+    """
+    has_decay, is_constant = args.lr_decay_style != "constant", args.weight_decay_incr_style == "constant"
+    names = (*_ALWAYS, *_OF_A_DECAY * has_decay, *(("weight_decay",) if is_constant else _OF_WEIGHT_DECAY))
+    found = {name: getattr(args, name) for name in names}
+    if has_decay or args.lr_warmup_fraction is not None or not is_constant:
+        found["lr_decay_iters"] = args.lr_decay_iters or args.train_iters
+    return found
+
+
+def state_flags(args) -> dict[str, object]:
+    """The flags of a role that decide which states its optimizer has, by name in Megatron's namespace."""
+    found: dict[str, object] = {"optimizer": args.optimizer, "freeze": sorted(args.freeze or [])}
+    if args.optimizer == "sgd":
+        found["sgd_momentum"] = "above 0" if args.sgd_momentum else "0"
+    if args.freeze:  # other kinds name the fp32 weights of whole stacks of layers
+        found |= {name: getattr(args, name) for name in _KINDS}
+    return found
+
+
+def manifest_entries(config: RunConfig) -> dict:
+    """The entries of a checkpoint's manifest about the schedules and the optimizers of the trained roles."""
+    args = {name: config.roles[name].megatron for name in config.trained}
+    return {
+        SCHEDULES: {name: schedule_flags(of_role) for name, of_role in args.items()},
+        OPTIMIZERS: {name: state_flags(of_role) for name, of_role in args.items()},
+    }
+
+
+def _other_schedules(manifest: dict, config: RunConfig) -> Iterator[tuple[RoleSettings, dict, str]]:
+    """(role, its flags in the checkpoint, what differs) of each role whose schedule is not the checkpoint's."""
+    for role in map(config.roles.__getitem__, config.trained):
+        found = schedule_flags(role.megatron)
+        saved = manifest[SCHEDULES].get(role.name, found)
+        # A flag that only one of them has goes with the style of the decay, which then differs, too.
+        changed = [name for name in found.keys() & saved.keys() if found[name] != saved[name]]
+        if changed:
+            yield role, saved, ", ".join(_change(name, saved[name], found[name]) for name in sorted(changed))
+
+
+def _change(name: str, before: object, after: object) -> str:
+    before, after = (" ".join(value) if isinstance(value, list) else value for value in (before, after))
+    before, after = ("not set" if value is None else value for value in (before, after))
+    return f"{flag_of(name)} {after} (before: {before})"
+
+
+def check_schedules(manifest: dict, config: RunConfig):
+    """UsageError for a role with another schedule than in the checkpoint of `--load`, unless a flag says which of them
+    counts, and for one with another optimizer, or other frozen parameters."""
+    path = config.settings.load
+    for role, _, changes in _other_schedules(manifest, config):
+        if not role.megatron.override_opt_param_scheduler and not role.megatron.use_checkpoint_opt_param_scheduler:
+            raise UsageError(
+                f"{changes}: not the schedule of the {role.name} in the checkpoint of --load {path}; "
+                "--override-opt-param-scheduler takes the new one, --use-checkpoint-opt-param-scheduler the old one"
+            )
+    for role in map(config.roles.__getitem__, config.trained):
+        found = state_flags(role.megatron)
+        saved = manifest[OPTIMIZERS].get(role.name, found)
+        for name in (name for name in found if found[name] != saved.get(name, found[name])):
+            raise UsageError(
+                f"{flag_of(name)} {_text(getattr(role.megatron, name))}: the {role.name} in the checkpoint of --load "
+                f"{path} has optimizer states of {flag_of(name)} {_text(saved[name])}; --pretrained-checkpoint "
+                "starts a new run from its weights"
+            )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, list) and value else str(value or "(none)")
+
+
+def adopt_schedules(manifest: dict, config: RunConfig) -> list[str]:
+    """Gives roles with `--use-checkpoint-opt-param-scheduler` the schedule of the checkpoint, before models are built.
+
+    Returns:
+        A line for each role about the flags that do not count.
+    """
+    lines = []
+    for role, saved, changes in _other_schedules(manifest, config):
+        if role.megatron.use_checkpoint_opt_param_scheduler:
+            vars(role.megatron).update(dict.fromkeys(_OF_WEIGHT_DECAY) | saved)
+            lines.append(f"--use-checkpoint-opt-param-scheduler: the {role.name} does not use {changes}")
+    return lines
+
+
+def load_states(folder: Path, mesh: RoleMesh, roles: dict) -> dict:
+    """Loads the roles' states from a checkpoint and returns them by role; a collective of the world.
+
+    Random states are restored only if the world size is the same. No result depends on them: megarl draws every random
+    number from seed, step and position, so a run can resume in another layout with the same numbers.
+    """
+    loaded, manifest = {}, folders.read_manifest(folder, "--load")
+    for name, role_groups in mesh.roles.items():
+        if name in roles:
+            held, groups = folders.frozen_folder(folder, manifest, name, "--load"), role_groups.pg_collection
+            prediction = roles[name].pop(dist_checkpoint.PREDICTION, None)
+            loaded[name] = dist_checkpoint.load_role(roles[name], held, groups)
+            if prediction is not None:  # the run that wrote the checkpoint may have had none
+                of_role = dist_checkpoint.prediction_of(name)
+                found = dist_checkpoint.load_if_held(prediction, held, groups, of_role)
+                loaded[name] |= {} if found is None else {dist_checkpoint.PREDICTION: found}
+    if manifest["world_size"] == mesh.size:
+        dist_checkpoint.restore_rank_state(dist_checkpoint.load(dist_checkpoint.rank_state(), folder)["rng"])
+    return loaded

@@ -96,9 +96,13 @@ class CheckpointWriter:
         self._sweeper: threading.Thread | None = None  # removes older checkpoints, on rank 0
 
     def save(
-        self, step: int, roles: dict, manifest: dict, files: dict[str, bytes] | None = None,
+        self,
+        step: int,
+        roles: dict,
+        manifest: dict,
+        files: dict[str, bytes] | None = None,
         frozen: dict[str, Callable[[], dict]] | None = None,
-    ):  # fmt: skip
+    ):
         """Writes `DIR/checkpoints/step_%08d`, in the background with `--async-save`; a collective of the world.
 
         Args:

@@ -1,24 +1,32 @@
-"""The environment `calculator`, a tool that computes, and its control `calculator-offset`, whose results are wrong.
+"""The environment `calculator`, a tool that computes; its control `calculator-offset`, whose results are wrong; and
+`calculator-agent`, the same environment as an agent that owns the loop, which gives the same bytes.
 
 What the policy wrote is computed within limits of length, depth and size of numbers; nothing is run.
 """
 
 import ast
+import itertools
+import json
 import math
 import operator
 import re
 from collections.abc import Callable
+from typing import Any
 
-from megarl.environments.protocol import Task
+from megarl.environments.protocol import Task, ToolCall, Turn
 from megarl.environments.tools import ToolEnvironment
 
 MAX_LENGTH = 200  # characters of an expression
 _MAX_VALUE = 10**60
 _CHARACTERS = re.compile(r"[0-9.eE+\-*/%()\s]*")  # of others Python's parser might warn
 _OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
 OFFSET = 1009  # what the results of `calculator-offset` are too large by
 _NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")  # with or without commas between thousands
 
@@ -118,3 +126,36 @@ def _bounded(value: int | float) -> int | float:
     if not abs(value) <= _MAX_VALUE:
         raise OverflowError
     return value
+
+
+# -- the agent ---------------------------------------------------------------------------------------------------------
+
+
+async def calculator_agent(task: Task, client: Any) -> float:
+    """Calls what the policy asks for until it calls nothing; 1 if the last number of the last turn is the answer."""
+    tools, messages = calculator(), list(task.messages)
+    tools.reset(task)
+    for number in itertools.count():
+        answer = await client.chat.completions.create(model="policy", messages=messages, tools=tools.tools)
+        choice = answer.choices[0]
+        if choice.finish_reason == "length":
+            return 0.0
+        seen = await tools.step(_turn_of(number, choice.message))
+        if seen.done:
+            return seen.reward
+        messages += [choice.message, *(_with_id(message) for message in seen.messages)]
+    raise AssertionError  # the loop has no end of its own
+
+
+def _turn_of(number: int, message: Any) -> Turn:
+    """What the policy wrote, as tools read it."""
+    calls = tuple(
+        ToolCall(call.id, call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()
+    )
+    errors = tuple(getattr(message, "tool_call_errors", None) or ())
+    return Turn(number, message.content or "", content=message.content or "", calls=calls, errors=errors)
+
+
+def _with_id(message: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's schema wants an id of each result, also of calls that could not be read."""
+    return {"tool_call_id": "unread", **message} if message["role"] == "tool" else message

@@ -4,7 +4,7 @@ import random
 import re
 from typing import Any
 
-from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, Turn
+from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn, user_message
 
 _INTEGER = re.compile(r"[0-9]+")
 _MAX_DIGITS = 18  # of a guess that is read as a number
@@ -44,11 +44,6 @@ class GuessNumber(BaseEnvironment):
             return Observation(done=True, correct=False)
         answer = "wrong" if self._blind else "higher" if guess < self._secret else "lower"
         return Observation([user_message(answer)], correct=False)
-
-
-def user_message(text: str) -> Message:
-    """A message of the user, as which environments speak."""
-    return {"role": "user", "content": text}
 
 
 def guess_number_blind() -> GuessNumber:

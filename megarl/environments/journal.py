@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.entry_kinds import fits, is_count
-from megarl.environments.protocol import Observation, Turn
-from megarl.environments.validation import checked
+from megarl.environments.protocol import Observation, Turn, checked
 from megarl.observe.files import write_atomically
 from megarl.plain_files import MAX_RECORDS, parse_record, read_bytes, reading
 

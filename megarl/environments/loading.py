@@ -1,21 +1,45 @@
-"""Environments by the name of `--environment`: built-in ones, or a user's factory."""
+"""Environments by the name of `--environment`: built-in ones, or a user's factory; and their checks before the run.
 
-from collections.abc import Callable
+`python -m megarl.environments.loading FD` checks whether they can be made, and what their reset adds to a prompt. It is
+a process of its own, so that no rank ever imports a user's module.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, NoReturn
 
 from megarl import plugins
-from megarl.environments.protocol import Environment
+from megarl.child_process import Child, parent
+from megarl.environments.agents.agent import Agent, as_agent, check_packages
+from megarl.environments.protocol import Environment, Message, Task, called, checked
+from megarl.errors import UsageError, one_line
+from megarl.user_results import is_generator, settled
+
+# Who answers the policy's turns: an environment as the user or as tools, or an agent, which owns the loop.
+USER, TOOLS, AGENT = KINDS = ("user", "tool", "agent")
+METHODS = ("reset", "step", "restore", "close")
+_GRACE = 30.0  # seconds for a process to start, and to import a module
 
 # Name -> its factory, imported when it is asked for: some need packages that others do not.
 BUILT_IN: dict[str, str] = {
     "guess-number": "megarl.environments.games:GuessNumber",
     "guess-number-blind": "megarl.environments.games:guess_number_blind",
     "calculator": "megarl.environments.calculator:calculator",
-    "calculator-agent": "megarl.environments.agents.calculator:calculator_agent",
+    "calculator-agent": "megarl.environments.calculator:calculator_agent",
     "calculator-offset": "megarl.environments.calculator:calculator_offset",
     "python-tool": "megarl.environments.python_tool:python_tool",
     "frozen-lake": "megarl.environments.adapters.gymnasium_env:FrozenLake",
     "reasoning-gym": "megarl.environments.adapters.reasoning_gym_env:ReasoningGymEnvironment",
 }
+
+
+class FirstObservation(NamedTuple):
+    """What an environment adds to a prompt when it is reset."""
+
+    tools: list[dict[str, Any]]
+    messages: list[Message]
 
 
 def load_factory(name: str) -> Callable[[], Environment]:
@@ -28,3 +52,95 @@ def load_factory(name: str) -> Callable[[], Environment]:
     if ":" not in found:
         return plugins.load("--environment", name, dict.fromkeys(BUILT_IN))  # says what is allowed
     return plugins.load("--environment", found, {}, awaits=True)
+
+
+def check_factories(names: Sequence[str]) -> dict[str, str]:
+    """The kind of each environment, of `KINDS`. UsageError for one that cannot be made."""
+    child = Child("megarl.environments.loading")
+    try:
+        child.send(list(names))
+        found = child.connection.recv()
+    except (EOFError, OSError):
+        raise UsageError(f"--environment: the check ended with status {child.status()}") from None
+    finally:
+        child.end()
+    if isinstance(found, str):
+        raise UsageError(found)
+    return found
+
+
+def first_observations(name: str, tasks: Sequence[Task], seconds: float) -> list[FirstObservation] | str:
+    """What the environment `name`, which is no agent, adds to the prompts of tasks; a text: why it has failed on one.
+
+    `seconds`: limit of each call of the environment.
+    """
+    child = Child("megarl.environments.loading")
+    try:
+        child.send((name, list(tasks), seconds))
+        if not child.connection.poll(_GRACE + 3 * seconds * len(tasks)):
+            return f"no answer within {seconds:g} s"
+        found = child.connection.recv()
+        return found if isinstance(found, str) else [FirstObservation(*each) for each in found]
+    except (EOFError, OSError):
+        return f"its process ended with status {child.status()}"
+    finally:
+        child.end()
+
+
+def main():
+    """The child: answers a list of names with a dictionary, or with the text of an error; and the arguments of
+    `first_observations` with its result."""
+    connection = parent()
+    asked = connection.recv()
+    if not isinstance(asked, list):
+        asyncio.run(_answer(connection, *asked))
+    try:
+        connection.send({name: _kind(name) for name in asked})
+    except UsageError as error:
+        connection.send(str(error))
+    os._exit(0)
+
+
+async def _answer(connection: Connection, *asked: Any) -> NoReturn:
+    """Answers, and ends the process, whatever threads an environment has left."""
+    connection.send(await _first_observations(*asked))
+    os._exit(0)
+
+
+async def _first_observations(name: str, tasks: list[Task], seconds: float) -> list[tuple[list, list]] | str:
+    found, factory = [], load_factory(name)
+    for task in tasks:
+        try:
+            environment = await asyncio.wait_for(called(factory), seconds)
+            observation = checked(await asyncio.wait_for(called(environment.reset, task), seconds))
+            found.append((list(environment.tools), observation.messages))
+            await asyncio.wait_for(called(environment.close), seconds)
+        except TimeoutError:
+            return f"no answer within {seconds:g} s"
+        except (Exception, SystemExit) as error:
+            return one_line(f"{type(error).__name__}: {error}")[:300]
+    return found
+
+
+def _kind(name: str) -> str:
+    factory = load_factory(name)
+    try:
+        environment = as_agent(factory) or settled(factory())
+        if isinstance(environment, Agent):
+            check_packages(environment)
+            return AGENT
+        missing = [m for m in METHODS if not callable(getattr(environment, m, None))]
+        if missing or not isinstance(getattr(environment, "tools", None), list):
+            raise TypeError(f"{type(environment).__name__} lacks {', '.join(missing) or 'tools'} of the protocol")
+        if yielding := [m for m in METHODS if is_generator(getattr(environment, m))]:
+            raise TypeError(f"{type(environment).__name__}.{yielding[0]} yields; it returns its result")
+        return TOOLS if environment.tools else USER
+    except UsageError as error:  # a package that is missing
+        raise UsageError(f"--environment {name}: {error}") from None
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UsageError(f"--environment {name}: cannot be made: {reason}") from None
+
+
+if __name__ == "__main__":
+    main()

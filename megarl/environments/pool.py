@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import NamedTuple
 
-from megarl.environments.agents.exchange import Ask, Reply
-from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
+from megarl.environments.calls import Answer, Asked, Call, Close, Replied, Reply
 from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.processes import EnvironmentProcess, Processes
 from megarl.environments.protocol import Observation, Task, Turn
@@ -53,15 +52,6 @@ class Event(NamedTuple):
     from_journal: bool
     replayable: bool  # whether another environment can be brought to the same state
     is_agent: bool = False  # it is the end of an agent
-
-
-class Asked(NamedTuple):
-    """What the agent of an episode asks; `EnvironmentPool.reply` answers."""
-
-    number: int  # of the episode
-    ticket: int  # of this run of the agent: another one if it is run again
-    request: int  # number of the request in the run
-    ask: Ask
 
 
 class _Episode:
@@ -111,9 +101,15 @@ class EnvironmentPool:
         self._ask(episode)
 
     def take_up(
-        self, number: int, task: Task, environment: str | None, key: str | None, texts: Sequence[TurnText],
-        observations: Sequence[Observation], tools: Sequence[dict] = (),
-    ) -> list[Turn]:  # fmt: skip
+        self,
+        number: int,
+        task: Task,
+        environment: str | None,
+        key: str | None,
+        texts: Sequence[TurnText],
+        observations: Sequence[Observation],
+        tools: Sequence[dict] = (),
+    ) -> list[Turn]:
         """Goes on with a replayable episode whose turns have all been answered; its next turn gets an environment.
 
         Args:
@@ -144,7 +140,7 @@ class EnvironmentPool:
             return
         episode.asked.remove(request)
         self._set_deadline(episode)
-        episode.process.send(AgentReply(ticket, request, reply))
+        episode.process.send(Replied(number, ticket, request, reply))
 
     def end(self, number: int):
         """Closes the environment of an episode, once it has answered; nothing more is reported of the episode."""
@@ -188,9 +184,10 @@ class EnvironmentPool:
         found = self.journal.find(episode.key, episode.turns) if self.journal and episode.key else None
         if found is not None:
             self._leave_process(episode)  # its environment has not seen this turn
-            self._report(episode, found.observation, found.tools, from_journal=True)
+            answer = Answer(episode.number, 0, found.observation, found.tools, episode.replayable, 0.0)
+            self._report(episode, answer, from_journal=True)
         elif episode.is_lost:
-            self._report(episode, None, failure="its process ended, and the environment cannot be replayed")
+            self._fail(episode, "its process ended, and the environment cannot be replayed")
         else:
             self._send(episode)
 
@@ -207,9 +204,13 @@ class EnvironmentPool:
         episode.asked = set()
         self._set_deadline(episode)
         call = Call(
-            ticket=episode.ticket, slot=episode.number, name=episode.name, task=episode.task,
-            turns=tuple(episode.turns), observations=tuple(episode.observations),
-        )  # fmt: skip
+            number=episode.number,
+            ticket=episode.ticket,
+            name=episode.name,
+            task=episode.task,
+            turns=tuple(episode.turns),
+            observations=tuple(episode.observations),
+        )
         episode.process.send(call)
 
     def _set_deadline(self, episode: _Episode):
@@ -236,12 +237,12 @@ class EnvironmentPool:
             except (EOFError, OSError):
                 self._lose(process, f"its process ended with status {process.status()}", is_late=False)
 
-    def _take(self, answer: Answer | AgentAsk, process: EnvironmentProcess):
-        if isinstance(answer, AgentAsk):
+    def _take(self, answer: Answer | Asked, process: EnvironmentProcess):
+        if isinstance(answer, Asked):
             if (episode := self._pending.get(answer.ticket)) is not None:
-                episode.asked.add(answer.number)
+                episode.asked.add(answer.request)
                 self._set_deadline(episode)
-                self._events.append(Asked(episode.number, *answer))
+                self._events.append(answer)
             return
         episode = self._pending.pop(answer.ticket, None)
         if episode is None:  # of an episode that has ended
@@ -253,7 +254,7 @@ class EnvironmentPool:
             episode.is_suspect = False
             if self.journal is not None and episode.key and episode.replayable and not answer.is_agent:
                 self.journal.add(episode.key, episode.turns, JournalEntry(answer.observation, answer.tools))
-            self._report(episode, answer.observation, answer.tools, answer.seconds, is_agent=answer.is_agent)
+            self._report(episode, answer)
         elif answer.is_stuck:
             episode.is_suspect = True
             self._retire(process)
@@ -286,7 +287,7 @@ class EnvironmentPool:
         episode.failures += 1
         episode.late += is_late
         if episode.failures > self.options.retries or (episode.turns and not episode.replayable):
-            self._report(episode, None, failure=reason)
+            self._fail(episode, reason)
         else:
             episode.restarts += 1
             self._send(episode)
@@ -314,18 +315,26 @@ class EnvironmentPool:
         for process in {e.process for e in self._pending.values() if e.deadline <= now}:
             self._lose(process, f"no answer within {self.options.timeout:g} s, and its process hung", is_late=True)
 
-    def _report(
-        self, episode: _Episode, observation: Observation | None, tools: Sequence[dict] = (), seconds: float = 0.0,
-        failure: str | None = None, from_journal: bool = False, is_agent: bool = False,
-    ):  # fmt: skip
+    def _fail(self, episode: _Episode, reason: str):
+        self._report(episode, Answer(episode.number, 0, None, [], episode.replayable, 0.0, reason))
+
+    def _report(self, episode: _Episode, answer: Answer, from_journal: bool = False):
         turn = episode.turns[-1] if episode.turns else None
         if turn is None:
-            episode.tools = list(tools)
-        if turn is not None and observation is not None:
-            episode.observations.append(observation)
+            episode.tools = list(answer.tools)
+        if turn is not None and answer.observation is not None:
+            episode.observations.append(answer.observation)
         event = Event(
-            number=episode.number, observation=observation, failure=failure, tools=list(tools), turn=turn,
-            seconds=seconds, replayed=episode.restarts, late=episode.late, from_journal=from_journal,
-            replayable=episode.replayable, is_agent=is_agent,
-        )  # fmt: skip
+            number=episode.number,
+            observation=answer.observation,
+            failure=answer.failure,
+            tools=list(answer.tools),
+            turn=turn,
+            seconds=answer.seconds,
+            replayed=episode.restarts,
+            late=episode.late,
+            from_journal=from_journal,
+            replayable=episode.replayable,
+            is_agent=answer.is_agent,
+        )
         self._events.append(event)

@@ -15,21 +15,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from megarl.child_process import parent
-from megarl.environments.agents.agent import Agent, AgentTask, as_agent
-from megarl.environments.agents.exchange import Ask
-from megarl.environments.agents.session import LateAgent, Session
-from megarl.environments.calls import AgentAsk, AgentReply, Answer, Call, Close
+from megarl.environments.agents.agent import Agent, as_agent
+from megarl.environments.agents.session import Late, Session
+from megarl.environments.calls import Answer, Ask, Asked, Call, Close, Replied
 from megarl.environments.loading import load_factory
-from megarl.environments.protocol import Environment, Observation, resolved
-from megarl.environments.validation import checked
+from megarl.environments.protocol import Environment, Observation, checked, resolved
 from megarl.user_code import place_of
 from megarl.user_results import is_async, shown_error
 
 THREADS = 512  # of plain methods; started when they are needed
-
-
-class Late(Exception):
-    """A call took longer than allowed."""
 
 
 class Worker:
@@ -40,10 +34,10 @@ class Worker:
         self._connection, self._seconds = connection, seconds
         self._environments: dict[int, Environment | Agent] = {}
         self._tasks: set[asyncio.Task] = set()
-        self._calls: dict[int, asyncio.Task] = {}  # the last call of each slot
+        self._calls: dict[int, asyncio.Task] = {}  # the last call of each episode
         self._threads = ThreadPoolExecutor(THREADS)
         self._sessions: dict[int, Session] = {}  # of agents, by ticket
-        self._answers: queue.SimpleQueue[Answer | AgentAsk] = queue.SimpleQueue()  # to be written
+        self._answers: queue.SimpleQueue[Answer | Asked] = queue.SimpleQueue()  # to be written
         self._ended = asyncio.Event()
 
     async def serve(self):
@@ -69,16 +63,16 @@ class Worker:
         except (EOFError, OSError):
             loop.call_soon_threadsafe(self._ended.set)
 
-    def _begin(self, message: Call | Close | AgentReply):
-        if isinstance(message, AgentReply):
+    def _begin(self, message: Call | Close | Replied):
+        if isinstance(message, Replied):
             if message.ticket in self._sessions:
-                self._sessions[message.ticket].receive(message.number, message.reply)
+                self._sessions[message.ticket].receive(message.request, message.reply)
             return
         if isinstance(message, Close):
-            running = self._calls.pop(message.slot, None)
-            task = asyncio.create_task(self._close_idle(message.slot, running))
+            running = self._calls.pop(message.number, None)
+            task = asyncio.create_task(self._close_idle(message.number, running))
         else:
-            task = self._calls[message.slot] = asyncio.create_task(self._answer(message))
+            task = self._calls[message.number] = asyncio.create_task(self._answer(message))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -91,26 +85,24 @@ class Worker:
             facts["observation"] = checked(observation, call.name)
             facts["tools"] = list(environment.tools) if not call.turns else []
             facts["is_agent"] = isinstance(environment, Agent)
-        except LateAgent as late:
-            facts |= {"failure": str(late), "is_late": True}
         except Late as late:
-            facts |= {"failure": f"no answer within {self._seconds:g} s", "is_late": True, "is_stuck": late.args[0]}
+            facts |= {"failure": str(late), "is_late": True, "is_stuck": late.is_stuck}
         except (Exception, SystemExit) as error:
             facts["failure"] = " ".join(f"{shown_error(error)[:500]}{place_of(error)}".split())
-        known = environment or self._environments.get(call.slot)
+        known = environment or self._environments.get(call.number)
         facts["replayable"] = bool(getattr(known, "replayable", True))
         if "failure" in facts:
-            await self._close(call.slot)
+            await self._close(call.number)
         seconds = known.seconds if isinstance(known, Agent) else loop.time() - start
-        self._answers.put(Answer(call.ticket, seconds=seconds, **facts))
+        self._answers.put(Answer(call.number, call.ticket, seconds=seconds, **facts))
 
     async def _played(self, call: Call) -> tuple[Environment | Agent, Observation]:
         """(environment, its answer to the last turn or to the reset; of an agent its end)."""
-        environment = self._environments.get(call.slot)
+        environment = self._environments.get(call.number)
         if environment is None:
             factory = load_factory(call.name)
             environment = as_agent(factory) or await self._limited(factory)
-            self._environments[call.slot] = environment
+            self._environments[call.number] = environment
             if isinstance(environment, Agent):
                 return environment, await self._run_agent(environment, call)
             if not call.turns:
@@ -124,14 +116,13 @@ class Worker:
         """Runs an agent to its end, with an endpoint of its own."""
         from megarl.environments.agents.endpoint import Endpoint  # needs packages that other environments do not
 
-        def send(number: int, ask: Ask):
-            self._answers.put(AgentAsk(call.ticket, number, ask))
+        def send(request: int, ask: Ask):
+            self._answers.put(Asked(call.number, call.ticket, request, ask))
 
         session = self._sessions[call.ticket] = Session(send)
         endpoint = await Endpoint.open(session)
         try:
-            task = AgentTask(**vars(call.task))
-            return await session.watch(agent.run(task, session, endpoint.address), self._seconds)
+            return await session.watch(agent.run(call.task, session, endpoint.address), self._seconds)
         finally:
             agent.seconds = session.worked_seconds
             del self._sessions[call.ticket]
@@ -139,29 +130,30 @@ class Worker:
             endpoint.close()
 
     async def _limited(self, function, *args):
-        """The result of a method, a coroutine or not. Raises Late(whether a thread still runs) at the limit."""
+        """The result of a method, a coroutine or not. Late at the limit."""
+        problem = f"no answer within {self._seconds:g} s"
         if is_async(function):
             try:
                 return await asyncio.wait_for(function(*args), self._seconds)
             except TimeoutError:
-                raise Late(False) from None
+                raise Late(problem) from None
         running = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
         done, _ = await asyncio.wait([running], timeout=self._seconds)
         if not done:
             running.add_done_callback(lambda future: future.exception())  # nobody else asks for it
-            raise Late(True)
+            raise Late(problem, is_stuck=True)
         return await asyncio.wait_for(resolved(running.result()), self._seconds)
 
-    async def _close_idle(self, slot: int, running: asyncio.Task | None):
+    async def _close_idle(self, number: int, running: asyncio.Task | None):
         """Closes an environment after its last call: no environment is closed while it works."""
-        if isinstance(self._environments.get(slot), Agent) and running is not None:
+        if isinstance(self._environments.get(number), Agent) and running is not None:
             running.cancel()  # an agent may work for long, and nobody needs its score any more
-        if running is not None and not running.done():  # else at once, before the next call of the slot
+        if running is not None and not running.done():  # else at once, before the next call of the episode
             await asyncio.wait([running])
-        await self._close(slot)
+        await self._close(number)
 
-    async def _close(self, slot: int):
-        environment = self._environments.pop(slot, None)
+    async def _close(self, number: int):
+        environment = self._environments.pop(number, None)
         if environment is None:
             return
         try:

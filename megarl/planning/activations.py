@@ -11,9 +11,9 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import ROTARY, is_gated
 from megarl.mcore.kernels.head import MAX_KEPT, row_chunks
 from megarl.mcore.kernels.head_scores import MAX_TOGETHER
-from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import LayerKind, layer_kinds, stage_layers
 from megarl.mcore.model.projections import HeadLayout
+from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.recurrence.delta_rule import HeadSizes
 from megarl.mcore.recurrence.rule import layer_sizes
 from megarl.planning.parameters import SCALAR_HEAD

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.planning.parameters import Weight
+from megarl.mcore.model.weight_table import Weight
 
 ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements; the distributed optimizer's padding
 MIN_BUCKET, BUCKET_PER_REPLICA = 40_000_000, 1_000_000  # elements of a bucket with --overlap-grad-reduce

@@ -13,8 +13,12 @@ from megarl.planning.question import Price, Question
 
 SHOWN = 3
 MAX_PIPELINE, MAX_CONTEXT = 16, 8
-SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-         "expert_model_parallel_size")  # fmt: skip
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
 
 
 class Layout(NamedTuple):
@@ -166,6 +170,9 @@ def text(found: Found, cluster: Cluster) -> str:
 
 def data(found: Found) -> dict:
     return {
-        "available": found.available, "legal": found.legal, "fitting": found.fitting,
-        "best": [layout._asdict() for layout in found.best], "closest": found.closest._asdict(),
-    }  # fmt: skip
+        "available": found.available,
+        "legal": found.legal,
+        "fitting": found.fitting,
+        "best": [layout._asdict() for layout in found.best],
+        "closest": found.closest._asdict(),
+    }

@@ -12,19 +12,19 @@ import numpy as np
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.optimizer_flags import MUON, SGD, on_host
 from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.model.weight_table import LAYERS, Weight, prediction_weights
 from megarl.planning import activations
-from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.gradient_buffers import GradientBuffer, buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.parameters import (
     CACHED,
-    LAYERS,
     SCALAR_HEAD,
     ModelKey,
-    Weight,
+    all_factors,
+    factors_apart,
     is_half,
     of_stages,
-    prediction_weights,
     stage_weights,
+    trained_and_frozen,
 )
 
 GIB = 2**30
@@ -209,10 +209,11 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
     """
     args, offloaded = role.megatron, _offloaded(role, kind)
     memories, stages = [], stage_weights(args, vocab_size, kind in SCALAR_HEAD)
-    model = (ModelKey.of_gradients(args), vocab_size, kind, role.lora)
-    is_own = role.model_role == role.name
-    held = _persistent_of_stages(*model) if is_own else [(0, 0, 0, 0)] * len(stages)
-    largest = [0] * len(stages) if is_own else _largest_buffers(*model)
+    key, largest = ModelKey.of_gradients(args), [0] * len(stages)
+    if role.model_role == role.name:
+        held = _persistent_of_stages(key, vocab_size, kind, role.lora)
+    else:
+        held, largest = [(0, 0, 0, 0)] * len(stages), _largest_buffers(key, vocab_size, kind, role.lora)
     for stage, chunks in enumerate(stages):
         activation = activations.of_stage(args, stage, kind, tokens, microbatches)
         logits = activations.of_logits(args, vocab_size, kind, tokens) if stage == len(stages) - 1 else 0
@@ -263,11 +264,12 @@ def _persistent(
     chunks: list[list[Weight]], args, kind: str, stage: int, lora: LoRASettings | None
 ) -> tuple[int, int, int, int]:
     """Bytes of weights, gradients and optimizer states of a stage's fullest rank, and of states on the host."""
+    predicts = prediction_weights(args, parallel_sizes(args))
     if kind in ("train", "value"):
         parts = [trained_and_frozen(weights, args, lora, kind in SCALAR_HEAD) for weights in chunks]
         sizes = [trained_bytes(trained, args, stage == 0) for trained, _ in parts]
         moved = [host_part([trained for trained, _ in parts], args, stage)]
-        predicts, frozen_bytes = prediction_weights(args), sum(_held(frozen, args) for _, frozen in parts)
+        frozen_bytes = sum(_held(frozen, args) for _, frozen in parts)
         if predicts and args.trains_prediction:
             sizes.append(trained_bytes(predicts, args, False))  # reduced after its backward
             moved.append(host_part([predicts], args, stage=1))
@@ -281,7 +283,7 @@ def _persistent(
         )
     # A rollout's own model has the factors, too.
     own = sum(_held(weights + factors_apart(weights, args, lora), args) for weights in chunks)
-    return own + plain_bytes(prediction_weights(args)), 0, 0, 0
+    return own + plain_bytes(predicts), 0, 0, 0
 
 
 def average_bytes(role, vocab_size: int, kind: str) -> list[int]:

@@ -6,8 +6,7 @@ import re
 from megarl.arguments import RunConfig
 from megarl.errors import UsageError, flag_of
 from megarl.mcore.config import optimizer_flags
-from megarl.planning.factors import trained_and_frozen
-from megarl.planning.parameters import layout_free_names, stage_weights
+from megarl.planning.parameters import layout_free_names, stage_weights, trained_and_frozen
 
 _SHOWN = 3  # nearest names in a message
 

@@ -11,8 +11,8 @@ from math import ceil
 import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import attention_layer_pattern, moe_layer_pattern
+from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.planning import reward_traffic, summary, traffic
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY, Cluster
 from megarl.planning.parameters import SCALAR_HEAD, stage_weights

@@ -10,7 +10,7 @@ import numpy as np
 from megarl.comm import role_mesh
 from megarl.flags.distillation import LOSS
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.model.gpt import padded_vocab_size
+from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import reward_traffic, traffic
 from megarl.planning.kv_cache import CachePlan, cache_plan

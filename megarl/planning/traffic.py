@@ -19,7 +19,6 @@ from megarl.flags.correction import RECOMPUTE
 from megarl.flags.group_rules import expected_responses
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.lora.settings import LoRASettings
-from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import (
     attention_layer_pattern,
     layer_kinds,
@@ -29,20 +28,20 @@ from megarl.mcore.model.pipeline_layout import (
 )
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import columns_sent
+from megarl.mcore.model.weight_table import LAYERS, Weight, padded_vocab_size, prediction_weights
 from megarl.mcore.recurrence.rule import layer_sizes
-from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.gradient_buffers import buffers, gradient_bytes, gradient_itemsize
 from megarl.planning.memory import is_unsharded, plain_bytes, sharded_bytes
 from megarl.planning.parameters import (
     CACHED,
-    LAYERS,
     SCALAR_HEAD,
     ModelKey,
-    Weight,
+    all_factors,
+    factors_apart,
     is_half,
     of_stages,
-    prediction_weights,
     stage_weights,
+    trained_and_frozen,
 )
 
 WHOLE = ("_down_proj.", "_latent_proj.")  # matrices that every tensor-parallel rank has
@@ -357,8 +356,8 @@ def weights_to_rollout(roles: dict, vocab_size: int) -> int:
         return 0
     if rollout.lora and is_half(rollout.megatron):
         return _of_all_ranks(rollout, vocab_size, lambda w: factors_apart(w, rollout.megatron, rollout.lora))
-    prediction = len(rollout.ranks) * plain_bytes(prediction_weights(rollout.megatron))
-    return _of_all_ranks(rollout, vocab_size) + prediction
+    predicts = prediction_weights(rollout.megatron, parallel_sizes(rollout.megatron))
+    return _of_all_ranks(rollout, vocab_size) + len(rollout.ranks) * plain_bytes(predicts)
 
 
 def weights_to_reference(roles: dict, settings, vocab_size: int) -> int:

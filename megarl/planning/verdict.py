@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megarl.planning import combination, hardware
-from megarl.planning.changes import Change, helpful_changes
+from megarl.planning import hardware
+from megarl.planning.changes import Change, fitting, helpful_changes
 from megarl.planning.memory import GIB, Memory
 from megarl.planning.question import Price, Question
 
@@ -50,7 +50,7 @@ def verdict(question: Question, price: Price, memory: float) -> Verdict:
     if fullest.bytes > available:
         changes = helpful_changes(question, price, available)
         if not any(change.bytes <= available for change in changes):
-            together = combination.fitting(question, price, available)
+            together = fitting(question, price, available)
     largest = largest_component(price)
     return Verdict(memory, available, fullest.fullest, fullest.roles, fullest.bytes, largest, changes, together)
 
@@ -102,8 +102,10 @@ def text(found: Verdict, searches: bool) -> str:
         lines.append("The fullest rank with one change:")
         lines += [_line(found, change) for change in found.changes]
     if found.together is None and not any(change.bytes <= found.available for change in found.changes):
-        lines.append("No combination of parallel sizes in a node, pipeline stages, recomputation and host memory fits: "
-                     "it takes more ranks, larger GPUs or shorter sequences")  # fmt: skip
+        lines.append(
+            "No combination of parallel sizes in a node, pipeline stages, recomputation and host memory fits: "
+            "it takes more ranks, larger GPUs or shorter sequences"
+        )
     lines.append(
         f"Layouts that fit, by an estimate of a step's time: {'' if searches else '--gpu NAME '}--best-layouts"
     )

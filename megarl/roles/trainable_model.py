@@ -12,7 +12,6 @@ import torch
 from megarl.arguments import RoleSettings
 from megarl.batch import Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
-from megarl.checkpoint.run_state import PREDICTION
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
@@ -320,7 +319,7 @@ class TrainableModel:
             if self.average is not None and has_average:
                 state["average"] = self.average.state(self.role.name, fingerprint, *common)
             if self.prediction is not None:
-                state[PREDICTION] = self.prediction.state(loading)
+                state[dist_checkpoint.PREDICTION] = self.prediction.state(loading)
         return self.offload.on_host(state)
 
     def _fingerprint(self) -> dict[str, str]:
@@ -345,7 +344,7 @@ class TrainableModel:
             adapter.merge(self.model)
             optimizer_states.restore(loaded, self.optimizer)
             if self.prediction is not None:
-                self.prediction.restore(loaded.get(PREDICTION))
+                self.prediction.restore(loaded.get(dist_checkpoint.PREDICTION))
             if "average" in loaded:
                 self.average.load(loaded["average"], self.role_groups.pg_collection)
             elif self.average is not None:

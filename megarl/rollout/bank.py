@@ -1,6 +1,6 @@
 """Finished responses of the running steps on disk (`--rollout-bank`), so that a killed run generates only the rest.
 
-Each replica appends the responses that it finishes to a file of its own. After a restart a response is used again if
+Each replica appends the responses that it finishes to a log of its own. After a restart a response is used again if
 its request is exactly the same: policy, prompt, random stream, sampling, and everything that may change rounding.
 A response depends on nothing else, so the run's results are those of a run without interruption.
 
@@ -9,30 +9,27 @@ again, with the answers of their environments from the journal, and generates on
 """
 
 import contextlib
+import functools
 import itertools
 import math
 import os
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import warn
 from megarl.mcore import device
+from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.files import step_name, step_of
-from megarl.rollout import bank_file
-from megarl.rollout.bank_file import DamagedRecord, Entry
-from megarl.rollout.requests import RoundRequests
-
-SUFFIX = ".bank"
-NOBODY = 1 << 40  # stands for the dp rank of a response that no replica has
+from megarl.rollout import response_log
+from megarl.rollout.response_log import SUFFIX, DamagedRecord, Entry, Record
 
 
 def numerics() -> tuple:
@@ -41,11 +38,37 @@ def numerics() -> tuple:
     return torch.__version__, platform.machine(), processor
 
 
-class RolloutBank:
-    """The bank on one rank of the rollout. Replica leaders read and write files; methods are collectives of the role.
+def pack(identity: str, completion: Completion) -> bytes:
+    """The record of a response; `identity`: of its request."""
+    fields = {
+        "tokens": torch.tensor(completion.tokens, dtype=torch.int32),
+        "rollout_logprobs": torch.tensor(completion.logprobs, dtype=torch.float32),
+    }
+    if completion.routes is not None:
+        fields["routes"] = completion.routes.cpu()
+    facts = {"identity": identity, "finished": completion.finished}
+    return response_log.packed(facts, fields)
 
-    A file `step_N/W-A.bank` was written by replica W in the step's A-th attempt. Replica R of n reads the files with
-    W mod n = R, so no two replicas read the same file, and all files are read in any layout.
+
+def unpack(record: Record) -> Completion:
+    """The response of a record. DamagedRecord if it holds none."""
+    fields, finished = record.fields, record.facts.get("finished")
+    tokens, logprobs, routes = (fields.get(name) for name in ("tokens", "rollout_logprobs", "routes"))
+    if tokens is None or logprobs is None or not isinstance(finished, bool):
+        raise DamagedRecord("it holds no response")
+    kinds = (tokens.dtype, logprobs.dtype, None if routes is None else routes.dtype)
+    if kinds not in ((torch.int32, torch.float32, of_routes) for of_routes in (None, torch.int16)):
+        raise DamagedRecord("its types do not fit")
+    if tokens.dim() != 1 or logprobs.shape != tokens.shape:
+        raise DamagedRecord("its sizes do not fit")
+    return Completion(tokens.tolist(), logprobs.tolist(), finished, routes)
+
+
+class RolloutBank:
+    """The bank on one rank of the rollout. Leaders of replicas read and write files.
+
+    A file `step_N/W-A.log` was written by replica W in the step's A-th attempt. A response may be another replica's
+    after a restart, so each leader reads the files of all.
     """
 
     def __init__(self, folder: Path, role_groups: RoleGroups, vocab_size: int):
@@ -53,68 +76,59 @@ class RolloutBank:
         self.folder, self.role_groups = folder, role_groups
         self.vocab_size = vocab_size
         self._step: int | None = None
-        self._found: list[Entry] = []  # by earlier attempts, of this replica's files
+        self._count = 0  # responses that earlier attempts have left; the same on all ranks of a replica
+        self._found: dict[str, Entry] = {}  # of them, by the identities of their requests, on the leader
         self._file: int | None = None  # descriptor; opened with the first record
         self._is_full = False  # nothing can be written in this step
-        self._requests: RoundRequests | None = None
         self._common = b""
 
-    def take(self, step: int, requests: RoundRequests, common: tuple, routes: torch.Tensor | None, whole_groups: bool):
-        """This replica's responses from the bank by sequence id; marks those of all replicas in `requests`.
+    def begin_round(self, step: int, common: tuple, routes: Tensor | None):
+        """Reads what earlier attempts of the step have left. A collective of the replica.
 
         Args:
             common: what all requests of the round depend on, as values with a `repr`.
             routes: empty routes [0, L, k]; None if responses have none.
-            whole_groups: the rest of a group is then generated where its banked responses are.
         """
-        self._requests = requests
-        self._set_common(common, routes)
-        if step != self._step:
-            self._begin(step)
-        bodies = self._matching() if self.role_groups.is_leader else []
-        completions = {}
-        for body in self.role_groups.broadcast_object(bodies):
-            _, number, completion = bank_file.unpack(body)
-            completions.setdefault(number, completion)
-        owners = torch.full((len(requests),), NOBODY, dtype=torch.int64, device=device.device())
-        owners[list(completions)] = self.role_groups.dp_rank
-        dist.all_reduce(owners, op=dist.ReduceOp.MIN, group=self.role_groups.pg_collection.dp)
-        owners = owners.cpu()
-        if whole_groups:
-            owner_of_group = requests.groups.reduce(owners, "amin")
-            owners[owners != requests.groups.expand(owner_of_group)] = NOBODY
-            requests.bind({group: rank for group, rank in enumerate(owner_of_group.tolist()) if rank != NOBODY})
-        requests.banked = (owners != NOBODY).tolist()
-        count = sum(requests.banked)
-        if count:
-            total = sum(limit > 0 for limit in requests.limits)
-            self._say(f"{count} of {total} responses")
-        return {i: c for i, c in sorted(completions.items()) if owners[i] == self.role_groups.dp_rank}
+        self._common, self._routes = response_log.hash_of(repr((common, numerics())).encode()), routes
+        if step == self._step:
+            return
+        self.close()
+        self._step, self._is_full, self._found = step, False, {}
+        for path in self._files_of(self._folder_of(step)) if self.role_groups.is_leader else ():
+            try:
+                if path.is_symlink():
+                    raise OSError(0, "it is a link")
+                entries = response_log.intact(path, functools.partial(self._warn, path))
+                self._found |= {str(entry.facts.get("identity")): entry for entry in entries}
+            except OSError as error:
+                self._warn(path, f"is ignored: {error.strerror}")
+        self._count = self.role_groups.broadcast_number(len(self._found))
+        if self._count and self.role_groups.rank == self.role_groups.ranks.start:
+            print(f"megarl: step {step}: {self._count} responses are in {self.folder}", file=sys.stderr, flush=True)
 
-    def _say(self, what: str):
-        """On the role's first rank, says what the bank has of the step."""
-        if self.role_groups.rank == self.role_groups.ranks.start:
-            print(f"megarl: step {self._step}: {what} are in {self.folder}", file=sys.stderr, flush=True)
+    def find(self, requests: Iterable[tuple[int, GenerationRequest]]) -> dict[int, Completion]:
+        """The responses that the bank has, by the numbers of their requests. A collective of the replica."""
+        if not self._count:
+            return {}
+        found = {}
+        for number, request in requests if self.role_groups.is_leader else ():
+            entry = self._found.get(self._identity(request))
+            if entry is not None and (completion := self._read(entry, request)) is not None:
+                found[number] = completion
+        return self.role_groups.broadcast_object(found)
 
-    def add(self, number: int, completion: Completion):
-        """Appends a response of the round of the last `take`, unless it was stopped early. Not a collective."""
-        if self._writes:
-            (request,) = self._requests.build([number])
-            self._append(request, number, completion)
-
-    @property
-    def _writes(self) -> bool:
-        return self.role_groups.is_leader and not self._is_full
-
-    def _append(self, request: GenerationRequest, number: int, completion: Completion):
+    def keep(self, request: GenerationRequest, completion: Completion):
+        """Appends a response, unless a round has stopped it early. Not a collective."""
+        if not self.role_groups.is_leader or self._is_full:
+            return
         if not completion.finished and len(completion.tokens) < request.max_new_tokens:
             return
         try:
             if self._file is None:
                 self._file = self._create()
-            bank_file.append(self._file, bank_file.pack(self._identity(request), number, completion))
+            response_log.append(self._file, pack(self._identity(request), completion))
         except OSError as error:
-            reason = error.strerror or error  # numpy's errors have none
+            reason = error.strerror or error
             warn([f"--rollout-bank {self.folder}: the responses of step {self._step} are not kept: {reason}"])
             self._is_full = True
 
@@ -131,23 +145,6 @@ class RolloutBank:
                 with contextlib.suppress(OSError):  # other replicas still have files in it
                     folder.rmdir()
 
-    def _set_common(self, common: tuple, routes: torch.Tensor | None):
-        """`common`, `routes`: as of `take`."""
-        self._common, self._routes = bank_file.hash_of(repr((common, numerics())).encode()), routes
-
-    def _begin(self, step: int):
-        """Closes the file of the last step and looks for records of earlier attempts."""
-        self.close()
-        self._step, self._found = step, []
-        self._is_full = False
-        if not self.role_groups.is_leader:
-            return
-        for path in self._files_to_read(self._folder_of(step)):
-            try:
-                self._found += bank_file.entries(path)
-            except OSError as error:
-                warn([f"--rollout-bank {path}: is ignored: {error.strerror}"])
-
     def close(self):
         if self._file is not None:
             os.close(self._file)
@@ -156,16 +153,13 @@ class RolloutBank:
     def _folder_of(self, step: int) -> Path:
         return self.folder / step_name(step)
 
-    def _files_to_read(self, folder: Path) -> list[Path]:
-        return self._own_files(folder)
-
-    def _all_files(self, folder: Path) -> list[Path]:
+    def _files_of(self, folder: Path) -> list[Path]:
         files = sorted(folder.glob(f"*-*{SUFFIX}"))
         return [path for path in files if path.name.partition("-")[0].isdecimal()]
 
     def _own_files(self, folder: Path) -> list[Path]:
         replicas, own = len(self.role_groups.replicas), self.role_groups.dp_rank
-        return [path for path in self._all_files(folder) if int(path.name.partition("-")[0]) % replicas == own]
+        return [path for path in self._files_of(folder) if int(path.name.partition("-")[0]) % replicas == own]
 
     def _create(self) -> int:
         folder = self._folder_of(self._step)
@@ -178,41 +172,22 @@ class RolloutBank:
                 continue
         raise AssertionError("counting never ends")
 
-    def _identity(self, request: GenerationRequest) -> bytes:
+    def _warn(self, path: Path, problem: str):
+        warn([f"--rollout-bank {path}: {problem}"])
+
+    def _identity(self, request: GenerationRequest) -> str:
         named: tuple = request.key, request.max_new_tokens, request.prompt
         if request.stops is not None:  # of an agent
             named = *named, request.stops.stops
-        return bank_file.hash_of(self._common + repr(named).encode())
+        return response_log.hash_of(self._common + repr(named).encode()).hex()
 
-    def _matching(self) -> list[bytes]:
-        """Bodies of the records that answer requests of this round; keeps the other records for later rounds."""
-        bodies, left = [], []
-        for entry in self._found:
-            request = self._request(entry.number)
-            if request is None or self._identity(request) != entry.identity:
-                left.append(entry)
-                continue
-            if (body := self._read(entry, request)) is not None:
-                bodies.append(body)
-        self._found = left
-        return bodies
-
-    def _request(self, number: int) -> GenerationRequest | None:
-        """A request that this replica may take, with tokens left to generate."""
-        requests = self._requests
-        if not 0 <= number < len(requests) or not requests.limits[number]:
-            return None
-        if requests.prompt_of(number).dp_rank not in (None, self.role_groups.dp_rank):
-            return None
-        return requests.build([number])[0]
-
-    def _read(self, entry: Entry, request: GenerationRequest) -> bytes | None:
-        """The body of a record; None if it is damaged, or cannot be what the engine answers to a request."""
+    def _read(self, entry: Entry, request: GenerationRequest) -> Completion | None:
+        """What a record has; None if it is damaged, or cannot be what the engine answers to a request."""
         try:
-            body = bank_file.read(entry)
-            return body if self._answers(request, bank_file.unpack(body)[2]) else None
+            completion = unpack(entry.read())
+            return completion if self._answers(request, completion) else None
         except (DamagedRecord, OSError) as error:
-            warn([f"--rollout-bank {entry.path}: {error}"])
+            self._warn(entry.path, str(error))
             return None
 
     def _answers(self, request: GenerationRequest, completion: Completion) -> bool:
@@ -229,41 +204,41 @@ class RolloutBank:
         return routes.shape == (len(request.prompt) + len(tokens), *self._routes.shape[1:])
 
 
-class TurnBank(RolloutBank):
-    """The bank on one rank of the rollout.
+class BankedRequests:
+    """A source of those requests of another one that the bank does not answer."""
 
-    An episode may run on another replica after a restart, so each leader reads the files of all replicas.
-    """
+    def __init__(self, bank: RolloutBank, source: RequestSource, ended: Callable[[int, Completion], object]):
+        """`ended`: takes in a response, of the bank or of the engine, by the number of its request."""
+        self._bank, self._source, self._ended = bank, source, ended
+        self._asked: dict[int, GenerationRequest] = {}  # that the engine answers
 
-    _count = 0  # turns that earlier attempts have left; the same on all ranks of a replica
-    _by_identity: dict[bytes, Entry]  # of them, on the leader
+    def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
+        """As of the source; takes in what the bank answers. A collective of the replica."""
+        requests = self._source.take(room)
+        found = self._bank.find(requests)
+        for number, completion in found.items():
+            self._ended(number, completion)
+        left = [(number, request) for number, request in requests if number not in found]
+        self._asked |= dict(left)
+        return left
 
-    def begin_round(self, step: int, common: tuple, routes: Tensor | None):
-        """Reads what earlier attempts of the step have left. Arguments as of `take`. A collective of the replica."""
-        self._set_common(common, routes)
-        if step == self._step:
-            return
-        self._begin(step)
-        self._by_identity, self._found = {entry.identity: entry for entry in self._found}, []
-        self._count = self.role_groups.broadcast_number(len(self._by_identity))
-        if self._count:
-            self._say(f"{self._count} turns")
+    def is_empty(self) -> bool:
+        return self._source.is_empty()
 
-    def _files_to_read(self, folder: Path) -> list[Path]:
-        return self._all_files(folder)
+    def wait(self):
+        self._source.wait()
 
-    def find(self, requests: Iterable[tuple[int, GenerationRequest]]) -> dict[int, Completion]:
-        """The turns that the bank has, by the numbers of their requests. A collective of the replica."""
-        if not self._count:
-            return {}
-        bodies = []
-        for number, request in requests if self.role_groups.is_leader else ():
-            entry = self._by_identity.get(self._identity(request))
-            if entry is not None and (body := self._read(entry, request)) is not None:
-                bodies.append((number, body))
-        return {number: bank_file.unpack(body)[2] for number, body in self.role_groups.broadcast_object(bodies)}
+    def ended(self, number: int, completion: Completion):
+        """Takes in a response of the engine, and keeps it."""
+        self._bank.keep(self._asked.pop(number), completion)
+        self._ended(number, completion)
 
-    def keep(self, request: GenerationRequest, completion: Completion):
-        """Appends a turn, unless a round has cut it. Not a collective."""
-        if self._writes:
-            self._append(request, 0, completion)
+
+def past_bank(
+    bank: RolloutBank | None, source: RequestSource, ended: Callable[[int, Completion], object]
+) -> tuple[RequestSource, Callable[[int, Completion], object]]:
+    """(what the engine takes its requests from, what takes in its responses); None: there is no bank."""
+    if bank is None:
+        return source, ended
+    banked = BankedRequests(bank, source, ended)
+    return banked, banked.ended

@@ -4,7 +4,7 @@ Ranks outside the rollout hold nothing of generation: neither the order of promp
 lengths of a step's sequences from a message, by which every rank assigns them to replicas in the same way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,16 +25,18 @@ from megarl.errors import UsageError
 from megarl.flags.distillation import SIBLING
 from megarl.groups import PromptGroups
 from megarl.observe.timers import Timers
+from megarl.plain_files import reading
 from megarl.roles.reward import Reward
 from megarl.roles.reward_metrics import step_metrics
-from megarl.rollout import replica_files, waiting_groups
+from megarl.rollout import waiting_groups
 from megarl.rollout.group_collector import GroupCollector
-from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, POOLS_FILE, QUEUED_FILE
 from megarl.rollout.requests import dp_assignment_of
+from megarl.rollout.response_log import Record
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter, SavedRollouts
 from megarl.rollout.round_scores import GenerationRound, RoundScorer
 from megarl.rollout.saved_rollout import SavedGroupCollector
+from megarl.rollout.waiting_groups import BATCH, GROUPS, POOLS, UNFINISHED, KeptRecords, packed
 
 
 class BatchHeader(NamedTuple):
@@ -108,19 +110,24 @@ class RolloutBatcher:
         if self.collector is not None:
             self.collector.queue.forget(step)
 
-    def files(self) -> Iterator[tuple[str, bytes | None]]:
-        """The groups that wait and the batches of later steps, for a checkpoint: files of this replica by name, on its
-        leader. Collective."""
+    def files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of generation: this replica's log by name, on its leader; {} if it has no records.
+        Collective."""
+        records = [packed(*each) for each in self._records() if each[1] is not None]
+        return {waiting_groups.file_name(self.mesh[ROLLOUT].dp_rank): b"".join(records)} if records else {}
+
+    def _records(self) -> Iterator[tuple[str, Record | None, int | None]]:
+        """(kind, record, step) of what this replica keeps, record None of what it does not have. Collective."""
         if self.collector is None:
             return
-        yield GROUP_BUFFER_FILE, self.collector.group_buffer.to_bytes()
+        yield GROUPS, self.collector.group_buffer.to_record(), None
         if self.settings.partial_rollouts:
-            yield PARTIAL_ROLLOUTS_FILE, self.collector.partial_rollouts.to_bytes()
+            yield UNFINISHED, self.collector.partial_rollouts.to_record(), None
         role_groups = self.mesh[ROLLOUT]
         if self.collector.pools is not None and role_groups.is_leader and not role_groups.dp_rank:
-            yield POOLS_FILE, replica_files.pools_to_bytes(self.collector.pools)
-        for step, data in self.collector.queue.to_bytes():
-            yield QUEUED_FILE.format(step=step), data
+            yield POOLS, waiting_groups.pools_record(self.collector.pools), None
+        for step, record in self.collector.queue.to_records():
+            yield BATCH, record, step
 
     def manifest_entries(self, step: int) -> dict[str, Any]:
         """What the manifest of a step's checkpoint says of generation; {} outside the rollout."""
@@ -140,18 +147,17 @@ class RolloutBatcher:
             return
         step, queue = manifest["step"], waiting_groups.queued(manifest)
         try:
-            files_of = {number: replica_files.find(folder, name) for number, name in queue["files"].items()}
-            queued = {number: list(replica_files.read(files)) for number, files in files_of.items()}
-            version = queue.get("version", 0)
-            self.collector.queue.load(step, queue["through"], queued, version - queue["lag"])
-            files = replica_files.find(folder, GROUP_BUFFER_FILE)
-            if files and files not in files_of.values():
-                self.collector.group_buffer.from_bytes(replica_files.read(files), version)
-            if files := replica_files.find(folder, PARTIAL_ROLLOUTS_FILE):
-                self.collector.partial_rollouts.from_bytes(replica_files.read(files))
-            if self.collector.pools is not None and not has_new_prompts:
-                for data, where in replica_files.read(replica_files.find(folder, POOLS_FILE)):
-                    replica_files.pools_from_bytes(self.collector.pools, data, where)
+            where = f"--load {folder / waiting_groups.FIRST}"
+            with reading(where, "is damaged"):
+                kept, version = KeptRecords(folder), queue.get("version", 0)
+                queued: dict[int, Iterable[Record]] = {number: kept.read(BATCH, number) for number in queue["steps"]}
+                self.collector.queue.load(step, queue["through"], queued, version - queue["lag"])
+                if kept.has(GROUPS):
+                    self.collector.group_buffer.load(kept.read(GROUPS), version)
+                if kept.has(UNFINISHED):
+                    self.collector.partial_rollouts.load(kept.read(UNFINISHED))
+                if self.collector.pools is not None and not has_new_prompts:
+                    waiting_groups.load_pools(self.collector.pools, kept.read(POOLS), where)
             self.collector.restart(step, queue.get("version", self.collector.partial_rollouts.version))
         except UsageError as error:
             raise UsageError(str(error), self.mesh[ROLLOUT].ranks.start) from None

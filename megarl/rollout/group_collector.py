@@ -24,8 +24,7 @@ from megarl.flags.selection import parse_shares, parse_weights
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.observe.timers import Timers
-from megarl.rollout.batch_queue import BatchQueue
-from megarl.rollout.group_buffer import GroupBuffer
+from megarl.rollout.group_buffer import BatchQueue, GroupBuffer
 from megarl.rollout.partial_rollouts import PartialRolloutBuffer
 from megarl.rollout.replica_batch import forced_responses
 from megarl.rollout.requests import PromptRequest, episode_keys, groups_of, remaining_tokens
@@ -144,8 +143,6 @@ class GroupCollector:
         if self._writer is not None:
             with self.timers.phase(self.role_groups.model_role, "save"):
                 self._writer.add(found, groups, scores.keep)
-        if self._has_versions and found.batch.versions is None:  # all tokens are of this round
-            found.batch.versions = torch.full_like(found.batch.tokens, self.partial_rollouts.version, dtype=torch.int32)
         self.group_buffer.add(found.batch, groups, scores.keep)
         if self.pools is not None:
             for line, share in zip(found.lines, scores.correct_shares.tolist(), strict=True):
@@ -189,13 +186,14 @@ class GroupCollector:
             self._announcements.send({"drawn": lines, "number": statistics.rounds})
         if self._scorer.early_judges and self.role_groups.is_leader:
             sender = ResponseSender(step, statistics.rounds, groups_of(requests), self._scorer.early_judges)
-        batch = self.rollout.generate(requests, step, wanted=wanted, prompt_set=self.prompts, sender=sender)
-        if batch.versions is not None:  # of a schedule, which names weights by their steps
-            batch.versions = self.versions.of_weights(batch.versions)
+        versions = self.versions if self._has_versions else None
+        batch = self.rollout.generate(
+            requests, step, wanted=wanted, prompt_set=self.prompts, sender=sender, versions=versions
+        )
         requests, batch = self._take_earliest(requests, batch, statistics, wanted)
         greedy = None
         if self.settings.greedy_baseline:
-            prompts = [request._replace(partial=(), samples=1) for request in requests]
+            prompts = [request._replace(lengths=(), responses=(), samples=1) for request in requests]
             greedy = self.rollout.generate(prompts, step, temperature=0, prompt_set=self.prompts)
             statistics.tokens += int(greedy.response_mask.sum())
         draws, records = [(request.step, request.draw_index) for request in requests], None

@@ -6,43 +6,43 @@ The replica that generated a group's first tokens holds them and continues the g
 episodes.
 """
 
-import io
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.arguments import Settings
-from megarl.batch import (
-    Batch,
-    concatenate,
-    empty_batch,
-    expand_ranges,
-    generated_fields,
-)  # fmt: skip
+from megarl.batch import Batch, concatenate, empty_batch, generated_fields
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.groups import PromptGroups
-from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import FAILED, Episode
-from megarl.rollout.replica_batch import joined, rows_by_id, split_at, truncated_to
-from megarl.rollout.requests import PartialResponse, PromptRequest, episode_keys, groups_of
+from megarl.rollout.replica_batch import truncated_to
+from megarl.rollout.requests import (
+    PromptRequest,
+    batch_to_responses,
+    earlier_responses,
+    episode_keys,
+    groups_of,
+)
+from megarl.rollout.response_log import Record
 from megarl.rollout.waiting_groups import VERSIONS
 
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
-_RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS)
 
 
 class CarriedGroup(NamedTuple):
-    """What every rank of the rollout knows of an unfinished group."""
+    """What every rank of the rollout knows of an unfinished group, and its rows on the replica that holds it."""
 
-    request: PromptRequest  # without tokens; an episode that has ended in any way is finished
+    request: PromptRequest  # without tokens; an episode that has ended in any way has no length
     oldest: int  # policy version of its oldest token; `NO_TOKEN` without any
+    rows: Batch | None = None  # on the host, with the samples' numbers as ids; None on other replicas
 
 
 class PartialRolloutBuffer:
@@ -57,9 +57,6 @@ class PartialRolloutBuffer:
         self.trained_version = 0  # of the policy that trains on what the step generates, before its update
         self.dropped = 0  # groups dropped since the last `metrics`: for `--max-staleness`, or `_replayable`
         self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank of the rollout
-        # This replica's, on the host; ids number the responses of `_groups`, and of those that the round continues.
-        self._responses = self._continued = empty_batch(self._fields, "cpu")
-        self._continued_count = 0  # of all replicas
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -70,8 +67,18 @@ class PartialRolloutBuffer:
 
     def clear(self):
         """Removes all groups; the policy version stays."""
-        self._groups, self._responses = [], empty_batch(self._fields, "cpu")
+        self._groups = []
         self._retain_episodes()
+
+    @property
+    def rows(self) -> Batch:
+        """This replica's rows, on the host; ids number the responses of all replicas' groups."""
+        found, first = [empty_batch(self._fields, "cpu")], 0
+        for group in self._groups:
+            if group.rows is not None:
+                found.append(dataclasses.replace(group.rows, sequence_ids=group.rows.sequence_ids + first))
+            first += group.request.samples
+        return concatenate(found)
 
     def begin_step(self, version: int, trained_version: int):
         """Sets the policy versions of a step: of the policy that generates, and of the one that trains."""
@@ -81,32 +88,22 @@ class PartialRolloutBuffer:
         """Removes and returns at most `count` groups, oldest first. `keep_unfinished` puts back those not taken."""
         self._drop_stale()
         popped, self._groups = self._groups[:count], self._groups[count:]
-        groups = groups_of([group.request for group in popped])
-        self._continued_count = groups.count
-        self._continued, self._responses = split_at(self._responses, self._continued_count)
-        held = rows_by_id(self._continued)
-        return [self._request(group, held, first) for group, first in zip(popped, groups.starts.tolist(), strict=True)]
+        return [self._request(group) for group in popped]
 
-    def _request(self, group: CarriedGroup, held: dict[int, tuple[list[int], int]], first: int) -> PromptRequest:
-        """The request of a group whose responses are numbered from `first`; `held`: of `rows_by_id`."""
-        prompt, partial = [], []
-        for i, response in enumerate(group.request.partial, first):
-            tokens, start = held.get(i, ([], 0))
-            prompt = tokens[:start]
-            # How much room an episode has, it knows itself.
-            length = response.length if self.episodes is None or response.is_finished else 0
-            partial.append(response._replace(length=length, tokens=tokens[start:]))
-        return group.request._replace(tokens=prompt, partial=tuple(partial))
+    def _request(self, group: CarriedGroup) -> PromptRequest:
+        """The request of a group, with its responses where this replica holds them and they are no episodes."""
+        if group.rows is None or self.episodes is not None:
+            return group.request
+        responses = tuple(batch_to_responses(group.rows))
+        return group.request._replace(tokens=responses[0].asked.prompt, responses=responses)
 
     def _drop_stale(self):
         limit = self.settings.max_staleness
         if not limit or not len(self):
             return
-        is_fresh = torch.tensor([self.trained_version - group.oldest <= limit for group in self._groups])
-        self.dropped += int((~is_fresh).sum())
-        groups = groups_of(self._requests)
-        self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
-        self._responses = self._responses.renumbered(groups.expand(is_fresh))
+        fresh = [group for group in self._groups if self.trained_version - group.oldest <= limit]
+        self.dropped += len(self._groups) - len(fresh)
+        self._groups = fresh
         self._retain_episodes()
 
     def _retain_episodes(self):
@@ -117,7 +114,7 @@ class PartialRolloutBuffer:
     def keep_unfinished(
         self, batch: Batch, requests: list[PromptRequest], taken: Tensor, longest: int | None
     ) -> tuple[Batch, int]:
-        """Keeps the groups of a round that are not taken. Returns (this rank's restored batch, its new tokens).
+        """Keeps the groups of a round that are not taken. Returns (this rank's batch, cut; its new tokens).
 
         Responses are truncated to `longest` new tokens. An unfinished response has at least that many, so the result
         does not depend on the layout or on timing. Episodes have been already (`EpisodeRunner.settle`). A group with an
@@ -125,20 +122,23 @@ class PartialRolloutBuffer:
         kept.
 
         Args:
-            batch: of `Rollout.generate`; one replica has all responses of a group that is not taken.
+            batch: of `Rollout.generate`, with versions; one replica has all responses of a group that is not taken.
             requests: given to `Rollout.generate`, those of `pop_oldest` first.
             taken, longest: of `Rollout.earliest_groups`; all groups and None if all are taken. None also if a schedule
                 says how many tokens each response has.
         """
         episodes: list[Episode] = []  # of this replica's rows
         if self.episodes is None:
-            batch = batch if longest is None else truncated_to(batch, longest)
-            new_tokens = int(batch.response_mask.sum())
+            all_earlier = earlier_responses(requests)
+            earlier = [all_earlier[i] for i in batch.sequence_ids.tolist()]
+            if longest is not None:
+                before = batch.lengths.new_tensor([0 if each is None else each.length for each in earlier])
+                batch = truncated_to(batch, longest, before)
+            new_tokens = int(batch.response_mask.sum()) - sum(each.chosen for each in earlier if each is not None)
         else:
             keys = episode_keys(requests)
             episodes = self.episodes.of(keys[i] for i in batch.sequence_ids.tolist())
             new_tokens = sum(episode.new_tokens for episode in episodes if episode.end != FAILED)
-        self._restore_continued(batch, episodes)
         is_kept = torch.ones(len(requests), dtype=torch.bool)
         is_kept[taken] = False
         if self.episodes is not None and is_kept.any():
@@ -146,7 +146,6 @@ class PartialRolloutBuffer:
         if is_kept.any():
             self._keep(batch, episodes, requests, is_kept)
         self._retain_episodes()
-        self._continued, self._continued_count = empty_batch(self._fields, "cpu"), 0
         return batch, new_tokens
 
     def _replayable(
@@ -160,22 +159,6 @@ class PartialRolloutBuffer:
         self.dropped += int((is_stuck & is_kept).sum())
         return is_kept & ~is_stuck
 
-    def _restore_continued(self, batch: Batch, episodes: list[Episode]):
-        """Restores continued tokens, which the engine had as prompt: mask, log-probs, versions, prompt lengths. Of
-        episodes only the versions: they know all else."""
-        if batch.versions is None:  # the round had one policy
-            batch.versions = torch.full_like(batch.tokens, self.version, dtype=torch.int32)
-        if self.episodes is not None:
-            _restore_versions(batch, episodes)
-            return
-        is_continued = (batch.sequence_ids < self._continued_count).nonzero().flatten()
-        found = torch.searchsorted(self._continued.sequence_ids, batch.sequence_ids[is_continued].cpu())
-        before = self._continued.select(found).to(batch.tokens.device)
-        positions = expand_ranges(batch.cu_seqlens[:-1][is_continued], before.lengths)
-        for name in _RESTORED_FIELDS:
-            getattr(batch, name)[positions] = getattr(before, name)
-        batch.prompt_lengths[is_continued] = before.prompt_lengths
-
     def _keep(self, batch: Batch, episodes: list[Episode], requests: list[PromptRequest], is_kept: Tensor):
         """Keeps this replica's share of the kept groups ([G] bool) and tells the other replicas which one has which."""
         role_groups, groups = self.mesh[ROLLOUT], groups_of(requests)
@@ -183,55 +166,53 @@ class PartialRolloutBuffer:
         episodes = list(itertools.compress(episodes, is_kept_id[kept.sequence_ids].tolist()))
         kept = kept.renumbered(is_kept_id)
         requests, groups = [requests[i] for i in is_kept.nonzero().flatten().tolist()], groups.kept(is_kept)
-        ids, ended = kept.sequence_ids, None
+        ended = None
         if self.episodes is not None:
             ended = [episode.end is not None for episode in episodes]
             for episode, versions in zip(episodes, kept.versions.split(kept.lengths.tolist()), strict=True):
                 episode.learn_versions(versions.tolist())
         own = torch.cat([_known(kept, ended), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
-        known = role_groups.gather_rows(ids, own, groups.count)
-        self._responses = joined(kept, self._responses, len(known))
-        self._groups = _carried_groups(requests, known.split(groups.sizes.tolist())) + self._groups
+        known = role_groups.gather_rows(kept.sequence_ids, own, groups.count)
+        self._groups = _carried_groups(requests, known, kept) + self._groups
 
     def metrics(self) -> dict[str, int]:
         """Groups carried to the next step, and groups dropped in this one."""
         dropped, self.dropped = self.dropped, 0
         return {"rollout/carried_groups": len(self), "rollout/dropped_groups": dropped}
 
-    def to_bytes(self) -> bytes | None:
-        """This replica's state for `from_bytes`, on its leader; None on other ranks or without responses, but for the
+    def to_record(self) -> Record | None:
+        """This replica's state for `load`, on its leader; None on other ranks or without responses, but for the
         first replica."""
-        role_groups, responses = self.mesh[ROLLOUT], self._responses
+        role_groups, responses = self.mesh[ROLLOUT], self.rows
         if not role_groups.is_leader or (role_groups.dp_rank and not len(responses)):
             return None
         fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
-        groups, file = [(each.line, each.draw_index, each.step) for each in self._requests], io.BytesIO()
+        groups = [(each.line, each.draw_index, each.step) for each in self._requests]
+        facts: dict[str, Any] = {"version": self.version, "samples": self.samples, "groups": groups}
         sizes = [each.samples for each in self._requests]
         if {*sizes} - {self.samples}:  # of files with sizes of their own
-            fields["sizes"] = sizes
+            facts["sizes"] = sizes
         if self.episodes is not None:
             keys = episode_keys(self._requests)
-            fields["episodes"] = self.episodes.to_json(keys[i] for i in responses.sequence_ids.tolist())
-        torch.save({"version": self.version, "samples": self.samples, "groups": groups, **fields}, file)
-        return file.getvalue()
+            facts["episodes"] = self.episodes.facts(keys[i] for i in responses.sequence_ids.tolist())
+        return Record(facts, fields)
 
-    def from_bytes(self, files: Iterable[tuple[bytes, str]]):
+    def load(self, records: Iterable[Record]):
         """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
         Args:
-            files: state of each replica that saved it, and start of the message if it is damaged or unsafe.
+            records: of each replica that saved one.
 
         Raises:
-            UsageError: damaged data, the run has no partial rollouts, another group size, or too small length limits.
+            UsageError: the run has no partial rollouts, another group size, or too small length limits.
         """
         s, role_groups = self.settings, self.mesh[ROLLOUT]
         own: list[Batch] = []
         prompt = response = 0
-        for data, where in files:
-            fields = load_plain(data, where)
-            version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
-            facts, sizes = fields.pop("episodes", None), fields.pop("sizes", [samples] * len(groups))
-            waiting_groups.check_unfinished(len(groups), samples, facts is not None, s)
+        for facts, fields in records:
+            version, samples, groups = (facts[name] for name in ("version", "samples", "groups"))
+            episodes, sizes = facts.get("episodes"), facts.get("sizes", [samples] * len(groups))
+            waiting_groups.check_unfinished(len(groups), samples, episodes is not None, s)
             by_prompt = PromptGroups(sizes)
             if not own:
                 known = torch.zeros(by_prompt.count, 4, dtype=torch.int64)
@@ -245,11 +226,11 @@ class PartialRolloutBuffer:
             if self.episodes is not None:
                 keys, is_own = episode_keys(requests), dp_ranks == role_groups.dp_rank
                 keys = [keys[i] for i in batch.sequence_ids.tolist()]
-                ended = self.episodes.load(facts or "[]", batch, keys, is_own, where)
+                ended = self.episodes.load(episodes or [], batch, keys, is_own)
             known[batch.sequence_ids] = torch.cat([_known(batch, ended), dp_ranks.unsqueeze(1)], 1)
             own.append(batch.select((dp_ranks == role_groups.dp_rank).nonzero().flatten()))
             # The rows of an agent together may fill the room of the longest prompt, too.
-            prompts = batch.prompt_lengths if facts is None else batch.prompt_lengths.clamp(min=s.max_prompt_length)
+            prompts = batch.prompt_lengths if episodes is None else batch.prompt_lengths.clamp(min=s.max_prompt_length)
             prompt = max([prompt, *batch.prompt_lengths.tolist()])
             response = max([response, *(batch.lengths - prompts).tolist()])
         if not s.partial_rollouts:
@@ -259,37 +240,36 @@ class PartialRolloutBuffer:
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
-        self._groups = _carried_groups(requests, known.split(sizes))
-        self.version, self._responses = version, concatenate(own)
+        self._groups = _carried_groups(requests, known, concatenate(own))
+        self.version = version
 
 
-def _restore_versions(batch: Batch, episodes: list[Episode]):
-    """Restores the versions of tokens of earlier rounds; `episodes`: of the batch's rows."""
-    restored, first = batch.versions.tolist(), 0
-    for length, episode in zip(batch.lengths.tolist(), episodes, strict=True):
-        for start, versions in episode.known_versions:
-            if start + len(versions) <= length:  # an episode that failed has lost its turns
-                restored[first + start : first + start + len(versions)] = versions
-        first += length
-    batch.versions = batch.versions.new_tensor(restored)
+def _carried_groups(requests: list[PromptRequest], known: Tensor, rows: Batch) -> list[CarriedGroup]:
+    """The groups of requests.
 
-
-def _carried_groups(requests: list[PromptRequest], known: Sequence[Tensor]) -> list[CarriedGroup]:
-    """The groups of requests; `known`: of each [samples, 4] length, finished, oldest version, dp rank."""
-    groups = []
-    for request, of_group in zip(requests, known, strict=True):
-        lengths, finished, oldest, dp_ranks = of_group.T.tolist()
-        partial = tuple(PartialResponse(n, bool(is_one)) for n, is_one in zip(lengths, finished, strict=True))
-        carried = request._replace(tokens=(), partial=partial, dp_rank=dp_ranks[0])
-        groups.append(CarriedGroup(carried, min(oldest)))
-    return groups
+    Args:
+        known: [N, 4] length, has ended, oldest version, dp rank of each response.
+        rows: this replica's, numbered as `known`.
+    """
+    found, first = [], 0
+    for request in requests:
+        ids = range(first, first + request.samples)
+        lengths, ended, oldest, dp_ranks = known[ids.start : ids.stop].T.tolist()
+        so_far = tuple(None if is_one else n for n, is_one in zip(lengths, ended, strict=True))
+        own = rows.select(((rows.sequence_ids >= first) & (rows.sequence_ids < ids.stop)).nonzero().flatten())
+        own.sequence_ids -= first
+        carried = request._replace(tokens=(), lengths=so_far, dp_rank=dp_ranks[0], responses=())
+        found.append(CarriedGroup(carried, min(oldest), own if len(own) else None))
+        first = ids.stop
+    return found
 
 
 def _known(batch: Batch, ended: Sequence[bool] | None) -> Tensor:
-    """[N, 3] int64 response length, finished, oldest version of each sequence; `ended`: of episodes, instead of
-    `finished`."""
+    """[N, 3] int64 response length, has ended, oldest version of each sequence; `ended`: of episodes, which know their
+    room themselves and have length 0; None: those that are `finished`."""
     finished = batch.finished if ended is None else torch.tensor(ended, dtype=torch.bool)
     token_ids = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[batch.response_mask]
     oldest = torch.full((len(batch),), NO_TOKEN)
     oldest = oldest.scatter_reduce(0, token_ids, batch.versions[batch.response_mask].long(), "amin")
-    return torch.stack([batch.lengths - batch.prompt_lengths, finished.long(), oldest], 1)
+    lengths = batch.lengths - batch.prompt_lengths if ended is None else torch.zeros_like(oldest)
+    return torch.stack([lengths, finished.long(), oldest], 1)

@@ -69,10 +69,9 @@ class SharedRequestQueue(StoreEntry):
         return -len(self.requests.prompt_of(ids[0]).tokens), ids[0]
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
-        """At most `room` requests, each with its index in the list."""
-        missing = room - len(self._drawn)
-        if missing > 0 and not self._is_exhausted:
-            self._draw(-(-missing // self._largest))
+        """`room` requests, each with its index in the list; fewer only if there are no more."""
+        while (missing := room - len(self._drawn)) > 0 and not self._is_exhausted:
+            self._draw(-(-missing // self._largest))  # smaller groups leave room for more
         ids = [self._drawn.popleft() for _ in range(min(room, len(self._drawn)))]
         return list(zip(ids, self.requests.build(ids), strict=True))
 

@@ -1,7 +1,9 @@
 """Converts prompts to requests of the engine, and its completions to a packed batch."""
 
+import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,34 +17,36 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
+from megarl.mcore.inference.response import Response, Span
 from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.rollout.episodes.episode import key_of
 from megarl.tool_formats.thinking_budget import ThinkingBudget
-
-
-class PartialResponse(NamedTuple):
-    """The first tokens of a response, generated in an earlier step; only the replica that continues it has `tokens`."""
-
-    length: int = 0
-    is_finished: bool = False  # ends with the end token
-    tokens: Sequence[int] = ()
-
-    def remaining(self, limit: int) -> int:
-        """Tokens that can still be generated if a response has at most `limit` tokens."""
-        return 0 if self.is_finished else limit - self.length
 
 
 class PromptRequest(NamedTuple):
     """A prompt for which a group of responses is requested."""
 
     line: int  # in the prompt set
-    tokens: Sequence[int]  # () on replicas that do not hold the group's partial responses
+    tokens: Sequence[int]  # () on replicas that do not hold the group's responses
     samples: int  # responses
     limit: int  # tokens of a response
     step: int  # that has drawn the line
     draw_index: int = 0  # how often the same step has drawn this line before
-    partial: tuple[PartialResponse, ...] = ()  # one for each sample, to be continued; empty: a new group
-    dp_rank: int | None = None  # replica that holds the partial responses and continues them; None: any replica
+    # Of a group that is continued, what each sample has: tokens, None if it has ended. Episodes know their room
+    # themselves, and have 0. Empty: a new group.
+    lengths: tuple[int | None, ...] = ()
+    dp_rank: int | None = None  # replica that holds these responses and continues them; None: any replica
+    responses: tuple[Response, ...] = ()  # on that replica, without those of episodes
+
+    @property
+    def remaining(self) -> list[int]:
+        """Tokens that each response may still get."""
+        return [0 if n is None else self.limit - n for n in self.lengths or (0,) * self.samples]
+
+    @property
+    def held(self) -> Sequence[Response | None]:
+        """Of each sample, the response that this replica continues; None: it begins, or is another replica's."""
+        return self.responses or (None,) * self.samples
 
 
 class Branching(NamedTuple):
@@ -73,11 +77,12 @@ def episode_keys(prompts: Iterable[PromptRequest]) -> list[str]:
 
 def remaining_tokens(prompts: Iterable[PromptRequest]) -> list[int]:
     """Tokens that each response to the prompts may still get, by sequence id."""
-    return [
-        response.remaining(prompt.limit)
-        for prompt in prompts
-        for response in prompt.partial or (PartialResponse(),) * prompt.samples
-    ]
+    return [room for prompt in prompts for room in prompt.remaining]
+
+
+def earlier_responses(prompts: Iterable[PromptRequest]) -> list[Response | None]:
+    """The response of an earlier round that each sequence id continues, of those that this replica holds."""
+    return [response for prompt in prompts for response in prompt.held]
 
 
 class RoundRequests:
@@ -104,7 +109,6 @@ class RoundRequests:
         self.thinking, self._branching = thinking, branching
         self._seed, self.step = seed, step
         self.limits = remaining_tokens(prompts)  # 0: the response is finished
-        self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
 
     def __len__(self) -> int:
         return len(self.limits)
@@ -128,11 +132,7 @@ class RoundRequests:
 
     def is_open(self, i: int) -> bool:
         """Whether the engine has to generate a response."""
-        return self.limits[i] > 0 and not (self.banked and self.banked[i])
-
-    def bind(self, owners: dict[int, int]):
-        """Has the replicas `owners` (by group) generate these groups."""
-        self.prompts = [p._replace(dp_rank=owners.get(group, p.dp_rank)) for group, p in enumerate(self.prompts)]
+        return self.limits[i] > 0
 
     def assigned_to(self, dp_rank: int, replicas: int) -> list[int]:
         """Ids of a replica if there is no shared queue: groups that it continues, a round-robin share of the others."""
@@ -140,20 +140,34 @@ class RoundRequests:
         groups = [group for group, owner in enumerate(owners) if owner == dp_rank]
         return [i for group in groups for i in self._ids[group]]
 
-    def partial(self, i: int) -> PartialResponse:
-        """The partial response that is continued; empty in a new group."""
-        partial = self.prompt_of(i).partial
-        return partial[self.sample_of(i)] if partial else PartialResponse()
+    def response(self, i: int, key: int = 0, trunk: Trunk | None = None) -> Response:
+        """What there is of a response before the round, of those that this replica continues or any may take. `key`,
+        `trunk`: of its random stream; needed to go on with it."""
+        prompt = self.prompt_of(i)
+        held = prompt.held[self.sample_of(i)]
+        asked = GenerationRequest([*prompt.tokens], key, prompt.limit, thinking=self.thinking, trunk=trunk)
+        if held is None:
+            return Response(asked)
+        spans = [span._replace(tokens=[*span.tokens], logprobs=[*span.logprobs]) for span in held.spans]
+        return dataclasses.replace(held, asked=asked, spans=spans, before=held.length)
 
-    def prompt(self, i: int) -> list[int]:
-        """The prompt of a response, with the tokens of its partial response."""
-        return [*self.prompt_of(i).tokens, *self.partial(i).tokens]
-
-    def forced(self, i: int, new_tokens: Sequence[int]) -> range:
-        """Places of forced tokens in a response: of those of its partial response and the new ones."""
-        if self.thinking is None:
-            return range(0)
-        return self.thinking.forced(self.prompt_of(i).tokens, [*self.partial(i).tokens, *new_tokens])
+    def continued(self, i: int, completion: Completion, version: int | None) -> Response:
+        """A response with what the engine has answered in the round; `version`: of the policy, where the completion
+        does not say those of its tokens."""
+        response, (tokens, logprobs) = self.response(i), (completion.tokens, completion.logprobs)
+        start, count = response.length, len(tokens)
+        forced = range(0)
+        if self.thinking is not None:
+            forced = self.thinking.forced(response.asked.prompt, [*response.tokens, *tokens])
+        versions = completion.versions or [version] * count
+        edges = {0, count, *(i for i in range(1, count) if versions[i] != versions[i - 1])}
+        edges |= {min(max(edge - start, 0), count) for edge in (forced.start, forced.stop)}
+        for first, last in itertools.pairwise(sorted(edges)):
+            response.add(tokens[first:last], logprobs[first:last], versions[first], first + start in forced)
+        response.finished, response.routes = completion.finished, completion.routes
+        if response.prompt_weights is None:
+            response.prompt_weights = version
+        return response
 
     def stream_of(self, i: int) -> int:
         """The number of a response among all that its step draws of the prompt's line."""
@@ -191,19 +205,11 @@ class RoundRequests:
         `sampling`, `end_ids`: for a generator that serves others, too.
         """
         keys = self._keys(ids, [self.stream_of(i) for i in ids])
-        return [
-            GenerationRequest(
-                prompt=self.prompt(i),
-                key=key,
-                max_new_tokens=self.limits[i],
-                sampling=sampling,
-                end_ids=end_ids,
-                written=len(self.partial(i).tokens),
-                thinking=self.thinking,
-                trunk=trunk,
-            )
+        rest = [
+            self.response(i, key, trunk).request(self.limits[i])
             for i, key, trunk in zip(ids, keys, self._trunks(ids), strict=True)
         ]
+        return [dataclasses.replace(request, sampling=sampling, end_ids=end_ids) for request in rest]
 
 
 def sampling_of(settings: Settings, temperature: float) -> SamplingSettings:
@@ -212,6 +218,13 @@ def sampling_of(settings: Settings, temperature: float) -> SamplingSettings:
     return SamplingSettings(
         temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, greedy=temperature == 0
     )
+
+
+def with_versions(completion: Completion, of_weights: Callable[[int], int]) -> Completion:
+    """A completion whose versions are weights, with the versions of these."""
+    versions = completion.versions or ()
+    known = {weights: of_weights(weights) for weights in {*versions}}
+    return dataclasses.replace(completion, versions=[known[weights] for weights in versions])
 
 
 def unknown_routes(empty_routes: Tensor, tokens: int) -> Tensor:
@@ -224,62 +237,71 @@ def _joined(lists: Sequence[Sequence], dtype) -> np.ndarray:
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, sum(map(len, lists)))
 
 
-def _mark_forced(mask: np.ndarray, sizes: np.ndarray, found: list[tuple[int, range]]):
-    """Takes forced tokens out of the mask of new tokens.
-
-    Args:
-        mask: [T] of all rows.
-        sizes: [n, 2] tokens of each row that the engine had as prompt, and new ones.
-        found: of each row (tokens of its partial response, `RoundRequests.forced`).
-    """
-    first = 0
-    for (before, new), (partial, forced) in zip(sizes.tolist(), found, strict=True):
-        start = first + before  # of the new tokens
-        mask[start + max(forced.start - partial, 0) : start + min(max(forced.stop - partial, 0), new)] = False
-        first = start + new
-
-
 def completions_to_batch(
-    done: dict[int, Completion], requests: RoundRequests, empty_routes: Tensor | None = None,
-    prompt_version: int | None = None,
-) -> Batch:  # fmt: skip
-    """The completions of a replica as a packed batch, in ascending order of sequence ids.
+    done: dict[int, Completion], requests: RoundRequests, empty_routes: Tensor | None = None, version: int | None = None
+) -> Batch:
+    """The responses of a replica, continued ones from their beginning, as a packed batch in ascending order of ids.
 
     Args:
-        done: completions by sequence id.
-        requests: of the round.
+        done: what the engine has answered to the round's requests, by sequence id.
         empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
-        prompt_version: version that the tokens of prompts get; None if the versions are not known.
+        version: of the policy, for the tokens of prompts and of completions that do not say theirs; None: the batch has
+            no versions.
     """
     ids = sorted(done)
-    completions, prompts = [done[i] for i in ids], [requests.prompt(i) for i in ids]
-    sizes = np.array([(len(p), len(c.tokens)) for p, c in zip(prompts, completions, strict=True)], np.int64)
-    sizes = sizes.reshape(-1, 2)  # also without completions
-    is_new = np.repeat(np.tile([False, True], len(ids)), sizes.ravel())
-    mask, logprobs = is_new.copy(), np.zeros(len(is_new), np.float32)
-    logprobs[is_new] = _joined([c.logprobs for c in completions], np.float32)
-    if requests.thinking is not None:
-        _mark_forced(mask, sizes, [(len(requests.partial(i).tokens), requests.forced(i, done[i].tokens)) for i in ids])
-    pairs = zip(prompts, (c.tokens for c in completions), strict=True)
-    tokens = _joined(list(itertools.chain.from_iterable(pairs)), np.int64)
-    versions = None
-    if prompt_version is not None:
-        versions = np.full(len(mask), prompt_version, np.int32)
-        versions[is_new] = _joined([c.versions or () for c in completions], np.int32)
-    lines = [requests.prompt_of(i).line for i in ids]
-    batch = Batch(
-        sequence_ids=torch.tensor(ids, dtype=torch.int64),
-        prompt_ids=torch.tensor(lines, dtype=torch.int64),
-        prompt_lengths=torch.from_numpy(sizes[:, 0].copy()),
-        finished=torch.tensor([c.finished for c in completions], dtype=torch.bool),
-        lengths=torch.from_numpy(sizes.sum(1)),
-        tokens=torch.from_numpy(tokens),
-        rollout_logprobs=torch.from_numpy(logprobs),
-        response_mask=torch.from_numpy(mask),
-        versions=None if versions is None else torch.from_numpy(versions),
-        routes=None if empty_routes is None else torch.cat([empty_routes, *(c.routes for c in completions)]),
-    )
+    responses = [requests.continued(i, done[i], version) for i in ids]
+    batch = responses_to_batch(responses, has_versions=version is not None)
+    batch.sequence_ids = torch.tensor(ids, dtype=torch.int64)
+    batch.prompt_ids = torch.tensor([requests.prompt_of(i).line for i in ids], dtype=torch.int64)
+    if empty_routes is not None:
+        batch.routes = torch.cat([empty_routes, *(response.routes for response in responses)])
     return batch.to(device.device())
+
+
+def responses_to_batch(responses: Sequence[Response], has_versions: bool) -> Batch:
+    """Prompts and responses as a packed batch, without what says whose they are. Forced tokens are not in the mask."""
+    spans, are_prompts = [], []
+    for response in responses:
+        spans += [Span(response.prompt_weights, response.asked.prompt, []), *response.spans]
+        are_prompts += [True, *[False] * len(response.spans)]
+    counts = np.array([len(span.tokens) for span in spans], np.int64)
+
+    def of_tokens(values: list, dtype) -> np.ndarray:
+        return np.repeat(np.array(values, dtype), counts)
+
+    is_prompt, logprobs = of_tokens(are_prompts, bool), np.zeros(counts.sum(), np.float32)
+    logprobs[~is_prompt] = _joined([span.logprobs for span in spans], np.float32)
+    is_forced = of_tokens([span.is_forced for span in spans], bool)
+    versions = of_tokens([span.weights for span in spans], np.int32) if has_versions else None
+    lengths = [(len(r.asked.prompt), len(r.asked.prompt) + r.length) for r in responses]
+    return Batch(
+        prompt_lengths=torch.tensor([prompt for prompt, _ in lengths], dtype=torch.int64),
+        finished=torch.tensor([response.finished for response in responses], dtype=torch.bool),
+        lengths=torch.tensor([length for _, length in lengths], dtype=torch.int64),
+        tokens=torch.from_numpy(_joined([span.tokens for span in spans], np.int64)),
+        rollout_logprobs=torch.from_numpy(logprobs),
+        response_mask=torch.from_numpy(~(is_prompt | is_forced)),
+        versions=None if versions is None else torch.from_numpy(versions),
+    )
+
+
+def batch_to_responses(batch: Batch) -> list[Response]:
+    """The responses of a batch with versions, each with its prompt alone as what was asked. On the host."""
+    found, bounds = [], batch.cu_seqlens.tolist()
+    tokens, logprobs, mask = batch.tokens.tolist(), batch.rollout_logprobs.tolist(), batch.response_mask.tolist()
+    versions = batch.versions.tolist()
+    rows = zip(bounds, bounds[1:], batch.prompt_lengths.tolist(), batch.finished.tolist(), strict=False)
+    for start, end, length, finished in rows:
+        first = start + length
+        response = Response(GenerationRequest(tokens[start:first], key=0, max_new_tokens=end - first))
+        response.prompt_weights = versions[start] if length else None
+        columns = zip(*(column[first:end] for column in (versions, mask, tokens, logprobs)), strict=True)
+        for (version, chosen), items in itertools.groupby(columns, operator.itemgetter(0, 1)):
+            _, _, of_span, their_logprobs = zip(*items, strict=True)
+            response.add(of_span, their_logprobs, version, not chosen)
+        response.finished = finished
+        found.append(response)
+    return found
 
 
 def dp_assignment_of(batch: Batch | None, count: int, role_groups: RoleGroups) -> Tensor:

@@ -26,7 +26,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.model.prediction import layer_of
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
-from megarl.rollout.bank import RolloutBank, TurnBank
+from megarl.rollout.bank import RolloutBank, past_bank
 from megarl.rollout.engine_counts import EngineCounts
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
@@ -35,14 +35,17 @@ from megarl.rollout.requests import (
     PromptRequest,
     RoundRequests,
     completions_to_batch,
+    earlier_responses,
     groups_of,
     remaining_tokens,
     sampling_of,
     unknown_routes,
+    with_versions,
 )
 from megarl.rollout.response_ends import ResponseEnds
 from megarl.rollout.schedule import Schedule
 from megarl.rollout.scheduled_rounds import HeldWeights, ScheduledRounds
+from megarl.rollout.staleness import PolicyVersions
 from megarl.rollout.weight_sync import UNCHANGED, WeightSync
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 
@@ -106,8 +109,7 @@ class Rollout:
                 weights = HeldWeights(self._weight_sync)
                 self.scheduled = ScheduledRounds(settings, self.role_groups, self.engine, weights, schedule)
             if settings.rollout_bank:
-                kind = RolloutBank if episodes is None else TurnBank
-                self.bank = kind(Path(settings.rollout_bank), self.role_groups, vocab_size)
+                self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
@@ -177,10 +179,10 @@ class Rollout:
     def generate(
         self, prompts: list[PromptRequest], step: int, temperature: float | None = None,
         wanted: int | None = None, prompt_set: PromptSet | None = None, sender: ResponseSender | None = None,
+        versions: PolicyVersions | None = None,
     ) -> Batch | None:  # fmt: skip
-        """Generates responses to each prompt; returns this replica's share, packed.
-
-        Partial responses are continued; the batch has their earlier tokens as part of the prompt.
+        """Generates responses to each prompt, or the rest of those that are continued; returns this replica's share,
+        packed.
 
         Args:
             temperature: 0 is greedy. The default, None, is for training: `--temperature`, and routes are recorded with
@@ -189,6 +191,7 @@ class Rollout:
                 other groups may be unfinished.
             prompt_set: the set whose lines the prompts are, for environments.
             sender: sends each response as soon as it has ended; None on ranks that send nothing.
+            versions: of the policy, which the batch gets for its tokens; None: it has none.
         """
         if not self.role_groups.is_member:
             return None
@@ -205,19 +208,30 @@ class Rollout:
             weights = self.scheduled if is_training else None
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
             earliest = wanted if stops_early else None
+            bank = self.bank if is_training else None
+            if bank is not None:
+                bank.begin_round(step, self._bank_key(sampling), routes)
             if self.episodes is not None:
-                return self._run_episodes(step, requests, prompt_set, sampling, routes, is_training, earliest, sender)
+                self._run_episodes(step, requests, prompt_set, sampling, routes, is_training, earliest, sender)
+                longest = None if earliest is None else self.earliest_groups(None, prompts, earliest)[1]
+                return self.episodes.settle(longest, routes, self._version(step, weights, versions))
             if weights is not None:
                 done = self._run_scheduled(step, requests, earliest, sampling, routes, sender)
+                if versions is not None:
+                    done = {i: with_versions(each, versions.of_weights) for i, each in done.items()}
             else:
-                banked = None
-                if is_training and self.bank is not None:
-                    banked = self.bank.take(step, requests, self._bank_key(sampling), routes, stops_early)
                 early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
-                done = self._run_engine(requests, sampling, records_routes, early_stop, banked, sender)
+                done = self._run_engine(requests, sampling, records_routes, early_stop, bank, sender)
             self._counts.add(self.engine, is_training)
             done |= self._without_new_tokens(requests, routes)
-            return completions_to_batch(done, requests, routes, None if weights is None else weights.first)
+            return completions_to_batch(done, requests, routes, self._version(step, weights, versions))
+
+    def _version(self, step: int, weights: ScheduledRounds | None, versions: PolicyVersions | None) -> int | None:
+        """The version with which the round of a step has begun; None without `versions`. `weights`: that change within
+        the round; None: they do not."""
+        if versions is None:
+            return None
+        return versions.of_step(step)[0] if weights is None else versions.of_weights(weights.first)
 
     def generation_metrics(self) -> dict[str, float]:
         """Metrics of the training responses generated since the last call: of environments, decode steps, drafts, and
@@ -239,26 +253,23 @@ class Rollout:
 
     def _run_engine(
         self, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool,
-        early_stop: GroupEarlyStop | None, banked: dict[int, Completion] | None, sender: ResponseSender | None,
+        early_stop: GroupEarlyStop | None, bank: RolloutBank | None, sender: ResponseSender | None,
     ) -> dict[int, Completion]:  # fmt: skip
-        """This replica's completions by sequence id: `banked` ones and new ones; without a bank, `banked` is None."""
+        """This replica's completions by sequence id, of the bank and of the engine."""
         source, queue = self._source(requests, whole_groups=early_stop is not None)
         end_ids, limit = self.ends.ids, queue.share if queue else None
-        done = dict(banked or {})
-        longest = early_stop.longest if early_stop else None
+        longest, done = early_stop.longest if early_stop else None, {}
 
         def ended(i: int, completion: Completion):
+            done[i] = completion
             if early_stop:
                 early_stop.ended(i, completion)
             if sender:
                 sender.send(i, completion.tokens)
 
-        for i, completion in done.items():
-            ended(i, completion)
-        for i, done[i] in self.engine.stream(source, end_ids, sampling, records_routes, limit, longest):
-            ended(i, done[i])
-            if banked is not None:
-                self.bank.add(i, done[i])
+        asked, take_in = past_bank(bank, source, ended)
+        for i, completion in self.engine.stream(asked, end_ids, sampling, records_routes, limit, longest):
+            take_in(i, completion)
         if queue:
             queue.close()
         if early_stop:
@@ -292,41 +303,33 @@ class Rollout:
     def _run_episodes(
         self, step: int, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings,
         empty_routes: Tensor | None, is_training: bool, wanted: int | None, sender: ResponseSender | None,
-    ) -> Batch:  # fmt: skip
-        """This replica's episodes: all of their turns, or as far as the `wanted` earliest groups decide."""
+    ):  # fmt: skip
+        """Runs this replica's episodes: all of their turns, or as far as the `wanted` earliest groups decide."""
         weights = self.scheduled if is_training else None
         if weights is not None:
             weights.begin(step)
         source, queue = self._source(requests, whole_groups=wanted is not None)
         early_stop = None if wanted is None else GroupEarlyStop(wanted, requests, self.role_groups)
-        bank = self.bank if is_training and isinstance(self.bank, TurnBank) else None
-        if bank is not None:
-            bank.begin_round(step, self._bank_key(sampling), empty_routes)
         self.episodes.run(
             self.engine, source, requests, prompt_set, sampling, empty_routes is not None,
-            queue.share if queue else None, is_training, early_stop, sender, bank,
+            queue.share if queue else None, is_training, early_stop, sender, self.bank if is_training else None,
         )  # fmt: skip
         self._counts.add(self.engine, is_training)
         if queue:
             queue.close()
-        longest = None
         if early_stop is not None:
             early_stop.close()
-            _, longest = self.earliest_groups(None, requests.prompts, wanted)
-        batch = self.episodes.settle(longest, empty_routes)
         if weights is not None:
             weights.end()
-            batch.versions = torch.full_like(batch.tokens, weights.first, dtype=torch.int32)
-        return batch
 
     def _without_new_tokens(self, requests: RoundRequests, empty_routes: Tensor | None) -> dict[int, Completion]:
         """Completions of this replica's requests without new tokens; routes are unknown."""
         done = {}
         for i in self._assigned_here(requests):
             if not requests.limits[i]:
-                tokens, finished = len(requests.prompt(i)), requests.partial(i).is_finished
-                routes = None if empty_routes is None else unknown_routes(empty_routes, tokens)
-                done[i] = Completion(tokens=[], logprobs=[], finished=finished, routes=routes)
+                response = requests.response(i)
+                routes = None if empty_routes is None else unknown_routes(empty_routes, len(response.row))
+                done[i] = Completion(tokens=[], logprobs=[], finished=response.finished, routes=routes)
         return done
 
     def _assigned_here(self, requests: RoundRequests) -> list[int]:
@@ -368,10 +371,11 @@ class Rollout:
         if self.episodes is not None:
             numbers, own = self.episodes.new_lengths()
         else:
-            remaining = remaining_tokens(prompts)
+            before = [0 if response is None else response.length for response in earlier_responses(prompts)]
             numbers, lengths = batch.sequence_ids, batch.lengths - batch.prompt_lengths
-            is_finished = batch.finished | (lengths == lengths.new_tensor(remaining)[numbers])
-            own = lengths.masked_fill(~is_finished, UNFINISHED)
+            new = lengths - lengths.new_tensor(before)[numbers]
+            is_finished = batch.finished | (new == new.new_tensor(remaining_tokens(prompts))[numbers])
+            own = new.masked_fill(~is_finished, UNFINISHED)
         groups = groups_of(prompts)
         longest = groups.reduce(self.role_groups.gather_rows(numbers, own, groups.count), "amax")
         earliest = shortest_groups(longest, wanted)

@@ -1,13 +1,13 @@
-"""Rollouts on disk (`--save-rollouts`, `--load-rollouts`): the responses of each step, in a format without code.
+"""Rollouts on disk (`--save-rollouts`, `--load-rollouts`): the responses of each step, as logs that have ended.
 
 `DIR/rollouts/step_%08d/` holds what was generated for a step: one round, or several with dynamic sampling. Each replica
-of the rollout writes `round_00_replica_00000.safetensors` with the fields of `Batch` that generation has filled, with
-`--greedy-baseline` also `round_00_greedy_00000.safetensors`, and with environments `round_00_episodes_00000.jsonl`,
-with what these have answered (`episodes/record.py`). `manifest.json`, written last, has the lines of the prompts, which
-groups were kept, and size and SHA-256 of every file. A run in any layout can read them.
+of the rollout writes a log `replica_00000.log`. Its records are, of each round, the fields of `Batch` that generation
+has filled, with `--greedy-baseline` those of the greedy responses, and with environments what these have answered to
+each episode (`episodes/results.py`). `manifest.json`, written last, has the lines of the prompts, which groups were
+kept, and size and SHA-256 of every file. A run in any layout can read them.
 """
 
-import json
+import os
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from megarl.batch import FIELDS, Batch, concatenate
 from megarl.checkpoint import manifest as manifests
@@ -29,23 +28,26 @@ from megarl.measurements import is_metric
 from megarl.observe.files import step_name, step_of, sync_directory
 from megarl.observe.terminal import ranges_text
 from megarl.plain_files import reason_of
+from megarl.rollout import response_log
 from megarl.rollout.replica_batch import gather_layers, own_share
+from megarl.rollout.response_log import Entry
 from megarl.rollout.round_scores import GenerationRound
 
 FOLDER, WRITING = "rollouts", ".writing-"
-RESPONSES, GREEDY, EPISODES = "replica", "greedy", "episodes"  # kinds of files
+RESPONSES, GREEDY, EPISODE = "responses", "greedy", "episode"  # kinds of records
 
 
 class RolloutRecord(NamedTuple):
     """What a manifest says about the responses generated for a step."""
 
     folder: Path
-    rounds: list[dict]  # {"lines": of the prompts, "kept": bool of each group, "files": names by kind, "draws": …}
+    rounds: list[dict]  # {"lines": of the prompts, "kept": bool of each group, "draws": …}
     waiting: int  # groups that waited from earlier steps when the first round began
     order: dict  # state of `PromptOrder` after the last round
     tokens: int  # generated in all rounds
     metrics: dict[str, float]  # that only the engine and the buffer of partial rollouts know
-    layers: list[int] | None  # MoE layers of the routes, in the order of the files
+    layers: list[int] | None  # MoE layers of the routes, in the order of the records
+    replicas: int  # that have written a log
 
 
 class RolloutWriter:
@@ -70,7 +72,7 @@ class RolloutWriter:
         with which it begins."""
         self._step, self._waiting, self._version = step, waiting, version
         self._rounds: list[dict] = []
-        self._files: dict[str, dict] = {}  # name -> seal, of this replica's files
+        self._path: Path | None = None  # of this replica's log, once it has begun
         self._layers: list[int] | None = None
         self._longest = 0  # tokens of a sequence of this replica
 
@@ -80,8 +82,8 @@ class RolloutWriter:
         if self.role_groups.is_member:
             for kind, batch in zip(kinds, (found.batch, found.greedy), strict=False):
                 self._write(kind, batch)
-            if found.records is not None and self.role_groups.is_leader:
-                self._write_records(found.records)
+            for sequence, record in sorted((found.records or {}).items()) if self.role_groups.is_leader else ():
+                self._append({"kind": EPISODE, "sequence": sequence, **record}, {})
         entry = {"lines": found.lines, "kept": kept.tolist(), "kinds": kinds, "draws": found.draws}
         sizes = groups.sizes.tolist()
         if {*sizes} - {self.facts["samples_per_prompt"]}:  # of files with sizes of their own
@@ -96,28 +98,25 @@ class RolloutWriter:
         if kind == RESPONSES:
             self._layers = layers
         self._longest = max([self._longest, *whole.lengths.tolist()])
-        path = self._path(kind)
-        save_file({name: getattr(whole, name).contiguous() for name in whole.present()}, path)
-        self._files[path.name] = manifests.seal(path)
+        self._append({"kind": kind}, {name: getattr(whole, name) for name in whole.present()})
 
-    def _write_records(self, records: dict[int, dict]):
-        path = self._path(EPISODES)
-        rows = [{"sequence": sequence, **records[sequence]} for sequence in sorted(records)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        self._files[path.name] = manifests.seal(path)
-
-    def _path(self, kind: str) -> Path:
-        """This replica's file of the running round, in a folder that is there."""
-        writing = self.folder / f"{WRITING}{step_name(self._step)}"
-        writing.mkdir(parents=True, exist_ok=True)
-        return writing / file_name(len(self._rounds), kind, self.role_groups.dp_rank)
+    def _append(self, facts: dict, fields: dict[str, torch.Tensor]):
+        """Writes a record of the running round to this replica's log."""
+        flags = os.O_WRONLY | os.O_CLOEXEC | os.O_APPEND
+        if self._path is None:
+            writing = self.folder / f"{WRITING}{step_name(self._step)}"
+            writing.mkdir(parents=True, exist_ok=True)
+            self._path, flags = writing / file_name(self.role_groups.dp_rank), flags | os.O_CREAT | os.O_TRUNC
+        with open(os.open(self._path, flags, 0o666), "ab", buffering=0) as file:
+            response_log.append(file.fileno(), response_log.packed({"round": len(self._rounds), **facts}, fields))
 
     def commit(self, order: dict, tokens: float, metrics: dict[str, float]):
         """Gives the step's rollout its name, once all replicas have written it. Arguments as of `RolloutRecord`."""
         role_groups = self.role_groups
         if not role_groups.is_leader:
             return
-        written = role_groups.gather_replicas((self._files, self._longest))
+        files = {} if self._path is None else {self._path.name: manifests.seal(self._path)}
+        written = role_groups.gather_replicas((files, self._longest))
         if role_groups.dp_rank == 0:
             entries = {
                 "program": "train_rl", "step": self._step, "world_size": dist.get_world_size(), **self.facts,
@@ -129,10 +128,19 @@ class RolloutWriter:
             _commit(self.folder, step_name(self._step), entries)
 
 
-def file_name(number: int, kind: str, dp_rank: int) -> str:
-    """Name of a replica's file of a round."""
-    ending = "jsonl" if kind == EPISODES else "safetensors"
-    return f"round_{number:02d}_{kind}_{dp_rank:05d}.{ending}"
+def file_name(dp_rank: int) -> str:
+    """Name of a replica's log of a step."""
+    return f"replica_{dp_rank:05d}{response_log.SUFFIX}"
+
+
+def entries_of(folder: Path, replicas: int, flag: str) -> dict[tuple, list[Entry]]:
+    """The records of a step's folder by round and kind, of each replica in order. UsageError, which begins with `flag`,
+    if a log is damaged."""
+    found: dict[tuple, list[Entry]] = {}
+    for path in (folder / file_name(dp_rank) for dp_rank in range(replicas)):
+        for entry in response_log.whole(path, f"{flag} {path}"):
+            found.setdefault((entry.facts.get("round"), entry.facts.get("kind")), []).append(entry)
+    return found
 
 
 def _commit(folder: Path, name: str, entries: dict):
@@ -162,6 +170,7 @@ class SavedRollouts:
         """
         self.path, self._facts = path, facts
         self._longest, folder = longest, Path(path)
+        self._entries: tuple[Path | None, dict[tuple, list[Entry]]] = None, {}  # of the step that was read last
         self._folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         there = {step_of(found.parent) for found in self._folder.glob(f"step_*/{manifests.NAME}")}
         if not there:
@@ -202,9 +211,7 @@ class SavedRollouts:
             raise self._error(problem, step)
         if not fits(manifest["metrics"], Each((int, float), is_metric)):
             raise self._error("has metrics that megarl does not write", step)
-        rounds = [round_ | {"files": _files(manifest, i)} for i, round_ in enumerate(manifest["rounds"])]
-        entries = {name: manifest[name] for name in RolloutRecord._fields[2:]}
-        return RolloutRecord(folder=folder, rounds=rounds, **entries)
+        return RolloutRecord(folder=folder, **{name: manifest[name] for name in RolloutRecord._fields[1:]})
 
     def read(self, record: RolloutRecord, number: int, kind: str, fields: Iterable[str],
              layers: tuple[int, ...] | None, role_groups: RoleGroups, groups: PromptGroups,
@@ -222,11 +229,13 @@ class SavedRollouts:
             RuntimeError: a file is not what `RolloutWriter` writes.
         """
         names, batches = [*fields, *(["routes"] if layers is not None else [])], []
-        for name in record.rounds[number]["files"][kind]:
-            loaded = load_file(record.folder / name)
+        if self._entries[0] != record.folder:
+            self._entries = record.folder, entries_of(record.folder, record.replicas, "--load-rollouts")
+        for entry in self._entries[1].get((number, kind), ()):
+            loaded = entry.read().fields
             names += [field for field in optional if field in loaded and field not in names]
             if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n].dtype for n in names):
-                raise RuntimeError(f"--load-rollouts {record.folder / name}: lacks some of {', '.join(names)}")
+                raise RuntimeError(f"--load-rollouts {entry.path}: lacks some of {', '.join(names)}")
             batches.append(Batch(**{field: loaded[field] for field in names}))
         batch = concatenate(batches)
         self._check(batch, record, groups.count)
@@ -241,12 +250,6 @@ class SavedRollouts:
             raise RuntimeError(
                 f"--load-rollouts {record.folder}: a round does not hold {count} sequences of known tokens"
             )
-
-
-def _files(manifest: dict, number: int) -> dict[str, list[str]]:
-    """Names of a round's files by kind."""
-    kinds, replicas = manifest["rounds"][number]["kinds"], range(manifest["replicas"])
-    return {kind: [file_name(number, kind, dp_rank) for dp_rank in replicas] for kind in kinds}
 
 
 def _misfit(manifest: dict, facts: dict, longest: int) -> str | None:

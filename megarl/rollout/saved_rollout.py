@@ -1,5 +1,6 @@
 """What `--debug-train-only` has instead of a rollout: the responses of each step come from files."""
 
+import torch
 import torch.distributed as dist
 
 from megarl.arguments import RoleSettings, Settings
@@ -95,6 +96,9 @@ class SavedGroupCollector(GroupCollector):
             layers = self.rollout.recorded_layers
             groups = PromptGroups(self.prompts.group_sizes(lines, s.samples_per_prompt))
             responses = self._saved.read(record, number, RESPONSES, fields, layers, role_groups, groups, versions)
+            if self._has_versions and responses.versions is None:
+                version = self.versions.of_step(step)[0]
+                responses.versions = torch.full_like(responses.tokens, version, dtype=torch.int32)
             greedy, single = None, PromptGroups.equal(len(lines), 1)
             if s.greedy_baseline:
                 greedy = self._saved.read(record, number, GREEDY, fields, None, role_groups, single)

@@ -172,7 +172,7 @@ class ScheduledRounds:
         segments = {i: [(span.weights, len(span.tokens)) for span in r.spans] for i, r in responses.items()}
         self._segments = {i: found for i, found in segments.items() if found}
         self.end()
-        return {i: _with_routes(found, requests.prompt(i), empty_routes) for i, found in done.items()}
+        return {i: _with_routes(found, requests.response(i).row, empty_routes) for i, found in done.items()}
 
     def _may_take(self) -> bool:
         """Whether the next weights are there and allowed in this round. For leaders."""

@@ -28,11 +28,9 @@ class PolicyVersions:
         """The version after a step that training has ended, of the last `--generation-lag` + 1 ones."""
         return self._after[step]
 
-    def of_weights(self, steps: Tensor) -> Tensor:
-        """The version of the weights after each of these steps, none older than those of the running step."""
-        found, places = steps.unique(return_inverse=True)
-        versions = [self._after.get(step, self._first) for step in found.tolist()]
-        return torch.tensor(versions, dtype=steps.dtype, device=steps.device)[places]
+    def of_weights(self, step: int) -> int:
+        """The version of the weights after a step, none older than those of the running step."""
+        return self._after.get(step, self._first)
 
     def end_step(self, step: int, has_batch: bool):
         """Counts the update of a step; during critic warm-up a step has none, and no step with a frozen policy."""

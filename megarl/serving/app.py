@@ -7,12 +7,12 @@ import prometheus_client
 from fastapi import FastAPI
 from starlette.responses import FileResponse, Response
 
-from megarl.serving import responses, schemas, tokenization
+from megarl.serving import responses, schemas
 from megarl.serving.chat import chat
+from megarl.serving.chat_core import template_messages, template_tools
 from megarl.serving.completions import complete
 from megarl.serving.context import ServingContext
-from megarl.serving.error_handlers import add_error_handlers
-from megarl.serving.errors import JSONResponse, RequestError, invalid
+from megarl.serving.errors import JSONResponse, RequestError, add_error_handlers, invalid
 from megarl.serving.generate import generate
 from megarl.serving.middleware import BodyAndDisconnect, Observed, checked, has_key, one_length, same_origin
 
@@ -90,11 +90,29 @@ def _add_generation(api: FastAPI, context: ServingContext):
 
     @api.post("/tokenize", response_model=responses.TokenizeResponse, responses=_TOKENIZED)
     async def tokenize(request: schemas.TokenizeRequest):
-        return JSONResponse(await tokenization.tokenize(context, request))
+        return JSONResponse(await _tokenized(context, request))
 
     @api.post("/detokenize", response_model=responses.DetokenizeResponse, operation_id="detokenize")
     async def detokenize(request: schemas.DetokenizeRequest):
-        return JSONResponse(await tokenization.detokenize(context, request))
+        context.check_model(request.model)
+        if request.tokens:
+            context.check_prompt(request.tokens, "tokens")
+        return JSONResponse({"prompt": await context.decode(request.tokens)})
+
+
+async def _tokenized(context: ServingContext, request: schemas.TokenizeRequest) -> dict[str, Any]:
+    """The ids that the same text or messages would have as a prompt, in vLLM's shape."""
+    context.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if request.prompt is not None:
+        (tokens,) = await context.encode_texts([request.prompt], request.add_special_tokens)
+    else:
+        tools = template_tools(request.tools) if request.tools else None
+        messages = template_messages(request.messages or [])
+        tokens = await context.encode_chat(messages, tools, request.chat_template_kwargs)
+    names = [context.vocabulary.token(token)[0] for token in tokens] if request.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": context.max_length, "tokens": tokens, "token_strs": names}
 
 
 def _add_information(api: FastAPI, context: ServingContext):
@@ -118,7 +136,7 @@ def _add_information(api: FastAPI, context: ServingContext):
 
     @api.get("/tokenizer_info", response_model=responses.TokenizerInfo)
     async def tokenizer_info():
-        return JSONResponse(tokenization.tokenizer_info(context))
+        return JSONResponse(context.tokenizer_info())
 
     @api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus():

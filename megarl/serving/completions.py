@@ -7,21 +7,20 @@ from starlette.responses import Response
 
 from megarl.data.detokenizer import Vocabulary
 from megarl.serving import sampling
-from megarl.serving.answers import AnswerProgress, AnswerText, OpenAIAnswer, fingerprint, finite
+from megarl.serving.answer_text import AnswerProgress, AnswerText
+from megarl.serving.answers import OpenAIAnswer, Parts, finite
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
-from megarl.serving.links import Message
-from megarl.serving.replica_pool import RequestUpdate
+from megarl.serving.replica_messages import Request, RequestUpdate, ScorePrompt
+from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import MAX_PROMPTS, CompletionRequest
-from megarl.serving.streams import Parts
-from megarl.serving.submission import Submission
 
 
 async def complete(context: ServingContext, request: CompletionRequest) -> Response:
     """Answers one request; RequestError if it is wrong or cannot run."""
     context.check_model(request.model)
     prompts = await _prompts(context, request)
-    return await CompletionAnswer(context, request, prompts).response()
+    return await context.respond(CompletionAnswer(context, request, prompts), request.stream)
 
 
 async def _prompts(context: ServingContext, request: CompletionRequest) -> list[list[int]]:
@@ -47,30 +46,31 @@ class CompletionAnswer(OpenAIAnswer):
     prefix = "cmpl"
 
     def __init__(self, context: ServingContext, request: CompletionRequest, prompts: list[list[int]]):
-        super().__init__(context, request, sum(map(len, prompts)))
-        self._prompts = prompts
+        super().__init__(context.config.model_name, request)
+        self._context, self._prompts, self._session = context, prompts, request.session
+        self._count, self._rules = sampling.choices(context, request), sampling.stop_rules(context, request)
+        self.more, self.prompt_tokens = {"system_fingerprint": None}, sum(map(len, prompts))
         self._generates = request.max_tokens != 0
         self._echoes, self._wants_logprobs = bool(request.echo), request.logprobs is not None
         if not self._generates and not self._echoes:
             raise invalid("max_tokens 0: needs echo", "max_tokens")
         sampling.check_top_logprobs(context, request.logprobs or 0, "logprobs")
-        self._messages = self._make_messages(request)
+        self._requests = self._make_requests(request)
 
-    def _make_messages(self, request: CompletionRequest) -> list[Message]:
-        """Messages of all choices, then those that score the prompts."""
-        context, messages = self._context, []
-        top = request.logprobs or 0
+    def _make_requests(self, request: CompletionRequest) -> list[Request]:
+        """Requests for all choices, then those that score the prompts."""
+        context, top = self._context, request.logprobs or 0
         keys = sampling.stream_keys(request.seed, len(self._prompts), self._count)
+        found: list[Request] = []
         for number, prompt in enumerate(self._prompts):
             length = context.response_length(prompt, request.max_tokens)
             for choice in range(self._count if self._generates else 0):
                 key = keys[number * self._count + choice]
-                messages.append(sampling.generate_message(context, request, prompt, length, key, top))
-        self._scored_from = len(messages)
+                found.append(sampling.generation(context, request, prompt, length, key, top))
+        self._scored_from = len(found)
         if self._echoes and self._wants_logprobs:
-            score = {"type": "score", "temperature": sampling.temperature(request), "top_logprobs": top}
-            messages += [{**score, "tokens": prompt} for prompt in self._prompts]
-        return messages
+            found += [ScorePrompt(prompt, sampling.temperature(request), top) for prompt in self._prompts]
+        return found
 
     def empty_choices(self) -> list[dict[str, Any]]:
         count = len(self._prompts) * self._count
@@ -87,9 +87,9 @@ class CompletionAnswer(OpenAIAnswer):
     async def parts(self) -> Parts:
         """See OpenAIAnswer."""
         texts = [AnswerText(self._context.vocabulary, self._rules) for _ in range(len(self._prompts) * self._count)]
-        scores = self._scored_from < len(self._messages)
+        scores = self._scored_from < len(self._requests)
         late: dict[int, list[AnswerProgress]] = {}  # of choices whose prompt has no scores yet
-        with Submission(self._context.pool, self._messages, self._session) as running:
+        with Submission(self._context.pool, self._requests, self._session) as running:
             for index, text in enumerate(texts if self._echoes else ()):
                 echo = text.prompt(self._prompts[index // self._count])
                 echo.finish = None if self._generates else "length"
@@ -98,12 +98,12 @@ class CompletionAnswer(OpenAIAnswer):
                 else:
                     yield self._part(index, echo)
             async for number, update in running.updates():
-                if update.kind == "scores":
+                if number >= self._scored_from:
                     for part in self._scored(number - self._scored_from, update, late):
                         yield part
                     continue
                 progress = texts[number].feed(update)
-                self._generated += len(progress.tokens)
+                self.generated_tokens += len(progress.tokens)
                 if progress.finish is not None:
                     running.end(number)
                 if number in late:
@@ -118,11 +118,12 @@ class CompletionAnswer(OpenAIAnswer):
         for index in range(prompt * self._count, (prompt + 1) * self._count):
             waiting = late.pop(index)
             waiting[0].logprobs, waiting[0].top = list(update.logprobs), update.top
-            waiting[0].fingerprint = fingerprint(update)
+            waiting[0].fingerprint = update.fingerprint
             yield from (self._part(index, progress) for progress in waiting)
 
     def _part(self, index: int, progress: AnswerProgress) -> dict[str, Any]:
-        self._fingerprint = progress.fingerprint or self._fingerprint
+        if progress.fingerprint is not None:
+            self.more = {"system_fingerprint": progress.fingerprint}
         logprobs = completion_logprobs(self._context.vocabulary, progress) if self._wants_logprobs else None
         return {
             "index": index,

@@ -1,14 +1,17 @@
-"""What all endpoints share: configuration, tokenizer, pool of replicas, and the checks of prompts and lengths."""
+"""What all endpoints share: configuration, tokenizer, pool of replicas, the checks of prompts and lengths."""
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.responses import Response
+
 from megarl.data.detokenizer import Vocabulary
 from megarl.errors import UsageError
+from megarl.serving.answers import start_stream
 from megarl.serving.configuration import FrontendConfig
-from megarl.serving.errors import RequestError, echo, invalid
+from megarl.serving.errors import JSONResponse, RequestError, echo, invalid
 from megarl.serving.metrics import ServerMetrics
 from megarl.serving.replica_pool import ReplicaPool
 from megarl.tool_formats.table import FORMATS
@@ -41,6 +44,17 @@ class ServingContext:
         """The server's model, in OpenAI's words."""
         card = {"id": self.config.model_name, "object": "model", "created": self.created, "owned_by": "megarl"}
         return card | {"root": self.pool.weights.get("label", ""), "max_model_len": self.max_length}
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Special tokens and chat template, for clients that tokenize with this server, such as lm-eval."""
+        tokenizer, template = self.encoder.tokenizer, self.encoder.template
+        return {
+            "eos_token": tokenizer.eos_token,
+            "bos_token": tokenizer.bos_token,
+            "pad_token": None,
+            "vocab_size": self.config.vocab_size,
+            "chat_template": template.source if template else None,
+        }
 
     def check_model(self, name: str | None):
         """RequestError 404 for the name of another model; None is the server's model."""
@@ -76,6 +90,12 @@ class ServingContext:
             return await asyncio.to_thread(self.encoder.chat_prompt, messages, tools, values)
         except UsageError as error:
             raise invalid(str(error).removeprefix(f"{template.flag}: "), "messages") from None
+
+    async def respond(self, answer: Any, streams: bool | None) -> Response:
+        """The answer to a request, of its `chunks` or `whole`."""
+        if streams:
+            return await start_stream(answer.chunks(), self.config.settings.request_timeout)
+        return JSONResponse(await answer.whole())
 
     def check_prompt(self, ids: Sequence[int], param: str):
         """RequestError 400 for an empty prompt, or ids outside the vocabulary."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from starlette import responses
+from starlette.requests import Request
 
 TYPES = {
     401: "authentication_error",
@@ -41,9 +42,14 @@ class RequestError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str | None = None,
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str | None = None,
         headers: dict[str, str] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.kind = kind or TYPES.get(status, "invalid_request_error")
@@ -126,6 +132,39 @@ def validation_error(errors: Sequence[Any], body: Any = None) -> RequestError:
     messages = list(dict.fromkeys(map(_message, same)))[:3]
     given = "" if same[0]["type"] == "missing" else f" (got {echo(same[0].get('input'))})"
     return invalid(f"{name}: {'; or: '.join(messages)}{given}", field, "invalid_value")
+
+
+def add_error_handlers(api: Any):
+    """Has a FastAPI application answer all errors as OpenAI does."""
+    from fastapi.exceptions import RequestValidationError  # not for agents' endpoints, which need no FastAPI
+    from starlette.exceptions import HTTPException
+
+    @api.exception_handler(RequestError)
+    async def request_error(_, error: RequestError):
+        return error.response
+
+    @api.exception_handler(RequestValidationError)
+    async def wrong_request(_, error: RequestValidationError):
+        return validation_error(error.errors(), error.body).response
+
+    @api.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException):
+        path = request.url.path
+        if error.status_code == 404:
+            return unknown_path(path, filter(None, map(_shown_path, api.routes))).response
+        if error.status_code == 405:
+            return wrong_method(request.method, path, (error.headers or {}).get("Allow", "another method")).response
+        return RequestError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response
+
+    @api.exception_handler(Exception)
+    async def fault(_, __: Exception):
+        return internal().response
+
+
+def _shown_path(route: Any) -> str | None:
+    """The path of a route that clients may know of."""
+    is_shown = getattr(route, "include_in_schema", False) and not route.path.startswith("/admin")
+    return route.path if is_shown else None
 
 
 def _location(error: Any) -> Sequence[str | int]:

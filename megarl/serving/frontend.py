@@ -21,6 +21,7 @@ from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
 from megarl.serving.listening import HttpServer, run_process
+from megarl.serving.replica_messages import Drain, ToFrontend
 from megarl.serving.replica_pool import ReplicaState
 
 _LAST_SECONDS = 1.0  # for answers to leave when the process ends in an error
@@ -47,7 +48,7 @@ class Frontend:
 
         def follow(connection: Connection):
             """Hands what comes on a leader's connection to the loop, at last the reason why no more does."""
-            link, came = links.Link(connection), None
+            link, came = links.Link(connection, links.kinds_of(ToFrontend)), None
             while not isinstance(came, ConnectionError):
                 try:
                     came = link.receive()
@@ -68,7 +69,7 @@ class Frontend:
         asyncio.get_running_loop().remove_reader(rank_0.fileno())
         self._fail("the program that generates has ended")
 
-    def _receive(self, link: links.Link, came: list[links.Message] | ConnectionError):
+    def _receive(self, link: links.Link, came: list[ToFrontend] | ConnectionError):
         """Takes what has come from a leader: messages, or why none will come any more."""
         try:
             if isinstance(came, ConnectionError):
@@ -76,7 +77,7 @@ class Frontend:
             for message in came:
                 if link not in self._replicas:
                     self._replicas[link] = self.pool.add(link, message)
-                elif message["type"] == "drain":
+                elif isinstance(message, Drain):
                     self._start_drain()
                 else:
                     self.pool.receive(self._replicas[link], message)

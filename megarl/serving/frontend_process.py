@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import signal
@@ -22,25 +21,31 @@ from megarl.errors import UsageError, warn
 from megarl.mcore import device
 from megarl.serving import links
 from megarl.serving.configuration import FrontendConfig
-from megarl.serving.links import Message
+from megarl.serving.replica_messages import Control, Drain, ToFrontend, ToReplica
 
 END_SECONDS = 10.0  # that the HTTP process has to exit
 FLUSH_SECONDS = 10.0  # for the last messages of a service
+_KINDS = links.kinds_of(ToReplica)
 
 
 class FrontendProcess:
     """The HTTP process as the ranks see it. Leaders have links with it, and tell the other ranks of their replicas."""
 
     def __init__(
-        self, url: str, link: links.Link | None, child: Child | None, role_groups: RoleGroups, may_end: bool,
+        self,
+        url: str,
+        link: links.Link | None,
+        child: Child | None,
+        role_groups: RoleGroups,
+        may_end: bool,
         drain_seconds: float,
-    ):  # fmt: skip
+    ):
         """
         Args:
             link: of a leader.
             child: on rank 0.
-            may_end: if the process ends, the last message is "stop"; else that is an error of the leader.
-            drain_seconds: that running requests have after "drain"; a process that has not answered
+            may_end: if the process ends, the last message says "stop"; else that is an error of the leader.
+            drain_seconds: that running requests have after `Drain`; a process that has not answered
                 `END_SECONDS` later counts as ended.
         """
         self._url, self._link, self._child = url, link, child
@@ -71,19 +76,19 @@ class FrontendProcess:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def receive(self, seconds: float) -> list[Message]:
+    def receive(self, seconds: float) -> list[ToReplica]:
         """The messages that have come, after waiting up to `seconds` for the first. A collective of the replica."""
         messages = self._receive(seconds)
         if len(self._role_groups.replica) == 1:
             return messages
-        data = json.dumps(messages).encode() if messages else b""
+        data = links.packet(map(links.encode, messages)) if messages else b""
         size = int(self._role_groups.broadcast(torch.tensor([len(data)], dtype=torch.int64, device=device.device())))
         if not size:  # between most steps of the engine; `broadcast_object` would always run two collectives
             return []
         content = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8).to(device.device())
-        return json.loads(bytes(self._role_groups.broadcast(content).cpu().numpy()))
+        return links.decode(bytes(self._role_groups.broadcast(content).cpu().numpy()), _KINDS)
 
-    def _receive(self, seconds: float) -> list[Message]:
+    def _receive(self, seconds: float) -> list[ToReplica]:
         try:
             messages = self._link.receive(seconds) if self._link else []
             # Messages first: "stop" may have waited here while the engine was busy.
@@ -96,11 +101,11 @@ class FrontendProcess:
                 raise ConnectionError(problem) from None
         self._link = None
         warn([f"--serve-policy: {problem}; the run goes on without the server"])
-        return [{"type": "stop"}]
+        return [Control("stop")]
 
-    def send(self, message: Message):
+    def send(self, message: ToFrontend):
         """Sends a message, which is the same on all ranks of the replica, from its leader."""
-        if message["type"] == "drain":
+        if isinstance(message, Drain):
             self._must_end_by = time.monotonic() + self._seconds_to_end
         if self._link:
             self._link.send(message)
@@ -128,7 +133,7 @@ def start_frontend(
     replicas = len(role_groups.replicas)
     config = dataclasses.replace(config, model_name=model_name, vocab_size=vocab_size, replicas=replicas)
     with contextlib.ExitStack() as stack:
-        url, link, child = start_process(stack, "megarl.serving.frontend", config, role_groups)
+        url, link, child = start_process(stack, "megarl.serving.frontend", config, role_groups, _KINDS)
         yield FrontendProcess(url, link, child, role_groups, may_end, config.settings.drain_seconds)
         status = _end(child) if child else 0
         if status and not may_end:
@@ -136,7 +141,7 @@ def start_frontend(
 
 
 def start_process(
-    stack: contextlib.ExitStack, module: str, config: Any, role_groups: RoleGroups
+    stack: contextlib.ExitStack, module: str, config: Any, role_groups: RoleGroups, kinds: links.Kinds
 ) -> tuple[str, links.Link | None, Child | None]:
     """Starts an HTTP process (`listening.run_process`) on rank 0, and connects each replica's leader with it.
 
@@ -146,6 +151,7 @@ def start_process(
         stack: ends it.
         module: that it runs.
         config: for it; its `ranks_address` is set here.
+        kinds: of the messages that it may send to leaders.
 
     Returns:
         Its URL; the link of a leader; the process on rank 0.
@@ -160,7 +166,7 @@ def start_process(
         found = [_answer_of(child)]
     dist.broadcast_object_list(found, src=0)
     url, address, key = found[0]
-    link = links.Link(links.connect(address, key)) if role_groups.is_leader else None
+    link = links.Link(links.connect(address, key), kinds) if role_groups.is_leader else None
     return url, link, child
 
 

@@ -6,21 +6,18 @@ from typing import Any
 from starlette.responses import Response
 
 from megarl.serving import sampling
-from megarl.serving.answers import fingerprint, finite
+from megarl.serving.answers import Parts, finite
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import JSONResponse, invalid
-from megarl.serving.replica_pool import RequestUpdate
+from megarl.serving.errors import invalid
+from megarl.serving.replica_messages import RequestUpdate
+from megarl.serving.replica_pool import Submission
 from megarl.serving.schemas import GenerateRequest
-from megarl.serving.streams import Parts, start_stream
-from megarl.serving.submission import Submission
 
 
 async def generate(context: ServingContext, request: GenerateRequest) -> Response:
     """Answers one request; RequestError if it is wrong or cannot run."""
     answer = GenerateAnswer(context, request)
-    if request.stream:
-        return await start_stream(answer.parts(), context.config.settings.request_timeout)
-    return JSONResponse(await answer.whole())
+    return await context.respond(answer, request.stream)
 
 
 class GenerateAnswer:
@@ -40,8 +37,8 @@ class GenerateAnswer:
         settings = request.sampling_params
         sampling.check_stops(context, settings.stop)
         lengths = [context.response_length(prompt, settings.max_tokens) for prompt in self._prompts]
-        self._messages = [
-            sampling.generate_message(
+        self._requests = [
+            sampling.generation(
                 context, settings, prompt, length, key, request.top_logprobs, request.return_routes, settings.stop
             )
             for prompt, length, key in zip(self._prompts, lengths, self._keys, strict=True)
@@ -64,7 +61,7 @@ class GenerateAnswer:
             {**self._result(index), "key": self._keys[index], "prompt_tokens": len(prompt), "routes": None}
             for index, prompt in enumerate(self._prompts)
         ]
-        async with aclosing(self.parts()) as parts:
+        async with aclosing(self.chunks()) as parts:
             async for part in parts:
                 result = results[part["index"]]
                 for name in ("output_ids", "logprobs", "top_logprobs", "versions"):
@@ -74,13 +71,13 @@ class GenerateAnswer:
                     result[name] = part[name] if part.get(name) is not None else result[name]
         return results if self._is_batch else results[0]
 
-    async def parts(self) -> Parts:
+    async def chunks(self) -> Parts:
         """The parts of all responses as they come."""
-        with Submission(self._context.pool, self._messages, self._request.session) as running:
+        with Submission(self._context.pool, self._requests, self._request.session) as running:
             async for index, update in running.updates():
-                if update.kind == "routes":
+                if update.routes is not None:
                     yield {**self._result(index), "routes": update.routes}
-                elif update.tokens or update.finish:
+                if update.tokens or update.finish:
                     yield self._part(index, update)
 
     def _part(self, index: int, update: RequestUpdate) -> dict[str, Any]:
@@ -90,8 +87,9 @@ class GenerateAnswer:
         if self._request.return_logprobs:
             part["logprobs"] = [finite(each) for each in update.logprobs]
         if self._request.top_logprobs:
-            part["top_logprobs"] = [[[token, finite(value)] for token, value in best] for best in update.top or ()]
-        return part | {"system_fingerprint": fingerprint(update)}
+            tops = [best or () for best in update.top or ()]
+            part["top_logprobs"] = [[[token, finite(value)] for token, value in best] for best in tops]
+        return part | {"system_fingerprint": update.fingerprint}
 
     def _result(self, index: int) -> dict[str, Any]:
         """A result without tokens."""

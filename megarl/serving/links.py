@@ -1,24 +1,7 @@
-"""The connections between the HTTP process and the leaders of the replicas, and what is said on them.
+"""The connections between an HTTP process and the leaders of the replicas.
 
-A message is an object with "type". From the HTTP process to all ranks of a replica:
-
-- generate: id, prompt, key, max_tokens, temperature, greedy, top_k, top_p, min_p, end_ids, stops, thinking (None, or
-  limit, tokens, format), top_logprobs, routes
-- score: id, tokens, temperature, top_logprobs
-- abort: ids
-- control: number, command ("pause" with mode, "resume", "weights" with path)
-- stop
-
-From a leader to the HTTP process:
-
-- ready, the first one: replica, max_requests, capacity, blocks (free ones of the cache), version, label
-- tokens: version, blocks, events ([id, tokens, logprobs, top, finish], `finish` with the last one)
-- scores: id, logprobs, top, version
-- routes: id, shape, data (before the last tokens)
-- refused: id, message
-- control: number, error, version, label
-- window: open, version, label (the policy of a training run)
-- drain: the server is to end when its requests have
+A message is a NamedTuple: of `replica_messages.py`, or of the sessions of environments. On the wire it is JSON, a list
+of the name of its class and its fields, and never a pickled object, so a peer cannot make this process run anything.
 """
 
 import contextlib
@@ -29,32 +12,59 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from multiprocessing.context import AuthenticationError
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 HANDSHAKE_SECONDS = 30.0
 
 _MAX_PACKET_BYTES = 256 * 2**20
 _MAX_HANDSHAKES = 64  # at once
 
-Message = dict[str, Any]
+Message = Any  # a NamedTuple whose fields JSON can hold, or are dataclasses of such fields
+Kinds = Mapping[str, Callable[..., Message]]  # what makes a message of its fields, by the name of its class
 Address = str | tuple[str, int]  # the path of a Unix socket, or host and port
 
 log = logging.getLogger(__name__)
 
 
+def kinds_of(union: UnionType) -> Kinds:
+    """The messages of a union, which are made of their fields as they are."""
+    return {each.__name__: each for each in get_args(union)}
+
+
+def packet(messages: Iterable[bytes]) -> bytes:
+    """Encoded messages as one text."""
+    return b"[%b]" % b",".join(messages)
+
+
+def encode(message: Message) -> bytes:
+    """A message as JSON."""
+    return json.dumps([type(message).__name__, *message], separators=(",", ":"), default=vars).encode()
+
+
+def decode(data: bytes, kinds: Kinds) -> list[Message]:
+    """The messages of a packet. ValueError or RecursionError for what is none."""
+    found = json.loads(data)
+    if not isinstance(found, list):
+        raise ValueError("no list of messages")
+    try:
+        return [kinds[name](*fields) for name, *fields in found]
+    except (TypeError, LookupError) as error:
+        raise ValueError(f"no message: {error}") from None
+
+
 class Link:
     """One end of a connection. A thread writes, so a slow peer makes nobody wait who sends.
 
-    A packet is a JSON list of messages, never a pickled object, so a peer cannot make this process run anything. All
-    messages that wait go in one packet: in a busy process the thread gets the interpreter seldom.
+    All messages that wait go in one packet: in a busy process the thread gets the interpreter seldom.
     """
 
-    def __init__(self, connection: Connection):
-        """Takes over a connection whose peer has shown that it knows the key."""
-        self._connection, self._socket = connection, _socket_of(connection)
+    def __init__(self, connection: Connection, kinds: Kinds):
+        """Takes over a connection whose peer has shown that it knows the key. `kinds`: what it may send."""
+        self._connection, self._socket, self._kinds = connection, _socket_of(connection), kinds
         if self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -63,7 +73,7 @@ class Link:
 
     def send(self, message: Message):
         """Sends a message without waiting. If the peer is gone, only `receive` says so."""
-        self._unsent.put(json.dumps(message, separators=(",", ":")).encode())
+        self._unsent.put(encode(message))
 
     def receive(self, seconds: float | None = None) -> list[Message]:
         """The messages that have come, after waiting up to `seconds` for the first; None: without a limit.
@@ -73,10 +83,7 @@ class Link:
         messages: list[Message] = []
         try:
             while self._connection.poll(0.0 if messages else seconds):
-                packet = json.loads(self._connection.recv_bytes(_MAX_PACKET_BYTES))
-                if not isinstance(packet, list) or not all(isinstance(m, dict) and "type" in m for m in packet):
-                    raise ValueError
-                messages += packet
+                messages += decode(self._connection.recv_bytes(_MAX_PACKET_BYTES), self._kinds)
         except (ValueError, RecursionError):
             raise ConnectionError("it sent what is no message") from None
         except (EOFError, OSError) as error:
@@ -98,7 +105,7 @@ class Link:
                 while not self._unsent.empty():
                     waiting.append(self._unsent.get())
                 if data := [each for each in waiting if each is not None]:
-                    self._connection.send_bytes(b"[%b]" % b",".join(data))
+                    self._connection.send_bytes(packet(data))
                 if None in waiting:
                     return
 

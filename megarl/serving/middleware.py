@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.serving import fair_queue
+from megarl.serving import routing
 from megarl.serving.errors import RequestError, echo, internal, invalid, timed_out
 from megarl.serving.metrics import ServerMetrics
 
@@ -114,7 +114,7 @@ def has_key(api_keys: Sequence[str], admin_keys: Sequence[str]) -> Callable[[dic
         if keys and not _matches(_bearer(scope), keys):
             problem, headers = "a valid API key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
             raise RequestError(401, problem, code="invalid_api_key", headers=headers)
-        fair_queue.client.set(_digest(_bearer(scope)) if keys else (scope.get("client") or ("",))[0].encode())
+        routing.client.set(_digest(_bearer(scope)) if keys else (scope.get("client") or ("",))[0].encode())
 
     return check
 

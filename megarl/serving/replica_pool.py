@@ -2,57 +2,27 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.serving.errors import RequestError, invalid, timed_out, unavailable
-from megarl.serving.fair_queue import FairQueue
-from megarl.serving.links import Link, Message
+from megarl.serving.links import Link
 from megarl.serving.metrics import ServerMetrics
-from megarl.serving.routing import ReplicaRouter
-
-
-@dataclass(frozen=True)
-class RequestUpdate:
-    """What a leader says about one request.
-
-    Attributes:
-        kind: "tokens", "scores", "routes" or "error".
-        tokens, logprobs, top, finish: see `megarl.serving.links`; of scores `logprobs` and `top`.
-        version: of the policy that generated the tokens.
-        label: of its weights.
-        routes: (shape, base64 data).
-        error: the error that ends the request.
-    """
-
-    kind: str
-    tokens: Sequence[int] = ()
-    logprobs: Sequence[float | None] = ()
-    top: Sequence[Any] | None = None
-    finish: str | None = None
-    version: int = 0
-    label: str = ""
-    routes: dict[str, Any] | None = None
-    error: RequestError | None = None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nothing follows for this request."""
-        return self.finish is not None or self.kind in ("scores", "error")
-
-
-@dataclass
-class LeaderRequest:
-    """One request to a leader."""
-
-    message: Message
-    session: str | None
-    updates: asyncio.Queue[tuple[int, RequestUpdate]]  # with the request's id
-
-    def update(self, update: RequestUpdate):
-        """Hands on what the leader says."""
-        self.updates.put_nowait((self.message["id"], update))
+from megarl.serving.replica_messages import (
+    Abort,
+    Control,
+    Controlled,
+    Generate,
+    Ready,
+    Request,
+    RequestUpdate,
+    ToFrontend,
+    Updates,
+    Window,
+)
+from megarl.serving.routing import FairQueue, ReplicaRouter
 
 
 @dataclass
@@ -66,7 +36,7 @@ class ReplicaState:
     version: int
     label: str
     is_open: bool = True
-    outstanding: dict[int, LeaderRequest] = field(default_factory=dict)
+    outstanding: dict[int, "Submission"] = field(default_factory=dict)  # by id of the request
 
 
 @dataclass
@@ -90,7 +60,7 @@ class ReplicaPool:
         self.lost: str | None = None  # why no request can run any more
         self._ids = itertools.count(1)
         self._control_numbers = itertools.count(1)
-        self._waiting: FairQueue[LeaderRequest] = FairQueue()
+        self._waiting: FairQueue[tuple[Request, Submission]] = FairQueue()
         self._router = ReplicaRouter()
         self._controls: dict[int, _Control] = {}
         self._idle = asyncio.Event()
@@ -109,18 +79,13 @@ class ReplicaPool:
         first = self.replicas.get(0)
         return {"version": first.version, "label": first.label} if first else {}
 
-    def add(self, link: Link, ready: Message) -> ReplicaState:
-        """Takes a leader in, after its "ready"; ConnectionError if that is wrong or the replica has a leader."""
-        try:
-            number = ready["replica"]
-            if ready["type"] != "ready" or number in self.replicas or not 0 <= number < self.expected:
-                raise ConnectionError("a leader began with a wrong message")
-            fields = {name: ready[name] for name in ("max_requests", "capacity", "version", "label")}
-            replica = ReplicaState(number, link, **fields)
-        except (KeyError, TypeError):
-            raise ConnectionError("a leader began with a malformed message") from None
-        self.replicas[number] = replica
-        self._observe(replica, ready)
+    def add(self, link: Link, ready: ToFrontend) -> ReplicaState:
+        """Takes a leader in, after its `Ready`; ConnectionError if that is wrong or the replica has a leader."""
+        if not isinstance(ready, Ready) or ready.replica in self.replicas or not 0 <= ready.replica < self.expected:
+            raise ConnectionError("a leader began with a wrong message")
+        replica = ReplicaState(ready.replica, link, ready.max_requests, ready.capacity, ready.version, ready.label)
+        self.replicas[replica.number] = replica
+        self._observe(replica, ready.version, ready.blocks)
         return replica
 
     def check_accepting(self):
@@ -146,15 +111,12 @@ class ReplicaPool:
                 raise unavailable("generation is paused, and the queue is full")
             raise RequestError(429, "the queue is full", code="queue_full", headers={"Retry-After": "1"})
 
-    def submit(self, messages: Sequence[Message], session: str | None, updates: asyncio.Queue) -> list[int]:
-        """Queues requests and returns their ids; (id, RequestUpdate) are put into `updates`.
-
-        RequestError if they have no place (`check_room`).
-        """
-        self.check_room(len(messages))
-        ids = [next(self._ids) for _ in messages]
-        for number, message in zip(ids, messages, strict=True):
-            self._waiting.add(number, LeaderRequest({**message, "id": number}, session, updates))
+    def submit(self, submission: "Submission") -> list[int]:
+        """Queues the requests of a submission, and returns their ids. RequestError if they have no place."""
+        self.check_room(len(submission.requests))
+        ids = [next(self._ids) for _ in submission.requests]
+        for number, request in zip(ids, submission.requests, strict=True):
+            self._waiting.add(number, (request._replace(id=number), submission))
         self._assign()
         return ids
 
@@ -165,18 +127,18 @@ class ReplicaPool:
         for replica in self.replicas.values():
             aborted = [number for number in ids if replica.outstanding.pop(number, None)]
             if aborted:
-                replica.link.send({"type": "abort", "ids": aborted})
+                replica.link.send(Abort(aborted))
         self._assign()
 
     def fail(self, reason: str):
         """Ends every request with 503, and accepts none any more."""
         self.lost = self.lost or reason
-        requests = [self._waiting.pop()[1] for _ in range(len(self._waiting))]
+        failed = [self._waiting.pop()[1][1] for _ in range(len(self._waiting))]
         for replica in self.replicas.values():
-            requests += replica.outstanding.values()
+            failed += replica.outstanding.values()
             replica.outstanding.clear()
-        for request in requests:
-            request.update(RequestUpdate("error", error=unavailable(reason)))
+        for submission in failed:
+            submission.take(unavailable(reason))
         for control in self._controls.values():
             if not control.done.done():
                 control.done.set_exception(unavailable(reason))
@@ -195,11 +157,10 @@ class ReplicaPool:
             }
             if not room:
                 break
-            number, request = self._waiting.pop()
-            prompt = request.message.get("prompt") or request.message.get("tokens", ())
-            replica = self.replicas[self._router.choose(prompt, request.session, room)]
-            replica.outstanding[number] = request
-            replica.link.send(request.message)
+            number, (request, submission) = self._waiting.pop()
+            replica = self.replicas[self._router.choose(request.prompt, submission.session, room)]
+            replica.outstanding[number] = submission
+            replica.link.send(request)
         self._note_load()
 
     def _note_load(self):
@@ -213,7 +174,7 @@ class ReplicaPool:
 
     # -- control -------------------------------------------------------------------------------------------------
 
-    async def control(self, command: str, **fields: Any):
+    async def control(self, command: str, **fields: str):
         """Sends a control command to all leaders and waits for their answers; RequestError 400 with the first error."""
         self.check_accepting()
         number = next(self._control_numbers)
@@ -221,7 +182,7 @@ class ReplicaPool:
         self._controls[number] = control
         if command in ("pause", "resume"):
             self.is_paused = command == "pause"
-        self._send_all({"type": "control", "number": number, "command": command, **fields})
+        self._send_all(Control(command, number, **fields))
         try:
             async with asyncio.timeout(self.seconds):
                 await control.done
@@ -235,60 +196,118 @@ class ReplicaPool:
             raise invalid(control.errors[0], code="control_failed")
 
     def stop(self):
-        self._send_all({"type": "stop"})
+        self._send_all(Control("stop"))
 
-    def _send_all(self, message: Message):
+    def _send_all(self, message: Control):
         for replica in self.replicas.values():
             replica.link.send(message)
 
     # -- what leaders say ----------------------------------------------------------------------------------------
 
-    def receive(self, replica: ReplicaState, message: Message):
-        """Takes one message of a leader in; ConnectionError for a malformed one. "drain" is not handled here."""
-        try:
-            kind = message["type"]
-            if kind == "tokens":
-                self._observe(replica, message)
-                for number, tokens, logprobs, top, finish in message["events"]:
-                    update = RequestUpdate(kind, tokens, logprobs, top, finish, replica.version, replica.label)
-                    self._hand_on(replica, number, update)
-            elif kind == "scores":
-                fields = {name: message[name] for name in ("logprobs", "top", "version")}
-                self._hand_on(replica, message["id"], RequestUpdate(kind, label=replica.label, **fields))
-            elif kind == "routes":
-                routes = {name: message[name] for name in ("shape", "data")}
-                self._hand_on(replica, message["id"], RequestUpdate(kind, routes=routes))
-            elif kind == "refused":
-                self._hand_on(replica, message["id"], RequestUpdate("error", error=invalid(str(message["message"]))))
-            elif kind == "control":
-                self._receive_answer(replica, message)
-            elif kind == "window":
-                replica.is_open, replica.label = bool(message["open"]), message.get("label", replica.label)
-                self._observe(replica, message)
-        except (KeyError, TypeError, ValueError):
-            raise ConnectionError("it sent a malformed message") from None
+    def receive(self, replica: ReplicaState, message: ToFrontend):
+        """Takes one message of a leader in; ConnectionError for a malformed one. `Drain` is not handled here."""
+        if isinstance(message, Updates):
+            self._observe(replica, message.version, message.blocks)
+            for each in message.updates:
+                self._hand_on(replica, each)
+        elif isinstance(message, Controlled):
+            self._receive_answer(replica, message)
+        elif isinstance(message, Window):
+            replica.is_open, replica.label = message.is_open, message.label
+            self._observe(replica, message.version)
         self._assign()
 
-    def _hand_on(self, replica: ReplicaState, number: int, update: RequestUpdate):
-        """Hands on what the leader says about a request, unless it was aborted meanwhile."""
+    def _hand_on(self, replica: ReplicaState, fields: Sequence[Any]):
+        """Hands on the fields of a `RequestUpdate`, unless its request was aborted meanwhile."""
+        try:
+            update = RequestUpdate(*fields)._replace(version=replica.version, label=replica.label)
+        except TypeError:
+            raise ConnectionError("it sent a malformed message") from None
         take = replica.outstanding.pop if update.is_last else replica.outstanding.get
-        if request := take(number, None):
-            request.update(update)
+        if submission := take(update.id, None):
+            submission.take(update if update.error is None else invalid(update.error))
 
-    def _receive_answer(self, replica: ReplicaState, message: Message):
-        replica.label = message.get("label", replica.label)
-        self._observe(replica, message)
-        control = self._controls.get(message["number"])
+    def _receive_answer(self, replica: ReplicaState, answer: Controlled):
+        replica.label = answer.label
+        self._observe(replica, answer.version)
+        control = self._controls.get(answer.number)
         if control is None:
             return
         control.missing.discard(replica.number)
-        if message.get("error"):
-            control.errors.append(str(message["error"]))
+        if answer.error:
+            control.errors.append(answer.error)
         if not control.missing and not control.done.done():
             control.done.set_result(None)
 
-    def _observe(self, replica: ReplicaState, message: Message):
-        replica.version = message.get("version", replica.version)
-        self.metrics.version.labels(replica.number).set(replica.version)
-        if "blocks" in message:
-            self.metrics.free_blocks.labels(replica.number).set(message["blocks"])
+    def _observe(self, replica: ReplicaState, version: int, blocks: int | None = None):
+        replica.version = version
+        self.metrics.version.labels(replica.number).set(version)
+        if blocks is not None:
+            self.metrics.free_blocks.labels(replica.number).set(blocks)
+
+
+class Submission:
+    """One HTTP request's requests to replicas, as a context: leaving it ends those that still run.
+
+    `updates` gives what the leaders say, until each has finished. A consumer that is slow makes the updates wait here;
+    they are at most `max_tokens` for each request.
+    """
+
+    def __init__(self, pool: ReplicaPool, requests: Sequence[Request], session: str | None):
+        """`session`: whose requests one replica gets while it has room; None: of none."""
+        self.requests, self.session, self._pool = requests, session, pool
+        self._came: asyncio.Queue[RequestUpdate | RequestError] = asyncio.Queue()
+        self._indices: dict[int, int] = {}  # id -> index of the request, of those that have not finished
+        self._last: dict[int, float] = {}  # id -> when its last tokens came
+        self._start = time.monotonic()
+        self._deadline = asyncio.get_running_loop().time() + pool.seconds
+
+    def __enter__(self) -> "Submission":
+        """Submits. Raises RequestError as `ReplicaPool.submit`."""
+        self._indices = {number: index for index, number in enumerate(self._pool.submit(self))}
+        prompts = (len(request.prompt) for request in self.requests if isinstance(request, Generate))
+        self._pool.metrics.prompt_tokens.inc(sum(prompts))
+        return self
+
+    def __exit__(self, *_):
+        self._pool.abort(list(self._indices))
+        self._indices.clear()
+
+    def take(self, came: RequestUpdate | RequestError):
+        """Takes what a leader says about a request, or why one fails."""
+        self._came.put_nowait(came)
+
+    def end(self, index: int):
+        """Ends one request early, that with this index."""
+        ended = [number for number, each in self._indices.items() if each == index]
+        self._pool.abort(ended)
+        for number in ended:
+            del self._indices[number]
+
+    async def updates(self) -> AsyncIterator[tuple[int, RequestUpdate]]:
+        """(index of the request, update), in the order of their arrival. RequestError if one fails, or time is up."""
+        while self._indices:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    came = await self._came.get()
+            except TimeoutError:
+                raise timed_out(self._pool.seconds) from None
+            if isinstance(came, RequestError):
+                raise came
+            index = self._indices.get(came.id)
+            if index is None:
+                continue
+            if came.is_last:
+                del self._indices[came.id]
+            if came.tokens:
+                self._measure(came.id, len(came.tokens))
+            yield index, came
+
+    def _measure(self, number: int, tokens: int):
+        metrics, now = self._pool.metrics, time.monotonic()
+        metrics.generated_tokens.inc(tokens)
+        if number in self._last:
+            metrics.between_tokens.observe((now - self._last[number]) / tokens)
+        else:
+            metrics.first_token.observe(now - self._start)
+        self._last[number] = now

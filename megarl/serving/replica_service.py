@@ -1,4 +1,4 @@
-"""Answers the requests that come from the HTTP process (`links.py`) on the ranks of one replica.
+"""Answers the requests that come from the HTTP process (`replica_messages.py`) on the ranks of one replica.
 
 Between two steps of the engine, the leader takes the messages that have come, and tells the other ranks. So all ranks
 of a replica see the same requests, and make the same decisions without a clock. Replicas that share experts compute in
@@ -9,7 +9,7 @@ import base64
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,25 @@ from megarl.mcore import device
 from megarl.mcore.inference.generation import GenerationRequest, TokenChunk
 from megarl.observe import activity
 from megarl.serving.frontend_process import FrontendProcess
-from megarl.serving.links import Message
-from megarl.serving.scoring import ScoreRequest, score_sequences, together
-from megarl.serving.served_engine import PauseMode, ServedEngine
+from megarl.serving.replica_messages import (
+    Abort,
+    Control,
+    Controlled,
+    Drain,
+    Generate,
+    Ready,
+    Request,
+    RequestUpdate,
+    ScorePrompt,
+    ToReplica,
+    Updates,
+    Window,
+)
+from megarl.serving.served_engine import PauseMode, ServedEngine, score_sequences, together
 from megarl.tool_formats.table import FORMATS
 from megarl.tool_formats.thinking_budget import ThinkingBudget, ThoughtReader
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "greedy")  # entries of a message
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "greedy")  # fields of a request
 IDLE_SECONDS = 1.0  # longest wait for a message; then the ranks show that they are alive
 COUPLED_SECONDS = 0.01  # the same if other replicas may need this one's experts
 
@@ -39,9 +51,15 @@ class ReplicaService:
     """One replica of a generation service, on each of its ranks."""
 
     def __init__(
-        self, engine: ServedEngine, model, role_groups: RoleGroups, frontend: FrontendProcess, vocab_size: int,
-        label: str, tokenizer: Tokenizer,
-    ):  # fmt: skip
+        self,
+        engine: ServedEngine,
+        model,
+        role_groups: RoleGroups,
+        frontend: FrontendProcess,
+        vocab_size: int,
+        label: str,
+        tokenizer: Tokenizer,
+    ):
         """
         Args:
             engine: paused, without requests.
@@ -57,8 +75,8 @@ class ReplicaService:
         )
         self._vocabulary = Vocabulary(tokenizer)
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
-        self._scores: deque[tuple[int, ScoreRequest]] = deque()
-        self._controls: deque[Message] = deque()  # not done yet
+        self._scores: deque[ScorePrompt] = deque()
+        self._controls: deque[Control] = deque()  # not done yet
         self._routes_wanted: set[int] = set()
         self._is_stopped = self._is_draining = False
         self._reported_blocks = engine.rollout_engine.free_blocks
@@ -66,8 +84,10 @@ class ReplicaService:
     def open(self):
         """Tells the HTTP process that this replica is there."""
         engine = self.engine.rollout_engine
-        ready = {"replica": self.role_groups.dp_rank, "max_requests": engine.max_requests, "capacity": engine.capacity}
-        self._send("ready", **ready, blocks=engine.free_blocks, version=self.engine.version, label=self.label)
+        number, version = self.role_groups.dp_rank, self.engine.version
+        assert number is not None  # the engine is on members of the role alone
+        ready = Ready(number, engine.max_requests, engine.capacity, engine.free_blocks, version, self.label)
+        self.frontend.send(ready)
 
     def run(self, is_draining: Callable[[], bool] = lambda: False):
         """Serves until the HTTP process says stop. A collective of the role.
@@ -80,7 +100,7 @@ class ReplicaService:
             activity.tick()
             if is_draining() and not self._is_draining:
                 self._is_draining = True
-                self._send("drain")
+                self.frontend.send(Drain())
             for message in self.frontend.receive(self._patience()):
                 self._take(message)
             self._admit()
@@ -97,14 +117,15 @@ class ReplicaService:
             self._take(message)
         self._tell_window(is_open=True)
         self.engine.resume()
-        late: list[Message] = []
+        late: list[Request] = []
         while self._has_work():
             for message in self.frontend.receive(0.0):
-                if message["type"] in ("generate", "score"):
+                if isinstance(message, Generate | ScorePrompt):
                     late.append(message)
-                else:
-                    late = _without(late, message)
-                    self._take(message)
+                    continue
+                if isinstance(message, Abort):
+                    late = [each for each in late if each.id not in message.ids]
+                self._take(message)
             self._admit()
             self._act()
         self.engine.pause()
@@ -113,7 +134,7 @@ class ReplicaService:
             self._take(message)
 
     def _tell_window(self, is_open: bool):
-        self._send("window", open=is_open, version=self.engine.version, label=self.label)
+        self.frontend.send(Window(is_open, self.engine.version, self.label))
 
     def _has_work(self) -> bool:
         """Whether something is to be done here, or on a replica that shares experts with this one."""
@@ -128,71 +149,72 @@ class ReplicaService:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _take(self, message: Message):
+    def _take(self, message: ToReplica):
         """Notes what a message asks for."""
-        kind = message["type"]
-        if kind == "generate":
-            self._take_request(message)
-        elif kind == "score":
-            request = ScoreRequest(message["tokens"], message["temperature"], message["top_logprobs"])
-            self._scores.append((message["id"], request))
-        elif kind == "abort":
-            self._abort(set(message["ids"]))
-        elif kind in ("control", "stop"):
-            self._controls.append(message)
-        else:
-            raise RuntimeError(f"the HTTP process sent a message of the unknown type {kind!r}")
+        match message:
+            case Generate():
+                self._take_request(message)
+            case ScorePrompt():
+                self._scores.append(message)
+            case Abort():
+                self._abort(set(message.ids))
+            case Control():
+                self._controls.append(message)
 
-    def _take_request(self, message: Message):
-        engine, number, prompt = self.engine.rollout_engine, message["id"], message["prompt"]
-        length, max_length = len(prompt) + message["max_tokens"], min(engine.max_length, engine.capacity)
-        if not prompt or length > max_length:
-            problem = (
-                f"prompt and max_tokens are {length} tokens; at most {max_length} fit" if prompt else "an empty prompt"
-            )
-            self._send("refused", id=number, message=problem)
+    def _take_request(self, asked: Generate):
+        engine = self.engine.rollout_engine
+        length, max_length = len(asked.prompt) + asked.max_tokens, min(engine.max_length, engine.capacity)
+        if not asked.prompt or length > max_length:
+            fits = f"prompt and max_tokens are {length} tokens; at most {max_length} fit"
+            self._send([RequestUpdate(asked.id, error=fits if asked.prompt else "an empty prompt")])
             return
-        ends: dict[str, Any] = {}
-        if message["stops"]:
-            ends = {"stops": self._matcher(tuple(message["stops"]))}
-        if message["thinking"] is not None:
-            ends |= {"thinking": self._budget(**message["thinking"])}
+        ends: dict[str, Any] = {"stops": self._matcher(tuple(asked.stops))} if asked.stops else {}
+        if asked.thinking is not None:
+            ends["thinking"] = self._budget(*asked.thinking)
         request = GenerationRequest(
-            prompt=prompt, key=message["key"], max_new_tokens=message["max_tokens"],
-            sampling=SamplingSettings(**{name: message[name] for name in SAMPLING}),
-            end_ids=tuple(message["end_ids"]), top_logprobs=message["top_logprobs"], **ends,
-        )  # fmt: skip
-        if message["routes"]:
-            self._routes_wanted.add(number)
-        self._waiting.append((number, request))
+            prompt=asked.prompt,
+            key=asked.key,
+            max_new_tokens=asked.max_tokens,
+            sampling=SamplingSettings(**{name: getattr(asked, name) for name in SAMPLING}),
+            end_ids=tuple(asked.end_ids),
+            top_logprobs=asked.top_logprobs,
+            **ends,
+        )
+        if asked.routes:
+            self._routes_wanted.add(asked.id)
+        self._waiting.append((asked.id, request))
 
     def _budget(self, limit: int, tokens: list[int], format: str) -> ThinkingBudget:
         return ThinkingBudget(limit, "", tuple(tokens), ThoughtReader(self._vocabulary, FORMATS[format]))
 
     def _abort(self, numbers: set[int]):
         self._waiting = deque(item for item in self._waiting if item[0] not in numbers)
-        self._scores = deque(item for item in self._scores if item[0] not in numbers)
+        self._scores = deque(each for each in self._scores if each.id not in numbers)
         self._routes_wanted -= numbers
         self.engine.abort(numbers)
 
-    def _send(self, kind: str, **fields):
-        self.frontend.send({"type": kind, **fields})
+    def _send(self, updates: list[RequestUpdate], version: int | None = None):
+        """Sends what there is of requests. `version`: of the policy; None: the one that the engine has now."""
+        version = self.engine.version if version is None else version
+        self.frontend.send(Updates(version, self._reported_blocks, updates))
 
     def _report(self, chunks: list[TokenChunk]):
         """Sends the new tokens of requests, and how much of the cache is free if only that has changed."""
         free = self.engine.rollout_engine.free_blocks
         if not chunks and free == self._reported_blocks:
             return
-        events, self._reported_blocks = [], free
-        for number, tokens, logprobs, top, finish, routes, _ in chunks:
-            if finish and number in self._routes_wanted:
-                self._routes_wanted.remove(number)
-                if routes is not None:
-                    data = base64.b64encode(routes.cpu().numpy().astype("<i2").tobytes()).decode()
-                    self._send("routes", id=number, shape=list(routes.shape), data=data)
-            events.append([number, tokens, logprobs, top, finish])
-        version = chunks[0].version if chunks else self.engine.version
-        self._send("tokens", version=version, events=events, blocks=free)
+        self._reported_blocks = free
+        self._send([self._update_of(chunk) for chunk in chunks], chunks[0].version if chunks else None)
+
+    def _update_of(self, chunk: TokenChunk) -> RequestUpdate:
+        number, tokens, logprobs, top, finish, routes, _ = chunk
+        found = None
+        if finish and number in self._routes_wanted:
+            self._routes_wanted.remove(number)
+            if routes is not None:
+                data = base64.b64encode(routes.cpu().numpy().astype("<i2").tobytes()).decode()
+                found = {"shape": list(routes.shape), "data": data}
+        return RequestUpdate(number, tokens, logprobs, top, finish, found)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -206,7 +228,7 @@ class ReplicaService:
     @property
     def _waits_for_end(self) -> bool:
         """Whether the next control command comes after the running requests."""
-        return bool(self._controls) and self._controls[0].get("mode") == "wait"
+        return bool(self._controls) and self._controls[0].mode == "wait"
 
     def _act(self):
         """Does one thing: a control command, a pass of scores, or a step of the engine."""
@@ -231,30 +253,26 @@ class ReplicaService:
 
     def _score(self):
         """Scores the first sequences that wait, in one pass; the engine is suspended meanwhile."""
-        requests = [request for _, request in self._scores]
-        requests = requests[: together(requests, self.engine.rollout_engine.step_tokens)]
-        numbers = [self._scores.popleft()[0] for _ in requests]
-        scores = score_sequences(self.model, self.role_groups.pg_collection, self.vocab_size, requests)
-        for number, found in zip(numbers, scores, strict=True):
-            fields = {"logprobs": found.logprobs, "top": found.top_logprobs}
-            self._send("scores", id=number, version=self.engine.version, **fields)
+        count = together(self._scores, self.engine.rollout_engine.step_tokens)
+        requests = [self._scores.popleft() for _ in range(count)]
+        self._send(score_sequences(self.model, self.role_groups.pg_collection, self.vocab_size, requests))
 
     # -- control -----------------------------------------------------------------------------------------------------
 
-    def _control(self, message: Message):
+    def _control(self, asked: Control):
         """Runs a command. All replicas run the same ones, in the same order."""
-        if message["type"] == "stop":
-            self._is_stopped = True
-            return
         error = None
-        if message["command"] == "pause":
-            self._pause(message["mode"])
-        elif message["command"] == "resume":
-            self.engine.resume()
-        else:
-            error = self._change_weights(message["path"])
-        answer = {"number": message["number"], "error": error}
-        self._send("control", **answer, version=self.engine.version, label=self.label)
+        match asked.command:
+            case "stop":
+                self._is_stopped = True
+                return
+            case "pause":
+                self._pause(cast(PauseMode, asked.mode))
+            case "resume":
+                self.engine.resume()
+            case "weights":
+                error = self._change_weights(str(asked.path))
+        self.frontend.send(Controlled(asked.number, error, self.engine.version, self.label))
 
     def _pause(self, mode: PauseMode):
         if mode == "abort":
@@ -271,9 +289,3 @@ class ReplicaService:
             return str(error)
         self.label = path.rstrip("/").rsplit("/", 1)[-1]
         return None
-
-
-def _without(messages: list[Message], message: Message) -> list[Message]:
-    """Messages of requests without those that a message aborts."""
-    aborted = set(message["ids"]) if message["type"] == "abort" else set()
-    return [each for each in messages if each["id"] not in aborted]

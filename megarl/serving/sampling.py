@@ -1,4 +1,4 @@
-"""From the fields of a request to the messages for leaders."""
+"""From the fields of a request to what the replicas are asked (`replica_messages.py`)."""
 
 import secrets
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
-from megarl.serving.links import Message
+from megarl.serving.replica_messages import Generate
 from megarl.serving.schemas import OpenAIFields, SamplingFields
 
 SERVE_STEP = 2**31 + 1  # the step number of all requests; no training step is as large
@@ -26,7 +26,7 @@ class StopRules:
 
 def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
     """The stop rules of a request; RequestError 400 for too many."""
-    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    stops = fields.stops
     check_stops(context, stops)
     if fields.thinking_budget is not None and any(stop in _thinking_text(context, fields) for stop in stops):
         raise invalid("stop: a string is part of the text that ends thoughts (thinking_budget_text)", "stop")
@@ -43,8 +43,8 @@ def _thinking_text(context: ServingContext, fields: SamplingFields) -> str:
     return fields.thinking_budget_text or context.config.thinking_text or context.thoughts.default_text
 
 
-def _thinking(context: ServingContext, fields: SamplingFields) -> Message | None:
-    """The thinking budget of a message. RequestError 400 for a text that does not end thoughts."""
+def _thinking(context: ServingContext, fields: SamplingFields) -> tuple[int, list[int], str] | None:
+    """The thinking budget of `Generate`. RequestError 400 for a text that does not end thoughts."""
     if fields.thinking_budget is None:
         if fields.thinking_budget_text is not None:
             raise invalid("thinking_budget_text: needs thinking_budget", "thinking_budget_text")
@@ -54,7 +54,7 @@ def _thinking(context: ServingContext, fields: SamplingFields) -> Message | None
         tokens = context.thoughts.encode(text)
     except ValueError as error:
         raise invalid(f"thinking_budget_text: {error}", "thinking_budget_text") from None
-    return {"limit": fields.thinking_budget, "tokens": tokens, "format": context.config.tool_format}
+    return fields.thinking_budget, list(tokens), context.config.tool_format
 
 
 def choices(context: ServingContext, fields: OpenAIFields) -> int:
@@ -100,33 +100,38 @@ def temperature(fields: SamplingFields) -> float:
     return 1.0 if fields.temperature in (None, 0) else float(fields.temperature)
 
 
-def generate_message(
-    context: ServingContext, fields: SamplingFields, prompt: Sequence[int], max_tokens: int, key: int,
-    top_logprobs: int = 0, routes: bool = False, stop_strings: Sequence[str] = (),
-) -> Message:  # fmt: skip
-    """The "generate" message of one response (see `links.py`). RequestError 400 for a wrong stop token.
+def generation(
+    context: ServingContext,
+    fields: SamplingFields,
+    prompt: Sequence[int],
+    max_tokens: int,
+    key: int,
+    top_logprobs: int = 0,
+    routes: bool = False,
+    stops: Sequence[str] = (),
+) -> Generate:
+    """What a replica is asked for one response. RequestError 400 for a wrong stop token.
 
-    `stop_strings`: end the response, with their tokens in it.
+    `stops`: texts that end the response, with their tokens in it.
     """
     size = context.config.vocab_size
-    stops = fields.stop_token_ids or []
-    if stops and max(stops) >= size:
+    end_ids = fields.stop_token_ids or []
+    if end_ids and max(end_ids) >= size:
         raise invalid(f"stop_token_ids: token ids must be 0 to {size - 1}", "stop_token_ids")
-    ends = [] if fields.ignore_eos else context.encoder.tokenizer.end_ids
+    own_ends = [] if fields.ignore_eos else context.encoder.tokenizer.end_ids
     top_k = fields.top_k or 0
-    return {
-        "type": "generate",
-        "prompt": list(prompt),
-        "key": key,
-        "max_tokens": max_tokens,
-        "temperature": temperature(fields),
-        "greedy": fields.temperature == 0,
-        "top_k": top_k if 0 < top_k < size else 0,
-        "top_p": 1.0 if fields.top_p is None else float(fields.top_p),
-        "min_p": float(fields.min_p or 0),
-        "end_ids": list(dict.fromkeys([*ends, *stops])),
-        "stops": list(stop_strings),
-        "thinking": _thinking(context, fields),
-        "top_logprobs": top_logprobs,
-        "routes": routes,
-    }
+    return Generate(
+        prompt=list(prompt),
+        key=key,
+        max_tokens=max_tokens,
+        temperature=temperature(fields),
+        greedy=fields.temperature == 0,
+        top_k=top_k if 0 < top_k < size else 0,
+        top_p=1.0 if fields.top_p is None else float(fields.top_p),
+        min_p=float(fields.min_p or 0),
+        end_ids=list(dict.fromkeys([*own_ends, *end_ids])),
+        stops=list(stops),
+        thinking=_thinking(context, fields),
+        top_logprobs=top_logprobs,
+        routes=routes,
+    )

@@ -147,6 +147,16 @@ class OpenAIFields(SamplingFields):
     min_tokens: neutral(None, 0) = None
     skip_special_tokens: neutral(None, True) = None
 
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def session(self) -> str | None:
+        """Whose requests one replica should get."""
+        return self.prompt_cache_key or self.user
+
 
 class CompletionRequest(OpenAIFields):
     """A request for /v1/completions."""

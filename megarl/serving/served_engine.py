@@ -1,18 +1,27 @@
-"""The rollout engine of a replica as a server uses it: requests come and go, and a pause leaves it without a cache.
+"""The policy of a replica as a server uses it: its rollout engine, and scores of sequences.
 
-A paused request goes on afterwards (`mcore.inference.response`): under the same weights its text is the same to the
-bit; under other weights, its next tokens are those of the new policy.
+Requests of `ServedEngine` come and go, and a pause leaves it without a cache. A paused request goes on afterwards
+(`mcore.inference.response`): under the same weights its text is the same to the bit; under other weights, its next
+tokens are those of the new policy.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+import torch
+
 from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.batch import Batch
+from megarl.comm.microbatches import blank_sequences, build_microbatches
+from megarl.mcore import device
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.response import Response
 from megarl.mcore.inference.session import GenerationSession
+from megarl.mcore.model.forward_pass import top_scores
+from megarl.roles.trainable_model import forward_only
+from megarl.serving.replica_messages import RequestUpdate, ScorePrompt
 
 # wait: running requests end first; abort: they end at once; keep: they stop, and go on after `resume`.
 PauseMode = Literal["wait", "abort", "keep"]
@@ -25,9 +34,12 @@ class ServedEngine:
     """
 
     def __init__(
-        self, engine: RolloutEngine, end_ids: tuple[int, ...], routes: bool = False,
+        self,
+        engine: RolloutEngine,
+        end_ids: tuple[int, ...],
+        routes: bool = False,
         load_weights: Callable[[str], None] | None = None,
-    ):  # fmt: skip
+    ):
         """
         Args:
             end_ids: of requests without own ones.
@@ -86,10 +98,13 @@ class ServedEngine:
     def _last_chunk(self, number: int, completion: Completion) -> TokenChunk:
         start, top = self._responses.pop(number).new, completion.top_logprobs
         return TokenChunk(
-            number=number, tokens=completion.tokens[start:], logprobs=completion.logprobs[start:],
-            top_logprobs=top and top[start:], finish_reason="stop" if completion.finished else "length",
+            number=number,
+            tokens=completion.tokens[start:],
+            logprobs=completion.logprobs[start:],
+            top_logprobs=top and top[start:],
+            finish_reason="stop" if completion.finished else "length",
             routes=completion.routes,
-        )  # fmt: skip
+        )
 
     def pause(self, mode: PauseMode = "keep") -> list[TokenChunk]:
         """Frees the cache until `resume`; returns the rest (wait) or the end (abort) of all requests."""
@@ -129,3 +144,54 @@ class ServedEngine:
         finally:
             if not was_paused:
                 self.resume()
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def together(requests: Sequence[ScorePrompt], max_tokens: int) -> int:
+    """How many of the first requests one pass scores: those with the first one's temperature, and at most
+    `max_tokens` tokens if it is more than one."""
+    tokens = 0
+    for count, request in enumerate(requests):
+        tokens += len(request.prompt)
+        if count and (tokens > max_tokens or request.temperature != requests[0].temperature):
+            return count
+    return len(requests)
+
+
+def score_sequences(model, pg_collection, vocab_size: int, requests: list[ScorePrompt]) -> list[RequestUpdate]:
+    """Scores sequences by the forward pass of training, in one pass, with the bits that the rollout gives the same
+    tokens.
+
+    All ranks of a replica call it with the same requests, of the same temperature. Replicas that share experts call it
+    together, those without requests with none.
+    """
+    if requests:
+        lengths = torch.tensor([len(request.prompt) for request in requests])
+        tokens = torch.tensor([token for request in requests for token in request.prompt])
+        everything = torch.arange(len(requests))
+        batch = Batch(sequence_ids=everything, lengths=lengths, tokens=tokens).to(device.device())
+        microbatches = build_microbatches(batch, [everything])
+    else:
+        blank = blank_sequences(["sequence_ids", "tokens"], device.device())
+        microbatches = [(blank, torch.zeros(0, dtype=torch.int64))]
+    count = max((request.top_logprobs for request in requests), default=0)
+    temperature = requests[0].temperature if requests else 1.0
+
+    def forward(chunk, microbatch):
+        return top_scores(chunk, microbatch.tokens, microbatch.host_metadata.lengths, temperature, vocab_size, count)
+
+    (((logprobs, tokens, tops), _),) = forward_only(model, microbatches, forward, pg_collection)
+    if not requests:
+        return []
+    rows = zip(*(values.cpu().split(lengths.tolist()) for values in (logprobs, tokens, tops)), strict=True)
+    return [_scores(request, *row) for request, row in zip(requests, rows, strict=True)]
+
+
+def _scores(request: ScorePrompt, logprobs, tokens, tops) -> RequestUpdate:
+    best: list[list[tuple[int, float]] | None] | None = None
+    if count := request.top_logprobs:
+        rows = zip(tokens[1:, :count].tolist(), tops[1:, :count].tolist(), strict=True)
+        best = [None, *(list(zip(*row, strict=True)) for row in rows)]
+    return RequestUpdate(request.id, logprobs=[None, *logprobs[1:].tolist()], top=best, finish="scored")

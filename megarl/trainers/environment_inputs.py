@@ -9,7 +9,7 @@ from megarl.data import node_files
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
-from megarl.environments.check import AGENT, KINDS, TOOLS, check_factories
+from megarl.environments.loading import AGENT, KINDS, TOOLS, check_factories
 from megarl.errors import UsageError, warn_as_first
 from megarl.serving.configuration import check_listening
 from megarl.tool_formats.table import load_format, name_of, unread_calls

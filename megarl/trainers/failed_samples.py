@@ -2,7 +2,7 @@
 
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.roles.reward import Reward
-from megarl.rollout.episodes.batch import episodes_to_batch
+from megarl.rollout.episodes.results import episodes_to_batch
 from megarl.rollout.episodes.runner import EpisodeRunner
 
 

@@ -14,7 +14,7 @@ from megarl.data.prompt import Prompt
 from megarl.data.prompts import PromptSet, TooLong
 from megarl.data.ragged import Ragged
 from megarl.data.turns import TurnTokens
-from megarl.environments.check import AGENT, TOOLS, USER, FirstObservation, check_factories, first_observations
+from megarl.environments.loading import AGENT, TOOLS, USER, FirstObservation, check_factories, first_observations
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
 from megarl.trainers.environment_inputs import check_kinds

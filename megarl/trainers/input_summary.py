@@ -14,7 +14,7 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.observe.files import step_name
 from megarl.observe.terminal import printable
 from megarl.planning.parameters import frozen_total, parameter_totals
-from megarl.planning.table import count, span
+from megarl.planning.plan_table import count, span
 from megarl.trainers.events import RunEvents, events_of
 from megarl.trainers.prompt_inputs import notes_of
 

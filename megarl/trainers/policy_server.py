@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import integrity
+from megarl.checkpoint import folders
 from megarl.checkpoint.pretrained import FactorWeights, PretrainedWeights, checkpoint_weights, folder_weights
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import UsageError
@@ -68,7 +68,7 @@ class WeightLoader:
         if any(errors):
             raise UsageError(next(filter(None, errors)))
         folder = getattr(weights, "folder", None)
-        if folder is not None and (damaged := integrity.find_damage([folder])):
+        if folder is not None and (damaged := folders.find_damage([folder])):
             raise UsageError(f"{folder}: damaged: {damaged[folder]}")
         weights.load(self.policy, self.pg_collection)
         self.rollout.load_weights()

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import integrity, resume, run_state
+from megarl.checkpoint import folders, resume
 from megarl.checkpoint.resume import PROMPTS
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
@@ -20,7 +20,7 @@ from megarl.roles.sibling_context import SiblingContext
 from megarl.roles.teacher_output import TeacherOutput
 from megarl.roles.teachers import Teachers
 from megarl.roles.trainable_model import TrainableModel
-from megarl.rollout import replica_files, waiting_groups
+from megarl.rollout import waiting_groups
 from megarl.rollout.batcher import RolloutBatcher, ScoringBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
@@ -49,7 +49,7 @@ class RLTrainer(Trainer):
         inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config), folder=config.settings.save)
         super().__init__(config, mesh, inputs, timers, config.settings.best_metric or ACCURACY)
         if inputs.saved_rollouts:
-            damaged = integrity.find_damage(inputs.saved_rollouts.folders, "--load-rollouts")
+            damaged = folders.find_damage(inputs.saved_rollouts.folders, "--load-rollouts")
             for folder, problem in damaged.items():
                 raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
@@ -287,9 +287,7 @@ class RLTrainer(Trainer):
         manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, is_due)
         manifest |= self._entries_of_other_ranks()
         with self.timers.phase("actor", "save"):
-            dp_rank = self.mesh["rollout"].dp_rank
-            files = {replica_files.of_replica(name, dp_rank): data for name, data in self.batcher.files() if data}
-            files |= self._records.files(self.mesh, self.step)
+            files = self.batcher.files() | self._records.files(self.mesh, self.step)
             self._note_refreshes()
             self.checkpoints.save(self.step, self._states(loading=False), manifest, files, self._frozen_states())
             if self.rollout.bank:
@@ -351,7 +349,7 @@ class RLTrainer(Trainer):
 
     def _resume(self):
         folder, manifest = self.inputs.resume, self.inputs.manifest
-        loaded = run_state.load(folder, self.mesh, self._states(loading=True))
+        loaded = resume.load_states(folder, self.mesh, self._states(loading=True))
         self.restore_progress(self.batcher.order)
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])

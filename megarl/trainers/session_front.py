@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from megarl.arguments import Settings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
-from megarl.environments.sessions.pool import SessionPool
+from megarl.environments.calls import TO_LEADERS
+from megarl.environments.sessions.session_pool import SessionPool
 from megarl.serving.frontend_process import start_process
 from megarl.tool_formats.table import name_of
 
@@ -30,7 +31,7 @@ def open_sessions(
     Raises:
         UsageError: the address cannot be used.
     """
-    url, link, child = start_process(stack, "megarl.environments.sessions.front", config, role_groups)
+    url, link, child = start_process(stack, "megarl.environments.sessions.front", config, role_groups, TO_LEADERS)
     if child is not None:
         print(f"megarl: sessions of agents at {url}", flush=True)
     if link is None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import arguments
-from megarl.checkpoint import earlier_run, folders, integrity
+from megarl.checkpoint import earlier_run, folders
 from megarl.comm import role_mesh
 from megarl.data import node_files
 from megarl.data.chat import TemplateOptions
@@ -173,7 +173,7 @@ def read_inputs(
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
     choose_kernels(config, mesh.rank, notes)
     print_notes(getattr(inputs, "prompt_sets", {}), mesh.rank, notes)  # a server has none
-    while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
+    while damaged := folders.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
         for checkpoint, problem in damaged.items():
             folders.mark_damaged(checkpoint, problem)

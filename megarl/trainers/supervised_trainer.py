@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch, common_prefix_lengths
-from megarl.checkpoint import factors, resume, run_state
+from megarl.checkpoint import factors, resume
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.data.conversations import Encoder
@@ -207,7 +207,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
     def _resume(self):
         has_average = resume.holds_average(self.inputs.manifest)
         state = self.trainable_model.state({}, loading=True, has_average=has_average)
-        loaded = run_state.load(self.inputs.resume, self.mesh, {self.trained_role: state})
+        loaded = resume.load_states(self.inputs.resume, self.mesh, {self.trained_role: state})
         self.restore_progress(self.order)
         self.trainable_model.restore(loaded[self.trained_role])
 

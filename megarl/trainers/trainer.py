@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import branch, commit, factors, resume, resumed_flags
+from megarl.checkpoint import commit, earlier_run, factors, resume
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import MixtureOrder, PromptOrder
@@ -72,7 +72,7 @@ class Trainer(abc.ABC):
         self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
         self._profiler = step_profiler(config, mesh, timers)
         if inputs.resume:
-            ignored = resumed_flags.adopt(inputs.manifest, config)
+            ignored = resume.adopt_schedules(inputs.manifest, config)
             warn(ignored if mesh.rank == 0 else [])
 
     @property
@@ -100,7 +100,7 @@ class Trainer(abc.ABC):
         self._progress = Progress(self.settings.train_iters, fields=self.fields)
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
-            branch.begin(self.folder, self.step, resumed, used)
+            earlier_run.begin_branch(self.folder, self.step, resumed, used)
             settings = plain_settings(self._settings())
             trackers = tracker_options(self.settings, settings)
             self._writer = MetricsWriter(self.folder, self.step if resumed else None, trackers)
@@ -201,7 +201,7 @@ class Trainer(abc.ABC):
             commit.SKIPPED_IN_A_ROW: self._skipped_in_a_row,
             resume.DATA: self.inputs.data,
             resume.SETTINGS: resume.settings_entry(self.config),
-            **resumed_flags.manifest_entries(self.config),
+            **resume.manifest_entries(self.config),
             "layout": layout_of(self.config.roles),
             "best": self.best.state_dict(),
             "kept_for": "interval" if is_due else "best",

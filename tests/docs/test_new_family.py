@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.mcore.weights.hf import families
-from megarl.mcore.weights.hf.family import model_flags
+from megarl.mcore.weights.hf.config_flags import model_flags
 from tests.helpers import documents, hf_layouts, small_tokenizers
 from tests.helpers.programs import ROOT
 from tests.helpers.tiers import by_default

@@ -4,8 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from megarl.environments.agents.program import ProgramEnvironment
-from megarl.environments.agents.sandbox import ProgramSandbox
+from megarl.environments.agents.program import ProgramEnvironment, ProgramSandbox
 from tests.helpers import odd_agents
 from tests.helpers.odd_agents import MARK
 

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from safetensors.torch import load_file
-
+from megarl.rollout import response_log
 from tests.helpers.programs import in_world
 
 FIELDS = ("tokens", "rollout_logprobs", "response_mask", "turn_rewards", "row_starts")
@@ -35,11 +34,17 @@ def asked_and_written(file: Path) -> list[list]:
     return sorted([prompt, tokens] for _, prompt, tokens, _ in json.loads(file.read_text()))
 
 
+def saved_fields(run: Path, step: int = 1, kind: str = "responses") -> list[dict]:
+    """The fields of each record of a step's rollout."""
+    paths = sorted((run / f"rollouts/step_{step:08d}").glob("*.log"))
+    entries = [entry for path in paths for entry in response_log.whole(path, path.name)]
+    return [entry.read().fields for entry in entries if entry.facts["kind"] == kind]
+
+
 def generated(run: Path, step: int = 1) -> dict[int, list[list]]:
     """Sequence id -> `FIELDS` of a step's rollout, as `--save-rollouts` keeps it."""
     rows = {}
-    for path in (run / f"rollouts/step_{step:08d}").glob("*.safetensors"):
-        batch = load_file(path)
+    for batch in saved_fields(run, step):
         columns = [batch[name].split(batch["lengths"].tolist()) for name in FIELDS]
         rows |= {
             number: [column.tolist() for column in of_sequence]

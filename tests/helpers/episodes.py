@@ -116,7 +116,7 @@ def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(
     from megarl.rollout.episodes.episode import Episode, EpisodeLimits
     from megarl.rollout.episodes.source import EpisodeSource
     from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, shortest_groups
-    from megarl.rollout.requests import PartialResponse, PromptRequest, RoundRequests
+    from megarl.rollout.requests import PromptRequest, RoundRequests
 
     engine, _, groups = make_engine(flags, **engine_settings)
     client = ScriptedClient(order, failing) if groups.is_leader else None
@@ -136,9 +136,9 @@ def run_rounds(rank, flags="", order=None, limits=(4, 6, 32), failing=frozenset(
         return Episode(number, request, line=number, limits=EpisodeLimits(*limits))
 
     for wanted in range(2, PROMPTS // 2 + 1, 2):
-        partial = [PartialResponse(0, is_ended) for is_ended in ended]
+        partial = [None if is_ended else 0 for is_ended in ended]
         prompts = [
-            PromptRequest(group, (), 2, limits[2], 1, partial=tuple(partial[2 * group :][:2]))
+            PromptRequest(group, (), 2, limits[2], 1, lengths=tuple(partial[2 * group :][:2]))
             for group in range(PROMPTS // 2)
         ]
         requests = RoundRequests(prompts, 1, wanted)

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
 
-from megarl.environments.agents.exchange import CONTEXT_LENGTH, Reply
 from megarl.environments.agents.program import ProgramEnvironment
-from megarl.environments.pool import Asked, EnvironmentPool, PoolOptions
+from megarl.environments.calls import CONTEXT_LENGTH, Asked, Reply
+from megarl.environments.pool import EnvironmentPool, PoolOptions
 from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_turn
 from tests.helpers import rude_clients

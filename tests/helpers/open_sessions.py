@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.child_process import Child
-from megarl.environments.agents.exchange import Reply
-from megarl.environments.pool import Asked, Event
+from megarl.environments.calls import TO_LEADERS, Asked, Reply
+from megarl.environments.pool import Event
 from megarl.environments.protocol import Task
 from megarl.environments.sessions.front import SessionsConfig
-from megarl.environments.sessions.pool import SessionPool
+from megarl.environments.sessions.session_pool import SessionPool
 from megarl.environments.turn_parsing import parse_turn
 from megarl.flags.serving import Serving
 from megarl.serving import links
@@ -67,7 +67,7 @@ def open_sessions(api_keys: tuple[str, ...] = (API_KEY,), **settings) -> Iterato
             found = child.connection.recv()
             assert not isinstance(found, str), found
             url, address, key = found
-            pool = SessionPool(links.Link(links.connect(address, key)), "hermes", 1)
+            pool = SessionPool(links.Link(links.connect(address, key), TO_LEADERS), "hermes", 1)
             yield Leader(url, pool, child, record)
             pool.close()
         finally:

@@ -46,7 +46,7 @@ def check_weights(args, pg_collection, stages, value_head: bool, rank: int, rank
     planned = parameters.stage_weights(args, VOCAB, value_head)[stage]
     for chunk, weights in zip(stages, planned, strict=True):
         real = [
-            (n, len(p), p.numel(), p.element_size(), not getattr(p, "allreduce", True), hasattr(p, "shared_embedding"))
+            (n, tuple(p.shape), p.element_size(), not getattr(p, "allreduce", True), hasattr(p, "shared_embedding"))
             for n, p in chunk.named_parameters()
         ]
         assert [tuple(w[:-1]) for w in weights] == real

@@ -185,10 +185,11 @@ def completions(argv: list[str], requests: list, size: int = 1, routes: bool = F
 
 
 def _scores(rank: int, argv: list[str], sequences: list, size: int):
-    from megarl.serving.scoring import ScoreRequest, score_sequences
+    from megarl.serving.replica_messages import ScorePrompt
+    from megarl.serving.served_engine import score_sequences
 
     _, model, groups, policy_inputs = engine_of(argv, size)
-    requests = [ScoreRequest(tokens, 1.0, 2) for tokens in sequences]
+    requests = [ScorePrompt(tokens, 1.0, 2) for tokens in sequences]
     return score_sequences(model, groups.pg_collection, policy_inputs.vocab_size, requests)
 
 

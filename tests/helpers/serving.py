@@ -1,9 +1,10 @@
 """The real HTTP process with a scripted leader at the other end of its link, which stands for the ranks.
 
-The leader is a real peer on a real socket that says what `megarl.serving.links` describes; it has no model, and answers
-what its script says. It runs in a thread, which is joined at the end.
+The leader is a real peer on a real socket that says what is in `megarl.serving.replica_messages`; it has no model, and
+answers what its script says. It runs in a thread, which is joined at the end.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,16 +15,28 @@ import httpx
 import openai
 
 from megarl.child_process import Child
-from megarl.data.conversations import build_encoder
+from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.serving import Serving
 from megarl.serving import links
+from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
+from megarl.serving.context import ServingContext
+from megarl.serving.replica_messages import (
+    Control,
+    Controlled,
+    Generate,
+    Ready,
+    RequestUpdate,
+    ScorePrompt,
+    ToReplica,
+    Updates,
+)
 from tests.helpers import small_tokenizers
 
 LIMIT = 60.0  # seconds after which a test that waits has failed
 
-Script = Callable[["ScriptedLeader", dict], None]
+Script = Callable[["ScriptedLeader", ToReplica], None]
 
 
 class ScriptedLeader:
@@ -32,21 +45,17 @@ class ScriptedLeader:
     def __init__(self, address, key: bytes, replica: int, script: Script, ready: dict):
         self.replica, self.script, self.frames = replica, script, []
         self._changed = threading.Condition()
-        self.link = links.Link(links.connect(address, key))
+        self.link = links.Link(links.connect(address, key), links.kinds_of(ToReplica))
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        first = {"type": "ready", "replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99}
-        self.link.send({**first, "version": 0, "label": "step_7", **ready})
+        first = {"replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99, "version": 0}
+        self.link.send(Ready(**{**first, "label": "step_7", **ready}))
 
-    def send(self, **message):
-        """Sends a message."""
-        self.link.send(message)
+    def tokens(self, *updates, version: int = 0):
+        """Sends fields of updates, such as [id, tokens, logprobs, top, finish]."""
+        self.link.send(Updates(version, 50, list(updates)))
 
-    def tokens(self, *events, version: int = 0):
-        """Sends a "tokens" message with events [id, tokens, logprobs, top, finish]."""
-        self.send(type="tokens", version=version, events=list(events), blocks=50)
-
-    def wait_for(self, count: int, kind: str = "generate") -> list[dict]:
+    def wait_for(self, count: int, kind: type = Generate) -> list:
         """The messages of a kind, once there are `count`."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, LIMIT), self.frames
@@ -62,8 +71,8 @@ class ScriptedLeader:
         self.link.close(LIMIT)
         self._thread.join()
 
-    def _of(self, kind: str) -> list[dict]:
-        return [frame for frame in self.frames if frame["type"] == kind]
+    def _of(self, kind: type) -> list:
+        return [frame for frame in self.frames if isinstance(frame, kind)]
 
     def _run(self):
         with contextlib.suppress(ConnectionError):
@@ -75,7 +84,7 @@ class ScriptedLeader:
                     self.script(self, message)
 
 
-def silent(leader: ScriptedLeader, frame: dict):
+def silent(leader: ScriptedLeader, frame: ToReplica):
     """The script that answers nothing."""
 
 
@@ -97,31 +106,31 @@ class Answers:
         """Alternatives: the token itself, then the next ones."""
         return [[token + k, self.logprob(token + k)] for k in range(count)] if count else None
 
-    def __call__(self, leader: ScriptedLeader, frame: dict):
-        if frame["type"] == "generate":
+    def __call__(self, leader: ScriptedLeader, frame: ToReplica):
+        if isinstance(frame, Generate):
             self._generate(leader, frame)
-        elif frame["type"] == "score":
-            tokens, count = frame["tokens"], frame["top_logprobs"]
+        elif isinstance(frame, ScorePrompt):
+            tokens, count = frame.prompt, frame.top_logprobs
             top = [None, *(self.top(token, count) for token in tokens[1:])] if count else None
             logprobs = [None, *map(self.logprob, tokens[1:])]
-            leader.send(type="scores", id=frame["id"], logprobs=logprobs, top=top, version=0)
-        elif frame["type"] == "control":
-            leader.send(type="control", number=frame["number"], error=None, version=1, label="step_9")
+            leader.tokens(RequestUpdate(frame.id, logprobs=logprobs, top=top, finish="scored"))
+        elif isinstance(frame, Control) and frame.command != "stop":
+            leader.link.send(Controlled(frame.number, None, 1, "step_9"))
 
-    def _generate(self, leader: ScriptedLeader, frame: dict):
-        said = self.tokenizer.decode(frame["prompt"])
+    def _generate(self, leader: ScriptedLeader, frame: Generate):
+        said = self.tokenizer.decode(frame.prompt)
         text = next((answer for key, answer in self.answers.items() if key in said), self.default)
         tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_id]
-        while self.tokenizer.eos_id not in frame["end_ids"] and len(tokens) < frame["max_tokens"]:
+        while self.tokenizer.eos_id not in frame.end_ids and len(tokens) < frame.max_tokens:
             tokens += tokens
-        is_cut = len(tokens) > frame["max_tokens"] or self.tokenizer.eos_id not in frame["end_ids"]
-        tokens = tokens[: frame["max_tokens"]]
-        if frame["routes"]:
-            leader.send(type="routes", id=frame["id"], shape=[1, 1, 1], data="AAA=")
+        is_cut = len(tokens) > frame.max_tokens or self.tokenizer.eos_id not in frame.end_ids
+        tokens = tokens[: frame.max_tokens]
+        routes = {"shape": [1, 1, 1], "data": "AAA="} if frame.routes else None
         for position, token in enumerate(tokens):
-            top = self.top(token, frame["top_logprobs"])
+            top = self.top(token, frame.top_logprobs)
             finish = ("length" if is_cut else "stop") if position == len(tokens) - 1 else None
-            leader.tokens([frame["id"], [token], [self.logprob(token)], top and [top], finish])
+            last = routes if finish else None
+            leader.tokens(RequestUpdate(frame.id, [token], [self.logprob(token)], top and [top], finish, last))
 
 
 class Served:
@@ -227,3 +236,24 @@ def served(folder, script=None, **settings):
 def openai_client(server: Served) -> openai.OpenAI:
     """OpenAI's client of a server without keys, as a context."""
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT, max_retries=0)
+
+
+# -- the application without leaders and without a process -------------------------------------------------------------
+
+
+def without_leaders(folder) -> ServingContext:
+    """The state of a server to which no leader has come."""
+    path = small_tokenizers.chatml(folder / "tokenizer")
+    encoder = Encoder(build_tokenizer("HuggingFaceTokenizer", path))
+    return ServingContext(FrontendConfig(encoder, 100, 100, vocab_size=304))
+
+
+def posted(context: ServingContext, **body) -> httpx.Response:
+    """The answer to a request for completions."""
+
+    async def post():
+        transport = httpx.ASGITransport(build_app(context))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.post("/v1/completions", json=body)
+
+    return asyncio.run(post())

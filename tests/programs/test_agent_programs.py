@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.environments.agents.program import ProgramEnvironment
-from megarl.environments.agents.sandbox import ProgramSandbox
+from megarl.environments.agents.program import ProgramEnvironment, ProgramSandbox
 from tests.helpers import agent_programs, odd_agents
 from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows
 from tests.helpers.programs import metrics, program, rl_argv

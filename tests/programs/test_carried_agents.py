@@ -1,13 +1,12 @@
 """Agents over rounds (`--partial-rollouts`): the bytes of an environment, at any speed and after a resume."""
 
 import functools
-import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
 
+from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.engine_records import generated
 from tests.helpers.programs import inputs, metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
@@ -54,9 +53,8 @@ def assert_same(found: Path, expected: Path, first: int = 1):
 def carried(save: Path, step: int) -> list[dict]:
     """The episodes of agents that the checkpoint of a step holds and that have not ended."""
     found = []
-    for path in (save / "checkpoints" / f"step_{step:08d}").glob("partial_rollouts*.pt"):
-        episodes = json.loads(torch.load(path, weights_only=True)["episodes"])
-        found += [episode["agent"]["turns"] for episode in episodes if not episode["end"]]
+    for facts, _ in KeptRecords(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
+        found += [episode["agent"]["turns"] for episode in facts["episodes"] if not episode["end"]]
     return found
 
 

@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
+from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.sum_environments import FOLDER
 from tests.helpers.tiers import long
@@ -67,16 +67,15 @@ def assert_same(found: Path, expected: Path):
         {key: value for key, value in record_runs.checkpoints_of(save).items() if not re.search("/rng/|manifest", key)}
         for save in (found, expected)
     )
-    assert one == other and sum("partial_rollouts" in key for key in one) in (0, STEPS)
+    assert one == other and sum(key.endswith("/parts") for key in one) in (0, STEPS)
 
 
 def unfinished(save: Path, step: int) -> list[dict]:
     """The episodes that the checkpoint of a step holds and that have not ended, with their number of turns."""
     found = []
-    for path in (save / "checkpoints" / f"step_{step:08d}").glob("partial_rollouts*.pt"):
-        state = torch.load(path, weights_only=True)
+    for facts, state in KeptRecords(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
         rows = state["response_mask"].split(state["lengths"].tolist()) if "lengths" in state else []
-        for episode, row in zip(json.loads(state["episodes"]), rows, strict=True):
+        for episode, row in zip(facts["episodes"], rows, strict=True):
             found += [] if episode["end"] else [episode | {"tokens": int(row.sum())}]
     return found
 
@@ -111,7 +110,7 @@ def test_late_answers_and_the_layout_change_nothing(flags, environment, replicas
 def test_over_sampling_alone_drops_what_is_not_taken(flags, tmp_path):
     found = run(tmp_path / "run", flags, "LateSums", 2)
     assert_same(found, undisturbed(flags))
-    assert not list(found.glob("checkpoints/*/partial_rollouts.pt"))
+    assert not any(KeptRecords(path).has(UNFINISHED) for path in found.glob("checkpoints/step_*"))
     if flags == OVER:  # the first round's weights and prompts are those of partial rollouts
         assert samples(found, 1) == samples(undisturbed(), 1)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.helpers.engine_records import generated, recorded
+from tests.helpers.engine_records import generated, recorded, saved_fields
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import accepted, launch, refusal
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
@@ -93,7 +92,7 @@ def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_pat
     turns: dict[int, list] = {}
     for number, *turn in json.loads((tmp_path / "seen.json").read_text()):
         turns.setdefault(number, []).append(turn)
-    batch = load_file(tmp_path / "run/rollouts/step_00000001/round_00_replica_00000.safetensors")
+    (batch,) = saved_fields(tmp_path / "run")
     assert batch["sequence_ids"].tolist() == sorted(turns)
     fields = [batch[name].split(batch["lengths"].tolist()) for name in ("tokens", "response_mask", "rollout_logprobs")]
     for number, tokens, mask, logprobs in zip(sorted(turns), *fields, strict=True):

@@ -128,7 +128,7 @@ ALREADY_SO = {
     "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion",
     "--yarn-correction-range-round-to-int", "--use-cpu-initialization", "--overlap-grad-reduce",
 }  # fmt: skip
-# Read by runs that resume (tests/unit/checkpoint/test_resumed_flags.py).
+# Read by runs that resume (tests/unit/checkpoint/test_resume.py).
 ON_RESUME = {("flags", f"{name}_opt_param_scheduler") for name in ("override", "use_checkpoint")}
 # Read by runs with states on the host of a device (test_emulated_optimizer.py).
 ON_DEVICES = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.rollout.waiting_groups import GROUPS, KeptRecords
 from tests.helpers.programs import (
     addition,
     assert_close,
@@ -115,7 +116,7 @@ def test_an_unfinished_batch_waits_and_survives_a_resume_in_any_layout(folder):
     for size, layout in ((1, ""), (3, DISJOINT)):
         save = folder / f"resumed{size}"
         start = whole / "checkpoints" / "step_00000001"
-        assert (start / "group_buffer.pt").exists()
+        assert KeptRecords(start).has(GROUPS)
         train("rl", rl_argv(save, f"--train-iters 4 --lr-decay-iters 9 {WAITS} {layout} --load {start}"), size)
         for step in (2, 3, 4):
             if size == 1:

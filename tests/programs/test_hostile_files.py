@@ -155,7 +155,7 @@ READ_AS = {  # flags whose files another flag's reader reads
 }  # fmt: skip
 ELSEWHERE = {
     "replay-schedule": "tests/unit/rollout/test_schedule.py",
-    "rollout-bank": "tests/unit/rollout/test_bank.py",
+    "rollout-bank": "tests/unit/rollout/test_response_log.py",
 }
 NOT_READ = {"save", "tracker-folder", "hf-mtp", "host", "served-model-name", "tracker-run"}
 NAMES_A_FILE = re.compile(r"\b(?:files?|folders?|adapter)\b", re.IGNORECASE)

@@ -59,7 +59,7 @@ def filled(rank: int, parsed, moves: bool):
     for version, state in enumerate(weights if run.mesh.size == 1 else ()):
         model.load_state_dict(state, strict=False)
         gap = max(gap, *(number for rows in found for number in gaps_of(run, version, rows)))
-    waiting = batcher.collector.partial_rollouts._responses
+    waiting = batcher.collector.partial_rollouts.rows
     return found, measured, drawn, gap, int(waiting.response_mask.sum()) if waiting else 0
 
 
@@ -169,12 +169,17 @@ def test_the_layout_does_not_change_the_responses(size, flags, folder):
 
 
 def test_nothing_is_generated_once_enough_groups_are_complete():
-    from megarl.rollout.requests import PartialResponse, PromptRequest, RoundRequests
+    from megarl.mcore.inference.generation import GenerationRequest
+    from megarl.mcore.inference.response import Response, Span
+    from megarl.rollout.requests import PromptRequest, RoundRequests
 
-    ended, cut = PartialResponse(2, True, [7, 1]), PartialResponse(3, False, [7, 8, 9])
+    def begun(prompt: list[int], *tokens: int) -> Response:
+        return Response(GenerationRequest(prompt, 0, 3), [Span(0, [*tokens], [0.0] * len(tokens))])
+
+    ended, cut = begun([6], 7, 1), begun([6], 7, 8, 9)
     prompts = [
-        PromptRequest(3, [5], 2, 3, 4, 0, (ended, ended)),
-        PromptRequest(2, [6], 2, 3, 4, 1, (ended, cut)),
+        PromptRequest(3, [5], 2, 3, 4, 0, (None, None), 0, (begun([5], 7, 1),) * 2),
+        PromptRequest(2, [6], 2, 3, 4, 1, (None, 3), 0, (ended, cut)),
         PromptRequest(1, [5, 6], 2, 3, 5),
     ]
     round_requests = RoundRequests(prompts, seed=1, step=5)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megarl import arguments, plan
 from megarl.comm import role_mesh
 from megarl.errors import UsageError
-from megarl.mcore.model.gpt import padded_vocab_size
+from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.process_groups import fake_world
 from megarl.planning import summary
 from megarl.planning.changes import FULL_RECOMPUTE

@@ -180,13 +180,13 @@ def test_without_its_weights_a_response_is_shown_and_not_forked(folder, tmp_path
 
 def test_damaged_records_are_refused(folder, tmp_path):
     run = shutil.copytree(saved(folder, "turns"), tmp_path / "run")
-    path = run / "rollouts" / "step_00000002" / "round_00_episodes_00000.jsonl"
+    path = run / "rollouts" / "step_00000002" / "replica_00000.log"
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"reward": 0', b'"reward": 1', 1))
-    with pytest.raises(UsageError, match="does not have its checksum"):
+    with pytest.raises(UsageError, match="--step .*replica_00000.log: is damaged .*: its checksum is wrong"):
         prepared([str(run), "--step", "2", "--sample", "0"])
     path.write_bytes(content[:-1])
-    with pytest.raises(UsageError, match="round_00_episodes_00000.jsonl"):
+    with pytest.raises(UsageError, match="replica_00000.log has .* bytes"):
         prepared([str(run), "--step", "2", "--sample", "0"])
     with pytest.raises(UsageError, match="holds no run of train_rl"):
         prepared([str(tmp_path), "--step", "2", "--sample", "0"])

@@ -30,15 +30,15 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
     """
     from megarl.rollout import bank
 
-    add, counts = bank.RolloutBank.add, Counter()
+    keep, counts = bank.RolloutBank.keep, Counter()
 
-    def watched(self, number, completion):
-        add(self, number, completion)
+    def watched(self, request, completion):
+        keep(self, request, completion)
         counts[self._step] += 1
         if (rank, self._step, counts[self._step]) == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    bank.RolloutBank.add = watched
+    bank.RolloutBank.keep = watched
     in_world(rank, "rl", parsed)
     return counts
 
@@ -65,7 +65,7 @@ def kill(save: Path, flags: str, size: int, killed_at: tuple[int, int, int]) -> 
     ended = f"rank {killed_at[0]} of {size} ended with exit code -9"
     with pytest.raises(RankFailed, match=ended if size == 1 else f"{ended}|[Cc]onnection"):
         run(save, flags, size, killed_at)
-    return sorted(save.with_name(f"{save.name}-bank").glob(f"step_{killed_at[1]:08d}/*.bank"))
+    return sorted(save.with_name(f"{save.name}-bank").glob(f"step_{killed_at[1]:08d}/*.log"))
 
 
 def resume(save: Path, flags: str, size: int = 1) -> Counter:
@@ -115,7 +115,7 @@ def test_a_killed_generation_is_completed(case, folder, tmp_path):
 def test_another_layout_uses_what_replicas_have_generated(folder, tmp_path):
     (expected, _), save = whole(folder, ""), tmp_path / "run"
     files = kill(save, STATIC, 2, (1, 2, 3))
-    assert [path.name for path in files][-1] == "00001-000.bank"
+    assert [path.name for path in files][-1] == "00001-000.log"
     assert resume(save, "")[2] <= COUNT - 3
     assert samples(save, 2) == samples(expected, 2)
 
@@ -133,12 +133,12 @@ def test_damaged_records_are_generated_again(folder, tmp_path, capfd):
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
-    path.with_name("00000-001.bank").symlink_to(path)
+    path.with_name("00000-001.log").symlink_to(path)
     assert resume(save, "")[2] == COUNT - 4
     assert_same_results(save, expected)
     err = capfd.readouterr().err
-    assert "is damaged: its checksum is wrong" in err and "00000-001.bank: is ignored" in err
-    assert f"megarl: step 2: 4 of 12 responses are in {save}-bank" in err
+    assert "is damaged: its checksum is wrong" in err and "00000-001.log: is ignored" in err
+    assert f"megarl: step 2: 4 responses are in {save}-bank" in err
 
 
 @pytest.mark.long
@@ -147,7 +147,7 @@ def test_responses_of_another_policy_are_not_used(folder, tmp_path):
     save = tmp_path / "run"
     kill(save, "", 1, (0, 2, 5))
     (expected, _) = whole(folder, "--lr 2e-3")
-    (generated,) = run(save, "--lr 2e-3")
+    (generated,) = run(save, "--lr 2e-3 --overwrite")
     assert generated == {1: COUNT, 2: COUNT}
     assert_same_results(save, expected)
     kill(tmp_path / "hot", "", 1, (0, 1, 5))

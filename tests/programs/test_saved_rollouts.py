@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from megarl.batch import generated_fields
 from megarl.flags.settings import Settings
 from tests.helpers import documents
 from tests.helpers.checkpoints import WAITING
+from tests.helpers.engine_records import saved_fields
 from tests.helpers.forked_programs import launch
 from tests.helpers.programs import (
     GRADED,
@@ -42,7 +42,7 @@ TURNS = (
     "--advantage rloo --kl-coefficient 0 --environment tests.helpers.sum_environments:Sums --max-turns 3"
     " --max-turn-length 4 --max-response-length 18 --max-tokens-per-microbatch 100"
 )
-FILE = "round_00_replica_00000.safetensors"
+FILE = "replica_00000.log"
 RUNS = {  # ranks, flags
     "ppo": (1, GRADED),
     "ahead with experts": (2, f"{GRADED} {AHEAD} {EXPERTS} --router-replay rollout"),
@@ -132,18 +132,22 @@ def test_rewards_are_computed_again(folder):
 def test_the_files_have_all_fields_of_generation(folder):
     step = saved(folder, "ahead with experts") / "rollouts" / "step_00000002"
     manifest = json.loads((step / "manifest.json").read_text())
-    (found,) = (load_file(step / name) for name in manifest["files"])
-    assert set(found) == {*generated_fields(Settings()), "routes"} and set(manifest["rounds"][0]["kept"]) == {True}
+    (found,) = saved_fields(saved(folder, "ahead with experts"), 2)
+    assert list(manifest["files"]) == [FILE]
+    assert set(found) == {*generated_fields(Settings()), "routes", "versions"} and set(
+        manifest["rounds"][0]["kept"]
+    ) == {True}
     assert found["prompt_ids"].tolist() == [line for line in manifest["rounds"][0]["lines"] for _ in range(2)]
     assert found["routes"].shape == (int(found["lengths"].sum()), 2, 2) and manifest["layers"] == [1, 2]
     ahead = json.loads((step.parent / "step_00000003" / "manifest.json").read_text())
     assert ahead["tokens"] == metrics(step.parents[1])[3]["rollout/tokens"]  # of the step that trains on them
     names = sorted(path.name for path in step.parent.iterdir())
     assert names == [f"step_{number:08d}" for number in (1, 2, 3)]  # nothing is generated ahead of the last step
-    greedy = saved(folder, "baselines and filter") / "rollouts" / "step_00000001"
-    found = load_file(greedy / "round_00_greedy_00000.safetensors")
-    assert found["prompt_ids"].tolist() == json.loads((greedy / "manifest.json").read_text())["rounds"][0]["lines"]
-    assert {"scores", "correct", "baseline_scores"} <= set(load_file(greedy / "round_00_replica_00000.safetensors"))
+    greedy = saved(folder, "baselines and filter")
+    (found,), (responses,) = saved_fields(greedy, kind="greedy"), saved_fields(greedy)
+    lines = json.loads((greedy / "rollouts" / "step_00000001" / "manifest.json").read_text())["rounds"][0]["lines"]
+    assert found["prompt_ids"].tolist() == lines
+    assert {"scores", "correct", "baseline_scores"} <= set(responses)
 
 
 def test_the_python_of_the_page_reads_a_step(folder, tmp_path, monkeypatch):
@@ -154,8 +158,8 @@ def test_the_python_of_the_page_reads_a_step(folder, tmp_path, monkeypatch):
     Path("run").symlink_to(saved(folder, "ahead with experts"))
     found: dict = {}
     exec(code, found)
-    assert [len(row) for row in found["sequences"]] == found["step"]["lengths"].tolist()
-    assert sum(map(len, found["sequences"])) == len(found["step"]["tokens"]) > 0
+    assert [len(row) for row in found["sequences"]] == found["fields"]["lengths"].tolist()
+    assert sum(map(len, found["sequences"])) == len(found["fields"]["tokens"]) > 0
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -251,10 +255,11 @@ def test_groups_that_wait_must_be_there(folder):
 
 def generates_late(rank: int, parsed) -> list[bool]:
     """Whether rank 0 had opened the run's folder whenever this rank began to generate."""
-    from megarl.checkpoint import branch
+    from megarl.checkpoint import earlier_run
     from megarl.rollout.batcher import RolloutBatcher
 
-    store, begin, generate = dist.distributed_c10d._get_default_store(), branch.begin, RolloutBatcher.generate
+    store = dist.distributed_c10d._get_default_store()
+    begin, generate = earlier_run.begin_branch, RolloutBatcher.generate
     found = []
 
     def slow(*args):
@@ -266,7 +271,7 @@ def generates_late(rank: int, parsed) -> list[bool]:
         found.append(store.check(["opened"]))
         return generate(batcher, step)
 
-    branch.begin, RolloutBatcher.generate = slow, noted
+    earlier_run.begin_branch, RolloutBatcher.generate = slow, noted
     in_world(rank, "rl", parsed)
     return found
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.environments.agents.exchange import Reply
-from megarl.environments.pool import Asked, Event
+from megarl.environments.calls import Asked, Reply
+from megarl.environments.pool import Event
 from megarl.environments.turn_parsing import parse_turn
 from tests.helpers import agent_programs
 from tests.helpers.engine_records import asked_and_written, generated, recorded, turns_in_rows

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.errors import UsageError
+from megarl.rollout.waiting_groups import UNFINISHED, KeptRecords
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.policy_versions import rows_of
@@ -104,8 +105,7 @@ def test_how_responses_are_generated_changes_nothing(one, other, size, folder):
 def cut_within(save: Path, step: int) -> int:
     """Responses in a checkpoint that a round has cut within their forced tokens."""
     found = 0
-    for path in (save / "checkpoints" / f"step_{step:08d}").glob("partial_rollouts*.pt"):
-        state = torch.load(path, weights_only=True)
+    for _, state in KeptRecords(save / "checkpoints" / f"step_{step:08d}").read(UNFINISHED):
         masks = state["response_mask"].split(state["lengths"].tolist()) if "lengths" in state else ()
         ends = zip(masks, state["lengths"].tolist(), state["prompt_lengths"].tolist(), strict=True) if masks else ()
         found += sum(length > prompt and not mask[-1] for mask, length, prompt in ends)

@@ -83,7 +83,7 @@ def misnumber_within_rounds():
     """Tokens that the weights of step 2 drew get a version too many, where weights change within a round."""
     from megarl.rollout.staleness import PolicyVersions
 
-    PolicyVersions.of_weights = lambda versions, steps: steps + (steps == 2)
+    PolicyVersions.of_weights = lambda versions, step: step + (step == 2)
 
 
 FAULTS = {

@@ -171,7 +171,7 @@ def test_a_reward_model_starts_from_a_policy(tmp_path):
 
 def started(rank: int, parsed, pairs):
     """Scores of a frozen reward model, values of a critic that started from it, and the critic's after an update."""
-    from megarl.checkpoint import pretrained, run_state
+    from megarl.checkpoint import pretrained
     from megarl.comm import role_mesh
     from megarl.mcore.model import forward_pass, gpt
     from megarl.mcore.training import optimizer
@@ -182,9 +182,9 @@ def started(rank: int, parsed, pairs):
     described = ("--pretrained-checkpoint", role, 16, ("actor", "reward"))
     folder = pretrained.checkpoint_weights(str(reward_model()), *described).folder
     model = gpt.build_frozen_model(role.megatron, 16, place.pg_collection, value_head=True)
-    run_state.load_weights(folder, model, place.pg_collection)
+    pretrained.load_weights(folder, model, place.pg_collection)
     critic = TrainableModel(role, place, 16, updates=1, value_head=True)
-    run_state.load_weights(folder, critic.model, place.pg_collection, optimizer=critic.optimizer)
+    pretrained.load_weights(folder, critic.model, place.pg_collection, optimizer=critic.optimizer)
     texts = [tokens for pair in pairs for tokens, _ in pair]
     scores, values = [], []
     with torch.no_grad():

@@ -30,9 +30,9 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
 
     `killed_at`: (rank, step, turns) after which a rank is killed.
     """
-    from megarl.rollout.bank import TurnBank
+    from megarl.rollout.bank import RolloutBank
 
-    keep, counts = TurnBank.keep, Counter()
+    keep, counts = RolloutBank.keep, Counter()
 
     def watched(self, request, completion):
         keep(self, request, completion)
@@ -40,7 +40,7 @@ def counted(rank: int, parsed, killed_at: tuple[int, int, int] | None) -> Counte
         if (rank, self._step, counts[self._step]) == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    TurnBank.keep = watched
+    RolloutBank.keep = watched
     in_world(rank, "rl", parsed)
     return counts
 
@@ -74,7 +74,7 @@ def test_turns_of_a_killed_run_are_not_generated_again(case, tmp_path):
     with pytest.raises(RankFailed, match="ended with exit code -9|[Cc]onnection"):
         run(save, environment, flags, size, killed_at)
     _, step, number = killed_at
-    assert set(metrics(save)) == {1} and list(tmp_path.glob(f"run-bank/step_{step:08d}/*.bank"))
+    assert set(metrics(save)) == {1} and list(tmp_path.glob(f"run-bank/step_{step:08d}/*.log"))
     again = run(save, environment, f"{flags} --load {save}", size)
     assert 0 < again[step] <= counts[step] - number
     assert size > 1 or flags == PARTIAL or again[step] == counts[step] - number  # how far others come is the clock's

@@ -9,8 +9,9 @@ import tarfile
 import venv
 import zipfile
 from email import message_from_bytes
+from fnmatch import fnmatch
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
+from shutil import copytree, ignore_patterns
 
 import pytest
 
@@ -46,23 +47,46 @@ def checked(*command, folder: Path) -> str:
     return done.stdout
 
 
+# What .gitignore names, and the repository itself.
+NO_SOURCE = (
+    ".git",
+    ".venv",
+    "runs",
+    "build",
+    "dist",
+    "site",
+    "*.egg-info",
+    ".hypothesis",
+    "__pycache__",
+    "*.pyc",
+    ".*_cache",
+)
+
+
+def files_below(folder: Path, beside: Path) -> set[str]:
+    """Names of the source files below a folder, relative to another one."""
+    found = (path.relative_to(beside) for path in folder.rglob("*") if path.is_file())
+    return {str(path) for path in found if not any(fnmatch(part, name) for part in path.parts for name in NO_SOURCE)}
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, made from the source archive; the repository's folder stays as it is."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    source.mkdir()
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
-        copy(ROOT / name, source)
-    for name in ("megarl", "configs", "tools"):
-        copytree(ROOT / name, source / name, ignore=ignore_patterns("__pycache__"))
-    checked(sys.executable, "-c", BUILD.format("build_sdist"), folder, folder=source)
+def unpacked(tmp_path_factory) -> Path:
+    """The source archive, made from a copy of the repository's folder, and unpacked."""
+    folder = tmp_path_factory.mktemp("archive")
+    copytree(ROOT, folder / "source", ignore=ignore_patterns(*NO_SOURCE))
+    checked(sys.executable, "-c", BUILD.format("build_sdist"), folder, folder=folder / "source")
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         file.extractall(folder / "unpacked", filter="data")
-    (unpacked,) = (folder / "unpacked").iterdir()
-    checked(sys.executable, "-c", BUILD.format("build_wheel"), folder, folder=unpacked)
-    (found,) = folder.glob("*.whl")
+    (found,) = (folder / "unpacked").iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked) -> Path:
+    """The wheel, made from the source archive."""
+    checked(sys.executable, "-c", BUILD.format("build_wheel"), unpacked.parent, folder=unpacked)
+    (found,) = unpacked.parent.glob("*.whl")
     return found
 
 
@@ -80,21 +104,23 @@ def installed(wheel, tmp_path_factory):
     return lambda *arguments, **variables: run(folder / "env/bin/megarl", *arguments, folder=work, **variables)
 
 
-def files_below(folder: Path) -> set[str]:
-    found = (path.relative_to(folder.parent) for path in folder.rglob("*") if path.is_file())
-    return {str(path) for path in found if "__pycache__" not in path.parts}
+def test_the_source_archive_is_the_checkout(unpacked):
+    """So that launch/quickstart.sh and tests/run.sh run from it."""
+    found = files_below(unpacked, unpacked)
+    assert found - {"PKG-INFO", "setup.cfg"} == files_below(ROOT, ROOT)
+    assert os.access(unpacked / ".ci/run", os.X_OK)
 
 
 def test_the_wheel_has_all_of_the_package_and_what_it_needs_from_the_repository(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if not name.endswith("/") and ".dist-info/" not in name}
     own = {name for name in names if not name.startswith("megarl/_bundle/")}
-    assert own == files_below(ROOT / "megarl") and "megarl/mcore/kernels/native/src/operators.cpp" in own
+    assert own == files_below(ROOT / "megarl", ROOT) and "megarl/mcore/kernels/native/src/operators.cpp" in own
     tools = {f"tools/{path.name}" for path in (ROOT / "tools").glob("*.py")}
     assert set(SETUP["REPOSITORY_TOOLS"]) < {Path(name).stem for name in tools}
     tools -= {f"tools/{name}.py" for name in SETUP["REPOSITORY_TOOLS"]}
     bundle = {name.removeprefix("megarl/_bundle/") for name in names - own}
-    assert bundle == files_below(ROOT / "configs") | tools | {"tools/__init__.py"}
+    assert bundle == files_below(ROOT / "configs", ROOT) | tools | {"tools/__init__.py"}
 
 
 def test_the_metadata_is_complete(wheel):

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,46 +38,54 @@ def test_mypy_finds_nothing(tmp_path):
 # -- version -----------------------------------------------------------------------------------------------------
 
 
-def problem_of(version: str, changelog: str) -> str | None:
-    """What is wrong between a version and a changelog; None if nothing is."""
+KINDS = [
+    each["directory"] for each in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
+]
+
+
+def problem_of(version: str, changelog: str, fragments: list[str]) -> str | None:
+    """What is wrong between a version, a changelog and the names of files in changelog.d/; None if nothing is."""
     sections = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
     released = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) \(\d{4}-\d\d-\d\d\)", name) for name in sections]
-    if not all(released[1:]) or not (released and (released[0] or sections[0] == "Unreleased")):
-        return f"sections are Unreleased or 'VERSION (DATE)', not {sections}"
+    if not released or not all(released):
+        return f"sections are 'VERSION (DATE)', not {sections}"
     numbers = [tuple(map(int, found.groups())) for found in released if found]
     if numbers != sorted(set(numbers), reverse=True):
         return f"releases are not in order: {sections}"
     given = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(\.dev0)?", version)
     if given is None:
         return f"{version} is neither X.Y.Z nor X.Y.Z.dev0"
-    own, is_development = tuple(map(int, given.groups()[:3])), given[4] is not None
-    if is_development != (sections[0] == "Unreleased"):
-        return f"{version} does not fit the newest section {sections[0]}"
-    if is_development and numbers and own <= numbers[0] or not is_development and own != numbers[0]:
-        return f"{version} does not follow the newest release {sections[-len(numbers)]}"
-    return None
+    own = tuple(map(int, given.groups()[:3]))
+    if own <= numbers[0] if given[4] else own != numbers[0]:
+        return f"{version} does not follow or name the newest release {sections[0]}"
+    if fragments and not given[4]:
+        return f"{version} is a release, so its changes are no longer in changelog.d/: {fragments}"
+    wrong = [name for name in fragments if not re.fullmatch(rf"\+\w+\.({'|'.join(KINDS)})\.md", name)]
+    return f"names in changelog.d/ are +SOME_WORDS.KIND.md with a KIND of {KINDS}, not {wrong}" if wrong else None
 
 
 def test_the_version_fits_the_changelog():
-    assert problem_of(megarl.__version__, (ROOT / "CHANGELOG.md").read_text()) is None
+    fragments = [path.name for path in (ROOT / "changelog.d").iterdir() if path.name != "README.md"]
+    assert problem_of(megarl.__version__, (ROOT / "CHANGELOG.md").read_text(), fragments) is None
 
 
-@pytest.mark.parametrize(("version", "sections", "problem"), [
-    ("0.1.0.dev0", ["Unreleased"], None),
-    ("0.1.0", ["0.1.0 (2030-01-31)"], None),
-    ("0.2.0.dev0", ["Unreleased", "0.1.1 (2030-02-01)", "0.1.0 (2030-01-31)"], None),
-    ("0.10.0", ["0.10.0 (2030-02-01)", "0.9.0 (2030-01-31)"], None),
-    ("0.1.0", ["Unreleased"], "does not fit"),
-    ("0.1.0.dev0", ["0.1.0 (2030-01-31)"], "does not fit"),
-    ("0.1.0.dev0", ["Unreleased", "0.1.0 (2030-01-31)"], "does not follow"),
-    ("0.1.1", ["0.1.0 (2030-01-31)"], "does not follow"),
-    ("0.1.0", ["0.1.0 (2030-01-31)", "0.2.0 (2030-01-30)"], "not in order"),
-    ("0.1", ["Unreleased"], "neither"),
-    ("0.1.0", ["0.1.0"], "sections are"),
-    ("0.1.0", [], "sections are"),
+@pytest.mark.parametrize(("version", "sections", "fragments", "problem"), [
+    ("0.1.0", ["0.1.0 (2030-01-31)"], [], None),
+    ("0.2.0.dev0", ["0.1.1 (2030-02-01)", "0.1.0 (2030-01-31)"], ["+some_words.new.md", "+b.change.md"], None),
+    ("0.10.0", ["0.10.0 (2030-02-01)", "0.9.0 (2030-01-31)"], [], None),
+    ("0.1.0.dev0", ["0.1.0 (2030-01-31)"], [], "does not follow"),
+    ("0.1.1", ["0.1.0 (2030-01-31)"], [], "does not follow"),
+    ("0.1.0", ["0.1.0 (2030-01-31)", "0.2.0 (2030-01-30)"], [], "not in order"),
+    ("0.1", ["0.1.0 (2030-01-31)"], [], "neither"),
+    ("0.1.0", ["0.1.0"], [], "sections are"),
+    ("0.1.0", ["Unreleased", "0.1.0 (2030-01-31)"], [], "sections are"),
+    ("0.1.0", [], [], "sections are"),
+    ("0.1.0", ["0.1.0 (2030-01-31)"], ["+some_words.new.md"], "is a release"),
+    ("0.2.0.dev0", ["0.1.0 (2030-01-31)"], ["some_words.md"], "names in"),
+    ("0.2.0.dev0", ["0.1.0 (2030-01-31)"], ["+a.removed.md"], "names in"),
 ])  # fmt: skip
-def test_wrong_versions_are_found(version, sections, problem):
-    found = problem_of(version, "# Changelog\n" + "".join(f"\n## {name}\n- text\n" for name in sections))
+def test_wrong_versions_are_found(version, sections, fragments, problem):
+    found = problem_of(version, "# Changelog\n" + "".join(f"\n## {name}\n- text\n" for name in sections), fragments)
     assert found is None if problem is None else problem in found
 
 

@@ -9,15 +9,14 @@ import torch
 
 from megarl.environments.agents.agent import observation_of
 from megarl.environments.journal import _entry_of
-from megarl.environments.protocol import Observation
-from megarl.environments.sessions.app import _parts
+from megarl.environments.protocol import Observation, checked
+from megarl.environments.sessions.front import _parts
 from megarl.environments.sessions.registry import Registry
-from megarl.environments.validation import checked
 from megarl.measurements import MAX_NAME, MAX_PARTS, MAX_VALUE, NamesOfRun, is_metric, is_name, parts_of, value_of
 from megarl.rewards.base import Sample, Score, Verifier, grouped
 from megarl.rewards.remote import _score
 from megarl.rewards.scorer import _result
-from megarl.rollout.episodes.record import observations_of
+from megarl.rollout.episodes.results import observations_of
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.serving.errors import RequestError
 

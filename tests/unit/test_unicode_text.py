@@ -13,8 +13,8 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.environments.agents.dialect import respond
 from megarl.observe.files import json_bytes
+from megarl.serving.answers import event
 from megarl.serving.errors import JSONResponse
-from megarl.serving.streams import event
 from megarl.trainers.prompt_inputs import print_notes
 from megarl.unicode_text import is_unicode, whole_unicode
 from tests.helpers import small_tokenizers

@@ -5,9 +5,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.environments.adapters.packages import optional
-from megarl.environments.games import user_message
-from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
+from megarl.environments.adapters import optional
+from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn, user_message
 
 _SEEDS = 0x7FFFFFFF  # gymnasium takes seeds of 31 bits
 _INTEGER = re.compile(r"-?[0-9]{1,9}")

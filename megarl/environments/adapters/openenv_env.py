@@ -6,9 +6,8 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.environments.adapters.packages import optional
-from megarl.environments.games import user_message
-from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn
+from megarl.environments.adapters import optional
+from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn, user_message
 from megarl.errors import UsageError
 
 _SEEDS = 0x7FFFFFFF

@@ -1,7 +1,6 @@
 """Tasks of reasoning-gym with feedback: a wrong answer may be tried again."""
 
-from megarl.environments.games import user_message
-from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
+from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn, user_message
 from megarl.rewards.base import Sample
 from megarl.rewards.tasks import reasoning_gym, source_dataset
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy
 
-from megarl.environments.adapters.packages import optional
-from megarl.environments.games import user_message
-from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
+from megarl.environments.adapters import optional
+from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn, user_message
 
 _turn = threading.Lock()  # the global generators belong to one game at a time
 

@@ -12,9 +12,8 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-from megarl.environments.adapters.packages import optional
-from megarl.environments.games import user_message
-from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, Turn
+from megarl.environments.adapters import optional
+from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, Turn, user_message
 from megarl.errors import UsageError
 
 

@@ -18,16 +18,6 @@ from megarl.user_results import is_async, number_of, shown
 
 
 @dataclass(frozen=True)
-class AgentTask(Task):
-    """A task as agents see it: `prompt` is the text of its last message."""
-
-    @property
-    def prompt(self) -> str:
-        """Text of the last message."""
-        return self.messages[-1]["content"]
-
-
-@dataclass(frozen=True)
 class AgentRun:
     """What an agent did: input of a program's reward function.
 
@@ -40,7 +30,7 @@ class AgentRun:
         workspace: folder of a program, which is removed after the reward.
     """
 
-    task: AgentTask
+    task: Task
     conversations: list[list[Message]] = field(default_factory=list)
     truncated: bool = False
     status: int | None = None
@@ -60,7 +50,7 @@ class Agent:
     replayable = True  # an episode whose worker died is run again
     seconds = 0.0  # of its own work, once it has ended
 
-    async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
+    async def run(self, task: Task, session: Session, address: Address) -> Observation:
         """Runs the agent to its end, or until `session.spent`. Cancelling it ends all that it has started.
 
         Args:
@@ -76,10 +66,10 @@ class Agent:
 class CoroutineAgent(Agent):
     """`async def agent(task, client)`: returns a number, a `Score` or an `Observation`."""
 
-    def __init__(self, function: Callable[[AgentTask, Any], Awaitable]):
+    def __init__(self, function: Callable[[Task, Any], Awaitable]):
         self._function = function
 
-    async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
+    async def run(self, task: Task, session: Session, address: Address) -> Observation:
         """See Agent. An exception after a budget was used up ends the episode with 0: it is the client's error."""
         from megarl.environments.agents.in_process import client_of  # needs a package that no other agent does
 

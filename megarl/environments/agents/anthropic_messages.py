@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from megarl.data.messages import tool_call, with_tool_names
 from megarl.environments.agents.dialect import name_forced_call, name_ignored, respond, written
-from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
+from megarl.environments.calls import Ask, Reply
+from megarl.serving.chat_core import function_tool
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import FreeObject, Name, Stop, StrictModel, Text, neutral
-from megarl.serving.tokenization import function_tool
 
 _IGNORED = ("temperature", "top_p", "top_k")
 

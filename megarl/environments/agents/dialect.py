@@ -1,6 +1,5 @@
 """What the dialects of an agent's endpoint share: answers, errors of budgets, and fields without effect."""
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
+from megarl.environments.calls import Ask, Reply
+from megarl.serving.answers import event
 from megarl.serving.errors import JSONResponse, invalid
 
 _FORCED = "tool_choice"
@@ -54,12 +54,6 @@ def respond(events: Sequence[Any], streams: bool = False, ends: bytes = b"data: 
     """The only object as JSON; or all events as a stream: objects, or (name, object)."""
     if not streams:
         return JSONResponse(events[0])
-    lines = [_event(event) for event in events]
+    named = [each if isinstance(each, tuple) else (None, each) for each in events]
+    lines = [event(content, name) for name, content in named]
     return Response(b"".join([*lines, ends]), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-def _event(event: Any) -> bytes:
-    name, content = event if isinstance(event, tuple) else (None, event)
-    head = b"" if name is None else f"event: {name}\n".encode()
-    written = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
-    return head + b"data: " + written.encode(errors="backslashreplace") + b"\n\n"

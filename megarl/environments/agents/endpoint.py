@@ -18,10 +18,9 @@ from starlette.responses import Response
 from uvicorn.server import ServerState
 
 from megarl.environments.agents.anthropic_messages import MessagesRequest, complete_messages
-from megarl.environments.agents.chat import AgentChatRequest, complete_chat
+from megarl.environments.agents.openai_chat import AgentChatRequest, complete_chat
 from megarl.environments.agents.openai_responses import ResponsesRequest, complete_response
 from megarl.environments.agents.session import Address, Session
-from megarl.serving.connections import LimitedProtocol
 from megarl.serving.errors import (
     JSONResponse,
     RequestError,
@@ -31,7 +30,7 @@ from megarl.serving.errors import (
     validation_error,
     wrong_method,
 )
-from megarl.serving.listening import SERVER
+from megarl.serving.listening import SERVER, LimitedProtocol
 from megarl.serving.middleware import BodyAndDisconnect, check_body, checked, one_length
 
 MAX_CONNECTIONS = 64
@@ -62,7 +61,7 @@ class Endpoint:
     @classmethod
     async def open(cls, session: Session) -> "Endpoint":
         """Opens the endpoint of a session."""
-        app = _KeyCheck(application(), session)
+        app = _with_key(application(), session)
         config = uvicorn.Config(app, **SERVER)
         config.load()
         state = ServerState()
@@ -82,20 +81,19 @@ class Endpoint:
             task.cancel()
 
 
-class _KeyCheck:
-    """Lets requests with the session's key pass."""
+def _with_key(app, session: Session):
+    """The application for requests with the session's key."""
 
-    def __init__(self, app, session: Session):
-        self._app, self._session = app, session
-
-    async def __call__(self, scope, receive, send):
+    async def answer(scope, receive, send):
         if scope["type"] != "http":
             return None
         try:
-            check_key(scope["headers"], self._session)
+            check_key(scope["headers"], session)
         except RequestError as error:
             return await error_response(error, scope["path"])(scope, receive, send)
-        return await self._app({**scope, "session": self._session}, receive, send)
+        return await app({**scope, "session": session}, receive, send)
+
+    return answer
 
 
 def check_key(headers: Headers, session: Session):

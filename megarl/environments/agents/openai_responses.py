@@ -17,8 +17,9 @@ from megarl.environments.agents.dialect import (
     token_fields,
     written,
 )  # fmt: skip
-from megarl.environments.agents.exchange import Ask, Reply
 from megarl.environments.agents.session import Session
+from megarl.environments.calls import Ask, Reply
+from megarl.serving.chat_core import call_arguments, function_tool
 from megarl.serving.errors import invalid
 from megarl.serving.schemas import (
     CacheFields,
@@ -31,7 +32,6 @@ from megarl.serving.schemas import (
     Unread,
     neutral,
 )
-from megarl.serving.tokenization import call_arguments, function_tool
 
 _IGNORED = ("temperature", "top_p")
 

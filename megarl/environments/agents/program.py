@@ -1,33 +1,101 @@
-"""An agent that is a program of its own: it finds the policy's address in its environment and runs unchanged."""
+"""An agent that is a program of its own: it finds the policy's address in its environment and runs unchanged.
+
+In a sandbox (docs/agents.md) it may use what `ProgramSandbox` says, and reaches the endpoint of its episode alone.
+"""
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
+import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from megarl.environments.agents import keeper
-from megarl.environments.agents.agent import Agent, AgentRun, AgentTask, observation_of
-from megarl.environments.agents.sandbox import Door, ProgramSandbox, check_sandbox
+from megarl.environments.agents import confined, keeper
+from megarl.environments.agents.agent import Agent, AgentRun, observation_of
 from megarl.environments.agents.session import Address, Session
-from megarl.environments.protocol import Observation, called
+from megarl.environments.protocol import Observation, Task, called
+from megarl.errors import UsageError
 from megarl.observe.files import json_bytes
+from megarl.rewards.sandbox import probe_of_processes
 
 MAX_OUTPUT = 1 << 16  # bytes that are kept of what a program prints, the last ones
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV")
+_PROBE_SECONDS = 60.0
+_PROBE_PROCESSES = 8
+# Tries from the inside what must not work; then the program may run.
+_PROBE = f"""{probe_of_processes(_PROBE_PROCESSES)}
+try:
+    socket.create_connection(("192.0.2.1", 80), 1)
+    sys.exit("the network cannot be shut off here")
+except OSError:
+    pass
+try:
+    open("/proc/1/mem", "r+b").close()
+    sys.exit("the program can change the process that watches it")
+except OSError:
+    pass
+if os.getuid() == 0 or os.access("/", os.W_OK) or os.path.exists("/etc/shadow") or os.path.exists("/sys/kernel"):
+    sys.exit("the program can see or write more than it should here")
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSandbox:
+    """What a program may use.
+
+    Attributes:
+        readable: files and folders that it sees, read-only, besides those of the system, this Python with its packages,
+            and the files that its command names.
+        memory_mb: MiB that all of its processes have together.
+        disk_mb: MiB of files in its folder, and in its /tmp.
+        processes: processes and threads.
+    """
+
+    readable: Sequence[str | Path] = ()
+    memory_mb: int = 4096
+    disk_mb: int = 1024
+    processes: int = 256
+
+    def arguments(
+        self, command: Sequence[str], workspace: Path, files: Sequence[Path], door: Path, port: int
+    ) -> list[str]:
+        """Arguments of Python for the script that confines a command, which also sees `files`; `door`: a socket."""
+        named = [part for part in command if os.path.isabs(part) and os.path.isfile(part)]
+        python = [sys.prefix, os.path.dirname(os.path.realpath(sys.executable))]
+        given = {
+            "command": list(command),
+            "workspace": str(workspace),
+            "socket": str(door),
+            "port": port,
+            "readable": _outermost([*python, *named, *map(str, (*files, *self.readable))]),
+            "memory_mb": self.memory_mb,
+            "disk_mb": self.disk_mb,
+            "processes": self.processes,
+        }
+        return [confined.__file__, json.dumps(given)]
 
 
 class ProgramEnvironment(Agent):
     """One run of a command in a folder of its own, with the reward of what it has done."""
 
     def __init__(
-        self, command: Sequence[str], reward: Callable[[AgentRun], Any], workspace: Callable[..., Any] | None = None,
-        variables: Mapping[str, str] | None = None, max_file_mb: int = 256, sandbox: ProgramSandbox | bool = False,
-    ):  # fmt: skip
+        self,
+        command: Sequence[str],
+        reward: Callable[[AgentRun], Any],
+        workspace: Callable[..., Any] | None = None,
+        variables: Mapping[str, str] | None = None,
+        max_file_mb: int = 256,
+        sandbox: ProgramSandbox | bool = False,
+    ):
         """
         Args:
             command: program and arguments. `{prompt}` in an argument stands for the text of the task's last message,
@@ -57,19 +125,19 @@ class ProgramEnvironment(Agent):
         if self._sandbox is not None:
             check_sandbox()
 
-    async def run(self, task: AgentTask, session: Session, address: Address) -> Observation:
+    async def run(self, task: Task, session: Session, address: Address) -> Observation:
         self._folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="megarl_agent_"))
         workspace = self._folder / "workspace"
         workspace.mkdir()
         if self._prepare is not None:
             await called(self._prepare, task, workspace)
         status, output = await self._run(task, session, address, workspace)
-        last = session.exchanges[-1].reply if session.exchanges else None
+        _, last = session.answered[-1] if session.answered else (None, None)
         truncated = session.refused > 0 or bool(last and last.is_budget)
         run = AgentRun(task, session.conversations(), truncated, status, output, workspace)
         return observation_of(await called(self._reward, run))
 
-    async def _run(self, task: AgentTask, session: Session, address: Address, workspace: Path) -> tuple[int, str]:
+    async def _run(self, task: Task, session: Session, address: Address, workspace: Path) -> tuple[int, str]:
         """(exit status, what it printed last)."""
         path = workspace.parent / "task.json"
         facts = {"messages": task.messages, "metadata": task.metadata, "task": task.task, "seed": task.seed}
@@ -120,3 +188,71 @@ async def _last_bytes(stream: asyncio.StreamReader | None) -> bytes:
         while chunk := await stream.read(MAX_OUTPUT):
             kept = (kept + chunk)[-MAX_OUTPUT:]
     return kept
+
+
+# -- the sandbox -------------------------------------------------------------------------------------------------------
+
+
+class Door:
+    """A Unix socket from which bytes go to the endpoint and back: the network of the sandbox is not the machine's."""
+
+    def __init__(self, server: asyncio.Server, path: Path, port: int):
+        self._server, self.path, self.port = server, path, port
+
+    @classmethod
+    async def open(cls, folder: Path, address: Address) -> "Door":
+        """Opens a socket in a new folder."""
+        port = urlsplit(address.url).port
+        assert port is not None  # an endpoint has one
+
+        async def carry_both(inside: asyncio.StreamReader, answers: asyncio.StreamWriter):
+            with contextlib.suppress(OSError):
+                outside, requests = await asyncio.open_connection("127.0.0.1", port)
+                await asyncio.gather(_carry(inside, requests), _carry(outside, answers))
+
+        folder.mkdir()
+        server = await asyncio.start_unix_server(carry_both, folder / "socket")
+        for path, mode in ((folder, 0o711), (folder / "socket", 0o666)):
+            path.chmod(mode)
+        return cls(server, folder / "socket", port)
+
+    def close(self):
+        """Closes it; connections end with their ends."""
+        self._server.close()
+
+
+async def _carry(source: asyncio.StreamReader, target: asyncio.StreamWriter):
+    """Carries bytes one way, to their end."""
+    try:
+        while chunk := await source.read(1 << 16):
+            target.write(chunk)
+            await target.drain()
+    finally:
+        with contextlib.suppress(OSError):
+            target.close()
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """The paths, and where links among them lead, without those that lie in others."""
+    whole = {form for path in paths for form in (os.path.abspath(path), os.path.realpath(path))}
+    return sorted(path for path in whole if not any(str(parent) in whole for parent in Path(path).parents))
+
+
+@functools.cache
+def check_sandbox():
+    """UsageError unless a probe program finds every restriction in force; only success is cached."""
+    with tempfile.TemporaryDirectory(prefix="megarl_agent_") as name:
+        for folder in ("workspace", "door"):
+            Path(name, folder).mkdir()
+        command = [sys.executable, "-IS", "-c", _PROBE]
+        limits = ProgramSandbox(processes=_PROBE_PROCESSES)
+        arguments = limits.arguments(command, Path(name, "workspace"), [], Path(name, "door", "socket"), 80)
+        stdin, other = socket.socketpair()  # its end would stop the program
+        with stdin, other:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", *arguments], check=False, stdin=stdin.fileno(), stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT, text=True, timeout=_PROBE_SECONDS, env={"PATH": os.defpath},
+            )  # fmt: skip
+    if done.returncode:
+        reason = done.stdout.strip().rpartition("\n")[2] or f"a first program ended with {done.returncode}"
+        raise UsageError(f"this machine allows no sandbox for agents: {reason}")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from megarl.environments.agents.exchange import Ask, Reply, digests
+from megarl.environments.calls import Ask, Reply, digests
 from megarl.environments.protocol import Message, Observation
 
 _TICK = 0.5  # seconds between two looks at an agent
@@ -26,15 +26,12 @@ class Address(NamedTuple):
         return self.url.removesuffix("/v1")
 
 
-class LateAgent(Exception):
-    """An agent worked for too long without asking."""
+class Late(Exception):
+    """An environment took longer than allowed to answer, or an agent to ask. `is_stuck`: a thread still runs."""
 
-
-class Exchange(NamedTuple):
-    """A request that was answered with a turn."""
-
-    ask: Ask
-    reply: Reply
+    def __init__(self, problem: str, is_stuck: bool = False):
+        super().__init__(problem)
+        self.is_stuck = is_stuck
 
 
 class Session:
@@ -43,7 +40,7 @@ class Session:
     def __init__(self, send: Callable[[int, Ask], None]):
         """`send`: takes the number of a request and the request; `receive` gets the reply."""
         self.key = f"sk-{secrets.token_hex(24)}"  # that the agent's requests must have
-        self.exchanges: list[Exchange] = []
+        self.answered: list[tuple[Ask, Reply]] = []  # requests that got a turn
         self.refused = 0  # requests that a budget has refused
         self.shows_tokens = False  # answers have the tokens of turns, for drivers outside of the run
         self.spent = asyncio.Event()  # requests get no turns any more, and the agent does not end by itself
@@ -55,13 +52,13 @@ class Session:
         self._worked = 0.0  # seconds before that, while no request waited
 
     async def watch(self, work: Awaitable[Observation], seconds: float) -> Observation:
-        """The result of an agent's work. LateAgent, and the work is cancelled, if it asks nothing for `seconds`."""
+        """The result of an agent's work. Late, and the work is cancelled, if it asks nothing for `seconds`."""
         task = asyncio.ensure_future(work)
         try:
             while not task.done():
                 await asyncio.wait((task,), timeout=min(seconds, _TICK))
                 if self.idle_seconds > seconds and not task.done():
-                    raise LateAgent(f"the agent worked for more than {seconds:g} s without asking the policy")
+                    raise Late(f"the agent worked for more than {seconds:g} s without asking the policy")
             return task.result()
         finally:
             if not task.done():
@@ -107,7 +104,7 @@ class Session:
             return
         reply = done.result()
         if reply.turn is not None:
-            self.exchanges.append(Exchange(ask, reply))
+            self.answered.append((ask, reply))
             return
         self.refused += reply.is_budget
         self._without_turn += 1
@@ -116,7 +113,7 @@ class Session:
 
     def conversations(self) -> list[list[Message]]:
         """The messages of each branch: every request with its answer that no later one continues."""
-        whole = [[*exchange.ask.messages, exchange.reply.message] for exchange in self.exchanges]
+        whole = [[*ask.messages, reply.message] for ask, reply in self.answered]
         paths = [digests(messages) for messages in whole]
         inner = {digest for path in paths for digest in path[:-1]}
         return [messages for messages, path in zip(whole, paths, strict=True) if path[-1] not in inner]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.environments.agents.session import Session
+from megarl.environments.calls import Answer, Ask, Asked, Close, Offer, Replied
 from megarl.environments.protocol import Observation
-from megarl.environments.sessions import messages
 from megarl.measurements import NamesOfRun
 from megarl.serving.errors import RequestError
 
@@ -26,8 +26,14 @@ class OpenSession:
 
     name: str  # in paths
     place: Place
-    offer: dict[str, Any]
+    offer: Offer
     session: Session
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Which episode it is: its group, its place in it, and whether it belongs to an evaluation."""
+        group, _, sample = (self.offer.key or "").rpartition("/")
+        return {"group": group or None, "sample": int(sample) if sample else None, "evaluation": self.offer.key is None}
 
 
 class Registry:
@@ -42,7 +48,7 @@ class Registry:
         """
         self._seconds, self._record, self._time = seconds, record, time
         self.part_names = NamesOfRun()
-        self._waiting: dict[Place, dict[str, Any]] = {}  # offers
+        self._waiting: dict[Place, Offer] = {}
         self._open: dict[str, OpenSession] = {}
         self._names: dict[Place, str] = {}
         self._ended: deque[str] = deque(maxlen=MAX_ENDED)
@@ -50,21 +56,21 @@ class Registry:
 
     # -- leaders -----------------------------------------------------------------------------------------------------
 
-    def receive(self, link: Any, message: dict[str, Any]):
+    def receive(self, link: Any, message: Offer | Close | Replied):
         """Takes a message of a leader."""
-        place = link, message["number"]
-        if message["type"] == "offer":
+        place = link, message.number
+        if isinstance(message, Offer):
             self._waiting[place] = message
             if len(self._waiting) == 1:
                 self._last_driver = max(self._last_driver, self._time())  # nobody could take one before
-        elif message["type"] == "withdraw":
+        elif isinstance(message, Close):
             self._waiting.pop(place, None)
             if place in self._names:
                 self._forget(self._open[self._names[place]])
         else:
             found = self._open.get(self._names.get(place, ""))
-            if found is not None and found.offer["ticket"] == message["ticket"]:
-                found.session.receive(message["request"], messages.reply_of(message["reply"]))
+            if found is not None and found.offer.ticket == message.ticket:
+                found.session.receive(message.request, message.reply)
 
     # -- drivers -----------------------------------------------------------------------------------------------------
 
@@ -75,10 +81,9 @@ class Registry:
             raise RequestError(503, "no session waits now", code="no_session", headers={"Retry-After": "1"})
         place = next(iter(self._waiting))
         offer, (link, number) = self._waiting.pop(place), place
-        common = {"number": number, "ticket": offer["ticket"]}
 
-        def send(request: int, ask: Any):
-            link.send({"type": "asked", **common, "request": request, "ask": ask._asdict()})
+        def send(request: int, ask: Ask):
+            link.send(Asked(number, offer.ticket, request, ask))
 
         session = Session(send)
         session.shows_tokens = True
@@ -99,7 +104,7 @@ class Registry:
 
     def finish(self, found: OpenSession, end: Observation | None, failure: str | None = None, retry: bool = True):
         """Ends a session with its score, or with a failure."""
-        _send_end(found.place, found.offer, end, failure, retry, found.session.worked_seconds)
+        _send_end(found.place, found.offer, end, retry, found.session.worked_seconds, failure)
         self._write("failed" if end is None else "finished", found, reward=None if end is None else end.reward)
         self._forget(found)
 
@@ -123,7 +128,7 @@ class Registry:
         if self._waiting and now - self._last_driver > self._seconds:
             failure = f"no driver has asked for a session, or in one, for {self._seconds:g} s"
             for place, offer in self._waiting.items():
-                _send_end(place, offer, None, failure, retry=False, seconds=0.0)
+                _send_end(place, offer, None, False, 0.0, failure)
             self._waiting.clear()
 
     async def watch(self, tick: float):
@@ -136,16 +141,11 @@ class Registry:
         """Appends a line to the record."""
         if self._record is None:
             return
-        facts = {name: found.offer[name] for name in ("group", "sample", "evaluation")}
         with open(self._record, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, "session": found.name, **facts, **more}) + "\n")
+            file.write(json.dumps({"event": event, "session": found.name, **found.facts, **more}) + "\n")
 
 
-def _send_end(
-    place: Place, offer: dict[str, Any], end: Observation | None, failure: str | None, retry: bool, seconds: float
-):
+def _send_end(place: Place, offer: Offer, end: Observation | None, retry: bool, seconds: float, failure: str | None):
+    """Tells a leader the end of an episode. `retry`: whether another driver may try."""
     link, number = place
-    link.send({
-        "type": "ended", "number": number, "ticket": offer["ticket"], "failure": failure, "retry": retry,
-        "observation": None if end is None else dataclasses.asdict(end), "seconds": seconds,
-    })  # fmt: skip
+    link.send(Answer(number, offer.ticket, end, [], retry, seconds, failure, is_agent=True))

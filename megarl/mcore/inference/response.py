@@ -21,6 +21,7 @@ class Span(NamedTuple):
     weights: int | None  # their number, as the caller counts weights; None: not known yet
     tokens: list[int]
     logprobs: list[float]  # of each token
+    is_forced: bool = False  # a thinking budget has put them there
 
 
 @dataclasses.dataclass
@@ -32,6 +33,7 @@ class Response:
     before: int = 0  # tokens that it had when it went on for the last time
     finished: bool = False  # whether an end token or a stop string ends it
     routes: Tensor | None = None  # of prompt and response, once it has ended
+    prompt_weights: int | None = None  # with which the prompt was read first; None: nobody asks
 
     @property
     def length(self) -> int:
@@ -41,6 +43,11 @@ class Response:
     @property
     def tokens(self) -> list[int]:
         return [token for span in self.spans for token in span.tokens]
+
+    @property
+    def chosen(self) -> int:
+        """Tokens that the policy has chosen."""
+        return sum(len(span.tokens) for span in self.spans if not span.is_forced)
 
     @property
     def logprobs(self) -> list[float]:
@@ -70,10 +77,11 @@ class Response:
     def has_ended(self) -> bool:
         return self.finished or self.room < 1
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float], weights: int | None):
-        """Appends tokens that these weights have drawn."""
-        if tokens and (not self.spans or self.spans[-1].weights != weights):
-            self.spans.append(Span(weights, [], []))
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float], weights: int | None, is_forced: bool = False):
+        """Appends tokens that these weights have drawn, or that were forced while they drew."""
+        last = self.spans[-1] if self.spans else None
+        if tokens and (last is None or (last.weights, last.is_forced) != (weights, is_forced)):
+            self.spans.append(Span(weights, [], [], is_forced))
         if tokens:
             self.spans[-1].tokens.extend(tokens)
             self.spans[-1].logprobs.extend(logprobs)
@@ -96,7 +104,7 @@ class Response:
             last = self.spans.pop()
             left = max(len(last.tokens) - excess, 0)
             excess -= len(last.tokens) - left
-            self.add(last.tokens[:left], last.logprobs[:left], last.weights)
+            self.add(last.tokens[:left], last.logprobs[:left], last.weights, last.is_forced)
         self.finished, self.routes = False, None
 
     def request(self, limit: int | None = None) -> GenerationRequest:

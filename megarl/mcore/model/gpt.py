@@ -20,16 +20,12 @@ from megarl.mcore.model.decoder_layer import Rotation
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.native_decode import run_decode_layers
-from megarl.mcore.model.pipeline_layout import moe_layer_pattern, recurrent_layer_pattern, virtual_stage_numbers
-from megarl.mcore.model.prediction import PREFIX, PredictionLayer
+from megarl.mcore.model.pipeline_layout import virtual_stage_numbers
+from megarl.mcore.model.prediction import PredictionLayer
 from megarl.mcore.model.rotary import Rotary
 from megarl.mcore.model.value_head import ValueHead
-from megarl.mcore.moe.balancing import balancing_state
+from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.fsdp import shard
-from megarl.mcore.recurrence.rule import layer_sizes
-
-HEAD = "output_layer.weight"  # name of the head after the last layer, either the vocabulary's or a scalar one
-HEAD_BIAS = "output_layer.bias"  # of a scalar head
 
 
 class ModelChunk(GPTModel):
@@ -89,12 +85,6 @@ def without_fork_of_random_state():
 
 class ModelChunks(torch.nn.ModuleList):
     """The chunks of a model that this rank holds, in the order in which a micro-batch runs through them."""
-
-
-def padded_vocab_size(args, vocab_size: int) -> int:
-    """Vocabulary size padded to `--make-vocab-size-divisible-by`, the same for every tensor-parallel size."""
-    divisor = args.make_vocab_size_divisible_by
-    return -(-vocab_size // divisor) * divisor
 
 
 def _seed_everything(seed: int, pg_collection):
@@ -176,53 +166,3 @@ def _build_chunk(
     if args.draws_weights:  # else they come from a folder: drawing them takes the memory of whole matrices
         initialize(chunk, args.seed, pg_collection)
     return chunk
-
-
-def weight_shapes(
-    role: str, args, vocab_size: int, resumes: bool = False, value_head: bool = False
-) -> dict[str, tuple[int, ...] | None]:
-    """Returns the global shapes by key that a checkpoint must have to match the role's flags; None: no such key.
-
-    Args:
-        resumes: also require the experts' balancing state; without it, a policy may lack it and it starts anew.
-        value_head: also require the scalar head.
-    """
-    hidden, layers = args.hidden_size, args.num_layers
-    attended = args.num_attention_heads * args.kv_channels
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    shapes[f"{role}.embedding.word_embeddings.weight"] = (padded_vocab_size(args, vocab_size), hidden)
-    if value_head:
-        shapes[f"{role}.{HEAD}"] = (1, hidden)
-        shapes[f"{role}.{HEAD_BIAS}"] = (1,) if args.draws_weights else None
-    if args.predicts and args.draws_weights and not args.trains_prediction:  # the layer comes from the checkpoint
-        shapes[f"{role}_mtp.{PREFIX}eh_proj.weight"] = (hidden, 2 * hidden)
-    kinds, is_recurrent, stacked = moe_layer_pattern(args), recurrent_layer_pattern(args), (layers,)
-    prefix = moe_prefix = f"{role}.decoder.layers"
-    if len(set(kinds)) > 1 or any(is_recurrent):  # Megatron stacks layers in a checkpoint only if all are alike
-        moe_prefix = f"{prefix}.{kinds.index(True) if args.num_experts else 0}"
-        prefix = f"{prefix}.{layers - 1}"
-        stacked = ()
-    if args.hybrid_layer_pattern is not None:
-        first, sizes = f"{role}.decoder.layers.{is_recurrent.index(True)}", layer_sizes(args, 1)
-        shapes[f"{first}.self_attention.out_proj.weight"] = (hidden, sizes.heads * sizes.values)
-        if "-" in args.hybrid_layer_pattern:
-            dense = f"{role}.decoder.layers.{args.hybrid_layer_pattern.index('-')}"
-            shapes[f"{dense}.mlp.linear_fc2.weight"] = (hidden, args.ffn_hidden_size)
-        if not args.num_experts:
-            return shapes
-    elif is_recurrent[-1]:
-        values = args.linear_num_value_heads * args.linear_value_head_dim
-        shapes[f"{prefix}.self_attention.out_proj.weight"] = (hidden, values)
-    else:
-        shapes[f"{prefix}.self_attention.linear_proj.weight"] = (*stacked, hidden, attended)
-    if not args.num_experts:
-        shapes[f"{prefix}.mlp.linear_fc2.weight"] = (*stacked, hidden, args.ffn_hidden_size)
-        return shapes
-    shapes[f"{moe_prefix}.mlp.router.weight"] = (*stacked, args.num_experts, hidden)
-    for name, is_on in balancing_state(args).items():
-        key = f"{moe_prefix}.mlp.router.{name}"
-        if is_on and resumes:
-            shapes[key] = (*stacked, args.num_experts)
-        elif not is_on and name == "expert_bias":  # a policy that had one would route differently without it
-            shapes[key] = None
-    return shapes

@@ -22,8 +22,7 @@ from megarl.mcore.model.decoder_layer import DecoderLayer
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs.local import layer_spec
 from megarl.mcore.model.pipeline_layout import prediction_kind
-
-PREFIX = "mtp.layers.0."  # of its weights, as Megatron names them
+from megarl.mcore.model.weight_table import PREDICTED
 
 
 class _Parts(torch.nn.Module):
@@ -71,7 +70,7 @@ class PredictionLayer(MegatronModule):
         state: dict = {}
         for name, module in self.layer.named_children():
             state |= sharded_state_dict_default(
-                module, f"{prefix}{PREFIX}{name}.", sharded_offsets, metadata, tp_group=self.pg_collection.tp
+                module, f"{prefix}{PREDICTED}{name}.", sharded_offsets, metadata, tp_group=self.pg_collection.tp
             )
         return state
 

@@ -26,6 +26,8 @@ from megarl.mcore.weights import optimizer_states, safe_reading
 
 safe_reading.install()
 
+PREDICTION = "prediction"  # the state of multi-token prediction in that of its role
+
 
 def _metadata(pg_collection) -> dict:
     return {
@@ -107,7 +109,7 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
 
 def average_state(
     role: str, stages, averages: dict[int, Tensor], plain: dict, pg_collection, ranks: range, loading: bool = False
-) -> dict:  # fmt: skip
+) -> dict:
     """Returns the state of a moving average of what a role trains, under the keys of a role `<role>_ema`.
 
     What is not averaged is in it as the model has it, so that others load it like the weights of a role.

@@ -5,15 +5,14 @@ seeds, its turns and what it has answered to them, as after a crash.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.batch import Batch
-from megarl.environments.protocol import Observation
-from megarl.environments.validation import checked
+from megarl.environments.protocol import Observation, checked
 from megarl.errors import UsageError
 from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.episodes.agent_episode import AgentEpisode
@@ -52,7 +51,7 @@ class CarriedEpisodes:
         """The episodes of these keys, which are there."""
         return [self._episodes[key] for key in keys]
 
-    def to_json(self, keys: Iterable[str]) -> str:
+    def facts(self, keys: Iterable[str]) -> list[dict[str, Any]]:
         """What a checkpoint has to know of these episodes besides their rows of the batch; on the replica's leader."""
         facts = []
         for key in keys:
@@ -62,37 +61,33 @@ class CarriedEpisodes:
             if isinstance(episode, AgentEpisode) and episode.end is None:
                 fact["agent"] = episode.facts() | {"asked": self._client.agent_facts(key)}
             facts.append(fact)
-        return json.dumps(facts)
+        return facts
 
-    def load(self, text: str, batch: Batch, keys: Sequence[str], is_own: Tensor, where: str) -> list[bool]:
-        """Adds those episodes of a replica's file in a checkpoint that this replica takes.
+    def load(self, facts: list[dict[str, Any]], batch: Batch, keys: Sequence[str], is_own: Tensor) -> list[bool]:
+        """Adds those episodes of a replica in a checkpoint that this replica takes.
 
         Args:
-            text: of `to_json`.
+            facts: of `facts`; if they are damaged, any exception may come.
             batch, keys: their rows and keys.
             is_own: [N] bool, those to take.
-            where: start of the message if the text is damaged.
 
         Returns:
-            Whether each of the episodes of the file has ended.
+            Whether each of the episodes has ended.
 
         Raises:
-            UsageError: the text is damaged, or an episode has no room left under the run's limits.
+            UsageError: an episode has no room left under the run's limits.
         """
-        try:
-            facts, ended = json.loads(text), []
-            for i, (fact, key, own) in enumerate(zip(facts, keys, is_own.tolist(), strict=True)):
-                episode = _episode(batch.select(torch.tensor([i])), key, fact, self._limits)
-                ended.append(episode.end is not None)
-                if own:
-                    self.add([episode])
-                    if self._client is not None and isinstance(episode, AgentEpisode):
-                        self._client.restore_agent(key, fact["agent"])
-                    elif self._client is not None and episode.end is None:
-                        seen = [checked(Observation(**record)) for record in fact["observations"]]
-                        self._client.restore(key, seen, fact.get("tools", []))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{where}: is damaged ({type(error).__name__}: {error})") from None
+        ended = []
+        for i, (fact, key, own) in enumerate(zip(facts, keys, is_own.tolist(), strict=True)):
+            episode = _episode(batch.select(torch.tensor([i])), key, fact, self._limits)
+            ended.append(episode.end is not None)
+            if own:
+                self.add([episode])
+                if self._client is not None and isinstance(episode, AgentEpisode):
+                    self._client.restore_agent(key, fact["agent"])
+                elif self._client is not None and episode.end is None:
+                    seen = [checked(Observation(**record)) for record in fact["observations"]]
+                    self._client.restore(key, seen, fact.get("tools", []))
         return ended
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
-from megarl.environments.agents.exchange import CONTEXT_LENGTH, Ask, Reply, canonical, digests
+from megarl.environments.calls import CONTEXT_LENGTH, Ask, Reply, canonical, digests
 from megarl.environments.protocol import Message, Turn
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError

@@ -22,7 +22,7 @@ from megarl.data.stop_strings import StopMatcher
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
-from megarl.environments.sessions.pool import SessionPool
+from megarl.environments.sessions.session_pool import SessionPool
 from megarl.errors import TooManyFailures, warn
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
@@ -30,13 +30,12 @@ from megarl.mcore.inference.generation import GenerationRequest
 from megarl.measurements import NamesOfRun
 from megarl.observe.files import step_of
 from megarl.roles.reward_metrics import FailureWindow, reasons_text
-from megarl.rollout.bank import TurnBank
+from megarl.rollout.bank import RolloutBank, past_bank
 from megarl.rollout.episodes.agent_episode import AgentEpisode
-from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits, key_of
-from megarl.rollout.episodes.record import record_of
+from megarl.rollout.episodes.results import episodes_to_batch, record_of
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.remote_generator import RemoteEngine
@@ -129,7 +128,7 @@ class EpisodeRunner:
     def run(
         self, engine: RolloutEngine | RemoteEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
         sampling: SamplingSettings, records_routes: bool, max_open: int | None, is_training: bool,
-        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None, bank: TurnBank | None = None,
+        early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None, bank: RolloutBank | None = None,
     ):  # fmt: skip
         """Runs this replica's episodes to their ends, or as far as the earliest groups decide; `settle` ends the round.
         A collective of the replica.
@@ -141,17 +140,19 @@ class EpisodeRunner:
             max_open: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
                 while environments answer.
             is_training: journal the answers, and count them in the step's metrics.
-            early_stop, sender, bank: as of `EpisodeSource`.
+            early_stop, sender: as of `EpisodeSource`.
+            bank: has turns that need not be generated, and keeps those that are; None: nothing keeps them.
         """
         start, self.ended = time.perf_counter(), None
         if self.client is not None and self.client.journal is not None:
             self.client.journal.step = requests.step
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
-        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender, bank)
+        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open, early_stop, sender)
         limit = episodes.response_limit if early_stop else None
-        for number, completion in engine.stream(episodes, self._ends.ids, sampling, records_routes, max_open, limit):
-            episodes.turn_ended(number, completion)
+        asked, ended = past_bank(bank, episodes, episodes.turn_ended)
+        for number, completion in engine.stream(asked, self._ends.ids, sampling, records_routes, max_open, limit):
+            ended(number, completion)
         running = sorted([*episodes.ended, *episodes.stopped], key=lambda episode: episode.number)
         idle = self._idle(requests) if is_training else []
         self._round = EpisodeRound(running, idle, prompts, is_training)
@@ -172,12 +173,12 @@ class EpisodeRunner:
         numbers, lengths = torch.tensor(found, dtype=torch.int64).view(-1, 2).unbind(1)
         return numbers, lengths
 
-    def settle(self, limit: int | None, empty_routes: Tensor | None = None) -> Batch:
+    def settle(self, limit: int | None, empty_routes: Tensor | None = None, version: int | None = None) -> Batch:
         """Ends the round: cuts its episodes to `limit` new tokens, None: to none; returns them as a batch, in which
         some may not have ended. A collective of the replica leaders.
 
         Args:
-            empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
+            empty_routes, version: as of `episodes_to_batch`.
 
         Raises:
             TooManyFailures: environments failed in more of the latest episodes than `--environment-max-failures`
@@ -190,7 +191,7 @@ class EpisodeRunner:
             self._end_round(self.client)
         if played.is_training and self.settings.partial_rollouts:
             self.carried.add(played.episodes)
-        batch = episodes_to_batch(played.episodes, empty_routes, self.limits.thinking is not None)
+        batch = episodes_to_batch(played.episodes, empty_routes, self.limits.thinking is not None, version)
         for episode in played.episodes:
             episode.routes = None  # they are large, and the batch has them
         return batch
@@ -247,7 +248,7 @@ class EpisodeRunner:
     ) -> Episode:
         """Makes an episode or continues that of an earlier round; on the leader, with its environment."""
         asked, key = requests.prompt_of(number), _key_in(requests, number) if is_training else None
-        before = self.carried.get(key) if key is not None and asked.partial else None
+        before = self.carried.get(key) if key is not None and asked.lengths else None
         if self.client is not None:
             prompt, task = prompts[asked.line], self.task(requests, number, prompts[asked.line])
             if before is None:

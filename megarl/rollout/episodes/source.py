@@ -15,7 +15,6 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
-from megarl.rollout.bank import TurnBank
 from megarl.rollout.episodes.agent_episode import AgentEnd, AgentEpisode
 from megarl.rollout.episodes.client import EnvironmentClient, Result
 from megarl.rollout.episodes.episode import FAILED, Episode, TurnRequest
@@ -88,7 +87,6 @@ class EpisodeSource:
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
         client: EnvironmentClient | None, role_groups: RoleGroups, max_open: int,
         early_stop: GroupEarlyStop | None = None, sender: ResponseSender | None = None,
-        bank: TurnBank | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -100,16 +98,13 @@ class EpisodeSource:
             max_open: episodes that may be open at a time.
             early_stop: learns which episodes end, and gives the limit on new tokens; None: all run to their ends.
             sender: sends each episode that has ended; None on ranks that send nothing.
-            bank: has turns that need not be generated, and keeps those that are; None: nothing keeps them.
         """
         self.ended: list[Episode] = []
         self.stopped: list[Episode] = []  # they have not ended, or need more new tokens than the limit
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
         self._prompts, self._begin = prompts, begin
         self._client, self._role_groups = client, role_groups
-        self._bank = bank
         self.shared_turns = SharedTurns()
-        self._generating: dict[int, GenerationRequest] = {}  # that the bank will keep, by number
         self._max_open, self._early_stop, self._sender = max_open, early_stop, sender
         self._limit: int | None = None  # on the new tokens of an episode
         self._open: dict[int, Episode] = {}
@@ -142,18 +137,6 @@ class EpisodeSource:
         left, found = self.shared_turns.split(requests)
         for number, completion in found.items():
             self.turn_ended(number, completion)
-        return self._not_banked(left)
-
-    def _not_banked(self, requests: list[tuple[int, GenerationRequest]]) -> list[tuple[int, GenerationRequest]]:
-        """The requests whose turns the bank does not have; takes in the turns that it has. A collective of the
-        replica."""
-        if self._bank is None:
-            return requests
-        banked = self._bank.find(requests)
-        for number, completion in banked.items():
-            self.turn_ended(number, completion)
-        left = [(number, request) for number, request in requests if number not in banked]
-        self._generating |= dict(left)
         return left
 
     def is_empty(self) -> bool:
@@ -188,8 +171,6 @@ class EpisodeSource:
         self._in_engine -= 1
         for other in self.shared_turns.ended(number, completion):
             self.turn_ended(other, completion)
-        if number in self._generating and self._bank is not None:
-            self._bank.keep(self._generating.pop(number), completion)
         if number in self._turn_of:
             return self._agent_turn_ended(*self._turn_of.pop(number), completion)
         episode = self._open[number]

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from megarl.data.prompt import Prompt
-from megarl.environments.agents.exchange import Ask, Reply, canonical
-from megarl.environments.pool import Asked, EnvironmentPool, Event, PoolOptions
+from megarl.environments.calls import Ask, Asked, Reply, canonical
+from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
 from megarl.environments.protocol import Message, Observation, Task
 from megarl.errors import UsageError
 from megarl.flags.environment import SESSIONS

@@ -1,11 +1,9 @@
 """One response of a step that `--save-rollouts` has written: its tokens, and what its environment has answered."""
 
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
 from megarl.checkpoint import manifest as manifests
 from megarl.environments.protocol import Observation
@@ -13,11 +11,12 @@ from megarl.errors import UsageError, one_line
 from megarl.groups import PromptGroups
 from megarl.observe.files import step_name, step_of
 from megarl.observe.terminal import ranges_text
-from megarl.plain_files import open_bytes, parse_json, read_bytes, reason_of
-from megarl.rollout.episodes.record import observations_of
-from megarl.rollout.rollout_files import EPISODES, FOLDER, RESPONSES, file_name
+from megarl.plain_files import reason_of
+from megarl.rollout.episodes.results import observations_of
+from megarl.rollout.response_log import Entry
+from megarl.rollout.rollout_files import EPISODE, FOLDER, RESPONSES, entries_of
 
-MAX_RECORDS = 2**32  # bytes of a file of episodes
+Entries = dict[tuple, list[Entry]]  # of `entries_of`
 
 
 class SavedResponse(NamedTuple):
@@ -102,8 +101,9 @@ def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedRespo
     while left >= groups[number].count:
         number, left = number + 1, left - groups[number].count
     round_ = rounds[number]
-    rows = _row(folder, manifest, number, left)
-    record = _record(folder, manifest, number, left) if manifest["environment"] is not None else None
+    entries = entries_of(folder, manifest["replicas"], "--step")
+    rows = _row(entries, number, left)
+    record = _record(entries, number, left, folder) if manifest["environment"] is not None else None
     group = int(groups[number].of(torch.tensor(left)))
     tokens, length = rows["tokens"].tolist(), int(rows["prompt_lengths"])
     turns = [(length, len(tokens))] if record is None else [(int(start), int(end)) for start, end in record["turns"]]
@@ -121,12 +121,10 @@ def _response(folder: Path, manifest: dict[str, Any], sample: int) -> SavedRespo
     )  # fmt: skip
 
 
-def _row(folder: Path, manifest: dict[str, Any], number: int, sequence: int) -> dict[str, Any]:
+def _row(entries: Entries, number: int, sequence: int) -> dict[str, Any]:
     """The fields of one sequence of a round."""
-    for replica in range(manifest["replicas"]):
-        path = folder / file_name(number, RESPONSES, replica)
-        _check(path, manifest)
-        fields = load_file(path)
+    for entry in entries.get((number, RESPONSES), ()):
+        fields = entry.read().fields
         found = (fields["sequence_ids"] == sequence).nonzero().flatten().tolist()
         if found:
             start = int(fields["lengths"][: found[0]].sum())
@@ -137,22 +135,12 @@ def _row(folder: Path, manifest: dict[str, Any], number: int, sequence: int) -> 
     raise ValueError(f"no sequence {sequence} in round {number}")
 
 
-def _record(folder: Path, manifest: dict[str, Any], number: int, sequence: int) -> dict[str, Any]:
-    for replica in range(manifest["replicas"]):
-        path = folder / file_name(number, EPISODES, replica)
-        _check(path, manifest)
-        for line in read_bytes(path, MAX_RECORDS).splitlines():
-            record = parse_json(line.decode("utf-8"))
-            if record["sequence"] == sequence:
-                observations_of(record)  # whoever edits a file can write its checksum, too
-                return record
+def _record(entries: Entries, number: int, sequence: int, folder: Path) -> dict[str, Any]:
+    for entry in entries.get((number, EPISODE), ()):
+        if entry.facts["sequence"] == sequence:
+            observations_of(entry.facts)  # whoever edits a file can write its checksum, too
+            return entry.facts
     raise UsageError(
         f"--sample: {folder}: what the environment of this episode answered is not known: it ended before the run was"
         " resumed"
     )
-
-
-def _check(path: Path, manifest: dict[str, Any]):
-    with open_bytes(path) as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != manifest["files"][path.name]["sha256"]:
-            raise ValueError(f"{path.name} does not have its checksum")

@@ -103,7 +103,7 @@ def test_all_threads_are_bound(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("start", [
-    pytest.param(lambda: Child("megarl.environments.check"), id="child"),
+    pytest.param(lambda: Child("megarl.environments.loading"), id="child"),
     pytest.param(lambda: sandbox._run("", "", sandbox.Limits()), id="sandbox"),
 ])  # fmt: skip
 def test_processes_of_rewards_and_environments_may_use_all_cores(monkeypatch, tmp_path, start):

@@ -1,6 +1,5 @@
 """Difficulty pools: where a group moves its prompt, how often prompts of a pool are drawn, state."""
 
-import io
 import json
 from collections import Counter
 
@@ -12,15 +11,10 @@ from megarl.data.order import MixtureOrder, PromptOrder
 from megarl.data.pools import DifficultyPools
 from megarl.errors import RunStopped, UsageError
 from megarl.flags.selection import parse_weights
-from megarl.rollout import replica_files
+from megarl.rollout import waiting_groups
+from megarl.rollout.response_log import Record
 
 BOUNDS = (0.25, 0.9)
-
-
-def torch_file(content) -> bytes:
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
 
 
 def pools(size: int, weights: str = "0.5,1,0", retire_after: int = 0) -> DifficultyPools:
@@ -82,15 +76,17 @@ def test_rare_prompts_of_a_large_set_are_found_at_once():
     assert PromptOrder(10_000, seed=3, chances=found.chances).take(3) == [7, 7, 7]
 
 
-@pytest.mark.parametrize("data", [b"", b"x", torch_file([1]), torch_file({"latest": 3}), torch_file({})])
-def test_a_damaged_file_is_refused(data):
+@pytest.mark.parametrize("fields", [
+    {}, {"latest": torch.zeros(5)}, {"latest": torch.zeros(4), "hard_in_a_row": torch.zeros(4).long()},
+])  # fmt: skip
+def test_a_damaged_record_is_refused(fields):
     with pytest.raises(UsageError, match="^--load x: "):
-        replica_files.pools_from_bytes(pools(5), data, "--load x")
+        waiting_groups.load_pools(pools(5), [Record({}, fields)], "--load x")
 
 
-def test_a_file_restores_the_pools():
+def test_a_record_restores_the_pools():
     found, other = moved(pools(5), {1: 0.0, 2: 1.0}), pools(5)
-    replica_files.pools_from_bytes(other, replica_files.pools_to_bytes(found), "--load x")
+    waiting_groups.load_pools(other, [waiting_groups.pools_record(found)], "--load x")
     assert other.chances.tolist() == found.chances.tolist() and other.metrics() == found.metrics()
 
 

@@ -7,10 +7,8 @@ from typing import Any, Literal
 import numpy
 import pytest
 
-from megarl.environments.protocol import Observation, Task, ToolCall, Turn
-from megarl.environments.tool_schemas import mismatch, schema_of
-from megarl.environments.tools import ToolEnvironment
-from megarl.environments.validation import checked
+from megarl.environments.protocol import Observation, Task, ToolCall, Turn, checked
+from megarl.environments.tools import ToolEnvironment, mismatch, schema_of
 
 
 def multiply(first: int, second: int = 2) -> int:
@@ -167,7 +165,7 @@ def test_a_turn_without_calls_ends_the_episode():
     ([[1]], list[list[int]], True), ([["1"]], list[list[int]], False), (False, bool, True), (0, bool, False),
 ])  # fmt: skip
 def test_values_are_compared_with_their_types(value, hint, fits):
-    from megarl.environments.tool_schemas import type_schema
+    from megarl.environments.tools import type_schema
 
     assert (mismatch(json.loads(json.dumps(value)), type_schema(hint, "")) is None) == fits
 

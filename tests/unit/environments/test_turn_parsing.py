@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.environments.protocol import ToolCall
 from megarl.environments.turn_parsing import parse_turn
 from megarl.errors import UsageError
-from megarl.serving.tool_calls import ToolCallParser
+from megarl.serving.answer_text import ToolCallParser
 from megarl.tool_formats.calls import MAX_CALLS, MAX_DEPTH
 from megarl.tool_formats.table import FORMATS, load_format, user_format
 

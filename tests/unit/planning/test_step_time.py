@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.planning import hardware, step_time, traffic
+from megarl.planning import hardware, step_time
 from megarl.planning.hardware import BANDWIDTH_SHARE, LATENCY
 from megarl.planning.question import Question
 from tests.helpers.tiny_models import LENGTHS, SHAPES
@@ -110,32 +110,7 @@ def test_a_rollout_of_its_own_receives_weights_and_may_work_ahead():
     assert found.total == pytest.approx(max(found.generation, found.scoring + found.updates) + found.weights)
 
 
-def test_copies_of_the_weights_on_their_way_are_memory_of_the_actor():
-    flags = f"{GRPO} --role-map=actor=0-1;reward=2;reference=2;rollout=2 --rollout-correction tis".split()
-    plain, ahead = (Question([*flags, "--generation-lag", lag], 3, None, vocab_size=20).price() for lag in "03")
-    one, other = (price.roles["actor"].largest for price in (plain, ahead))
-    assert (one.sent_weights, other.sent_weights) == (0, 3 * 2 * WEIGHTS // 2) and WEIGHTS > 0
-    assert other.resident - one.resident == other.total - one.total == other.sent_weights
-
-
 def test_models_of_32_bits_have_no_estimate():
     price = Question(GRPO.replace("--bf16", "").split(), 1, None, vocab_size=20).price()
     assert step_time.estimate(price, cluster_of()) is None
     assert "32 bits" in step_time.text(None, cluster_of())
-
-
-def test_what_the_actor_has_of_its_teacher_is_memory_and_traffic():
-    flags = f"{GRPO} --role-map=actor=0-1;reward=2;reference=2;teacher=2 --distill loss --reward exact-match"
-    flags += " --actor-tensor-model-parallel-size 2"
-    plain, taught = (
-        Question([*flags.split(), *wide], 3, None, vocab_size=20).price()
-        for wide in ([], ["--teacher-hidden-size", "128"])
-    )
-    one, other = (price.roles["actor"].largest for price in (plain, taught))
-    step, state = traffic.step_sizes(taught.program.settings), 128 * 2
-    assert other.teacher_data == state * (32 // 2 + 2 * step.tokens) == 2 * one.teacher_data
-    assert other.resident - one.resident == other.total - one.total == other.teacher_data - one.teacher_data
-    sent = [move for move in traffic.moves(taught.program.settings, taught.program.roles) if move.source == "teacher"]
-    assert [move.fields for move in sent] == [["teacher_states"]]
-    header = traffic.field_bytes([], step)
-    assert traffic.field_bytes(sent[0].fields, step, state) - header == state * step.tokens

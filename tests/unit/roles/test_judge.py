@@ -73,7 +73,7 @@ def one_by_one(rank: int, parsed, sampled: list[dict]) -> list[list[str]]:
     import torch
 
     from megarl.algorithms.token_sampling import SamplingSettings, stream_keys
-    from megarl.checkpoint import run_state
+    from megarl.checkpoint import pretrained
     from megarl.comm import role_mesh
     from megarl.data.prompts import load_prompts
     from megarl.mcore.inference.engine import RolloutEngine
@@ -87,7 +87,7 @@ def one_by_one(rank: int, parsed, sampled: list[dict]) -> list[list[str]]:
     tokenizer, role = factory.encoder.tokenizer, parsed.roles["reward"]
     groups = role_mesh.create_mesh(parsed.roles, SAFETY)["reward"].pg_collection
     model = gpt.build_frozen_model(role.megatron, tokenizer.vocab_size, groups)
-    run_state.load_weights(inputs() / "sft" / "checkpoints" / "step_00000040", model, groups)
+    pretrained.load_weights(inputs() / "sft" / "checkpoints" / "step_00000040", model, groups)
     engine = RolloutEngine(model[0], groups, tokenizer.vocab_size, LENGTH, 0.001, 4)
     lines = {prompt.text: prompt for prompt in prompts}
     texts = []

@@ -94,7 +94,7 @@ def test_the_reward_model_scores_the_text_in_its_own_tokens():
 def by_hand(rank: int, texts: list) -> list[float]:
     from datetime import timedelta
 
-    from megarl.checkpoint import run_state
+    from megarl.checkpoint import pretrained
     from megarl.comm import role_mesh
     from megarl.mcore.model import forward_pass, gpt
 
@@ -102,7 +102,7 @@ def by_hand(rank: int, texts: list) -> list[float]:
     place = role_mesh.create_mesh({"reward": role}, timedelta(minutes=1))["reward"]
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(models() / "tokenizer.model"))
     network = gpt.build_frozen_model(role.megatron, tokenizer.vocab_size, place.pg_collection, value_head=True)
-    run_state.load_weights(models() / "one" / "checkpoints" / "step_00000006", network, place.pg_collection)
+    pretrained.load_weights(models() / "one" / "checkpoints" / "step_00000006", network, place.pg_collection)
     scores = []
     for prompt, response in texts:
         plain = f"[user] {prompt}[assistant] "

@@ -5,6 +5,7 @@ import torch
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.groups import PromptGroups
+from megarl.rollout.response_log import Record
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -26,7 +27,7 @@ def versions_after(rank: int) -> dict:
         )
         for loads in (False, True):
             after = GroupBuffer(mesh, Settings(samples_per_prompt=2, generation_lag=int(loads)))
-            after.from_bytes([(before.to_bytes(), "group_buffer.pt")], version=7)
+            after.load([before.to_record()], version=7)
             versions = after.batch.versions
             assert after.batch.tokens.tolist() == tokens.tolist()
             found[saves, loads] = versions if versions is None else (versions.dtype, versions.tolist())
@@ -49,8 +50,8 @@ def buffer_of(size: int):
     return GroupBuffer(mesh, Settings(samples_per_prompt=2)), mesh["rollout"]
 
 
-def unequal_groups(rank: int) -> tuple[bytes | None, list[int]]:
-    """(the file of this rank's replica of two, sizes) of three groups out of two rounds."""
+def unequal_groups(rank: int) -> tuple[Record | None, list[int]]:
+    """(the record of this rank's replica of two, sizes) of three groups out of two rounds."""
     buffer, role_groups = buffer_of(2)
     for start, sizes, keep in ((0, [3, 1, 2], [True, False, True]), (50, [1, 4], [False, True])):
         groups = PromptGroups(sizes)
@@ -62,13 +63,13 @@ def unequal_groups(rank: int) -> tuple[bytes | None, list[int]]:
         )  # fmt: skip
         mine = groups.round_robin(2) == role_groups.dp_rank
         buffer.add(whole.select(mine.nonzero().flatten()), groups, torch.tensor(keep))
-    return buffer.to_bytes(), buffer.sizes
+    return buffer.to_record(), buffer.sizes
 
 
-def loaded(rank: int, files: list[bytes]) -> tuple[list[int], list[int], list[int]]:
+def loaded(rank: int, records: list[Record]) -> tuple[list[int], list[int], list[int]]:
     """(sizes, tokens, ids) of the groups of a checkpoint, on one rank."""
     buffer, _ = buffer_of(1)
-    buffer.from_bytes([(data, "group_buffer.pt") for data in files])
+    buffer.load(records)
     taken = buffer.take()
     assert not buffer.sizes and not len(buffer)
     return taken.sizes, taken.batch.tokens[::2].tolist(), taken.batch.sequence_ids.tolist()

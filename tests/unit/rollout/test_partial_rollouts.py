@@ -5,7 +5,9 @@ import torch
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.mcore.inference.generation import GenerationRequest
+from megarl.rollout import waiting_groups
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits
+from megarl.rollout.response_log import Record
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -13,8 +15,8 @@ GROUPS, SAMPLES = 5, 2
 SETTINGS = {"samples_per_prompt": SAMPLES, "partial_rollouts": True, "max_staleness": 1}
 
 
-def responses(groups: list[int]) -> Batch:
-    """Prompts of 1 to 3 tokens with responses of 0 to 4 tokens, the same in every layout."""
+def responses(groups: list[int], version: int = 0) -> Batch:
+    """Prompts of 1 to 3 tokens with responses of 0 to 4 tokens of this version, the same in every layout."""
     ids = torch.tensor([group * SAMPLES + i for group in groups for i in range(SAMPLES)])
     prompts, lengths = ids // SAMPLES % 3 + 1, ids // SAMPLES % 3 + 1 + ids % 5
     mask = [i >= p for p, n in zip(prompts.tolist(), lengths.tolist(), strict=True) for i in range(n)]
@@ -22,11 +24,12 @@ def responses(groups: list[int]) -> Batch:
     return Batch(
         sequence_ids=ids, prompt_ids=ids // SAMPLES, prompt_lengths=prompts, finished=ids % 4 == 3, lengths=lengths,
         tokens=torch.tensor(tokens), rollout_logprobs=-torch.tensor(tokens) / 7, response_mask=torch.tensor(mask),
+        versions=torch.full((len(tokens),), version, dtype=torch.int32),
     )  # fmt: skip
 
 
 def carried(rank: int, flags: str) -> tuple:
-    """(its file, lines that this rank holds, requests of the next round, its batch restored) after one round."""
+    """(its record, lines that this rank holds, requests of the next round) after one round."""
     from megarl.comm import role_mesh
     from megarl.rollout.partial_rollouts import PartialRolloutBuffer
     from megarl.rollout.requests import PromptRequest
@@ -37,47 +40,51 @@ def carried(rank: int, flags: str) -> tuple:
     mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
     requests = [PromptRequest(group, (), SAMPLES, 9, 7) for group in range(GROUPS)]
     buffer.keep_unfinished(responses(mine), requests, torch.tensor([1]), 3)
-    data = buffer.to_bytes()
-    held = sorted(set(buffer._responses.prompt_ids.tolist()))
+    data = stored(buffer)
+    held = sorted(set(buffer.rows.prompt_ids.tolist()))
     buffer.version = 1
-    popped = buffer.pop_oldest(2)
-    again = responses([0]) if any(r.partial[1].tokens for r in popped[:1]) else None
-    if again is not None:
-        again.prompt_lengths, again.response_mask = again.lengths.clone(), torch.zeros_like(again.response_mask)
-        buffer._restore_continued(again, [])
-    return data, held, popped, again
+    return data, held, buffer.pop_oldest(2)
 
 
-def resumed(rank: int, files: list[bytes]) -> tuple[bytes, list[int]]:
-    """(the file, lines that this rank holds) after the groups were loaded from files of several replicas."""
+def stored(buffer) -> tuple[bytes, Record]:
+    """The record of the groups, also as it is on disk."""
+    record = buffer.to_record()
+    return waiting_groups.packed(waiting_groups.UNFINISHED, record), record
+
+
+def resumed(rank: int, records: list[tuple[bytes, Record]]) -> tuple[tuple[bytes, Record], list[int]]:
+    """(the record on disk, lines that this rank holds) after the groups were loaded from those of several replicas."""
     from megarl.comm import role_mesh
     from megarl.rollout.partial_rollouts import PartialRolloutBuffer
 
     mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
     buffer = PartialRolloutBuffer(mesh, Settings(**SETTINGS))
-    buffer.from_bytes((data, "partial_rollouts.pt") for data in files)
-    return buffer.to_bytes(), sorted(set(buffer._responses.prompt_ids.tolist()))
+    buffer.load(record for _, record in records)
+    return stored(buffer), sorted(set(buffer.rows.prompt_ids.tolist()))
 
 
 def test_each_replica_holds_the_groups_that_it_began():
-    ((data, held, popped, again),) = run_world(carried, 1, "")
+    ((data, held, popped),) = run_world(carried, 1, "")
     assert held == [0, 2, 3, 4] and [request.line for request in popped] == [0, 2]
-    assert [p.length for p in popped[0].partial] == [0, 1] and popped[0].step == 7 and popped[0].dp_rank == 0
-    assert [p.is_finished for p in popped[1].partial] == [False, False]  # the second was cut to 3 tokens
-    assert again.response_mask.tolist() == [False, False, True] and again.versions.tolist() == [0, 0, 0]
+    assert popped[0].lengths == (0, 1) and popped[0].step == 7 and popped[0].dp_rank == 0
+    assert popped[0].tokens == [0] and [each.tokens for each in popped[0].responses] == [[], [11]]
+    assert None not in popped[1].lengths  # the second was cut to 3 tokens
+    assert popped[0].remaining == [9, 8]
     two = run_world(carried, 2, "")
     assert [result[1] for result in two] == [[0, 2, 4], [3]]
     files = [result[0] for result in two]
-    assert run_world(resumed, 1, files) == run_world(resumed, 1, [data]) == [(data, held)]
+    for records in (files, [data]):
+        (((found, _), lines),) = run_world(resumed, 1, records)
+        assert (found, lines) == (data[0], held)
     dealt = run_world(resumed, 2, files)
     assert [lines for _, lines in dealt] == [[0, 3], [2, 4]]  # groups 0, 2, 3, 4 in turn
-    assert run_world(resumed, 1, [file for file, _ in dealt]) == [(data, held)]
+    (((found, _), lines),) = run_world(resumed, 1, [record for record, _ in dealt])
+    assert (found, lines) == (data[0], held)
     mine, other = (result[2] for result in two)
     assert mine == popped
     for whole, known in zip(popped, other, strict=True):
-        assert known.tokens == [] and all(p.tokens == [] for p in known.partial)
-        assert known._replace(tokens=whole.tokens, partial=whole.partial) == whole
-        assert [p[:2] for p in known.partial] == [p[:2] for p in whole.partial]
+        assert known.tokens == known.responses == ()
+        assert known._replace(tokens=whole.tokens, responses=whole.responses) == whole
 
 
 class Episodes:
@@ -131,13 +138,13 @@ def stale(rank: int) -> tuple[list[int], list[int]]:
     for version, lines in ((0, (0, 1)), (2, (2, 3))):
         buffer.version = version
         mine = [group for group in range(2) if group % len(place.replicas) == place.dp_rank]
-        batch = responses([group + lines[0] for group in mine])
+        batch = responses([group + lines[0] for group in mine], version)
         batch.sequence_ids = batch.sequence_ids - lines[0] * SAMPLES
         requests = [PromptRequest(line, (), SAMPLES, 9, 1) for line in lines]
         buffer.keep_unfinished(batch, requests, torch.tensor([], dtype=int), 9)
     buffer.begin_step(1, 2)  # as with --generation-lag 1: what trains on the groups is newer than what continues them
     buffer._drop_stale()
-    return [group.request.line for group in buffer._groups], sorted(set(buffer._responses.prompt_ids.tolist()))
+    return [group.request.line for group in buffer._groups], sorted(set(buffer.rows.prompt_ids.tolist()))
 
 
 def test_stale_groups_are_dropped_where_they_are_held():

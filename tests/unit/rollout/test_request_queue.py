@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.helpers.engines import LIMIT, NEVER, make_requests, settings_of
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiers import long
-from tests.helpers.tiny_models import VOCAB, build_stages
+from tests.helpers.tiny_models import VOCAB, build_stages, parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
 END, COUNT = 3, 24
@@ -95,6 +95,26 @@ def test_a_slow_replica_takes_fewer_requests():
     merged(results)
     (slow, fast) = (len(done) for _, done, _ in results)
     assert slow % 2 == fast % 2 == 0 and slow < fast
+
+
+def queued(rank: int, room: int) -> tuple[list[int], bool]:
+    """(what one call takes, whether nothing is left) of groups with 4, 1, 2, 1 and 1 responses."""
+    from megarl.comm import role_mesh
+    from megarl.rollout.request_queue import SharedRequestQueue
+    from megarl.rollout.requests import PromptRequest, RoundRequests
+
+    place = role_mesh.create_mesh(parse_roles("", 1, program="rl"), SAFETY)["rollout"]
+    prompts = [PromptRequest(line, [1], samples, LIMIT, 0) for line, samples in enumerate((4, 1, 2, 1, 1))]
+    source = SharedRequestQueue(RoundRequests(prompts, 1, 0), True, place)
+    found = [number for number, _ in source.take(room)], source.is_empty()
+    source.close()
+    return found
+
+
+@pytest.mark.parametrize("room, left", [(9, True), (6, False), (3, False)])
+def test_groups_of_unequal_sizes_fill_the_room(room, left):
+    """A round that a clock ends takes all that is left at once: a group that stays behind would be lost."""
+    assert run_world(queued, 1, room) == [([*range(9)][:room], left)]
 
 
 # -- what samples share -----------------------------------------------------------------------------------------

@@ -5,17 +5,31 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.mcore.inference.generation import Completion
-from megarl.rollout.requests import PartialResponse, PromptRequest, RoundRequests, completions_to_batch
+from megarl.mcore.inference.generation import Completion, GenerationRequest
+from megarl.mcore.inference.response import Response, Span
+from megarl.rollout.requests import (
+    PromptRequest,
+    RoundRequests,
+    batch_to_responses,
+    completions_to_batch,
+    responses_to_batch,
+)
 
 ROUTES = torch.zeros(0, 2, 1, dtype=torch.int16)
 
 
+def carried(line: int, prompt: list[int], *tokens: list[int], limit: int = 6, draw_index: int = 0) -> PromptRequest:
+    """A group that goes on with samples that have these tokens, of version 3; their log-probs are −5."""
+    responses = tuple(Response(GenerationRequest(prompt, 0, 0), prompt_weights=2) for _ in tokens)
+    for response, of_one in zip(responses, tokens, strict=True):
+        response.add(of_one, [-5.0] * len(of_one), 3)
+    lengths = tuple(map(len, tokens))
+    return PromptRequest(line, prompt, len(tokens), limit, 1, draw_index, lengths, 0, responses)
+
+
 def requests() -> RoundRequests:
     """Two prompts with two samples each; the first sample of the second continues a response."""
-    partial = PartialResponse(2, False, (50, 51)), PartialResponse()
-    prompts = [PromptRequest(7, [1, 2, 3], 2, 6, 1), PromptRequest(4, [2**31, 9], 2, 6, 1, partial=partial)]
-    return RoundRequests(prompts, 1, 1)
+    return RoundRequests([PromptRequest(7, [1, 2, 3], 2, 6, 1), carried(4, [2**31, 9], [50, 51], [])], 1, 1)
 
 
 def completion(tokens: list[int], logprobs: list[float], finished: bool, prompt: int) -> Completion:
@@ -30,14 +44,16 @@ def test_a_batch_has_the_numbers_of_its_completions():
         0: completion([20], [-2.0000000001], False, 3),
         3: completion([], [], False, 2),
     }
-    batch = completions_to_batch(done, requests(), ROUTES)
+    batch = completions_to_batch(done, requests(), ROUTES, version=7)
     assert batch.sequence_ids.tolist() == [0, 2, 3] and batch.prompt_ids.tolist() == [7, 4, 4]
-    assert batch.prompt_lengths.tolist() == [3, 4, 2] and batch.lengths.tolist() == [4, 6, 2]
+    assert batch.prompt_lengths.tolist() == [3, 2, 2] and batch.lengths.tolist() == [4, 6, 2]
     assert batch.finished.tolist() == [False, True, False]
     assert batch.tokens.tolist() == [1, 2, 3, 20, 2**31, 9, 50, 51, 10, 11, 2**31, 9]
-    assert batch.response_mask.tolist() == [False] * 3 + [True] + [False] * 4 + [True] * 2 + [False] * 2
-    expected = torch.tensor([0, 0, 0, -2.0000000001, 0, 0, 0, 0, -0.1, -1 / 3, 0, 0], dtype=torch.float32)
+    assert batch.response_mask.tolist() == [False] * 3 + [True] + [False] * 2 + [True] * 4 + [False] * 2
+    expected = torch.tensor([0, 0, 0, -2.0000000001, 0, 0, -5, -5, -0.1, -1 / 3, 0, 0], dtype=torch.float32)
     assert torch.equal(batch.rollout_logprobs, expected)
+    assert batch.versions.tolist() == [7] * 4 + [2, 2, 3, 3, 7, 7] + [2, 2]
+    assert completions_to_batch(done, requests(), ROUTES).versions is None
     assert torch.equal(batch.routes, torch.cat([done[i].routes for i in (0, 2, 3)]))
     kinds = {name: getattr(batch, name).dtype for name in batch.present()}
     assert kinds["tokens"] == kinds["lengths"] == kinds["prompt_lengths"] == torch.int64
@@ -46,17 +62,16 @@ def test_a_batch_has_the_numbers_of_its_completions():
 
 def test_prompts_with_their_own_numbers_of_responses():
     """Three responses to the first prompt, two to the second, one to the third, which is continued."""
-    partial = (PartialResponse(2, False, (50, 51)),)
     prompts = [
         PromptRequest(7, [1, 2, 3], 3, 4, 1, draw_index=2), PromptRequest(4, [9], 2, 6, 1, draw_index=1),
-        PromptRequest(5, [8], 1, 6, 1, partial=partial),
+        carried(5, [8], [50, 51]),
     ]  # fmt: skip
     found = RoundRequests(prompts, 1, 1)
     assert found.limits == [4, 4, 4, 6, 6, 4] and found.groups.sizes.tolist() == [3, 2, 1]
     assert found.group_of == [0, 0, 0, 1, 1, 2]
     assert [found.sample_of(i) for i in range(6)] == [0, 1, 2, 0, 1, 0]
     assert [found.stream_of(i) for i in range(6)] == [6, 7, 8, 2, 3, 0], "streams of all draws of a line differ"
-    assert found.prompt(5) == [8, 50, 51] and found.assigned_to(0, 2) == [0, 1, 2, 5]
+    assert found.response(5).row == [8, 50, 51] and found.assigned_to(0, 2) == [0, 1, 2, 5]
     alone = [RoundRequests([prompt], 1, 1) for prompt in prompts]
     keys = [request.key for round_ in alone for request in round_.build(range(len(round_)))]
     assert [request.key for request in found.build(range(6))] == keys
@@ -77,20 +92,42 @@ class _Rule(NamedTuple):
 def test_forced_tokens_are_not_the_policys():
     """Rows cut before, within and after forced tokens, by the end of this round or of the last one."""
     for before, new in itertools.product(range(6), range(1, 6)):
-        partial = PartialResponse(before, False, tuple(range(10, 10 + before))), PartialResponse(1, False, (50,))
-        prompts = [PromptRequest(7, [1, 2, 3], 2, 9, 1, partial=partial), PromptRequest(8, [8], 2, 9, 1)]
+        earlier = [*range(10, 10 + before)]
+        prompts = [carried(7, [1, 2, 3], earlier, [50], limit=9), PromptRequest(8, [8], 2, 9, 1)]
         asked = RoundRequests(prompts, 1, 1, _Rule())
         rows = [range(10 + before, 10 + before + new), range(51, 51 + new), range(10, 10 + new), range(50, 50 + new)]
         done = {i: Completion([*row], [-1.0] * new, True) for i, row in enumerate(rows)}
-        batch = completions_to_batch(done, asked, prompt_version=None)
+        batch = completions_to_batch(done, asked)
         masks = batch.response_mask.split(batch.lengths.tolist())
         expected = [[i not in (3, 4) for i in range(before, before + new)], [True] * new,
                     [i not in (3, 4) for i in range(new)], [True] * new]  # fmt: skip
         assert [mask.tolist()[-new:] for mask in masks] == expected
-        assert not any(mask[:-new].any() for mask in masks)
-        assert batch.rollout_logprobs.sum() == -4 * new  # of all new tokens: the engine gives forced ones 0
+        # What an earlier round has written is as it was.
+        assert [int(mask[:-new].sum()) for mask in masks] == [before, 1, 0, 0]
+        assert batch.rollout_logprobs.sum() == -5 * (before + 1) - 4 * new  # the engine gives forced ones 0
         for i, request in enumerate(asked.build(range(4))):
             assert request.thinking == _Rule() and request.start == (3 if i < 2 else 1)
+
+
+def test_responses_become_a_batch_and_come_back():
+    """Prompts, spans of several policies and forced tokens, one without tokens; the weights of forced ones stay."""
+    found = [Response(GenerationRequest(prompt, 0, 4), prompt_weights=3) for prompt in ([1, 2], [3], [4, 5, 6])]
+    for tokens, version, is_forced in (([7, 8], 3, False), ([9], 3, True), ([10], 4, False)):
+        found[0].add(tokens, [-token / 3 for token in tokens], version, is_forced)
+    found[0].finished = True
+    found[2].add([11], [0.0], 5, True)
+    batch = responses_to_batch(found, has_versions=True)
+    assert batch.response_mask.tolist() == [False, False, True, True, False, True, False, *[False] * 4]
+    again = batch_to_responses(batch)
+    assert [[(s.weights, s.tokens, s.is_forced) for s in r.spans] for r in again] == [
+        [(3, [7, 8], False), (3, [9], True), (4, [10], False)], [], [(5, [11], True)]
+    ]  # fmt: skip
+    assert [(r.asked.prompt, r.finished, r.prompt_weights, r.chosen) for r in again] == [
+        ([1, 2], True, 3, 3), ([3], False, 3, 0), ([4, 5, 6], False, 3, 0)
+    ]  # fmt: skip
+    same = responses_to_batch(again, has_versions=True)
+    assert all(torch.equal(getattr(same, name), getattr(batch, name)) for name in batch.present())
+    assert again[0].spans[2] == Span(4, [10], torch.tensor([-10 / 3]).tolist())
 
 
 def test_a_replica_without_completions_has_an_empty_batch():

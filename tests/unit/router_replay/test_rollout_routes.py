@@ -1,5 +1,6 @@
 """Routes from the rollout into the batch: of responses to train on only, and of buffered groups."""
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from megarl.arguments import Settings
 from megarl.errors import UsageError
+from megarl.rollout import response_log
+from megarl.rollout.response_log import Record
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -89,7 +92,7 @@ def contents(waiting) -> dict[int, list]:
 
 
 def put_away(rank: int, flags: str):
-    """(this rank's contents, the checkpoint on rank 0) of four groups kept out of two rounds of three."""
+    """(this rank's contents, the record on rank 0) of four groups kept out of two rounds of three."""
     from megarl.batch import Batch
     from megarl.groups import PromptGroups
 
@@ -105,10 +108,10 @@ def put_away(rank: int, flags: str):
         )  # fmt: skip
         mine = (whole.sequence_ids // 2 % len(place.replicas) == place.dp_rank).nonzero().flatten()
         waiting.add(whole.select(mine), PromptGroups.equal(3, 2), torch.tensor(wanted).bool())
-    return contents(waiting), waiting.to_bytes()
+    return contents(waiting), waiting.to_record()
 
 
-def taken_up(rank: int, flags: str, files: list[bytes | None]):
+def taken_up(rank: int, flags: str, records: list[Record | None]):
     """The buffered groups of this rank, and saved again; runs with other layers or without routes reject them."""
     from megarl.rollout.group_buffer import GroupBuffer
 
@@ -119,9 +122,10 @@ def taken_up(rank: int, flags: str, files: list[bytes | None]):
         (dataclasses.replace(waiting.settings, router_replay="none"), None, UsageError, "--router-replay"),
     ):
         with pytest.raises(error, match=message):
-            GroupBuffer(place, settings, layers).from_bytes([(data, "group_buffer.pt") for data in files if data])
-    waiting.from_bytes([(data, "group_buffer.pt") for data in files if data])
-    return contents(waiting), waiting.to_bytes()
+            GroupBuffer(place, settings, layers).load(copy.deepcopy(list(filter(None, records))))
+    waiting.load(filter(None, records))
+    record = waiting.to_record()
+    return contents(waiting), record and response_log.packed(*record)
 
 
 def test_buffered_routes_resume_in_any_layout():
@@ -132,4 +136,4 @@ def test_buffered_routes_resume_in_any_layout():
     assert files[0] and files[1] and files[2:] == (None, None), "one file of each replica"
     for flags in (PP2, TP2):
         held, again = zip(*run_world(taken_up, 2, flags, files), strict=True)
-        assert functools.reduce(operator.or_, held) == everything and again == (stored, None)
+        assert functools.reduce(operator.or_, held) == everything and again == (response_log.packed(*stored), None)

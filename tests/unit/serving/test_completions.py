@@ -7,7 +7,7 @@ import pytest
 
 from megarl.serving.responses import CompletionResponse
 from megarl.serving.sampling import stream_key
-from tests.helpers.serving import Answers, Served, openai_client
+from tests.helpers.serving import Answers, Served, openai_client, posted, without_leaders
 
 ANSWERS = {"smile": "a\U0001f600b", "turns": "one\nUser: two", "double": "é" * 5, "list": "1, 2, 3"}
 
@@ -89,7 +89,7 @@ def test_a_stop_token_is_not_in_the_text(server):
     comma = server.tokenizer.encode(",")[0]
     choice = server.post("/v1/completions", prompt="list", stop_token_ids=[comma], max_tokens=2).json()["choices"][0]
     frame = server.leaders[0].wait_for(1)[-1]
-    assert comma in frame["end_ids"] and choice["finish_reason"] == "length"
+    assert comma in frame.end_ids and choice["finish_reason"] == "length"
 
 
 def test_characters_never_come_in_halves(server):
@@ -129,7 +129,7 @@ def test_batches_and_choices_have_their_own_order_and_streams(server):
     assert [choice["text"] for choice in answer["choices"]] == ["1, 2, 3"] * 2 + ["é" * 5] * 2
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     frames = server.leaders[0].wait_for(first + 4)[first:]
-    assert [frame["key"] for frame in frames] == [stream_key(-5, p, c) for p in (0, 1) for c in (0, 1)]
+    assert [frame.key for frame in frames] == [stream_key(-5, p, c) for p in (0, 1) for c in (0, 1)]
 
 
 def test_sampling_reaches_the_wire(server):
@@ -142,11 +142,11 @@ def test_sampling_reaches_the_wire(server):
     names = ("temperature", "greedy", "top_k", "top_p", "max_tokens", "end_ids")
     end = [server.tokenizer.eos_id]
     frames = server.leaders[0].wait_for(count + 4)[count:]
-    assert [[frame[name] for name in names] for frame in frames] == [
+    assert [[getattr(frame, name) for name in names] for frame in frames] == [
         [1.0, True, 0, 1.0, 512, end], [0.5, False, 0, 0.9, 512, end], [1.0, False, 7, 1.0, 5, []],
         [1.0, False, 0, 1.0, 512, end],
     ]  # fmt: skip
-    assert len({frame["key"] for frame in frames}) == 4
+    assert len({frame.key for frame in frames}) == 4
 
 
 @pytest.mark.parametrize("fields, param", [
@@ -176,3 +176,18 @@ def test_typed_errors_of_the_client(client):
         client.completions.create(model="tiny", prompt="a", temperature=3)
     with pytest.raises(openai.NotFoundError, match="'other'"):
         client.completions.create(model="other", prompt="a")
+
+
+def fail(*_):
+    raise RuntimeError("secret prompt")
+
+
+@pytest.mark.parametrize("body, status, message", [
+    ({"prompt": "a"}, 503, "the server is starting"), ({"prompt": ["a"] * 4096, "n": 2}, 400, "prompts times n"),
+    ({"prompt": "a", "n": 10**6}, 400, "n"),
+])  # fmt: skip
+def test_what_has_no_place_is_refused_before_it_is_tokenized(body, status, message, tmp_path):
+    context = without_leaders(tmp_path)
+    context.encoder.tokenizer.encode = context.encoder.tokenizer.encode_batch = fail
+    answer = posted(context, **body)
+    assert answer.status_code == status and answer.json()["error"]["message"].startswith(message)

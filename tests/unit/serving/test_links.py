@@ -5,6 +5,7 @@ import queue
 import socket
 import threading
 from multiprocessing.connection import Client, Listener
+from typing import NamedTuple
 
 import pytest
 
@@ -12,7 +13,23 @@ from megarl.serving import links
 from tests.helpers.waiting import SAFETY_SECONDS
 
 KEY = bytes(range(32))
-MESSAGES = [{"type": "a", "text": "é\U0001f600\ud800"}, {"type": "b", "n": [-(2**63), 1.5, None, float("-inf")]}]
+
+
+class Said(NamedTuple):
+    """A message."""
+
+    text: str
+    more: list = []  # never changed
+
+
+class Numbers(NamedTuple):
+    """Another message."""
+
+    n: list
+
+
+KINDS = links.kinds_of(Said | Numbers)
+MESSAGES = [Said("é\U0001f600\ud800"), Numbers([-(2**63), 1.5, None, float("-inf")])]
 
 
 class EndingListener(Listener):
@@ -51,7 +68,7 @@ def listening(request, tmp_path):
 def pair(listening):
     """The links of a leader and of the HTTP process."""
     address, accepted = listening
-    ends = links.Link(links.connect(address, KEY)), links.Link(accepted.get(timeout=SAFETY_SECONDS))
+    ends = links.Link(links.connect(address, KEY), KINDS), links.Link(accepted.get(timeout=SAFETY_SECONDS), KINDS)
     yield ends
     for end in ends:
         end.close()
@@ -80,7 +97,7 @@ def test_both_ends_exchange_messages_until_one_closes(listening):
 
 
 def test_a_peer_that_does_not_read_makes_nobody_wait(listening):
-    big = {"type": "big", "data": "x" * 5_000_000}
+    big = Said("x" * 5_000_000)
     with pair(listening) as (leader, frontend):
         for message in (big, *MESSAGES):
             leader.send(message)
@@ -92,12 +109,15 @@ def test_a_peer_that_does_not_read_makes_nobody_wait(listening):
         assert not leader._writer.is_alive()
 
 
-@pytest.mark.parametrize("data", [b"[{", b"{}", b"[[]]", b"[{}]", b"\xff", b"[" * 10**5])
+@pytest.mark.parametrize(
+    "data",
+    [b"[{", b"{}", b"[[]]", b"[{}]", b"[[{}]]", b'[["Nobody"]]', b'[["Said"]]', b'["Said"]', b"\xff", b"[" * 10**5],
+)
 def test_what_is_no_message_is_an_error_of_the_connection(listening, data):
     address, accepted = listening
     connection = links.connect(address, KEY)
     connection.send_bytes(data)
-    link = links.Link(accepted.get(timeout=SAFETY_SECONDS))
+    link = links.Link(accepted.get(timeout=SAFETY_SECONDS), KINDS)
     with pytest.raises(ConnectionError, match="no message"):
         link.receive()
     link.close()

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from megarl.serving.replica_messages import Abort, Control, Drain, Generate, RequestUpdate, Window
 from tests.helpers.serving import LIMIT, served, silent
 from tests.helpers.tiers import by_default
 
@@ -22,7 +23,7 @@ def posting(server, *bodies, path="/v1/completions"):
 
 
 def ids(leader, count):
-    return [frame["id"] for frame in leader.wait_for(count)]
+    return [frame.id for frame in leader.wait_for(count)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -38,7 +39,7 @@ def test_a_client_that_goes_away_aborts_its_request(tmp_path, stream):
             if stream:
                 leader.tokens([first, server.tokenizer.encode("a"), [-1.0], None, None])
                 assert client.recv(10)
-        aborted = leader.wait_for(1, "abort")[0]["ids"]
+        aborted = leader.wait_for(1, Abort)[0].ids
         assert sorted(aborted) == [first, second]
         leader.tokens([first, [5], [-1.0], None, None])  # on its way already: nobody is there to get it
         with posting(server, {"prompt": "b"}) as answers:
@@ -55,7 +56,7 @@ def test_a_stop_string_aborts_and_frees_the_slot(tmp_path):
             for number in (1, 2):
                 request = ids(leader, number)[-1]
                 leader.tokens([request, server.tokenizer.encode("axb"), [-1.0] * 3, None, None])
-                assert request in leader.wait_for(number, "abort")[-1]["ids"]
+                assert request in leader.wait_for(number, Abort)[-1].ids
             for answer in answers:
                 assert answer.result().json()["choices"][0]["text"] == "a"
                 assert answer.result().json()["usage"]["completion_tokens"] == 2
@@ -72,7 +73,7 @@ def test_the_queue_is_bounded(tmp_path):
             with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
                 with pytest.raises(openai.RateLimitError):
                     client.completions.create(model="tiny", prompt="b")
-            leader.send(type="window", open=False)
+            leader.link.send(Window(False, 0, "step_7"))
             leader.tokens([first, [], [], None, None])
             while server.post("/v1/completions", prompt="b").status_code == 429:
                 pass  # until the frontend has read the message
@@ -109,13 +110,13 @@ def test_clients_take_turns_in_the_queue(tmp_path, by_key):
             for count in range(1, 9):
                 leader.tokens([ids(leader, count)[-1], [], [], None, "length"])
             assert first.result().status_code == second.result().status_code == 200
-        assert [frame["prompt"][0] for frame in leader.wait_for(8)] == [1, 1, 2, 1, 2, 1, 1, 1]
+        assert [frame.prompt[0] for frame in leader.wait_for(8)] == [1, 1, 2, 1, 2, 1, 1, 1]
 
 
 def test_sessions_and_prompts_choose_the_replica(tmp_path):
     def answer(leader, frame):
-        if frame["type"] == "generate":
-            leader.tokens([frame["id"], [], [], None, "length"])
+        if isinstance(frame, Generate):
+            leader.tokens([frame.id, [], [], None, "length"])
 
     with served(tmp_path, answer, leaders=2) as server:
         long, other = list(range(40)), list(range(40, 90))
@@ -143,7 +144,7 @@ def test_requests_are_spread_over_the_replicas(tmp_path):
 
 def test_refused_requests_are_errors_of_the_client(tmp_path):
     def refuse(leader, frame):
-        leader.send(type="refused", id=frame["id"], message="too long")
+        leader.tokens(RequestUpdate(frame.id, error="too long"))
 
     with served(tmp_path, refuse) as server:
         for stream in (False, True):
@@ -155,7 +156,7 @@ def test_a_request_that_takes_too_long_ends(tmp_path):
     with served(tmp_path, silent, request_timeout=0.2) as server:
         answer = server.post("/v1/completions", prompt="a", stream=True)
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "timeout"
-        assert server.leaders[0].wait_for(1, "abort")
+        assert server.leaders[0].wait_for(1, Abort)
 
 
 @pytest.mark.parametrize("loss", by_default(["leader", "rank 0", "message"], ["rank 0"]))
@@ -172,7 +173,7 @@ def test_the_loss_of_the_ranks_fails_all_requests_and_ends_the_process(tmp_path,
             elif loss == "rank 0":
                 server.process.connection.close()
             else:
-                leader.send(type="tokens", events=[[1]])
+                leader.tokens([])
             assert [answer.result().status_code for answer in answers] == [503] * 3
         assert server.exit_status() == 1
 
@@ -197,7 +198,7 @@ def test_signals_are_ignored_and_drain_finishes_what_runs(tmp_path):
                 pass  # until the third is in the queue
             for number in (signal.SIGTERM, signal.SIGINT):
                 os.kill(server.process.process.pid, number)
-            one.send(type="drain")
+            one.link.send(Drain())
             while server.client.get("/ready").status_code == 200:
                 pass  # until the frontend has read the message
             refused = server.post("/v1/completions", prompt="b")
@@ -210,7 +211,7 @@ def test_signals_are_ignored_and_drain_finishes_what_runs(tmp_path):
             assert [answer.result().status_code for answer in answers] == [200] * 3
             reasons = sorted(answer.result().json()["choices"][0]["finish_reason"] for answer in answers)
             assert reasons == ["abort", "stop", "stop"]
-        assert one.wait_for(1, "stop") and two.wait_for(1, "stop")
+        assert one.wait_for(1, Control) == two.wait_for(1, Control) == [Control("stop")]
         assert server.exit_status() == 0
     assert server.stderr == ""
 

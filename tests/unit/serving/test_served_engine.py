@@ -89,7 +89,8 @@ def test_few_places_and_little_cache_change_nothing():
 
 def scored(rank, flags, shape="llama"):
     """(completions, scores of prompt and response of each) of various requests; temperature 1 where greedy."""
-    from megarl.serving.scoring import ScoreRequest, score_sequences
+    from megarl.serving.replica_messages import ScorePrompt
+    from megarl.serving.served_engine import score_sequences
 
     served, model, groups = make_served(flags, shape)
     requests = various_requests()
@@ -97,7 +98,7 @@ def scored(rank, flags, shape="llama"):
     served.pause()
     found = []
     for request, completion in zip(requests, done, strict=True):
-        sequence = ScoreRequest(
+        sequence = ScorePrompt(
             [*request.prompt, *completion.tokens], request.sampling.temperature, request.top_logprobs
         )
         found += score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [sequence])
@@ -113,9 +114,9 @@ def test_scores_of_a_response_are_its_log_probs_to_the_bit(size, flags, shape):
         for request, completion, score in zip(requests, done, scores, strict=True):
             start = len(request.prompt)
             assert score.logprobs[0] is None and score.logprobs[start:] == completion.logprobs
-            assert bool(request.top_logprobs) == bool(completion.top_logprobs) == bool(score.top_logprobs)
+            assert bool(request.top_logprobs) == bool(completion.top_logprobs) == bool(score.top)
             if request.top_logprobs:
-                assert score.top_logprobs[start:] == completion.top_logprobs
+                assert score.top[start:] == completion.top_logprobs
                 check_top(request, completion)
 
 
@@ -129,13 +130,14 @@ def check_top(request, completion):
 
 def test_several_sequences_are_scored_in_one_pass():
     def passes(rank):
-        from megarl.serving.scoring import ScoreRequest, score_sequences, together
+        from megarl.serving.replica_messages import ScorePrompt
+        from megarl.serving.served_engine import score_sequences, together
 
         _, model, groups = make_served()
-        requests = [ScoreRequest(request.prompt, 1.0, i % 3) for i, request in enumerate(make_requests())]
+        requests = [ScorePrompt(request.prompt, 1.0, i % 3) for i, request in enumerate(make_requests())]
         one = [score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [request])[0] for request in requests]
         counts = [
-            together(requests, tokens) for tokens in (1, len(requests[0].tokens) + len(requests[1].tokens), 10**6)
+            together(requests, tokens) for tokens in (1, len(requests[0].prompt) + len(requests[1].prompt), 10**6)
         ]
         other = [*requests[:2], requests[2]._replace(temperature=2.0)]
         return (
@@ -217,7 +219,8 @@ def test_an_aborting_pause_ends_every_request():
 
 def test_each_token_has_the_log_prob_of_its_version_of_the_weights():
     def run(rank):
-        from megarl.serving.scoring import ScoreRequest, score_sequences
+        from megarl.serving.replica_messages import ScorePrompt
+        from megarl.serving.served_engine import score_sequences
 
         def change(path):
             with torch.no_grad():
@@ -237,9 +240,7 @@ def test_each_token_has_the_log_prob_of_its_version_of_the_weights():
         served.pause()
         for version in range(3):
             change(version)
-            sequences = [
-                ScoreRequest([*r.prompt, *c.tokens], r.sampling.temperature, 0) for r, c in zip(requests, done)
-            ]
+            sequences = [ScorePrompt([*r.prompt, *c.tokens], r.sampling.temperature, 0) for r, c in zip(requests, done)]
             scores[version] = [
                 score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [s])[0].logprobs for s in sequences
             ]

@@ -1,16 +1,15 @@
 """What a model family is: the tensors of its folders and the meaning of its config.json."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
+from megarl.mcore.model.weight_table import EMBEDDING
+from megarl.mcore.weights.hf.config_flags import Flags
 from megarl.mcore.weights.hf.mapping import Heads, Mapping, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
-from megarl.mcore.weights.hf.rotary import rotary_flags
 
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
-PREDICTED, PREDICTED_LAYER = "mtp.layers.0.", "mtp.layers.0.mtp_model_layer."  # keys of multi-token prediction
 
 QKV_NAMES = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")
 # Megatron's key, without `decoder.layers.N.`, -> tensors of the folder, without `model.layers.N.`
@@ -60,7 +59,6 @@ LATENT = MLP | {
 }
 MODEL = {EMBEDDING: rows("model.embed_tokens.weight"), "decoder.final_layernorm.weight": rows("model.norm.weight")}
 LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
-FULL, WINDOW, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # kinds of layers in config.json
 
 
 def expert_layers(
@@ -146,17 +144,6 @@ QWEN_VL = Multimodal((("model.language_model.", "lm_head.weight"),), r"model\.vi
 QWEN2_VL = Multimodal((*QWEN_VL.names, ("model.", "lm_head.weight")), r"(model\.)?visual\..+", is_flat=True)
 
 
-class TensorNames(NamedTuple):
-    """Names of the tensors in folders of a language model alone."""
-
-    prefixes: tuple[str, ...] = ("model.",)  # the first that a folder has
-    # Tensors outside the layers with other names, with `model.` -> their names after the prefix
-    outer: dict[str, str] = NO_TENSORS
-
-
-Flags = dict[str, object]  # Megatron's, without dashes -> value; True for a switch
-
-
 class Family(NamedTuple):
     """A `model_type` of config.json."""
 
@@ -169,7 +156,10 @@ class Family(NamedTuple):
     prediction: Prediction = NO_PREDICTION
     # The language model is described by `text_config`, of the type `config_type`.
     multimodal: Multimodal | None = None
-    names: TensorNames = TensorNames()
+    # Of the tensors in folders of a language model alone: the first prefix that a folder has; and tensors outside the
+    # layers with other names, with `model.` -> their names after the prefix.
+    prefixes: tuple[str, ...] = ("model.",)
+    outer: dict[str, str] = NO_TENSORS
     experts: str = "mlp.experts"  # module of all experts in transformers
     kept: str | None = None  # pattern of tensors that the policy does not compute with: exports have the folder's
     modules: dict[str, Mapping] | None = None  # `layers` by transformers' modules, where the folder has other names
@@ -179,88 +169,4 @@ class Family(NamedTuple):
         """Prefixes that modules of the language model may have in code; the first is that of transformers."""
         if self.multimodal is not None:
             return tuple(prefix for prefix, _ in self.multimodal.names)
-        return tuple(dict.fromkeys(("model.", *self.names.prefixes)))
-
-
-def flags_of(*parts: Flags | Callable[[ModelConfig], Flags | None]) -> Callable[[ModelConfig], Flags]:
-    """The flags of a family, one part after another: flags, functions of config.json that give some, and checks."""
-
-    def flags(config: ModelConfig) -> Flags:
-        found: Flags = {}
-        for part in parts:
-            found |= (part(config) if callable(part) else part) or {}
-        return found
-
-    return flags
-
-
-def requires(key: str, *allowed) -> Callable[[ModelConfig], None]:
-    """The check that an entry has one of these values, the only ones that megarl's layers compute."""
-    return lambda config: config.require(key, *allowed)
-
-
-def switched(key: str, flags: Flags) -> Callable[[ModelConfig], Flags]:
-    """Flags of a family whose config.json switches them on."""
-    return lambda config: flags if config.switch(key) else {}
-
-
-Activation = tuple[str, str, Flags]  # entry of config.json, its value, the flags
-SWIGLU: Activation = ("hidden_act", "silu", {"swiglu": True})
-GEGLU: Activation = ("hidden_activation", "gelu_pytorch_tanh", {"geglu": True})
-QK_NORMS: Flags = {"qk-layernorm": True}  # of each head
-QKV_BIASES = switched("attention_bias", {"add-qkv-bias": True})  # of queries, keys and values alone
-
-
-def model_flags(config: ModelConfig, activation: Activation = SWIGLU, rotary=rotary_flags) -> Flags:
-    """The flags that all families share: sizes, MLP, RMSNorm, rotary embeddings, no biases.
-
-    Args:
-        activation: of MLPs; its flags may describe one without a gate.
-        rotary: function for the flags of rotary embeddings.
-    """
-    config.require(*activation[:2])
-    hidden, attention_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
-    return {
-        "num-layers": config.whole("num_hidden_layers"),
-        "hidden-size": hidden,
-        "ffn-hidden-size": config.whole("intermediate_size", "moe_intermediate_size"),
-        "num-attention-heads": attention_heads,
-        "group-query-attention": True,
-        "num-query-groups": config.whole("num_key_value_heads", "num_attention_heads"),
-        "kv-channels": config.get("head_dim") and config.whole("head_dim") or hidden // attention_heads,
-        **activation[2],
-        "normalization": "RMSNorm",
-        "norm-epsilon": config.number("rms_norm_eps"),
-        "disable-bias-linear": True,
-        "max-position-embeddings": config.whole("max_position_embeddings"),
-        **rotary(config),
-    }
-
-
-def layer_pattern(has: Iterable[bool]) -> str:
-    """A flag's value with a zero or a one for each layer."""
-    return f"[{','.join(str(int(each)) for each in has)}]"
-
-
-def window_flags(config: ModelConfig) -> Flags:
-    """Which layers have which window; no flags without windows."""
-    size = config.get("sliding_window")
-    if config.is_known("layer_types"):
-        kinds = config.items("layer_types", str, "names")
-        if other := set(kinds) - {FULL, WINDOW}:
-            raise config.error("layer_types", f"{FULL} or {WINDOW} of each layer, not {min(other)}")
-        has_window = [kind == WINDOW for kind in kinds]
-    else:
-        has_window = [size is not None] * config.whole("num_hidden_layers")
-    if not any(has_window):
-        return {}
-    if config.is_known("layer_types") and not size:  # some classes have 0 for windows that are off
-        raise config.error("layer_types", f"no {WINDOW} without a sliding_window that is in use")
-    flags: Flags = {"window-size": f"{config.whole('sliding_window') - 1},0"}
-    return flags | ({} if all(has_window) else {"window-attn-skip-freq": layer_pattern(has_window)})
-
-
-def positions_of_windows(config: ModelConfig) -> Flags:
-    """Layers without a window have no positions."""
-    is_whole = [kind == FULL for kind in config.items("layer_types", str, "names")]
-    return {"no-rope-freq": layer_pattern(is_whole)} if any(is_whole) else {}
+        return tuple(dict.fromkeys(("model.", *self.prefixes)))

@@ -1,23 +1,34 @@
-"""Reads a Hugging Face folder: config.json, and the names, types and shapes of its tensors."""
+"""Reads a Hugging Face folder: config.json, the names, types and shapes of its tensors, and slices of them.
+
+A bounded part of its files is mapped at a time. Small tensors in which one number that is not finite makes NaN of many
+are read before any work starts: scales of quantized tensors, and decays of recurrent states.
+"""
 
 import functools
+import itertools
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from megarl.errors import UsageError, one_line
 from megarl.mcore.weights.hf import quantized
-from megarl.mcore.weights.hf.stored_tensors import FolderTensor, StoredTensor
+from megarl.mcore.weights.hf.quantized import NAN_EXPONENT, FolderTensor, Index, Mxfp4Tensor, StoredTensor
 from megarl.plain_files import is_absent, read_json, reason_of
 
 CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_BYTES = 2**28  # of a JSON file
 READABLE = ("F32", "BF16", "F16")
+# Bytes read from files before their mapping is released: pages of a mapped file count as memory of the process.
+MAPPED_BYTES = 32 * 2**20
+ELEMENTS = 2**22  # at a time
+DECAYS = (".A_log", ".dt_bias")
 
 
 class HFFolder:
@@ -114,3 +125,85 @@ class HFFolder:
                 }
         except (SafetensorError, OSError, ValueError) as error:
             raise self.error(f"{file} is no readable safetensors file ({' '.join(str(error).split())})") from None
+
+
+class FolderReader:
+    """The tensors of `HFFolder.weights`, read slice by slice."""
+
+    def __init__(self, folder: HFFolder):
+        self._folder = folder
+        self._files: dict[str, Any] = {}  # open ones, by name
+        self._mapped = 0  # bytes of them, at most
+
+    def __getitem__(self, name: str) -> "TensorSlices":
+        return TensorSlices(self, name, self._folder.weights[name])
+
+    def read(self, name: str, index: Index) -> Tensor:
+        """A slice of one of `HFFolder.tensors`, as a view of the mapped file; it must not be kept."""
+        if self._mapped >= MAPPED_BYTES:
+            self.close()
+        stored = self._folder.tensors[name]
+        if stored.file not in self._files:
+            self._files[stored.file] = safe_open(self._folder.path / stored.file, framework="pt")
+        found = self._files[stored.file].get_slice(name)[index]
+        self._mapped += _mapped_elements(index, stored.shape) * found.element_size()
+        return found
+
+    def close(self):
+        self._files, self._mapped = {}, 0
+
+
+class TensorSlices:
+    """One tensor, of which slices are read; its `[...]` takes an `Index`, and gives a tensor that must not be kept."""
+
+    def __init__(self, reader: FolderReader, name: str, tensor: FolderTensor):
+        self._reader, self._name, self._tensor = reader, name, tensor
+
+    def __getitem__(self, index: Index) -> Tensor:
+        if isinstance(self._tensor, StoredTensor):
+            return self._reader.read(self._name, index)
+        return self._tensor.read(self._reader.read, index)
+
+
+def _mapped_elements(index: Index, shape: tuple[int, ...]) -> int:
+    """Elements whose pages a slice may map: all from its first row to its last one."""
+    for axis, part in enumerate(index):
+        if isinstance(part, slice):
+            return (part.stop - part.start) * math.prod(shape[axis + 1 :])
+    return 1
+
+
+def slices_of(shape: tuple[int, ...], elements: int) -> Iterator[Index]:
+    """Yields indices that make up a tensor, of at most so many elements each if a row is not larger."""
+    if not shape:
+        yield ()
+        return
+    *outer, rows, columns = (1, *shape) if len(shape) == 1 else shape
+    count = max(1, elements // max(1, columns))
+    for place in itertools.product(*map(range, outer)):
+        for start in range(0, rows, count):
+            part = slice(start, min(rows, start + count)), slice(0, columns)
+            yield part[1:] if len(shape) == 1 else (*place, *part)
+
+
+def damaged_scales(folder: HFFolder) -> list[str]:
+    """Names of scales with a NaN or an infinity. Reads all scales of the folder."""
+    reader, found = FolderReader(folder), []
+    for tensor in folder.weights.values():
+        if not isinstance(tensor, StoredTensor):
+            _, name = tensor.stored
+            parts = (reader.read(name, part) for part in slices_of(folder.tensors[name].shape, ELEMENTS))
+            is_exponent = isinstance(tensor, Mxfp4Tensor)
+            if any((part == NAN_EXPONENT if is_exponent else ~part.float().isfinite()).any() for part in parts):
+                found.append(name)
+    return sorted(found)
+
+
+def damaged_decays(folder: HFFolder, names: Iterable[str]) -> list[str]:
+    """Those among the tensors of these names that are decays or their biases, with a NaN or an infinity. Reads them."""
+    reader, found = FolderReader(folder), []
+    for name in (name for name in sorted(names) if name.endswith(DECAYS)):
+        parts = (reader[name][part] for part in slices_of(folder.weights[name].shape, ELEMENTS))
+        if any((~part.float().isfinite()).any() for part in parts):
+            found.append(name)
+    return found

@@ -3,18 +3,16 @@
 import re
 from typing import NamedTuple
 
-from megarl.mcore.weights.hf import multimodal
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.folder import INDEX, HFFolder
 from megarl.mcore.weights.hf.mapping import Heads, Mapping, Rows, StackedExperts, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
-from megarl.mcore.weights.hf.multimodal import Naming
-from megarl.mcore.weights.hf.prediction import PredictionTensors, prediction_tensors
-from megarl.mcore.weights.hf.quantized import method_of
-from megarl.mcore.weights.hf.stored_tensors import StoredTensor
+from megarl.mcore.weights.hf.quantized import StoredTensor, method_of
+from megarl.mcore.weights.hf.tensor_names import Naming, PredictionTensors, is_kept, naming_of, prediction_tensors
 
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+TEXT, MULTIMODAL = "text_config", "ForConditionalGeneration"
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old folders of Llama have it
 LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -58,7 +56,7 @@ class HFModel(NamedTuple):
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
-        if multimodal.is_kept(self.family, name):
+        if is_kept(self.family, name):
             return True
         plain = self.naming.plain(name)
         if plain is None:
@@ -87,14 +85,14 @@ def read_model(
     folder = HFFolder(path, flag)
     family = _family(folder)
     if family.multimodal:
-        config, is_classifier = multimodal.text_config(folder, family, longest), False
+        config, is_classifier = _text_config(folder, family, longest), False
     else:
         config = ModelConfig(folder.config, family.config_type or family.model_type, longest, folder.error)
         is_classifier = _is_classifier(config)
     method_of(folder.config, folder.error)
-    flags, naming = family.flags(config), multimodal.naming_of(family, folder.weights if folder.has_weights else ())
+    flags, naming = family.flags(config), naming_of(family, folder.weights if folder.has_weights else ())
     if family.multimodal:
-        is_tied = multimodal.ties_head(folder, family, longest, naming)
+        is_tied = _ties_head(folder, family, longest, naming)
     else:
         is_tied = not is_classifier and config.switch("tie_word_embeddings")
     if not is_tied:
@@ -130,7 +128,7 @@ def _notes(model: HFModel) -> tuple[str, ...]:
     quantized = [tensor for tensor in folder.weights.values() if not isinstance(tensor, StoredTensor)]
     note, unnamed = model.prediction.note(filter(None, map(model.naming.plain, folder.weights))), sorted(folder.unnamed)
     found = [note] if note else []
-    if others := sum(multimodal.is_kept(model.family, name) for name in folder.weights):
+    if others := sum(is_kept(model.family, name) for name in folder.weights):
         found.append(f"{others} tensors of parts that the policy does not have are not trained; exports have them")
     if quantized:
         method, dtype = method_of(folder.config, folder.error), quantized[0].dtype
@@ -144,7 +142,7 @@ def _family(folder: HFFolder) -> Family:
     kind = folder.config.get("model_type")
     if not isinstance(kind, str) or kind not in families():
         raise folder.error(f"config.json: model_type {kind!r}: allowed are {', '.join(families())}")
-    family, text = families()[kind], folder.config.get(multimodal.TEXT)
+    family, text = families()[kind], folder.config.get(TEXT)
     if family.multimodal and isinstance(text, dict) and text.get("model_type") in family.multimodal.texts:
         own = families()[text["model_type"]]
         return own._replace(model_type=kind, config_type=own.model_type, multimodal=family.multimodal)
@@ -161,3 +159,28 @@ def _is_classifier(config: ModelConfig) -> bool:
     if config.get("num_labels") != 1:
         raise config.error("num_labels", "one, the score of a reward model or critic")
     return True
+
+
+def _text_config(folder: HFFolder, family: Family, longest: int) -> ModelConfig:
+    """The language model's part of a folder's config.json. UsageError for another kind of language model."""
+    values, kind = folder.config.get(TEXT), family.config_type
+    if values is None and family.multimodal is not None and family.multimodal.is_flat:
+        values = ModelConfig(folder.config, family.model_type, longest, folder.error).get(TEXT).to_dict()
+    if not isinstance(values, dict):
+        raise folder.error(f"config.json: {TEXT} {values!r}: allowed is an object")
+    if values.get("model_type", kind) != kind:
+        kinds = ", ".join(map(repr, (kind, *(family.multimodal.texts if family.multimodal else ()))))
+        raise folder.error(f"config.json: {TEXT}: model_type {values['model_type']!r}: allowed is {kinds}")
+    names = folder.config.get("architectures") or [MULTIMODAL]
+    if not isinstance(names, list) or not any(str(name).endswith(MULTIMODAL) for name in names):
+        raise folder.error(f"config.json: architectures {names!r}: allowed is …{MULTIMODAL}")
+    return ModelConfig(values, str(kind), longest, folder.error)
+
+
+def _ties_head(folder: HFFolder, family: Family, longest: int, naming: Naming) -> bool:
+    """Whether the head is the embedding: if the folder has none, or as transformers reads it from outside the text's
+    part."""
+    if folder.has_weights and naming.head not in folder.weights:
+        return True
+    whole = ModelConfig(folder.config, family.model_type, longest, folder.error)
+    return whole.switch("tie_word_embeddings")

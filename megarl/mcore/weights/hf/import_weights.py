@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.mcore.weights.hf import folder_reader
+from megarl.mcore.weights.hf import folder as folders
 from megarl.mcore.weights.hf.mapping import RowRange
 from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.mcore.weights.reshard_plan import Coordinates, LocalWeights, WeightShard, overlap
@@ -78,10 +78,10 @@ def read_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[S
     folder = weight_map.model.folder
     for box in stored_boxes(weights, weight_map):
         by_file[folder.weights[box.rows.name].file].append(box)
-    reader = folder_reader.FolderReader(folder)
+    reader = folders.FolderReader(folder)
     for file in sorted(by_file):
         for box in by_file[file]:
-            for part in box.split(folder_reader.MAPPED_BYTES // BYTES_PER_ELEMENT):
+            for part in box.split(folders.MAPPED_BYTES // BYTES_PER_ELEMENT):
                 stored = part.rows.view_of(reader[part.rows.name], part.offset, part.shape)
                 yield part, stored.reshape(part.shape)
         reader.close()

@@ -5,24 +5,20 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from megarl.mcore.model.pipeline_layout import layer_kinds
 from megarl.mcore.model.projections import HeadLayout
-from megarl.mcore.weights.hf import quantized
-from megarl.mcore.weights.hf.family import (
+from megarl.mcore.model.weight_table import (
     EMBEDDING,
     HEAD,
-    LAYER,
-    LM_HEAD,
-    MODEL,
     PREDICTED,
     PREDICTED_LAYER,
-    SCALAR_HEAD,
+    stored_prediction,
+    stored_weights,
 )
-from megarl.mcore.weights.hf.folder import READABLE
-from megarl.mcore.weights.hf.folder_reader import FolderReader, slices_of
+from megarl.mcore.weights.hf import quantized
+from megarl.mcore.weights.hf.family import LAYER, LM_HEAD, MODEL, SCALAR_HEAD
+from megarl.mcore.weights.hf.folder import READABLE, FolderReader, slices_of
 from megarl.mcore.weights.hf.hf_model import HFModel
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
-from megarl.mcore.weights.hf.model_weights import model_weights, prediction_weights
 
 COMPARED = 2**22  # elements at a time
 NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
@@ -131,9 +127,8 @@ class WeightMap:
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Shape by name of every tensor that the folder must have."""
         shapes: dict[str, tuple[int, ...]] = {}
-        vocab_size = self.model.vocab_size
-        weights = model_weights(self.args, vocab_size, layer_kinds(self.args), self.value_head)
-        for weight in itertools.chain(weights, prediction_weights(self.args) if self.predicts else ()):
+        weights = stored_weights(self.args, self.model.vocab_size, self.value_head)
+        for weight in itertools.chain(weights, stored_prediction(self.args) if self.predicts else ()):
             index = () if weight.expert is None else (weight.expert,)
             for part in self.ranges(weight.key, index, weight.shape[0]):
                 shape = part.source_shape(weight.shape[1:], self.args.num_experts)

@@ -2,17 +2,14 @@
 
 import dataclasses
 import itertools
-from typing import NamedTuple
+import json
 
 import torch
 
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.roles.episode_turns import turns_of
-from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.carried import CarriedEpisodes
 from megarl.rollout.episodes.episode import EnvironmentResult, Episode, EpisodeLimits
-from megarl.rollout.replica_batch import forced_responses
-from tests.helpers.character_tokenizer import CharacterTokenizer
+from megarl.rollout.episodes.results import episodes_to_batch
 
 LIMITS = EpisodeLimits(turns=4, turn=5, response=40)
 TURNS = (3, 5, 1, 4)  # tokens; the last token of each ends it
@@ -80,10 +77,10 @@ def test_a_checkpoint_brings_episodes_of_all_kinds():
         carried, loaded = (CarriedEpisodes(LIMITS, None) for _ in range(2))
         carried._client = NoAnswers()
         carried.add([episode])
-        text = carried.to_json([episode.key])
+        found = json.loads(json.dumps(carried.facts([episode.key])))
         batch, is_own = episodes_to_batch([episode]), torch.tensor([True])
         batch.versions = torch.arange(len(batch.tokens), dtype=torch.int32)
-        assert loaded.load(text, batch, [episode.key], is_own, "file") == [episode.end is not None]
+        assert loaded.load(found, batch, [episode.key], is_own) == [episode.end is not None]
         assert facts(loaded.get(episode.key)) | {"new_tokens": 0} == facts(episode) | {"new_tokens": 0}
         assert carried.of([episode.key]) == [episode] and episode.replayable
         loaded.retain([])
@@ -98,32 +95,3 @@ class NoAnswers:
 
     def tools(self, key: str) -> list:
         return []
-
-
-class _Rule(NamedTuple):
-    """Forces two tokens after three of a turn that follows an even token."""
-
-    limit = 3
-
-    def forced(self, prompt, response):
-        return range(3, 5) if len(response) >= 3 and prompt[-1] % 2 == 0 else range(0)
-
-
-def test_forced_tokens_of_turns_are_not_the_policys_but_within_their_turns():
-    """The third turn is cut within its forced tokens: then its reward is at the last token before them."""
-    limits = EpisodeLimits(turns=9, turn=9, response=60, thinking=_Rule())
-    episode = Episode(0, GenerationRequest([1, 2], 7, 0), line=3, limits=limits, key="1/3/0")
-    episode.apply(EnvironmentResult(0, [1, 2, 4]))
-    for turn, tokens in enumerate(([10, 11, 12, 0, 0, 13], [20, 21, 22, 23], [30, 31, 32, 0])):
-        assert episode.next_request().start == len(episode.tokens)
-        episode.add_turn(Completion(tokens, [-1.0] * len(tokens), finished=True))
-        episode.apply(EnvironmentResult(0, [51 - turn % 2] if turn < 2 else [], 0.5 + turn, done=turn == 2))
-    # Prompt, turn, observation 51, turn, observation 50, turn.
-    forced = [0] * 3 + [0, 0, 0, 1, 1, 0] + [0] + [0] * 4 + [0] + [0, 0, 0, 1]
-    chosen = [0] * 3 + [1, 1, 1, 0, 0, 1] + [0] + [1] * 4 + [0] + [1, 1, 1, 0]
-    batch = episodes_to_batch([episode], has_forced=True)
-    assert batch.forced.int().tolist() == forced and batch.response_mask.int().tolist() == chosen
-    assert batch.turn_rewards.nonzero().flatten().tolist() == [8, 13, 17]
-    turns = turns_of(batch, CharacterTokenizer())[0]
-    assert [turn["reward"] for turn in turns] == [0.5, 1.5, 2.5] and len(turns[0]["text"]) == 4  # 0 has no text
-    assert forced_responses(batch) == 1

@@ -1,25 +1,20 @@
 """Families of DeepSeek: multi-latent attention; dense layers before those with experts, shared experts."""
 
-from megarl.mcore.weights.hf.experts import (
+from megarl.mcore.weights.hf.config_flags import (
+    Flags,
     deepseek_gates,
     dense_then_experts,
     expert_flags,
+    flags_of,
     gate_factor,
+    model_flags,
+    requires,
+    rotary_flags,
     shared_experts,
     softmax_gates,
 )
-from megarl.mcore.weights.hf.family import (
-    EXPERT_LAYERS,
-    LATENT,
-    PREDICTION_LAYERS,
-    Family,
-    Flags,
-    flags_of,
-    model_flags,
-    requires,
-)
+from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LATENT, PREDICTION_LAYERS, Family
 from megarl.mcore.weights.hf.model_config import ModelConfig
-from megarl.mcore.weights.hf.rotary import rotary_flags
 
 NORM_EPSILON = 1e-6  # of latents, in transformers and in DeepSeek's own code, whatever rms_norm_eps says
 

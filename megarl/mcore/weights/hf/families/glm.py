@@ -1,21 +1,25 @@
 """Families of GLM, and families with experts like those of GLM-4.5."""
 
-from megarl.mcore.weights.hf.experts import dense_then_experts, expert_flags, shared_experts, sigmoid_gates
+from megarl.mcore.weights.hf.config_flags import (
+    QK_NORMS,
+    QKV_BIASES,
+    dense_then_experts,
+    expert_flags,
+    flags_of,
+    model_flags,
+    requires,
+    shared_experts,
+    sigmoid_gates,
+    switched,
+    window_flags,
+)
 from megarl.mcore.weights.hf.family import (
     EXPERT_LAYERS,
     LAYERS,
     NO_PREDICTION,
     PREDICTION_LAYERS,
-    QK_NORMS,
-    QKV_BIASES,
     QWEN_VL,
     Family,
-    TensorNames,
-    flags_of,
-    model_flags,
-    requires,
-    switched,
-    window_flags,
 )
 from megarl.mcore.weights.hf.mapping import Heads, NeighbourHeads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
@@ -82,7 +86,7 @@ SARVAM_MOE = GLM_4_MOE._replace(
     },
     modules=LAYERS | EXPERT_LAYERS,
     prediction=NO_PREDICTION,
-    names=TensorNames(outer={"model.embed_tokens.weight": "word_embeddings.weight"}),
+    outer={"model.embed_tokens.weight": "word_embeddings.weight"},
 )
 # Solar Open: experts in all layers.
 SOLAR_OPEN = Family(

@@ -1,10 +1,7 @@
 """Llama, and families whose layers are Llama's but for a few details."""
 
-from megarl.mcore.weights.hf.family import (
-    LAYERS,
+from megarl.mcore.weights.hf.config_flags import (
     QKV_BIASES,
-    QKV_NAMES,
-    Family,
     Flags,
     flags_of,
     layer_pattern,
@@ -12,6 +9,7 @@ from megarl.mcore.weights.hf.family import (
     requires,
     window_flags,
 )
+from megarl.mcore.weights.hf.family import LAYERS, QKV_NAMES, Family
 from megarl.mcore.weights.hf.mapping import Heads, NeighbourHeads, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 

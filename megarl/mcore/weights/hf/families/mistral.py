@@ -1,20 +1,16 @@
 """Families of Mistral: layers of Llama, some with a window; experts; latents."""
 
-from megarl.mcore.weights.hf.experts import expert_flags, softmax_gates
-from megarl.mcore.weights.hf.families.deepseek import deepseek_flags
-from megarl.mcore.weights.hf.family import (
-    EXPERT_LAYERS,
-    LATENT,
-    LAYERS,
-    LLAVA,
-    Family,
+from megarl.mcore.weights.hf.config_flags import (
     Flags,
-    expert_layers,
+    expert_flags,
     flags_of,
     model_flags,
     requires,
+    softmax_gates,
     window_flags,
 )
+from megarl.mcore.weights.hf.families.deepseek import deepseek_flags
+from megarl.mcore.weights.hf.family import EXPERT_LAYERS, LATENT, LAYERS, LLAVA, Family, expert_layers
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 

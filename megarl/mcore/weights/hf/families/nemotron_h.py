@@ -1,7 +1,7 @@
 """Nemotron-H (2504.03624), Nemotron 3: layers of Mamba-2, attention without positions, an MLP, or experts alone."""
 
-from megarl.mcore.weights.hf.experts import expert_flags, sigmoid_gates
-from megarl.mcore.weights.hf.family import Family, Prediction, TensorNames
+from megarl.mcore.weights.hf.config_flags import expert_flags, sigmoid_gates
+from megarl.mcore.weights.hf.family import Family, Prediction
 from megarl.mcore.weights.hf.mapping import Heads, recurrent_parts, rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
@@ -85,9 +85,7 @@ NEMOTRON_H = Family(
     },
     flags=flags,
     prediction=Prediction(r"mtp\..+", {}, ("num_nextn_predict_layers",)),
-    names=TensorNames(
-        ("backbone.", "model."),
-        {"model.embed_tokens.weight": "embeddings.weight", "model.norm.weight": "norm_f.weight"},
-    ),
+    prefixes=("backbone.", "model."),
+    outer={"model.embed_tokens.weight": "embeddings.weight", "model.norm.weight": "norm_f.weight"},
     experts="mixer.experts",
 )  # fmt: skip

@@ -1,33 +1,34 @@
 """Families with norms after attention and MLP, and their relatives: Gemma (before them as well), OLMo, EXAONE."""
 
-from megarl.mcore.weights.hf.experts import (
+from megarl.mcore.weights.hf.config_flags import (
+    GEGLU,
+    QK_NORMS,
+    Flags,
     deepseek_gates,
     dense_then_experts,
     expert_flags,
-    shared_experts,
-    softmax_gates,
-)
-from megarl.mcore.weights.hf.family import (
-    ALL_HEADS_NORMS,
-    EXPERT_LAYERS,
-    GEGLU,
-    LAYERS,
-    LLAVA,
-    POST_NORM,
-    QK_NORMS,
-    SANDWICH,
-    Family,
-    Flags,
-    Prediction,
     flags_of,
     model_flags,
     positions_of_windows,
     requires,
+    rotary_flags,
+    rotary_flags_by_kind,
+    shared_experts,
+    softmax_gates,
     window_flags,
+)
+from megarl.mcore.weights.hf.family import (
+    ALL_HEADS_NORMS,
+    EXPERT_LAYERS,
+    LAYERS,
+    LLAVA,
+    POST_NORM,
+    SANDWICH,
+    Family,
+    Prediction,
 )
 from megarl.mcore.weights.hf.mapping import rows
 from megarl.mcore.weights.hf.model_config import ModelConfig
-from megarl.mcore.weights.hf.rotary import rotary_flags, rotary_flags_by_kind
 
 
 def _gemma_flags(config: ModelConfig, rotary=rotary_flags) -> Flags:

@@ -1,0 +1,134 @@
+"""The log of responses: the one form in which a run keeps what was generated.
+
+* `--rollout-bank`: of a running step, `step_N/REPLICA-ATTEMPT.log` with finished responses, or turns of episodes.
+* A checkpoint: `rollout.log` of the first replica, `rollout-00001.log` of the next, with the groups that wait, the
+  batches of later steps, the unfinished groups, and the pools.
+* `--save-rollouts`: of an ended step, `step_N/replica_00000.log` with the responses of its rounds, and its episodes.
+
+A file is only appended to, by one writer. A record is `MAGIC`, the size of its body (uint64, little-endian), the body,
+and the body's BLAKE2b hash of 16 bytes. The body is a safetensors archive, which holds no code: fields with the names
+of `Batch`, and `facts`, the bytes of a JSON object with all else.
+
+Damage: a record that does not have its hash does not count, and neither does one that a killed writer has not ended. A
+reader that can do without it goes on (`intact`); one that cannot refuses the file (`whole`).
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from megarl.plain_files import open_bytes, parse_json, reading, reason_of
+
+MAGIC = b"MRL1"
+HASH_SIZE = 16
+SUFFIX = ".log"
+_SIZE = struct.Struct("<Q")
+_FACTS = "facts"
+
+
+class DamagedRecord(Exception):
+    """A record that is not what `packed` has made."""
+
+
+class Record(NamedTuple):
+    """What a record holds."""
+
+    facts: dict[str, Any]
+    fields: dict[str, Tensor]
+
+
+class Entry(NamedTuple):
+    """Where a record is, and its facts."""
+
+    path: Path
+    offset: int  # of its body
+    size: int
+    facts: dict[str, Any]
+
+    def read(self) -> Record:
+        """The record. DamagedRecord if it has changed since; OSError."""
+        with open_bytes(self.path) as file:
+            return _read(file, self.offset, self.size)
+
+
+def hash_of(data: bytes) -> bytes:
+    """The hash of records, and of what identifies them."""
+    return hashlib.blake2b(data, digest_size=HASH_SIZE).digest()
+
+
+def packed(facts: Mapping[str, Any], fields: Mapping[str, Tensor]) -> bytes:
+    """A record; fields are on the host."""
+    text = torch.frombuffer(bytearray(json.dumps(facts), "utf-8"), dtype=torch.uint8)
+    body = save({_FACTS: text, **{name: field.contiguous() for name, field in fields.items()}})
+    return b"".join((MAGIC, _SIZE.pack(len(body)), body, hash_of(body)))
+
+
+def append(descriptor: int, record: bytes):
+    """Writes a record with one call, so that a killed process leaves at most its last record incomplete."""
+    rest = memoryview(record)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def intact(path: Path, damaged: Callable[[str], None]) -> Iterator[Entry]:
+    """The records of a log that count. `damaged` is told of the others, but for one at the end that is incomplete.
+
+    Raises:
+        OSError: no regular file.
+    """
+    with open_bytes(path) as file:
+        end, position = os.fstat(file.fileno()).st_size, 0
+        while end - position >= len(MAGIC) + _SIZE.size:
+            file.seek(position)
+            where = f"the record at byte {position} is damaged"
+            if file.read(len(MAGIC)) != MAGIC:
+                damaged(f"{where}: the rest of the file is ignored")
+                return
+            (size,) = _SIZE.unpack(file.read(_SIZE.size))
+            offset = position + len(MAGIC) + _SIZE.size
+            position = offset + size + HASH_SIZE
+            if position > end:
+                return
+            try:
+                facts = _read(file, offset, size).facts
+            except DamagedRecord as error:
+                damaged(f"{where}: {error}")
+            else:
+                yield Entry(path, offset, size, facts)
+
+
+def whole(path: Path, where: str) -> list[Entry]:
+    """The records of a log that has ended. UsageError, which begins with `where`, if one does not count."""
+    with reading(where, "is damaged"):
+        found = list(intact(path, _refuse))
+        last = found[-1].offset + found[-1].size + HASH_SIZE if found else 0
+        if last != path.stat().st_size:
+            _refuse("its last record is incomplete")
+    return found
+
+
+def _refuse(problem: str):
+    raise ValueError(problem)
+
+
+def _read(file: BinaryIO, offset: int, size: int) -> Record:
+    file.seek(offset)
+    body, found = file.read(size), file.read(HASH_SIZE)
+    if found != hash_of(body):
+        raise DamagedRecord("its checksum is wrong")
+    try:
+        fields = load(body)
+        facts = parse_json(fields.pop(_FACTS).numpy().tobytes().decode())
+    except Exception as error:  # whoever makes a record for harm can write its checksum, too
+        raise DamagedRecord(f"it is not what megarl writes ({reason_of(error)})") from None
+    if not isinstance(facts, dict):
+        raise DamagedRecord("it is not what megarl writes")
+    return Record(facts, fields)

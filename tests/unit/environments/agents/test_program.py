@@ -1,0 +1,26 @@
+"""Programs as agents: how they end, and what cannot be run."""
+
+import pytest
+
+from megarl.environments.agents import program
+from megarl.environments.loading import check_factories
+from megarl.errors import UsageError
+from tests.helpers.odd_agents import HERE, play
+
+
+@pytest.mark.parametrize("name", ["ends_at_once", "is_killed", "fills_the_disk", "prints_much"])
+def test_a_program_is_scored_however_it_ends(name, pool):
+    event, asks = play(pool, name)
+    assert event.failure is None and event.observation.reward == 1.0 and not asks
+
+
+def test_a_program_that_does_not_exist_is_wrong_input():
+    with pytest.raises(UsageError, match="cannot be made: FileNotFoundError: there is no program no-such-program"):
+        check_factories([f"{HERE}:missing"])
+
+
+def test_a_machine_without_a_sandbox_is_said(monkeypatch):
+    monkeypatch.setattr(program, "_PROBE", "raise SystemExit('the network cannot be shut off here')")
+    program.check_sandbox.cache_clear()
+    with pytest.raises(UsageError, match="no sandbox for agents: the network cannot be shut off here"):
+        program.check_sandbox()

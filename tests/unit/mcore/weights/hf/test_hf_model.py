@@ -1,0 +1,47 @@
+"""What kind of model a folder holds: its type, its head, and experts as transformers may store them."""
+
+import json
+
+import pytest
+
+from megarl.errors import UsageError
+from megarl.mcore.weights.hf.hf_model import read_model
+from tests.helpers.hf_folders import reference
+
+
+def model_of(tmp_path, case: str = "qwen3", **entries):
+    (tmp_path / "config.json").write_text(json.dumps(reference(case).config | entries))
+    return read_model(str(tmp_path), "--hf-model", 64)
+
+
+@pytest.mark.parametrize("entries, says", [
+    ({"model_type": "bert"}, "model_type 'bert': allowed are afmoe, arcee, "),
+    ({"model_type": ["qwen3"]}, "model_type ['qwen3']: allowed are "),
+    ({"architectures": ["Qwen3Model"]}, "architectures ['Qwen3Model']: allowed is …ForCausalLM and "),
+    ({"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 3}, "num_labels 3: allowed is one, the score"),
+])  # fmt: skip
+def test_what_is_no_policy_and_no_reward_model_is_refused(entries, says, tmp_path):
+    with pytest.raises(UsageError) as error:
+        model_of(tmp_path, **entries)
+    assert str(error.value).startswith(f"--hf-model {tmp_path}: config.json: {says}")
+
+
+def test_flags_are_tokens_and_switches_have_no_value(tmp_path):
+    model = model_of(tmp_path)
+    tokens = model.tokens()
+    assert "--qk-layernorm" in tokens and tokens[tokens.index("--num-layers") + 1].isdigit()
+    assert ("--untie-embeddings-and-output-weights" in tokens) == (not reference("qwen3").config["tie_word_embeddings"])
+    assert not model.has_scalar_head and not model.stores_tied_head and model.notes == ()
+
+
+def test_a_head_of_one_label_is_scalar_and_never_tied(tmp_path):
+    entries = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1, "tie_word_embeddings": True}
+    model = model_of(tmp_path, **entries)
+    assert model.has_scalar_head and "--untie-embeddings-and-output-weights" in model.tokens()
+
+
+def test_an_export_of_a_multimodal_folder_needs_its_other_parts(tmp_path):
+    model = model_of(tmp_path, "qwen3_vl")
+    for value_head, says in ((True, "scalar head"), (False, "without weights")):
+        with pytest.raises(UsageError, match=says):
+            model.check_exportable(value_head)

@@ -1,0 +1,24 @@
+"""What config.json says that a folder holds is what transformers wrote into it, name by name, in each family."""
+
+import json
+
+import pytest
+
+from megarl.mcore.weights.hf.weight_map import WeightMap
+from tests.helpers.hf_folders import reference
+from tests.helpers.hf_layouts import FAMILIES, REWARD, role_of
+from tests.helpers.tiers import by_default
+
+CHOSEN = ("llama3", "gpt_oss", "deepseek_v3_yarn", "qwen3_next", "nemotron_h_latent", "phi4", "llama_reward")
+
+
+@pytest.mark.parametrize("case", by_default(FAMILIES, CHOSEN))
+def test_the_tensors_are_those_that_config_json_describes(case, tmp_path):
+    stored, is_reward = reference(case), case in REWARD
+    (tmp_path / "config.json").write_text(json.dumps(stored.config))
+    role = role_of(tmp_path, "", 1, is_reward)
+    weight_map = WeightMap(role.hf_model, role.megatron, is_reward)
+    expected = weight_map.expected()
+    others = {tensor.name for tensor in stored.tensors if tensor.name not in expected}
+    assert all(weight_map.model.is_unused(name) for name in others)
+    assert {tensor.name: tuple(tensor.shape) for tensor in stored.tensors if tensor.name not in others} == expected

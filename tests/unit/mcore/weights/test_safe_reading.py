@@ -1,0 +1,139 @@
+"""No file of a checkpoint can run code: hostile pickles in every place that is read, named in the message."""
+
+import io
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from megarl.checkpoint import folders
+from megarl.checkpoint import manifest as manifests
+from megarl.errors import UsageError
+from megarl.mcore.weights import dist_checkpoint
+from megarl.rollout import response_log, waiting_groups
+from megarl.rollout.response_log import Record
+from tests.helpers.checkpoints import WAITING, Attack
+from tests.helpers.programs import in_world, program, rl_argv, train
+from tests.helpers.worlds import run_world
+
+
+def test_the_attack_works_on_an_unrestricted_reader(tmp_path):
+    pickle.loads(pickle.dumps(Attack(tmp_path / "mark")))
+    assert (tmp_path / "mark").exists()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run with groups that wait for their batch, and unfinished groups."""
+    folder = tmp_path_factory.mktemp("hostile") / "run"
+    train("rl", rl_argv(folder, WAITING + " --train-iters 1"))
+    return folder
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_programs_report(monkeypatch, tmp_path):
+    """torch's own is no Exception."""
+
+    def fail(*_, **__):
+        raise CheckpointException("read", {1: (OSError(24, "Too many open files"), None)})
+
+    monkeypatch.setattr(dist_checkpoint.dist_checkpointing, "load", fail)
+    with pytest.raises(RuntimeError) as caught:
+        dist_checkpoint.load({}, tmp_path)
+    assert str(caught.value) == f"{tmp_path}: rank 1 cannot read it: OSError: [Errno 24] Too many open files"
+
+
+def sealed(folder: Path):
+    """Gives a changed checkpoint a manifest that fits, as an attacker would."""
+    entries = manifests.read(folder, "--load")
+    entries["files"] = {path.name: manifests.seal(path) for path in folder.iterdir() if path.name != manifests.NAME}
+    manifests.write(folder, entries)
+
+
+def with_object(folder: Path, fqn: str, value):
+    """Replaces one object in the checkpoint's data file; later entries keep their places."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == fqn]
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    data = folder / info.relative_path
+    info.offset, info.length = data.stat().st_size, len(stream.getvalue())
+    data.write_bytes(data.read_bytes() + stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+OBJECTS = ["actor.plain/shard_0_1", "actor.optimizer_plain/shard_0_1", "rng/shard_0_1", "common_state/shard_0_1"]
+
+
+def hostile_metadata(folder: Path, attack: Attack):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = attack
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def hostile_tensor(folder: Path, attack: Attack):
+    """A tensor's archive whose pickle runs code."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn.endswith("word_embeddings.weight"))
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(attack, protocol=2))
+        archive.writestr("archive/version", "3\n")
+    data = folder / info.relative_path
+    info.offset, info.length = data.stat().st_size, len(stream.getvalue())
+    data.write_bytes(data.read_bytes() + stream.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def hostile_log(folder: Path, attack: Attack):
+    """A replica's log, whose only record has a pickle for its body."""
+    body = pickle.dumps(attack)
+    data = response_log.MAGIC + len(body).to_bytes(8, "little") + body + response_log.hash_of(body)
+    (folder / waiting_groups.FIRST).unlink()
+    (folder / waiting_groups.FIRST).write_bytes(data)
+
+
+def odd_log(folder: Path, attack: Attack):
+    """A replica's log, with groups of fields that no batch has."""
+    (folder / waiting_groups.FIRST).unlink()
+    record = Record({"samples": 2, "groups": [], "version": 0}, {"attack": torch.zeros(1)})
+    (folder / waiting_groups.FIRST).write_bytes(waiting_groups.packed(waiting_groups.UNFINISHED, record))
+
+
+PLACES = {
+    ".metadata": (".metadata", hostile_metadata),
+    **{f"object {fqn}": ("__0_0.distcp", lambda folder, attack, fqn=fqn: with_object(folder, fqn, [attack]))
+       for fqn in OBJECTS},
+    "tensor": ("__0_0.distcp", hostile_tensor),
+    "log of the rollout": (waiting_groups.FIRST, hostile_log),
+    "fields of a group": (waiting_groups.FIRST, odd_log),
+}  # fmt: skip
+
+
+def resume(rank: int, parsed) -> str:
+    """The message with which a run that resumes is rejected."""
+    with pytest.raises(UsageError) as caught:
+        in_world(rank, "rl", parsed)
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_hostile_file_runs_no_code_and_is_named(place, run, tmp_path):
+    checkpoints = shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
+    folder, mark = checkpoints / "step_00000001", tmp_path / "mark"
+    name, attack = PLACES[place]
+    attack(folder, Attack(mark))
+    sealed(folder)
+    folders.check(folder, "--load")
+    parsed = program(
+        "rl",
+        rl_argv(tmp_path / "again", f"{WAITING} --train-iters 2 --override-opt-param-scheduler --load {folder}"),
+        1,
+    )
+    (message,) = run_world(resume, 1, parsed)
+    assert not mark.exists() and name in message and str(folder) in message and "\n" not in message

@@ -1,0 +1,110 @@
+"""What a replica makes of messages, with an engine that only remembers them; whole servers are in tests/programs."""
+
+from types import SimpleNamespace
+
+from megarl.serving.replica_messages import (
+    Abort,
+    Control,
+    Controlled,
+    Generate,
+    Ready,
+    RequestUpdate,
+    ScorePrompt,
+    Updates,
+    Window,
+)
+from megarl.serving.replica_service import ReplicaService
+
+GENERATE = Generate([1, 2], -5, 9, 0.5, False, 0, 1.0, 0.0, [2], [], None, 1, False, 7)
+
+
+class Engine:
+    """A paused engine that takes any number of requests and generates nothing."""
+
+    version, has_room, needs_steps = 3, True, False
+
+    def __init__(self):
+        self.rollout_engine = SimpleNamespace(
+            free_blocks=5, max_requests=4, capacity=20, max_length=30, is_coupled=False, step_tokens=64
+        )
+        self.is_paused, self.added, self.aborted = True, [], set()
+
+    def resume(self):
+        """See ServedEngine."""
+        self.is_paused = False
+
+    def pause(self, mode: str = "keep") -> list:
+        """See ServedEngine."""
+        self.is_paused = True
+        return []
+
+    def add(self, number, request):
+        """See ServedEngine."""
+        self.added.append((number, request))
+
+    def abort(self, numbers):
+        """See ServedEngine."""
+        self.aborted |= numbers
+
+
+class Frontend:
+    """The HTTP process: what it says next, and what it was told."""
+
+    def __init__(self, *says):
+        self.says, self.told = [list(each) for each in says], []
+
+    def receive(self, seconds: float) -> list:
+        """See FrontendProcess."""
+        return self.says.pop(0) if self.says else []
+
+    def send(self, message):
+        """See FrontendProcess."""
+        self.told.append(message)
+
+    def close_link(self):
+        """See FrontendProcess."""
+
+
+def service(*says) -> tuple[ReplicaService, Engine, Frontend]:
+    engine, frontend, groups = Engine(), Frontend(*says), SimpleNamespace(dp_rank=1, pg_collection=None)
+    tokenizer = SimpleNamespace(special={}, vocab_size=9)
+    return ReplicaService(engine, None, groups, frontend, 9, "step_3", tokenizer), engine, frontend
+
+
+def test_requests_are_given_to_the_engine_or_refused():
+    long, empty = GENERATE._replace(max_tokens=19, id=8), GENERATE._replace(prompt=[], id=9)
+    replica, engine, frontend = service([GENERATE, long, empty], [Control("stop")])
+    replica.open()
+    replica.run()
+    ((number, request),) = engine.added
+    assert number == 7 and (request.prompt, request.key, request.max_new_tokens) == ([1, 2], -5, 9)
+    assert (request.sampling.temperature, request.end_ids, request.top_logprobs) == (0.5, (2,), 1)
+    problem = "prompt and max_tokens are 21 tokens; at most 20 fit"
+    assert frontend.told == [
+        Ready(1, 4, 20, 5, 3, "step_3"), Updates(3, 5, [RequestUpdate(8, error=problem)]),
+        Updates(3, 5, [RequestUpdate(9, error="an empty prompt")]),
+    ]  # fmt: skip
+    assert engine.is_paused
+
+
+def test_commands_are_answered_in_their_order():
+    replica, engine, frontend = service([Control("pause", 1, "keep"), Control("resume", 2)], [], [Control("stop")])
+    replica.run()
+    assert frontend.told == [Controlled(1, None, 3, "step_3"), Controlled(2, None, 3, "step_3")]
+
+
+def test_what_comes_in_a_window_waits_for_the_next_one():
+    late = GENERATE._replace(id=8)
+    replica, engine, frontend = service([Control("resume", 1)], [late, GENERATE, Abort([7])])
+    replica.answer_waiting()
+    assert engine.added == [] and engine.aborted == {7}
+    closed = [Window(True, 3, "step_3"), Controlled(1, None, 3, "step_3"), Window(False, 3, "step_3")]
+    assert frontend.told == closed
+    replica.answer_waiting()
+    assert [number for number, _ in engine.added] == [8]
+
+
+def test_aborted_scores_are_not_computed():
+    replica, engine, frontend = service([ScorePrompt([1], 1.0, 0, 4), Abort([4])], [Control("stop")])
+    replica.run()
+    assert frontend.told == [] and engine.aborted == {4}
