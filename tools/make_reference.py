@@ -43,7 +43,7 @@ TITLES = {
     "megarl's layers": "Layers that Megatron's parser lacks",
     "parameters by name": "Parameters by name",
 }
-LONGEST = 74  # letters of Megatron's help texts
+LONGEST = 60  # letters of Megatron's help texts
 
 FLAGS_HEAD = f"""{MADE}
 
