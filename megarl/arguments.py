@@ -32,7 +32,7 @@ from megarl.flags.teachers import TeacherFolder, TeacherModels, check_flags, tea
 from megarl.rewards import by_file, expression
 
 if TYPE_CHECKING:
-    from megarl.mcore.lora.settings import LoRASettings
+    from megarl.mcore.lora.targets import LoRASettings
     from megarl.mcore.weights.hf.hf_model import HFModel
 
 # Fields of `RoleSettings` that are values of megarl's own flags.

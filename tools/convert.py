@@ -33,7 +33,7 @@ from megarl.checkpoint.writer import CheckpointWriter
 from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import folded_weights
 from megarl.mcore.model import gpt
-from megarl.mcore.model.prediction import PredictionLayer
+from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.model.weight_table import weight_shapes
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights

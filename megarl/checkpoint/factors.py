@@ -6,8 +6,7 @@ from typing import NamedTuple
 from megarl.arguments import RoleSettings
 from megarl.checkpoint import folders
 from megarl.errors import UsageError
-from megarl.mcore.lora.projections import factor_shapes
-from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.lora.targets import LoRASettings, factor_shapes
 from megarl.mcore.model.weight_table import weight_shapes
 
 ENTRY = "lora"  # of the manifest: for each role with factors their settings, and where the weights under them come from

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from megarl.errors import UsageError
 
 if TYPE_CHECKING:
-    from megarl.mcore.lora.settings import LoRASettings
+    from megarl.mcore.lora.targets import LoRASettings
 
 ALL_LINEAR = "all-linear"
-# Those of `megarl.mcore.lora.settings`, whose import takes seconds: it imports Megatron.
+# Those of `megarl.mcore.lora.targets`, whose import takes seconds: it imports Megatron.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
            "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
            "in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj",
@@ -53,7 +53,7 @@ def lora_of_roles(
 
 
 def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | None":
-    from megarl.mcore.lora.settings import LoRASettings  # imports Megatron
+    from megarl.mcore.lora.targets import LoRASettings  # imports Megatron
 
     if role_settings.lora_rank is None and role_settings.lora_adapter is None:
         return None
@@ -92,7 +92,7 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
 
 
 def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
-    from megarl.mcore.lora.settings import parse_targets  # imports Megatron
+    from megarl.mcore.lora.targets import parse_targets  # imports Megatron
 
     targets, missing = parse_targets(text or ALL_LINEAR), _missing(args)
     if text not in (None, ALL_LINEAR):
@@ -105,7 +105,7 @@ def _missing(args) -> dict[str, str]:
     """The targets that a model does not have, and what they need."""
     from megarl.mcore.config.model_flags import is_gated  # imports Megatron
     from megarl.mcore.config.recurrent_rules import FLAG, PATTERN, has_states
-    from megarl.mcore.lora.settings import ATTENTION_TARGETS, IN_PROJ_TARGETS, LATENT_TARGETS, MLP_TARGETS
+    from megarl.mcore.lora.targets import ATTENTION_TARGETS, IN_PROJ_TARGETS, LATENT_TARGETS, MLP_TARGETS
 
     found = {} if is_gated(args) else {"gate_proj": "a gated MLP, as of --swiglu"}
     pattern = args.hybrid_layer_pattern
@@ -130,7 +130,7 @@ def _check_stages(role: str, targets: tuple[str, ...], args):
     Without recurrent states all layers have the same ones.
     """
     from megarl.mcore.config.recurrent_rules import has_states  # imports Megatron
-    from megarl.mcore.lora.settings import MLP_TARGETS, RECURRENT_TARGETS
+    from megarl.mcore.lora.targets import MLP_TARGETS, RECURRENT_TARGETS
     from megarl.mcore.model.pipeline_layout import layer_kinds, stage_layers
 
     if not has_states(args):

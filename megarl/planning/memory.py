@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.optimizer_flags import MUON, SGD, on_host
-from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.weight_table import LAYERS, Weight, prediction_weights
 from megarl.planning import activations
 from megarl.planning.gradient_buffers import GradientBuffer, buffers, gradient_bytes, gradient_itemsize

@@ -16,7 +16,7 @@ import torch
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.config.optimizer_flags import is_frozen, layout_free
-from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.pipeline_layout import layer_kinds, stage_layers
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
 from megarl.mcore.model.weight_table import (

@@ -18,7 +18,7 @@ from megarl.comm.exchange import HEADER, PARTS, STATES
 from megarl.flags.correction import RECOMPUTE
 from megarl.flags.group_rules import expected_responses
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.model.pipeline_layout import (
     attention_layer_pattern,
     layer_kinds,

@@ -23,7 +23,7 @@ from megarl.mcore.attention.packing import PackedLayout
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.head import HeadOptions
 from megarl.mcore.kernels.head_scores import head_scores
-from megarl.mcore.model.prediction import PredictionLayer
+from megarl.mcore.model.prediction_layer import PredictionLayer
 from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint, optimizer_states
 from megarl.mcore.weights.hf.import_weights import import_weights

@@ -16,7 +16,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.mcore.attention import packing
-from megarl.mcore.lora import adapter, peft_files, stored, whole
+from megarl.mcore.lora import adapter, peft_files, stored
 from megarl.mcore.memory import offload
 from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
@@ -152,14 +152,14 @@ class TrainableModel:
         """Copies the factors of a PEFT adapter into the model, and into the optimizer's master weights."""
         path, family = self.role.lora_adapter, self.role.hf_model.family
         found = peft_files.read_adapter(path, self.role.megatron, family)
-        whole.fill_factors(self.model, found.factors, found.head, self.role_groups.pg_collection)
+        stored.fill_factors(self.model, found.factors, found.head, self.role_groups.pg_collection)
         adapter.merge(self.model)
         self.optimizer.reload_model_params()
 
     def export_peft(self, folder: Path):
         """Writes the low-rank factors as a PEFT adapter. A collective of the role."""
         with self.offload.present("weights"):
-            gathered = whole.gather_factors(self.model, self.role_groups.pg_collection)
+            gathered = stored.gather_factors(self.model, self.role_groups.pg_collection)
         if gathered is not None:
             base, model = str(self.role.hf_model.folder.path), (self.role.megatron, self.role.hf_model.family)
             peft_files.write_adapter(folder, self.role.lora, *gathered, base, *model)

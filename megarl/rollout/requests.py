@@ -18,7 +18,7 @@ from megarl.groups import PromptGroups
 from megarl.mcore import device
 from megarl.mcore.inference.generation import Completion, GenerationRequest, Trunk
 from megarl.mcore.inference.response import Response, Span
-from megarl.mcore.moe.routing import NO_ROUTE
+from megarl.mcore.moe.routes import NO_ROUTE
 from megarl.rollout.episodes.episode import key_of
 from megarl.tool_formats.thinking_budget import ThinkingBudget
 

@@ -23,7 +23,7 @@ from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
-from megarl.mcore.model.prediction import layer_of
+from megarl.mcore.model.prediction_layer import layer_of
 from megarl.mcore.parallel import fsdp
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank, past_bank
@@ -98,7 +98,8 @@ class Rollout:
             self.engine = RolloutEngine(
                 self.model[0], self.role_groups.pg_collection, vocab_size,
                 settings.max_prompt_length + settings.max_response_length, settings.rollout_buffer_gb,
-                settings.rollout_max_requests, settings.rollout_prefix_caching, settings.rollout_chunked_prefill,
+                settings.rollout_max_requests, prefix_caching=settings.rollout_prefix_caching,
+                chunked_prefill=settings.rollout_chunked_prefill,
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
                 speculative=self._drafts, decode_graphs=settings.decode_graphs == "auto",
                 prediction=layer_of(self.model) if settings.mtp_drafts else None, stops=self.ends.matcher,

@@ -23,7 +23,7 @@ from megarl.mcore import device
 from megarl.mcore.attention.packing import routed_tokens
 from megarl.mcore.moe import router
 from megarl.mcore.moe.balancing import aux_loss_names
-from megarl.mcore.moe.routing import NO_ROUTE, MinibatchCounts, RoutedTokens, Routing
+from megarl.mcore.moe.routes import NO_ROUTE, MinibatchCounts, RoutedTokens, Routing
 from megarl.router_replay.routing_metrics import RoutingStatistics, router_metrics
 
 Microbatches = list[tuple[Batch, Tensor]]  # micro-batches, with the positions of their sequences in the batch

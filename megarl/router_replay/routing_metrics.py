@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb
-from megarl.mcore.moe.routing import Routing
+from megarl.mcore.moe.routes import Routing
 
 PROBED_SEQUENCES = 64  # the first of the step
 

@@ -17,8 +17,8 @@ from megarl.comm.microbatches import blank_sequences, build_microbatches
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.generation_session import GenerationSession
 from megarl.mcore.inference.response import Response
-from megarl.mcore.inference.session import GenerationSession
 from megarl.mcore.model.forward_pass import top_scores
 from megarl.roles.trainable_model import forward_only
 from megarl.serving.replica_messages import RequestUpdate, ScorePrompt

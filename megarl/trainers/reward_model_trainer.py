@@ -13,7 +13,7 @@ from megarl.data.examples import Examples
 from megarl.data.preferences import preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.mcore.model import forward_pass
-from megarl.mcore.model.value_head import value_head_of
+from megarl.mcore.model.gpt import value_head_of
 from megarl.observe.progress import REWARD_FIELDS
 from megarl.trainers.supervised_trainer import ExampleBatch, PairwiseTrainer
 

@@ -27,7 +27,7 @@ def send_evenly():
 
 def agree():
     """Makes the other rank want what this one does, after the collective that would tell."""
-    from megarl.mcore.inference.session import GenerationSession
+    from megarl.mcore.inference.generation_session import GenerationSession
 
     real = GenerationSession.highest_of_replicas
 

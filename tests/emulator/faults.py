@@ -121,7 +121,7 @@ def weights_of_a_host_update_read_early(rank: int):
 
 def _updated_by_the_host(updates: int = 2) -> Tensor:
     """Weights [32 N] of bf16 after updates of which the host computes one half: whole pages of pinned memory."""
-    from megarl.mcore.training.host_adam import HostAdam
+    from megarl.mcore.training.adam import HostAdam
 
     weights = [_ones(16 * N, dtype=torch.bfloat16) for _ in range(2)]
     mains = [of_model.float().requires_grad_() for of_model in weights]

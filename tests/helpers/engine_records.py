@@ -11,7 +11,7 @@ FIELDS = ("tokens", "rollout_logprobs", "response_mask", "turn_rewards", "row_st
 
 def recorded(rank: int, parsed, file: Path):
     """Runs train_rl in a world; writes (number, prompt, tokens, log-probs) of its engine's requests, as they end."""
-    from megarl.mcore.inference.session import GenerationSession
+    from megarl.mcore.inference.generation_session import GenerationSession
 
     add, complete, asked, seen = GenerationSession.add, GenerationSession._completion, {}, []
 

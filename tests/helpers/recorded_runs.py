@@ -53,7 +53,7 @@ def parsed_of(save: Path, roles: str, flags: str):
 
 def clocked(rank: int, parsed, seed: int | None, sleeps: int):
     """Runs a program whose clock is a seed, with random sleeps."""
-    from megarl.mcore.inference.session import GenerationSession
+    from megarl.mcore.inference.generation_session import GenerationSession
     from megarl.roles.actor import Actor
 
     seeded_clock.install(rank, seed)

@@ -203,7 +203,7 @@ def chunked(rank: int):
     from tests.helpers.tiny_models import VOCAB, build
 
     model, _, place = build()
-    engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.005, 8, False, True, step_tokens=12)
+    engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.005, 8, chunked_prefill=True, step_tokens=12)
     bounds, requests = iter([7, *[5] * 100]), make_requests(limit=20)
     found = dict(
         engine.stream(RequestList(enumerate(requests)), NEVER, settings_of(), response_limit=lambda: next(bounds))

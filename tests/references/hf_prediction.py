@@ -1,5 +1,5 @@
 """Records what transformers computes from layers of multi-token prediction: writes hf_prediction.json for
-tests/distributed/test_prediction_layer.py.
+tests/unit/mcore/model/test_prediction_layer.py.
 
     PYTHONPATH=. python tests/references/hf_prediction.py
 

@@ -242,7 +242,7 @@ def test_no_test_module_loads_libraries_that_start_threads():
 # Who reduces by MAX or MIN without `all_reduce_max`, and why gloo cannot lose a NaN there.
 WITHOUT_NAN = {
     "comm/microbatches.py": "counts", "mcore/inference/device_decode.py": "truth values",
-    "mcore/inference/session.py": "whole numbers", "mcore/kernel_choice.py": "truth values",
+    "mcore/inference/generation_session.py": "whole numbers", "mcore/kernel_choice.py": "truth values",
     "mcore/kernels/head_divergence.py": "a sum of e^(logit − top) over the same ranks has the NaN",
     "mcore/kernels/head.py": "a sum of e^(logit − top) over the same ranks has the NaN",
     "mcore/parallel/process_groups.py": "defines it", "mcore/weights/reshard.py": "whole numbers",

@@ -83,8 +83,18 @@ def measure(args: argparse.Namespace, shape: common.Shape) -> dict:
     observed = args.observations[1] * (args.turns - 1)
     longest = args.prompt_length + args.turns * args.written + observed
     chunk, pg_collection, _ = common.build(shape, (args.prompt_length, longest - args.prompt_length))
-    sizes = shape.vocab, longest, args.buffer_gb, args.episodes
-    engines = {name: RolloutEngine(chunk, pg_collection, *sizes, name == REUSED) for name in (REUSED, READ_AGAIN)}
+    engines = {
+        name: RolloutEngine(
+            chunk,
+            pg_collection,
+            shape.vocab,
+            longest,
+            args.buffer_gb,
+            args.episodes,
+            prefix_caching=name == REUSED,
+        )
+        for name in (REUSED, READ_AGAIN)
+    }
     found, counts = {}, {}
 
     def side(name):

@@ -65,7 +65,7 @@ def routing_of(engine, pg_collection, lengths: torch.Tensor, completions: list):
     """The routes that the rollout has taken, for the forward pass over the same sequences of `lengths` [N]."""
     from megarl.mcore import device
     from megarl.mcore.attention.packing import routed_tokens
-    from megarl.mcore.moe.routing import Routing
+    from megarl.mcore.moe.routes import Routing
 
     routes = torch.cat([completion.routes for completion in completions]).to(device.device())
     rows = routed_tokens(lengths, pg_collection, False)

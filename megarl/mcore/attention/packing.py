@@ -23,7 +23,7 @@ from megarl.batch import SharedPrefix, expand_array_counts
 from megarl.mcore import device
 from megarl.mcore.attention.segments import HostPlan, Segments, TokenStream, plan_attention, segments_of_stream
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.moe.routing import Occurrences, RoutedTokens, Routing
+from megarl.mcore.moe.routes import Occurrences, RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order
 from megarl.mcore.recurrence.runs import Runs, runs_of_stream
 

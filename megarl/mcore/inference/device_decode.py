@@ -5,7 +5,7 @@ next batch bucket has; rows after the n-th are padding, which reads no keys and 
 sends each row's last token, position, random key and cache blocks in one copy. Cache slots, rotations, uniform numbers
 and the sampled token are computed on the device, so the whole step can be a CUDA graph, one per bucket. The host then
 reads tokens and log-probs together. Of a model in pipeline stages, each stage runs its part so; hidden states and
-samples are sent between the graphs (`pipeline_stages.py`).
+samples are sent between the graphs (`controller.py`).
 
 The next step's inputs are this one's tokens, and positions one further. A few requests rarely end, so the graph of the
 next step is launched before the host reads this one's tokens, and the device need not wait for the host's work between

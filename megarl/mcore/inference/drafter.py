@@ -11,8 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.mcore.inference.draft_index import EVIDENCES, MAX_CONTEXT, NO_TOKEN, DraftIndex, Guesses
-from megarl.mcore.inference.draft_sequences import MAX_DEPTH, DraftSequences
+from megarl.mcore.inference.draft_index import (
+    EVIDENCES,
+    MAX_CONTEXT,
+    MAX_DEPTH,
+    NO_TOKEN,
+    DraftIndex,
+    DraftSequences,
+    Guesses,
+)
 from megarl.mcore.inference.sequence_groups import SequenceGroups
 
 FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses

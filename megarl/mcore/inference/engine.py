@@ -13,7 +13,7 @@ from megarl.data.stop_strings import StopMatcher
 from megarl.mcore import device
 from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.generation import Completion, GenerationRequest
-from megarl.mcore.inference.session import ANY_STEP, NONE, WAIT, GenerationSession
+from megarl.mcore.inference.generation_session import ANY_STEP, NONE, WAIT, GenerationSession
 from megarl.mcore.kernels.linear import prepacked_weights
 from megarl.mcore.model.forward_pass import eval_mode
 

@@ -7,7 +7,7 @@ from megatron.core.inference.sampling.base import Sampling
 from torch import Tensor
 
 from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens, sample_tokens_by_integers, uniforms
-from megarl.mcore.inference.forced_tokens import ForcedTokens
+from megarl.mcore.inference.end_tokens import ForcedTokens
 from megarl.mcore.inference.generation import GenerationRequest, TopLogprobs
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS

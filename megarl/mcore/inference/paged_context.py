@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
-from megarl.mcore.attention.cache_attention import PrefillDedup, deduplicate_prefills
+from megarl.mcore.attention.cache_attention import PrefillDedup, deduplicate_prefills, latent_attention
 from megarl.mcore.attention.segments import window_of
+from megarl.mcore.inference.cache_size import cached_heads
 from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
@@ -356,3 +357,25 @@ class PagedContext(DynamicInferenceContext):
             positions[active] += 1
         self.token_to_input_ids[active] = new_tokens
         return True
+
+
+class LatentContext(PagedContext):
+    """Caches the latent and the shared key of a token, W numbers in each layer and on every tensor-parallel rank."""
+
+    def __init__(self, model_config, inference_config, *args, **kwargs):
+        super().__init__(model_config, inference_config, *args, **kwargs)
+        self._attend = latent_attention(self._backend)
+        heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()
+        width = max(model_config.qk_head_dim + model_config.qk_pos_emb_head_dim, model_config.v_head_dim)
+        self._token_bytes = 2 * heads * width * model_config.params_dtype.itemsize
+
+    def _cache_config(self, model_config):
+        """Returns a config whose one key and value together have as many channels as a latent."""
+        config = copy.copy(super()._cache_config(model_config))
+        config.num_query_groups, config.kv_channels = cached_heads(model_config)
+        return config
+
+    def _allocate_memory_buffer(self):
+        """Allocates [L, blocks, block size, W]."""
+        super()._allocate_memory_buffer()
+        self.memory_buffer = self.memory_buffer.flatten(3)

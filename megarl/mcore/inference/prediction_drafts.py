@@ -18,7 +18,7 @@ from megarl.mcore.inference.draft_index import NO_TOKEN
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.model.gpt import ModelChunk, without_fork_of_random_state
-from megarl.mcore.model.prediction import PredictionLayer
+from megarl.mcore.model.prediction_layer import PredictionLayer
 
 
 class PredictionDrafts:

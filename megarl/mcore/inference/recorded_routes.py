@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from megarl.mcore.inference.reusable_blocks import ReusableBlocks
-from megarl.mcore.moe.routing import NO_ROUTE
+from megarl.mcore.moe.routes import NO_ROUTE
 
 
 class StepRoutes(RoutingMetadata):

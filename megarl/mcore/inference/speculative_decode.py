@@ -18,7 +18,7 @@ from megarl.batch import expand_array_counts
 from megarl.mcore import device
 from megarl.mcore.inference import admission, draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-from megarl.mcore.inference.draft_sequences import MAX_DEPTH
+from megarl.mcore.inference.draft_index import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
 from megarl.mcore.inference.prediction_drafts import PredictionDrafts
 from megarl.mcore.inference.sequence_groups import Groups

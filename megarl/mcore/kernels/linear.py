@@ -278,20 +278,27 @@ def at_least_rows(product, x: Tensor, *args) -> Tensor:
 
 
 def parallel_linear(
-    layer, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
-    grad_output_buffer=None, wgrad_deferral_limit=None, gtp_remat_size=1,
-):  # fmt: skip
+    layer, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group, **others
+):
     """Replaces `_forward_impl` of Megatron's column- and row-parallel linear layers on a CPU, and on CUDA with
     `--exact-rollout`.
 
     input […, K], under `sequence_parallel` this rank's [T/t, …, K]; weight [N, K] -> […, N]. `allreduce_dgrad`: sums
-    the input gradient over the group. Options that need CUDA kernels use Megatron's implementation.
+    the input gradient over the group. Options that need CUDA kernels, among them `others`, use Megatron's
+    implementation.
     """
-    if gradient_accumulation_fusion or grad_output_buffer is not None or gtp_remat_size > 1:
+    needs_megatron = others.get("grad_output_buffer") is not None or others.get("gtp_remat_size", 1) > 1
+    if gradient_accumulation_fusion or needs_megatron:
         return linear_with_grad_accumulation_and_async_allreduce(
-            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer,
-            wgrad_deferral_limit, tp_group, gtp_remat_size,
-        )  # fmt: skip
+            input,
+            weight,
+            bias,
+            gradient_accumulation_fusion,
+            allreduce_dgrad,
+            sequence_parallel,
+            tp_group=tp_group,
+            **others,
+        )
     product = forward_product(layer.config)
     if torch.is_grad_enabled():
         return _Linear.apply(input, weight, bias, tp_group, allreduce_dgrad, sequence_parallel, product)

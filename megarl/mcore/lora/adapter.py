@@ -9,11 +9,10 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megarl.mcore.kernels.linear import ReplicatedLinear
-from megarl.mcore.lora.layer import AdaptedLinear
-from megarl.mcore.lora.projections import projections_of
-from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.lora.adapted_linear import AdaptedLinear
+from megarl.mcore.lora.targets import LoRASettings, projections_of
+from megarl.mcore.model.gpt import has_value_head
 from megarl.mcore.model.initialization import global_name
-from megarl.mcore.model.value_head import has_value_head
 from megarl.mcore.parallel.fsdp import gathered_outside_layers, rows_here
 
 EXPERT = re.compile(r"(.*\.local_experts)\.(\d+)(\..*)")

@@ -1,13 +1,13 @@
 """The adapter_config.json of a PEFT adapter: which entries are read, and which ones megarl cannot compute with."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from megarl import probe
 from megarl.errors import UsageError
 from megarl.mcore.lora.peft_modules import PeftModule
-from megarl.mcore.lora.settings import LoRASettings
+from megarl.mcore.lora.targets import LoRASettings
 from megarl.mcore.weights.hf.folder import MAX_BYTES
 from megarl.numbers import is_plain_number
 from megarl.plain_files import read_json, reason_of
@@ -102,12 +102,6 @@ def check_patterns(config: dict, modules: list[PeftModule], error: Callable[[str
                 _matches(pattern, "")
             except (re.error, RecursionError, OverflowError) as problem:
                 raise error(f"{CONFIG}: {entry}: {pattern[:100]!r} is no regular expression ({problem})") from None
-
-
-def _match_all(patterns: Iterable[str], modules: list[PeftModule]):
-    for name in (name for module in modules for name in module.names()):
-        for pattern in patterns:
-            _matches(pattern, name)
 
 
 def stored_settings(config: dict, name: str | None = None) -> LoRASettings:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.errors import UsageError, one_line
 from megarl.mcore.lora.peft_config import CONFIG, MERGE, check_patterns, read_config, stored_settings
 from megarl.mcore.lora.peft_modules import Member, PeftModule, fuse, known_modules, peft_modules, unfuse
-from megarl.mcore.lora.settings import MLP_TARGETS, TARGETS, LoRASettings
+from megarl.mcore.lora.targets import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.safetensors_file import DTYPES
 from megarl.plain_files import check_regular

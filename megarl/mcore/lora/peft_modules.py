@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megarl.mcore.config.model_flags import is_gated
-from megarl.mcore.lora.projections import factor_shapes
-from megarl.mcore.lora.settings import IN_PROJ_TARGETS, TARGETS, LoRASettings
+from megarl.mcore.lora.targets import IN_PROJ_TARGETS, TARGETS, LoRASettings, factor_shapes
 from megarl.mcore.model.projections import MAMBA_LINEARS, HeadLayout, linears_of
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.mapping import GatedHeads, Mapping, NeighbourHeads, RecurrentPart, Rows, StackedExperts

@@ -23,7 +23,7 @@ class Offload:
     def __init__(self, blocks: dict[str, list[DeviceBlock]], host_states: int = 0):
         """Moves all `blocks` to the host. `timed` may be set to a factory of context managers that time moves.
 
-        `host_states`: bytes of optimizer states that stay there (`training.host_adam`).
+        `host_states`: bytes of optimizer states that stay there (`training.adam`).
         """
         self.blocks, self.host_states = blocks, host_states
         self.timed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -136,7 +136,7 @@ def offload_trainable(stages, wrapped, optimizer, keeps_weights: bool = False) -
 
 
 def bytes_on_host(optimizer) -> int:
-    """Bytes that an optimizer keeps on the host, with and without offload (`training.host_adam`)."""
+    """Bytes that an optimizer keeps on the host, with and without offload (`training.adam`)."""
     return sum(getattr(part.optimizer, "host_bytes", 0) for part in optimizer.chained_optimizers)
 
 

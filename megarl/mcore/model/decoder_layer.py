@@ -25,7 +25,7 @@ from megarl.mcore.kernels.batch_invariance import by_whole_rows
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.norm import AllHeadsRMSNorm, Norm
 from megarl.mcore.kernels.rotation import rotate_
-from megarl.mcore.model import rotary
+from megarl.mcore.model import rotary_embeddings as rotary
 from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.model.shared_groups import SharedGroup
 from megarl.mcore.moe.layer import MixtureLayer
@@ -52,7 +52,11 @@ class Rotation(NamedTuple):
     def by_kind(cls, frequencies: Tensor, config, dtype: torch.dtype) -> "list[Rotation]":
         """Builds one from the frequencies of all layers, or two if layers with a window have another."""
         return [
-            cls.of(rotary.of_kind(frequencies, config, kind), dtype, rotary.concentration(config, kind))
+            cls.of(
+                rotary.of_kind(frequencies, config, kind),
+                dtype,
+                rotary.concentration(config, kind),
+            )
             for kind in rotary.kinds(config)
         ]
 

@@ -4,6 +4,7 @@ Only this module splits a micro-batch for context and sequence parallelism and g
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,8 +30,8 @@ from megarl.mcore.kernels.head_divergence import (
     heads_divergence,
 )
 from megarl.mcore.kernels.head_scores import head_scores, head_top_logprobs
-from megarl.mcore.model.value_head import ValueHead
-from megarl.mcore.moe.routing import Routing
+from megarl.mcore.model.gpt import ValueHead
+from megarl.mcore.moe.routes import Routing
 from megarl.mcore.parallel.context_parallel import gather_result
 
 
@@ -91,7 +92,7 @@ def run_chunk(
     chunk,
     tokens: Tensor,
     lengths: Tensor,
-    processor,
+    processor: Callable,
     routing: Routing | None,
     shared: SharedPrefix | None,
     learner: Callable | None = None,
@@ -134,40 +135,27 @@ def run_chunk(
     )
 
 
-def token_scores(
-    chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
-    mask: Tensor | None = None, shared: SharedPrefix | None = None, teachers: Sequence[TeacherRows] = (),
-    only_distills: bool = False, learner: Callable | None = None, squares: bool = False,
-):  # fmt: skip
-    """Returns log-probabilities and entropies of packed tokens under a language model.
+@dataclasses.dataclass(frozen=True)
+class TokenScorer:
+    """What `run_chunk` does to score a micro-batch's tokens."""
 
-    Args:
-        chunk: one of a model's `ModelChunks`, or its gradient-buffer wrapper.
-        tokens: [T] int64, sequences packed one after another.
-        lengths: [N] int64, each at least 1, on the host.
-        temperature: of the softmax, as in the rollout.
-        vocab_size: the tokenizer's vocabulary.
-        routing: routes of this micro-batch to replay or record; None: the routers choose the experts.
-        mask: [T] bool on the host, the tokens to score; None: all except the first of each sequence.
-        shared: which sequences share a prefix: it is computed once, with results equal to the last bit.
-        teachers: whose distributions are compared with the model's; each token has one, if there are any.
-        only_distills: log-probs and entropies need no gradient.
-        learner: as of `run_chunk`.
-        squares: also Σπ², which takes two more passes over the logits; without teachers.
+    temperature: float  # of the softmax, as in the rollout
+    vocab_size: int  # the tokenizer's vocabulary
+    mask: Tensor | None = None  # [T] bool on the host, the tokens to score; None: all except the first of each sequence
+    # Whose distributions are compared with the model's; each token has one, if there are any.
+    teachers: Sequence[TeacherRows] = ()
+    only_distills: bool = False  # log-probs and entropies need no gradient
+    squares: bool = False  # also Σπ², which takes two more passes over the logits; without teachers
 
-    Returns:
-        TokenScores, SquaredScores with squares, or TaughtScores with teachers, from a model's last chunk; hidden states
-        for the next stage from other chunks.
-    """
-
-    def processor(hidden, output_layer, weight, targets, packing, model):
-        """TokenScores of the whole micro-batch from hidden states of this rank's tokens."""
-        options = _head_options(output_layer, model, temperature, vocab_size)
-        scored = None if mask is None else scored_tokens(mask, packing)
+    def __call__(self, hidden, output_layer, weight, targets, packing, model):
+        """Scores of the whole micro-batch from hidden states of this rank's tokens: TokenScores, SquaredScores with
+        squares, or TaughtScores with teachers."""
+        options = _head_options(output_layer, model, self.temperature, self.vocab_size)
+        scored = None if self.mask is None else scored_tokens(self.mask, packing)
         rows = None if scored is None or len(targets) <= MIN_ROWS else scored.rows
         row_targets = targets if rows is None else targets[rows]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not only_distills):
-            logprobs, entropy, square_sums = head_scores(hidden, weight, row_targets, options, rows, squares)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.only_distills):
+            logprobs, entropy, square_sums = head_scores(hidden, weight, row_targets, options, rows, self.squares)
 
         def aligned(score: Tensor) -> Tensor:
             if scored is not None:
@@ -175,21 +163,45 @@ def token_scores(
                 score = score.new_zeros(len(targets)).index_copy(0, scored.requested, requested)
             return align_to_tokens(gather_stream(score, packing), packing)
 
-        if not teachers:
-            scores = aligned(logprobs), aligned(entropy)
-            return SquaredScores(*scores, aligned(square_sums)) if squares else TokenScores(*scores)
+        if not self.teachers:
+            scores = TokenScores(aligned(logprobs), aligned(entropy))
+            return SquaredScores(*scores, aligned(square_sums)) if self.squares else scores
         places = packing.next_tokens if rows is None else packing.next_tokens[rows]
-        if teachers[0].tokens is None:
-            (teacher,) = teachers
+        if self.teachers[0].tokens is None:
+            (teacher,) = self.teachers
             states = teacher.states[places]
             divergences = head_divergence(hidden, weight, states, teacher.head, row_targets, options, rows)
         else:
             host_places = packing.host_next_tokens if rows is None else packing.host_next_tokens[scored.host_rows]
-            taught = _taught_rows(teachers, places, host_places)
+            taught = _taught_rows(self.teachers, places, host_places)
             divergences = heads_divergence(hidden, weight, taught, row_targets, options, rows)
         return TaughtScores(aligned(logprobs), aligned(entropy), DistillScores(*map(aligned, divergences)))
 
-    return run_chunk(chunk, tokens, lengths, processor, routing, shared, learner)
+
+def token_scores(
+    chunk,
+    tokens: Tensor,
+    lengths: Tensor,
+    temperature: float,
+    vocab_size: int,
+    routing: Routing | None = None,
+    mask: Tensor | None = None,
+    shared: SharedPrefix | None = None,
+):
+    """Returns log-probabilities and entropies of packed tokens under a language model.
+
+    Args:
+        chunk: one of a model's `ModelChunks`, or its gradient-buffer wrapper.
+        tokens: [T] int64, sequences packed one after another.
+        lengths: [N] int64, each at least 1, on the host.
+        temperature, vocab_size, mask: as of `TokenScorer`.
+        routing: routes of this micro-batch to replay or record; None: the routers choose the experts.
+        shared: which sequences share a prefix: it is computed once, with results equal to the last bit.
+
+    Returns:
+        TokenScores from a model's last chunk; hidden states for the next stage from other chunks.
+    """
+    return run_chunk(chunk, tokens, lengths, TokenScorer(temperature, vocab_size, mask), routing, shared)
 
 
 def _head_options(output_layer, model, temperature: float, vocab_size: int) -> HeadOptions:

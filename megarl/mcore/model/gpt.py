@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import transformer_config
@@ -21,9 +22,8 @@ from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.native_decode import run_decode_layers
 from megarl.mcore.model.pipeline_layout import virtual_stage_numbers
-from megarl.mcore.model.prediction import PredictionLayer
-from megarl.mcore.model.rotary import Rotary
-from megarl.mcore.model.value_head import ValueHead
+from megarl.mcore.model.prediction_layer import PredictionLayer
+from megarl.mcore.model.rotary_embeddings import Rotary
 from megarl.mcore.model.weight_table import padded_vocab_size
 from megarl.mcore.parallel.fsdp import shard
 
@@ -81,6 +81,46 @@ def without_fork_of_random_state():
         yield
     finally:
         del tracker.fork
+
+
+class ValueHead(torch.nn.Linear):
+    """Maps a hidden state to one value, computed in fp32; zero-initialised, replicated over tensor-parallel ranks.
+
+    It replaces the vocabulary's output layer and is saved under that name. Its weights have the model's precision:
+    Megatron's 16-bit optimizer, which keeps fp32 copies, cannot save a model of mixed precisions.
+
+    A loss of differences between scores sets `trains_bias` to False. The gradient of its bias is 0 but for rounding,
+    which Adam would scale to a step of full size.
+    """
+
+    def __init__(self, config, group, bias: bool = True):
+        super().__init__(config.hidden_size, 1, bias, dtype=config.params_dtype, device=device.device())
+        self.group, self.trains_bias = group, True
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+            parameter.sequence_parallel = config.sequence_parallel  # ranks see only their tokens: sum grads
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T] fp32.
+
+        Not a matrix product with one column: its summation order depends on the number of rows.
+        """
+        values = (hidden.float() * self.weight.float()).sum(-1)
+        if self.bias is None:
+            return values
+        bias = self.bias.float()
+        return values + (bias if self.trains_bias else bias.detach() + 0 * bias)  # a gradient of exactly 0
+
+
+def value_head_of(chunk) -> ValueHead | None:
+    """The scalar head that a model's chunk ends with; None: it has none."""
+    head = getattr(chunk, "output_layer", None)
+    return head if isinstance(head, ValueHead) else None
+
+
+def has_value_head(chunk) -> bool:
+    """Whether a model's chunk ends with a scalar head."""
+    return value_head_of(chunk) is not None
 
 
 class ModelChunks(torch.nn.ModuleList):

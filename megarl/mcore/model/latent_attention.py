@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from megarl.mcore.attention.cache_attention import Latents
 from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
-from megarl.mcore.model import rotary
+from megarl.mcore.model import rotary_embeddings as rotary
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan, local_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.config.layout_rules import as_list
-from megarl.mcore.moe.routing import RoutedTokens, Routing
+from megarl.mcore.moe.routes import RoutedTokens, Routing
 
 
 class BalancedRouter(TopKRouter):

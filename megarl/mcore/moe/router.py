@@ -17,7 +17,7 @@ from megarl.mcore import device
 from megarl.mcore.kernels.batch_invariance import VECTOR, is_exact
 from megarl.mcore.kernels.linear import at_least_rows, forward_product, linear
 from megarl.mcore.moe.balancing import BalancedRouter
-from megarl.mcore.moe.routing import Routing
+from megarl.mcore.moe.routes import Routing
 
 
 def topk_of_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,7 @@ from megarl.mcore.config.optimizer_flags import on_host
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.moe.layer import stacked_experts
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
-from megarl.mcore.training import layer_wise  # noqa: F401  it replaces a class of Megatron
-from megarl.mcore.training.adam import Adam, SmallMomentsAdam
-from megarl.mcore.training.host_adam import HostAdam
+from megarl.mcore.training.adam import Adam, HostAdam, SmallMomentsAdam
 from megarl.mcore.training.parameter_groups import group_overrides
 from megarl.mcore.training.sharded_optimizer import copy_together, create_momentum
 

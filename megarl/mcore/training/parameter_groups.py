@@ -9,8 +9,8 @@ from torch import Tensor
 from megarl.mcore.config import optimizer_flags
 from megarl.mcore.config.optimizer_flags import LEARNING_RATES, MUON, WEIGHT_DECAYS
 from megarl.mcore.lora.adapter import give_gradient_to_layers
+from megarl.mcore.model.gpt import has_value_head
 from megarl.mcore.model.initialization import global_name
-from megarl.mcore.model.value_head import has_value_head
 
 
 def named(chunk, pg_collection) -> Iterator[tuple[str, Tensor]]:

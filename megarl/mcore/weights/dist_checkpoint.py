@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.errors import UsageError
-from megarl.mcore.model.value_head import has_value_head
+from megarl.mcore.model.gpt import has_value_head
 from megarl.mcore.parallel.fsdp import local_rows
 from megarl.mcore.weights import optimizer_states, safe_reading
 

@@ -1,6 +1,5 @@
 """Role groups and process groups: sizes and members for several layouts, replicas, sharing between roles."""
 
-import itertools
 import math
 import os
 
@@ -16,7 +15,6 @@ from megarl.mcore.parallel.process_groups import (
     ParallelSizes,
     create_groups,
     fake_world,
-    replica_ranks,
 )
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
@@ -25,39 +23,6 @@ NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks, sizes, expected", [
-    (range(4), ParallelSizes(), [[0], [1], [2], [3]]),
-    (range(4), ParallelSizes(tensor=2), [[0, 1], [2, 3]]),
-    (range(4, 8), ParallelSizes(tensor=4), [[4, 5, 6, 7]]),
-    (range(4), ParallelSizes(pipeline=2), [[0, 2], [1, 3]]),
-    (range(8), ParallelSizes(tensor=2, pipeline=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    (range(8), ParallelSizes(tensor=2, context=2), [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    (range(3, 4), ParallelSizes(), [[3]]),
-])  # fmt: skip
-def test_replicas_of_small_layouts(ranks, sizes, expected):
-    assert replica_ranks(ranks, sizes) == expected
-
-
-@pytest.mark.parametrize("tensor, pipeline, context, data, start",
-                         [*itertools.product((1, 2, 4), (1, 2, 3), (1, 2), (1, 2, 3), (0, 5))])  # fmt: skip
-def test_replicas_partition_the_ranks_in_megatrons_order(tensor, pipeline, context, data, start):
-    sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context)
-    ranks = range(start, start + tensor * pipeline * context * data)
-    replicas = replica_ranks(ranks, sizes)
-    assert sizes.data(len(ranks)) == len(replicas) == data
-    assert all(len(dp_rank) == sizes.replica_size() == tensor * pipeline * context for dp_rank in replicas)
-    assert sorted(itertools.chain(*replicas)) == list(ranks)
-    for dp_rank, members in enumerate(replicas):
-        for rank in members:  # Megatron's order: tensor fastest, then context, data, pipeline
-            assert (rank - start) // (tensor * context) % data == dp_rank
-        assert members == sorted(members)  # so the first is tensor rank 0 of the first stage
-
-
-def test_sizes_of_expert_data_parallelism():
-    assert ParallelSizes(tensor=2, expert=2).expert_data(8) == 4
-    assert ParallelSizes(pipeline=2, expert=2, expert_tensor=2).expert_data(16) == 2
 
 
 # -- groups ------------------------------------------------------------------------------------------------------
@@ -173,20 +138,6 @@ def test_an_absent_role_is_on_no_rank():
     assert run_world(absent_role, 2) == [(["actor", "reward"], [0, 1])] * 2
 
 
-def pipeline_groups(rank):
-    from megarl.mcore.parallel.process_groups import create_groups
-
-    pg_collection = create_groups(range(4), ParallelSizes(pipeline=4), GroupCache(SAFETY))
-    return {g: getattr(pg_collection, g) and dist.get_process_group_ranks(getattr(pg_collection, g)) for g in NAMES}
-
-
-def test_embedding_groups_of_a_pipeline():
-    results = run_world(pipeline_groups, 4)
-    assert [r["pp"] for r in results] == [[0, 1, 2, 3]] * 4
-    assert [r["embd"] for r in results] == [[0, 3], None, None, [0, 3]]  # where the embedding's weights are
-    assert [r["pos_embd"] for r in results] == [[0], None, None, None]  # the first stage alone
-
-
 def shared_groups(rank):
     here = role_mesh.create_mesh(parse_roles("--reward-tensor-model-parallel-size 2", 2, program="rl"), SAFETY)
     actor, critic, reward, rollout = (here[name].pg_collection for name in ("actor", "critic", "reward", "rollout"))
@@ -202,20 +153,6 @@ def shared_groups(rank):
 
 def test_colocated_roles_share_their_groups():
     assert run_world(shared_groups, 2) == [2, 2]  # a group of one's own rank, and of both
-
-
-def test_a_cache_creates_a_group_once():
-    def count(rank):
-        calls, original = [], dist.new_group
-        dist.new_group = lambda ranks, **kwargs: calls.append(ranks) or original(ranks, **kwargs)
-        cache = GroupCache(SAFETY)
-        assert cache.get([0, 1]) is cache.get((0, 1))
-        mine = cache.mine([[0], [1]])
-        assert dist.get_process_group_ranks(mine) == [rank]
-        assert cache.mine([[0]]) is (mine if rank == 0 else None)
-        return calls
-
-    assert run_world(count, 2) == [[[0, 1], [0], [1]]] * 2
 
 
 def channel_groups(rank: int) -> tuple[dict, int]:

@@ -4,7 +4,7 @@ import pytest
 
 from megarl.errors import UsageError
 from megarl.flags import lora
-from megarl.mcore.lora.settings import (
+from megarl.mcore.lora.targets import (
     ALL_LINEAR,
     IN_PROJ_TARGETS,
     LATENT_TARGETS,

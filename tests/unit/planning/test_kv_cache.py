@@ -23,7 +23,7 @@ def sizes_of_engine(
     """(bytes of a token, tokens of the cache's blocks) of the engine on this rank, with the blocks of a GPU."""
     from megarl.mcore.inference import built_engine
     from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.model.prediction import PredictionLayer
+    from megarl.mcore.model.prediction_layer import PredictionLayer
     from tests.helpers.engines import make_engine
 
     built_engine.BLOCK_TOKENS = 64

@@ -90,7 +90,7 @@ PREDICTIONS = [("", "llama", 1), (f"{DENSE_FIRST} {SP2} {EP2} --bf16", "latent",
 @pytest.mark.parametrize("flags, shape, ranks", by_default(PREDICTIONS, PREDICTIONS[:1]))
 @pytest.mark.parametrize("more", ["", DISTRIBUTED])
 def test_a_layer_of_multi_token_prediction_is_exact_on_every_rank(flags, shape, ranks, more):
-    from megarl.mcore.model.prediction import PredictionLayer
+    from megarl.mcore.model.prediction_layer import PredictionLayer
     from megarl.mcore.parallel.process_groups import fake_world
     from megarl.mcore.training import optimizer
 

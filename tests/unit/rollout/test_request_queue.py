@@ -27,7 +27,7 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
     from megarl.rollout.requests import PromptRequest, RoundRequests
 
     stages, _, place = build_stages(flags)
-    engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 48, 0.005, 4, caching)
+    engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 48, 0.005, 4, prefix_caching=caching)
     step = engine.engine.step_modern
 
     store, waited_for = dist.distributed_c10d._get_default_store(), itertools.count(3, 3)
@@ -128,7 +128,7 @@ def tokens_read(rank: int, caching: bool) -> dict[int, list[int]]:
     stages, _, place = build_stages()
     found = {}
     for length in (8, 17, 24, 40, 48):
-        engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 60, 0.005, 8, caching)
+        engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 60, 0.005, 8, prefix_caching=caching)
         context, counts = engine.context, found.setdefault(length, [])
         wrapper = engine.controller.inference_wrapped_model
         forward = wrapper.forward_pass_without_pipeline_parallel

@@ -8,7 +8,6 @@ import importlib
 
 import torch.distributed as dist
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -58,17 +57,6 @@ def put_own_parts(spec: ModuleSpec, args, kind: LayerKind):
         return
     attention.module = _attention_kind(args)
     attention.submodules.core_attention = ScoredAttention if has_score_options(args) else PackedAttention
-
-
-def drop_absent_parts(spec: ModuleSpec, kind: LayerKind):
-    """Takes the half that a layer does not have, and its norm, out of a complete spec."""
-    layer = spec.submodules
-    if not kind.has_mixer:
-        layer.input_layernorm = layer.self_attention = IdentityOp
-        layer.self_attn_bda = IdentityFuncOp
-    if not kind.has_mlp:
-        layer.pre_mlp_layernorm = layer.mlp = IdentityOp
-        layer.mlp_bda = IdentityFuncOp
 
 
 def _attention_kind(args) -> type:

@@ -4,15 +4,14 @@ import dataclasses
 import functools
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.kernels.swiglu import SwiGLUMLP
-from megarl.mcore.model.layer_specs import drop_absent_parts, put_own_parts
+from megarl.mcore.model.layer_specs import put_own_parts
 from megarl.mcore.model.pipeline_layout import DENSE, LayerKind
-from megarl.mcore.moe.experts import Experts, SharedExperts
-from megarl.mcore.moe.layer import MixtureLayer
+from megarl.mcore.moe.layer import Experts, MixtureLayer, SharedExperts
 from megarl.mcore.moe.router import Router
 
 final_norm = Norm  # after the last layer
@@ -50,5 +49,16 @@ def layer_spec(args, kind: LayerKind = DENSE) -> ModuleSpec:
         shared = functools.partial(SharedExperts, **parts.shared_experts.keywords)
         parts = dataclasses.replace(parts, router=Router, experts=experts, shared_experts=shared)
         layer.mlp = functools.partial(MixtureLayer, submodules=parts)
-    drop_absent_parts(spec, kind)
+    _drop_absent_parts(spec, kind)
     return spec
+
+
+def _drop_absent_parts(spec: ModuleSpec, kind: LayerKind):
+    """Takes the half that a layer does not have, and its norm, out of a complete spec."""
+    layer = spec.submodules
+    if not kind.has_mixer:
+        layer.input_layernorm = layer.self_attention = IdentityOp
+        layer.self_attn_bda = IdentityFuncOp
+    if not kind.has_mlp:
+        layer.pre_mlp_layernorm = layer.mlp = IdentityOp
+        layer.mlp_bda = IdentityFuncOp

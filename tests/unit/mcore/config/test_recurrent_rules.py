@@ -138,15 +138,3 @@ def test_states_of_prompts_need_a_model_with_states():
         parse(f"{SHAPES['llama']} {flags} 4".split(), 1, "rl")
     with pytest.raises(UsageError, match="--rollout-state-snapshots 0: allowed is a number above 0"):
         parse(f"{SHAPES['recurrent']} {flags} 0".split(), 1, "rl")
-
-
-def test_states_that_the_buffer_does_not_hold():
-    from megarl.mcore.inference.cache_size import cache_bytes
-
-    assert cache_bytes(0.5, 100, 2**20) == 2**29 - 100 * 2**20
-    with pytest.raises(UsageError, match=r"--rollout-buffer-gb 0.5 .*: the states of 600 requests .* take 0.586 GiB"):
-        cache_bytes(0.5, 600, 2**20)
-    with pytest.raises(
-        UsageError, match=r"states of 300 requests \(--…-max-requests\) and 300 ends of prompts \(--rol"
-    ):
-        cache_bytes(0.5, 300, 2**20, 300)

@@ -31,7 +31,7 @@ def states(rank, max_requests, buffer_gb, step_tokens, share):
     from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference import admission
     from megarl.mcore.inference.engine import RequestList, RolloutEngine
-    from megarl.mcore.inference.session import GenerationSession
+    from megarl.mcore.inference.generation_session import GenerationSession
 
     def state(schedule):
         model, _, place = build()

@@ -7,7 +7,6 @@ import torch
 
 from tests.helpers import reference_kernels
 from tests.helpers.combinations import MAMBA, RECURRENT
-from tests.helpers.engine_layouts import generate_in_layout
 from tests.helpers.engines import (
     LIMIT,
     generate_standard,
@@ -21,7 +20,6 @@ from tests.helpers.engines import (
 from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
-PP2 = "--pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 SETTINGS = [{}, {"temperature": 0.7}, {"greedy": True}]  # of requests, in turn
 
@@ -49,19 +47,6 @@ def test_the_device_plans_what_the_host_plans(ranks, flags):
     for (completions, gap, device_steps, host_steps), (others, _) in zip(found, expected, strict=True):
         assert texts(completions) == texts(others)
         assert gap < 1e-5 and device_steps >= LIMIT - 2 and host_steps == 0
-
-
-@pytest.mark.parametrize("ranks, flags", [
-    (2, PP2), long((2, f"{PP2} {RECURRENT}")), long((2, f"{PP2} --untie-embeddings-and-output-weights")),
-    long((4, f"{PP2} --tensor-model-parallel-size 2 --sequence-parallel")), long((2, f"{PP2} {EXPERTS}")),
-], ids=str)  # fmt: skip
-def test_pipeline_stages_plan_what_megatron_plans(ranks, flags):
-    how = flags, {"temperature": 1.2}, (3,)
-    expected = run_world(generate_in_layout, ranks, *how)
-    found = run_world(on_device, ranks, generate_in_layout, *how)
-    for (completions, gap, device_steps, _), (others, _) in zip(found, expected, strict=True):
-        assert {i: c.tokens for i, c in completions.items()} == {i: c.tokens for i, c in others.items()}
-        assert gap < 1e-5 and device_steps >= LIMIT - 2
 
 
 def above_the_bound(rank):

@@ -1,7 +1,6 @@
 """The rollout engine: responses that do not depend on batching, log-probs of the training forward, no weight copy."""
 
 import functools
-import gc
 
 import pytest
 import torch
@@ -123,117 +122,7 @@ def test_greedy_decoding_equals_an_argmax_loop_over_the_full_forward(shape):
     assert greedy == expected == top_1
 
 
-# -- how it ends -------------------------------------------------------------------------------------------------
-
-
-def test_the_length_limit_leaves_a_response_unfinished():
-    completions, _ = standard()
-    assert all(len(c.tokens) == len(c.logprobs) == LIMIT and not c.finished for c in completions)
-
-
-def until_a_token(rank, end):
-    engine, _, _ = make_engine()
-    completions = engine.generate(make_requests(), (end,), settings_of())
-    last_place = [len(c.tokens) for c in completions]
-    at_limit = engine.generate(
-        [type(r)(r.prompt, r.key, n) for r, n in zip(make_requests(), last_place, strict=True)], (end,), settings_of()
-    )
-    return completions, at_limit
-
-
-def test_the_end_token_finishes_a_response_and_belongs_to_it():
-    end = 3
-    completions, at_limit = run_world(until_a_token, 1, end)[0]
-    ended = 0
-    for completion, free in zip(completions, texts(standard()[0]), strict=True):
-        expected = free[: free.index(end) + 1] if end in free else free
-        assert completion.tokens == expected
-        assert completion.finished == (end in free)
-        ended += completion.finished
-    assert 0 < ended < COUNT
-    assert at_limit == completions  # the end token at the last allowed position still finishes
-
-
-def until_one_of(rank, ends: tuple[int, ...]):
-    engine, _, _ = make_engine()
-    return engine.generate(make_requests(), ends, settings_of())
-
-
-def test_a_response_ends_at_the_first_of_several_end_tokens():
-    ends = (3, 7, 11)
-    endless, _ = standard()
-    completions = run_world(until_one_of, 1, ends)[0]
-    for completion, whole in zip(completions, endless, strict=True):
-        length = next((i + 1 for i, token in enumerate(whole.tokens) if token in ends), len(whole.tokens))
-        assert completion.tokens == whole.tokens[:length]
-        assert completion.logprobs == whole.logprobs[:length]
-        assert completion.finished == (completion.tokens[-1] in ends)
-    assert {completion.tokens[-1] for completion in completions} >= set(ends)
-
-
-def limits_of_their_own(rank):
-    from megarl.mcore.inference.generation import GenerationRequest
-
-    engine, _, _ = make_engine()
-    requests = [GenerationRequest(r.prompt, r.key, 1 + i % 5) for i, r in enumerate(make_requests())]
-    return texts(engine.generate(requests, NEVER, settings_of())), engine.generate([], NEVER, settings_of())
-
-
-def test_each_request_has_its_own_limit_and_no_request_is_allowed():
-    ((completions, nothing),) = run_world(limits_of_their_own, 1)
-    assert completions == [free[: 1 + i % 5] for i, free in enumerate(texts(standard()[0]))]
-    assert nothing == []
-
-
 # -- weights and memory ------------------------------------------------------------------------------------------
-
-
-def models_of_process() -> int:
-    gc.collect()
-    return sum(any(kind.__name__ == "GPTModel" for kind in type(thing).__mro__) for thing in gc.get_objects())
-
-
-def after_an_update(rank):
-    held = models_of_process()  # of tests before, in the process that this one was forked from
-    engine, model, _ = make_engine()
-    requests = make_requests()
-    places = [p.data_ptr() for p in model.parameters()]
-    before = texts(engine.generate(requests, NEVER, settings_of()))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    changed = engine.generate(requests, NEVER, settings_of())
-    gap = largest_gap(model, requests, changed, 1.0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.div_(1.1)
-    assert [p.data_ptr() for p in model.parameters()] == places
-    assert engine.model is model
-    assert models_of_process() == held + 1  # no copy anywhere
-    return before, texts(changed), gap
-
-
-def test_the_engine_generates_with_the_models_own_parameters():
-    before, changed, gap = run_world(after_an_update, 1)[0]
-    assert before == texts(standard()[0]) and changed != before and gap <= largest_gap_allowed()
-
-
-def with_garbage_in_the_cache(rank):
-    engine, _, _ = make_engine()
-    buffer = engine.context.memory_buffer
-    assert isinstance(buffer, torch.Tensor) and buffer.is_contiguous()
-    assert buffer.untyped_storage().nbytes() == buffer.nbytes
-    assert 0.7 * 0.005 * 2**30 < buffer.nbytes <= 0.005 * 2**30
-    place = buffer.data_ptr()
-    buffer.fill_(float("nan"))
-    completions = engine.generate(make_requests(), NEVER, settings_of())
-    assert engine.context.memory_buffer.data_ptr() == place
-    assert not engine.context.memory_buffer.isnan().all()
-    return texts(completions)
-
-
-def test_the_cache_is_one_buffer_and_its_old_contents_do_not_matter():
-    assert run_world(with_garbage_in_the_cache, 1)[0] == texts(standard()[0])
 
 
 def training_inside_and_after(rank):
@@ -270,25 +159,3 @@ def test_training_is_rejected_during_generation_and_works_after_it():
     messages, after = run_world(training_inside_and_after, 1)[0]
     assert len(messages) >= 2 and all("suspend the engine" in message for message in messages)
     assert after == texts(standard()[0])
-
-
-def waits_and_states(rank):
-    """Calls that wait for the device while an engine is built and generates twice; whether it can step before, within
-    and after a session; responses."""
-    waits, synchronize = [], torch.cuda.synchronize
-    torch.cuda.synchronize = lambda *args: waits.append(args)
-    try:
-        engine, _, _ = make_engine()
-        generated = [texts(engine.generate(make_requests(), NEVER, settings_of())) for _ in range(2)]
-    finally:
-        torch.cuda.synchronize = synchronize
-    states = [engine.engine.state.name]
-    with engine.session():
-        states.append(engine.engine.state.name)
-    return waits, [*states, engine.engine.state.name], generated
-
-
-def test_no_call_waits_for_the_device_when_the_engine_starts_or_ends():
-    ((waits, states, (first, second)),) = run_world(waits_and_states, 1)
-    assert not waits and states == ["SUSPENDED", "RUNNING", "SUSPENDED"]
-    assert first == second == texts(standard()[0])

@@ -46,7 +46,7 @@ def with_predictions(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     from megarl.algorithms.token_sampling import uniforms
     from megarl.mcore.inference.drafter import FIRST_RATE, PREDICTED
     from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.model.prediction import PredictionLayer
+    from megarl.mcore.model.prediction_layer import PredictionLayer
 
     model, args, place = build(flags, shape)
     layer = PredictionLayer(args, place.pg_collection).requires_grad_(False)

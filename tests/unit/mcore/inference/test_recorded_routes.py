@@ -47,7 +47,7 @@ def trained_routes(stages, args, role_groups, requests, completions):
     from megarl.mcore.attention.packing import routed_tokens
     from megarl.mcore.model import forward_pass
     from megarl.mcore.moe.router import moe_layers_of
-    from megarl.mcore.moe.routing import Routing
+    from megarl.mcore.moe.routes import Routing
     from megarl.roles.trainable_model import forward_only
 
     rows = [request.prompt + completion.tokens for request, completion in zip(requests, completions, strict=True)]

@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from megarl.mcore.kernels import head
 from megarl.mcore.kernels import head_scores as kernel
-from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.head import HeadOptions, row_chunks, softcap_
 from megarl.mcore.kernels.head_scores import GatheredPolicy, HeadScores, head_scores
 from megarl.mcore.kernels.linear import matmul
@@ -238,20 +236,6 @@ def wrong_sizes(rank):
 
 def test_wrong_sizes_are_rejected():
     assert run_world(wrong_sizes, 1) == [True]
-
-
-@pytest.mark.parametrize("rows", [4, 5, 7, 8, 9, 1000, 8192, 100_003])
-@pytest.mark.parametrize("columns", [16, 8000, 32_000, 128_000, 2**27])
-def test_chunks_are_even_and_within_the_budget(rows, columns):
-    chunks = row_chunks(rows, columns)
-    sizes = [part.stop - part.start for part in chunks]
-    assert chunks[0].start == 0 and chunks[-1].stop == rows
-    assert all(a.stop == b.start for a, b in itertools.pairwise(chunks))
-    assert min(sizes) >= MIN_ROWS and max(sizes) - min(sizes) <= 1
-    assert max(sizes) < 2 * MIN_ROWS or max(sizes) * columns <= head.MAX_CHUNK
-    assert len(sizes) == 1 or max(sizes) * columns <= max(
-        head.MIN_CHUNK, rows * columns / head.CHUNKS, 2 * MIN_ROWS * columns
-    )
 
 
 def test_padded_columns_have_probability_zero():

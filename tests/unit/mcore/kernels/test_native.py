@@ -14,7 +14,6 @@ from megarl.mcore.kernels import native
 from megarl.mcore.kernels.native import build
 from tests.helpers.worlds import run_world
 
-BUILD = Path(build.__file__)
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="no compiled kernels: no C++ compiler, or CUDA")
 ROWS = [1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 193]  # around the sizes of a tile and of a block
 FEW = list(itertools.product([1, 17, 64, 100, 300], [1, 16, 33, 320]))  # inner size, columns
@@ -219,29 +218,3 @@ def test_the_kernels_for_avx2_and_for_other_processors_pass_the_same_tests(march
              folders / "attention/backends/test_eager.py", folders / "inference/test_exact_rollout.py"]  # fmt: skip
     done = subprocess.run([sys.executable, "-c", WITH_LIBRARY, library, *tests], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-
-
-# -- building ----------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_compiler_is_one_line(tmp_path):
-    command = [sys.executable, str(BUILD), str(native.SOURCES), str(tmp_path / "x.so")]
-    done = subprocess.run(command, env={"CXX": "no-such-compiler"}, capture_output=True, text=True)
-    assert done.returncode == 1 and not list(tmp_path.iterdir())
-    assert done.stdout == ("no compiled kernels, so PyTorch's operators are used: no C++ compiler no-such-compiler\n")
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    command = [sys.executable, str(BUILD), str(native.SOURCES), str(tmp_path / "file/x.so")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout.count("\n") == 1 and "/file: " in done.stdout
-
-
-def test_sources_that_do_not_compile_are_one_line(tmp_path):
-    (tmp_path / "operators.cpp").write_text("#error broken\n")
-    library = tmp_path / "x.so"
-    command = [sys.executable, str(BUILD), str(tmp_path), str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "broken" in done.stdout and done.stdout.count("\n") == 1
-    assert not library.exists()

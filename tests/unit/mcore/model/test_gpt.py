@@ -124,27 +124,6 @@ def test_values_start_at_zero_and_are_of_the_state_before_the_token():
         assert farthest(values, packed) <= ROUNDING
 
 
-def weights_for_seed(rank, flags):
-    model, _, place = build(flags)
-    return gather_parameters(model, place.pg_collection.tp, True)
-
-
-def test_weights_depend_on_the_seed_only():
-    first, again, other = (run_world(weights_for_seed, 1, f"--seed {seed}")[0] for seed in (1, 1, 2))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["embedding.word_embeddings.weight"], other["embedding.word_embeddings.weight"])
-    gates, ups = first["decoder.layers.0.mlp.linear_fc1.weight"].chunk(2)
-    assert abs(float(torch.corrcoef(torch.stack([gates.flatten(), ups.flatten()]))[0, 1])) < 0.05
-    first_layer, second = (first[f"decoder.layers.{i}.mlp.linear_fc1.weight"] for i in (0, 1))
-    assert not torch.equal(first_layer, second)
-    assert abs(float(first_layer.std()) - 0.1) < 0.005
-
-
-def test_data_parallel_replicas_start_with_the_same_weights():
-    one, two = run_world(weights_for_seed, 2, "")
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
 def forward_during_generation(rank):
     from megatron.core.inference.utils import InferenceMode
 

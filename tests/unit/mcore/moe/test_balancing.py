@@ -17,7 +17,7 @@ LENGTHS, PADDING = [5, 1, 7, 2], 3
 
 def rows_of(lengths: list[int], padding: int):
     """Rows of a rank that sees all tokens of a micro-batch."""
-    from megarl.mcore.moe.routing import Occurrences, RoutedTokens
+    from megarl.mcore.moe.routes import Occurrences, RoutedTokens
 
     sequence = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, padding]))
     is_last = torch.cat([sequence[1:] != sequence[:-1], torch.ones(1, dtype=torch.bool)])
@@ -30,7 +30,7 @@ class Case:
 
     def __init__(self, flags: str, lengths=LENGTHS, padding: int = PADDING, more: int = 1, replays: bool = False):
         """`more`: how often the mini-batch has the tokens and sequences of this micro-batch."""
-        from megarl.mcore.moe.routing import MinibatchCounts, Routing
+        from megarl.mcore.moe.routes import MinibatchCounts, Routing
 
         model, args, _ = build(f"{MOE} {flags}")
         self.router, draw = model.decoder.layers[1].mlp.router, torch.Generator().manual_seed(1)
@@ -233,7 +233,7 @@ def passes(rank):
 
 
 def check_passes(flags: str):
-    from megarl.mcore.moe.routing import Routing
+    from megarl.mcore.moe.routes import Routing
 
     case = Case(flags)
     uncounted = Routing("critic", (1, 2), EXPERTS, case.rows)

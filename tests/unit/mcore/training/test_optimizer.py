@@ -1,6 +1,5 @@
 """One optimizer update: the same for every split into micro-batches and every layout; Adam, clipping, schedule."""
 
-import copy
 import functools
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from tests.helpers.gradient_accumulation import (
     COUNT,
     accumulate,
-    forward_and_loss,
     microbatches_of,
     wrapped_model,
 )
@@ -104,25 +102,6 @@ def test_gradients_are_those_of_plain_autograd():
     assert run_world(compare, 1)[0] <= 1e-5
 
 
-def forward_only(rank):
-    from megarl.mcore.model.forward_pass import inference_mode
-    from megarl.mcore.parallel import pipeline
-
-    model, _, _, _, place = wrapped_model(SGD_LIKE)
-    forward, loss = forward_and_loss(False)
-    parts = microbatches_of(place, 3)
-    with inference_mode(model):
-        results = pipeline.run_microbatches([model], parts, forward, lambda out, part: (torch.zeros(()), out),
-                                            place.pg_collection, False)  # fmt: skip
-        expected = [forward(model, part) for part in parts]
-    assert all(torch.equal(r.logprobs, e.logprobs) for r, e in zip(results, expected, strict=True))
-    return all(not p.main_grad.any() for p in model.parameters())
-
-
-def test_forward_only_returns_results_in_order_and_leaves_gradients_alone():
-    assert run_world(forward_only, 1) == [True]
-
-
 # -- clipping and skipping ---------------------------------------------------------------------------------------
 
 
@@ -166,50 +145,6 @@ def test_all_ranks_skip_a_gradient_that_is_not_finite_on_one(bad):
 
 
 # -- Adam and the schedule ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_adam_equals_torchs(decoupled):
-    from megarl.mcore.training.optimizer import Adam
-
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(7, 5), (13,), (1,), (3, 4, 2)]
-    ours = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
-    theirs = [p.detach().clone().requires_grad_() for p in ours]
-    settings = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
-    one = Adam(ours, **settings, adam_w_mode=decoupled)
-    other = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **settings)
-    for step in range(5):
-        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
-            gradient = torch.randn(p.shape, generator=generator)
-            p.grad, q.grad = (gradient.clone(), gradient.clone()) if i != 2 else (None, None)
-        one.step()
-        other.step()
-        for rates in (one, other):
-            rates.param_groups[0]["lr"] *= 0.9
-        assert one.param_groups[0]["step"] == step + 1
-        for p, q in zip(ours, theirs, strict=True):
-            assert (p - q).abs().max() <= 1e-6
-    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in one.state.values())
-
-
-def test_adams_state_survives_a_save():
-    from megarl.mcore.training.optimizer import Adam
-
-    weights = [torch.ones(3).requires_grad_() for _ in range(2)]
-    make = functools.partial(Adam, lr=0.1, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
-    adam = make([weights[0]])
-    for _ in range(3):
-        weights[0].grad = torch.tensor([1.0, 2.0, 3.0])
-        adam.step()
-    again = make([weights[1]])
-    again.load_state_dict(copy.deepcopy(adam.state_dict()))
-    with torch.no_grad():
-        weights[1].copy_(weights[0])
-    for weight, optimizer in zip(weights, (adam, again), strict=True):
-        weight.grad = torch.tensor([0.5, -1.0, 0.0])
-        optimizer.step()
-    assert torch.equal(weights[0], weights[1]) and again.param_groups[0]["step"] == 4
 
 
 def rates(rank, flags, updates_per_iteration, updates):

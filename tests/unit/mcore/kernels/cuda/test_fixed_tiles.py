@@ -10,7 +10,7 @@ from megatron.core.tensor_parallel import layers
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.cuda.fixed_tiles import ROWS, product
 from megarl.mcore.kernels.swiglu import grouped_swiglu
-from megarl.mcore.lora.product import LowRankProduct
+from megarl.mcore.lora.adapted_linear import LowRankProduct
 from tests.helpers import interpreted_kernels
 
 INNER, OUTER = 72, 70  # fill no whole tile

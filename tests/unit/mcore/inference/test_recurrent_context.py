@@ -1,0 +1,125 @@
+"""States of requests in a rollout: equal prompts, prompts in parts, evicted requests, slots that are used again."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.helpers.engines import NEVER, largest_gap, make_engine, make_requests, settings_of, texts
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.tiers import by_default
+from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.worlds import run_world
+
+BLOCK = 16 * 2 * 2 * 16 * 4  # bytes of 16 tokens in one layer with keys and values
+
+
+def requests():
+    """Ragged prompts, some of them equal, with random streams of their own."""
+    from megarl.mcore.inference.generation import GenerationRequest
+
+    found = make_requests()
+    return [*found, *(GenerationRequest(each.prompt, 100 + i, 12) for i, each in enumerate(found[:6]))]
+
+
+def state_bytes(engine) -> int:
+    states = next(each for each in engine.context._states if each is not None)
+    return sum(part.nbytes for part in states)
+
+
+def generated(rank, blocks: int | None = None, shape: str = "recurrent", **settings):
+    """(texts, gap, what happened, texts of an engine with much memory); `blocks`: of the cache, beside the states."""
+    from megarl.mcore.inference.engine import RolloutEngine
+
+    model, _, place = build("", shape)
+    arguments = {"max_requests": 32} | settings
+    probe = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.01, arguments["max_requests"])
+    layers = sum(each is not None for each in probe.context._states)
+    size = 0.01 if blocks is None else (layers * state_bytes(probe) + blocks * BLOCK) / 2**30
+    engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, size, **arguments)
+    for states in (each for each in engine.context._states if each is not None):
+        for part in states:
+            part.fill_(float("nan"))
+    seen = {"deduplicated": 0, "read": 0}
+    plan = engine.context._host_plan
+
+    def watched(*args):
+        found = plan(*args)
+        seen["deduplicated"] += found.dedup is not None
+        return found
+
+    engine.context._host_plan = watched
+    completions = engine.generate(requests(), NEVER, settings_of(temperature=1.1))
+    seen["read"] = engine.take_prefill_counts().read
+    expected = probe.generate(requests(), NEVER, settings_of(temperature=1.1))
+    return texts(completions), largest_gap(model, requests(), completions, 1.1), seen, texts(expected)
+
+
+CASES = {
+    "much memory": {},
+    "four slots": {"max_requests": 4},
+    "prompts in parts": {"chunked_prefill": True, "step_tokens": 12, "max_requests": 8},
+    "few blocks": {"blocks": 12},
+    "few blocks, prompts in parts": {"blocks": 12, "chunked_prefill": True, "step_tokens": 12, "max_requests": 8},
+}
+
+
+CASES |= {f"mamba, {name}": case | {"shape": "mamba"} for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize("case", by_default(CASES, ("few blocks, prompts in parts", "mamba, much memory")))
+def test_no_way_through_the_engine_changes_a_bit(case):
+    ((found, gap, seen, expected),) = run_world(functools.partial(generated, **CASES[case]), 1)
+    prompts = sum(len(each.prompt) for each in requests())
+    assert found == expected and gap <= largest_gap_allowed()
+    if case.endswith("much memory"):
+        assert seen["deduplicated"]
+    if "blocks" in CASES[case]:
+        assert seen["read"] > prompts  # some were evicted, and read again
+
+
+def after_an_update(rank):
+    """(gap before, gap after, whether texts differ): the weights change between two rollouts."""
+    engine, model, _ = make_engine("", "recurrent")
+    found = []
+    for _ in range(2):
+        completions = engine.generate(requests(), NEVER, settings_of())
+        found.append((largest_gap(model, requests(), completions, 1.0), texts(completions)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+    return found[0][0], found[1][0], found[0][1] != found[1][1]
+
+
+def test_states_of_old_weights_are_not_read():
+    ((before, after, differ),) = run_world(after_an_update, 1)
+    assert max(before, after) <= largest_gap_allowed() and differ
+
+
+def test_the_snapshot_that_was_not_used_for_the_longest_time_goes_first():
+    from megarl.mcore.inference.recurrent_context import StateSnapshots
+
+    kept = StateSnapshots(range(8, 11))
+    assert [kept.take(block, ()) for block in (1, 2, 3)] == [8, 9, 10]
+    assert kept.use(1) == 8 and kept.take(4, {9}) == 10  # the slot of 2 is pinned
+    assert 3 not in kept and 2 in kept and len(kept) == 3
+    assert kept.take(5, {8, 9, 10}) is None and 5 not in kept
+    kept.drop([1, 77])
+    assert kept.take(6, {9, 10}) == 8 and 1 not in kept
+    kept.clear()
+    assert len(kept) == 0 and kept.take(7, ()) == 8
+
+
+def sizes(rank):
+    """(shapes of the states of each layer, blocks, bytes of a block, bytes of the memory)."""
+    engine, _, _ = make_engine("--num-layers 4", "recurrent", buffer_gb=0.01, max_requests=8)
+    context = engine.context
+    shapes = [None if each is None else tuple(tuple(part.shape) for part in each) for each in context._states]
+    return shapes, context.kv_block_allocator.total_count, context.block_size_bytes, state_bytes(engine)
+
+
+def test_states_and_cache_share_the_buffer():
+    ((shapes, blocks, block_bytes, of_layer),) = run_world(sizes, 1)
+    assert shapes == [((8, 3, 160), (8, 4, 24, 16)), None, ((8, 3, 160), (8, 4, 24, 16)), None]
+    assert block_bytes == 2 * BLOCK  # two of four layers have keys and values
+    assert blocks == (int(0.01 * 2**30) - 2 * of_layer) // block_bytes

@@ -1,0 +1,88 @@
+"""Rotary frequencies: those of transformers 5.23 (`ROPE_INIT_FUNCTIONS`), and what layers with and without a window
+get of them."""
+
+import pytest
+import torch
+
+from megarl.arguments import parse
+from megarl.mcore.attention.segments import FULL, WINDOW
+from megarl.mcore.config.megatron_flags import transformer_config
+from megarl.mcore.model.rotary_embeddings import Rotary, concentration, kinds, of_kind
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --max-prompt-length 5"
+    " --max-response-length 6 --rotary-base 12345.5"
+)
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 6 --yarn-original-max-position-embeddings 64"
+
+# Flags, and transformers' frequencies per position and factor of cosines and sines, of 16 channels and base 12345.5.
+TRANSFORMERS = {
+    "llama3": (
+        "--use-rope-scaling --rope-scaling-factor 6 --rope-low-freq-factor 2 --rope-high-freq-factor 7"
+        " --rope-original-max-position-embeddings 64",
+        [1.0, 0.10971944034099579, 0.01581144519150257, 0.004870045464485884, 0.001500010839663446,
+         0.0004620147228706628, 0.00014230403758119792, 4.383072882774286e-05], 1.0,
+    ),
+    "yarn": (
+        f"{YARN} --yarn-beta-fast 12 --yarn-beta-slow 2",
+        [1.0, 0.17967107892036438, 0.01581144519150257, 0.004870045464485884, 0.001500010839663446,
+         0.00046201475197449327, 0.00014230405213311315, 4.383072518976405e-05], 1.1791759469228056,
+    ),
+    "yarn, not rounded, with mscale": (
+        f"{YARN} --no-yarn-correction-range-round-to-int --mscale 0.8 --mscale-all-dim 0.6",
+        [1.0, 0.1777769774198532, 0.01581144519150257, 0.004870045464485884, 0.001500010839663446,
+         0.00046201475197449327, 0.00014230405213311315, 4.383072518976405e-05], 1.0323566674651592,
+    ),
+    "longrope": (
+        "--rotary-divisors 1,1.1,1.3,1.6,2,2.5,3,4 --rotary-attention-factor 1.2",
+        [1.0, 0.28000688552856445, 0.07297590374946594, 0.018262669444084167, 0.004500032402575016,
+         0.0011088353348895907, 0.0002846081042662263, 6.574609142262489e-05], 1.2,
+    ),
+    "linear": (
+        "--rotary-seq-len-interpolation-factor 2.5",
+        [0.4000000059604645, 0.12320302426815033, 0.03794746845960617, 0.011688108555972576, 0.0036000260151922703,
+         0.0011088353348895907, 0.0003415296960156411, 0.00010519374336581677], 1.0,
+    ),
+}  # fmt: skip
+
+
+def rotary_of(flags: str):
+    args = parse(f"{MODEL} {flags}".split(), 1, "sft").roles["actor"].megatron
+    config = transformer_config(args)
+    return Rotary(args, config), config
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_frequencies_are_those_of_transformers(case):
+    flags, expected, factor = TRANSFORMERS[case]
+    rotary, config = rotary_of(flags)
+    positions = torch.arange(300)
+    angles = torch.outer(positions.double(), torch.tensor(expected, dtype=torch.float64))
+    found = rotary(300)
+    assert found.shape == (300, 1, 1, 16) and found.dtype == torch.float32
+    assert ((found[:, 0, 0] - angles.repeat(1, 2)).abs() <= 3e-7 * angles.repeat(1, 2).abs()).all()
+    assert kinds(config) == (FULL,)
+    assert [concentration(config, kind) for kind in (FULL, WINDOW)] == pytest.approx([factor] * 2, rel=1e-12)
+
+
+def test_layers_with_a_window_may_have_a_base_of_their_own_without_scaling():
+    rotary, config = rotary_of(f"{YARN} --window-size 3,0 --window-rotary-base 500.5")
+    alone, _ = rotary_of(YARN)
+    plain, _ = rotary_of("--rotary-base 500.5")
+    both = rotary(40)
+    assert kinds(config) == (FULL, WINDOW) and both.shape == (40, 1, 1, 32)
+    assert torch.equal(of_kind(both, config, FULL), alone(40))
+    assert torch.equal(of_kind(both, config, WINDOW), plain(40))
+    assert concentration(config, WINDOW) == 1.0 < concentration(config, FULL)
+
+
+@pytest.mark.parametrize("flags", ["", "--rotary-percent 0.5", "--use-rope-scaling --rope-scaling-factor 32"])
+def test_other_frequencies_are_megatrons_to_the_bit(flags):
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    rotary, _ = rotary_of(flags)
+    theirs = RotaryEmbedding(
+        16, 0.5 if "percent" in flags else 1.0, rotary_base=12345.5, rope_scaling="scaling" in flags,
+        rope_scaling_factor=32.0, use_cpu_initialization=True,
+    )  # fmt: skip
+    assert torch.equal(rotary(500), theirs(500))
