@@ -102,6 +102,7 @@ REPOSITORY_TOOLS = (
     "curves",
     "docs_hooks",
     "house",
+    "make_figures",
     "make_reference",
     "planted_faults",
     "record_runs",

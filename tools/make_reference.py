@@ -28,7 +28,9 @@ from tools import _metric_catalog as metric_catalog  # noqa: E402
 
 DOCS = ROOT / "docs"
 MADE = "<!-- Made by tools/make_reference.py; do not edit. -->"
-KINDS: dict[object, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+KINDS: dict[object, str] = {int: "integer", float: "number", bool: "true, false", str: "text"}
+TRAINING = ("rl", "sft", "reward", "preference")
+SHORTER = ((": above ", " > "), (": 0 or more", " ≥ 0"), (", at most ", ", ≤ "))
 IN_TRAINING = {
     EVALUATION: "--eval-prompts",
     SERVES: "--serve-policy",
@@ -41,7 +43,7 @@ TITLES = {
     "megarl's layers": "Layers that Megatron's parser lacks",
     "parameters by name": "Parameters by name",
 }
-LONGEST = 160  # letters of Megatron's help texts
+LONGEST = 60  # letters of Megatron's help texts
 
 FLAGS_HEAD = f"""{MADE}
 
@@ -50,9 +52,9 @@ FLAGS_HEAD = f"""{MADE}
 Every flag of every program: first megarl's own, then those of Megatron that it accepts. A key of a `--config` file is a
 flag without its dashes. `--help` of a program prints its own flags.
 
-* **Programs**: rl, sft, reward and preference are `train_rl`, `train_sft`, `train_reward` and `train_preference`.
-  `python -m megarl.plan` takes the flags of `train_rl`, and `--world-size`, `--ranks-per-node`, `--vocab-size` and
-  `--json`.
+* **Programs**: rl, sft, reward and preference are `train_rl`, `train_sft`, `train_reward` and `train_preference`;
+  training is all four. `python -m megarl.plan` takes the flags of `train_rl`, and `--world-size`, `--ranks-per-node`,
+  `--vocab-size` and `--json`.
 * **Roles**: where a flag may differ per role, the prefix names the role: `--critic-offload`. Every Megatron flag may
   have the prefix of any role (`--critic-lr`); that of the rollout is allowed for its parallel sizes.
 * **Without effect**: in such a run the flag is dropped with a warning.
@@ -70,9 +72,9 @@ METRICS_HEAD = f"""{MADE}
 # Metrics
 
 Every name in `metrics.jsonl` and TensorBoard. A line has only the metrics that its step and flags give. A name in angle
-brackets stands for several: `time/<role>/<phase>_s` for `time/actor/update_s` and others. Where several ranks have a
-metric, it is the same number on all of them: sums and means are over the whole step. Values that are not finite are
-`null` in the file.
+brackets stands for several: `time/<role>/<phase>_s` for `time/actor/update_s` and others. Training is all four programs
+that train. Where several ranks have a metric, it is the same number on all of them: sums and means are over the whole
+step. Values that are not finite are `null` in the file.
 """
 PROMETHEUS_HEAD = """## Metrics of the generation server
 
@@ -94,10 +96,10 @@ def prose(text: str) -> str:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
+    """A Markdown table; no first cell is empty."""
     columns = list(columns)
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return "\n".join(" | ".join(line).rstrip() for line in lines) + "\n"
 
 
 def value_text(value) -> str:
@@ -152,7 +154,10 @@ def kind_text(flag: parser.Flag) -> str:
         return kind
     if allowed.startswith("one of") or kind == "text":
         return prose(allowed)
-    return prose(f"{kind}: {allowed.removeprefix('a number ').removeprefix('a finite number').strip()}".rstrip(": "))
+    text = f"{kind}: {allowed.removeprefix('a number ').removeprefix('a finite number').strip()}".rstrip(": ")
+    for long, short in SHORTER:
+        text = text.replace(long, short)
+    return prose(text)
 
 
 def own_flags() -> dict[str, dict[str, parser.Flag]]:
@@ -168,7 +173,9 @@ def own_flags() -> dict[str, dict[str, parser.Flag]]:
 def own_row(name: str, by_program: dict[str, parser.Flag], roles: tuple[str, ...]) -> list[str]:
     """A line of the table of megarl's flags."""
     flag = next(iter(by_program.values()))
-    programs = "all" if len(by_program) == len(parser.MODULES) else ", ".join(by_program)
+    others = [program for program in by_program if program not in TRAINING]
+    trains = ["training"] if by_program.keys() >= {*TRAINING} else [p for p in by_program if p in TRAINING]
+    programs = "all" if len(by_program) == len(parser.MODULES) else ", ".join([*trains, *others])
     text = prose(flag.text.replace("; may differ per role", ""))
     if roles:
         text += f". Per role: {', '.join(roles)}"
@@ -278,13 +285,17 @@ def prometheus_rows() -> list[list[str]]:
     return sorted(rows)
 
 
+def programs_text(metric) -> str:
+    """The programs that have a metric."""
+    trains = {f"train_{name}" for name in TRAINING}
+    return "training" if trains == {*metric.programs} else ", ".join(metric.programs)
+
+
 def metrics_page() -> str:
     """docs/metrics.md."""
     parts, columns = [METRICS_HEAD], ["metric", "unit", "meaning", "present", "programs"]
     for title, metrics in metric_catalog.SECTIONS.items():
-        rows = [
-            [code(m.name), m.unit, prose(m.meaning), prose(m.when) or "always", ", ".join(m.programs)] for m in metrics
-        ]
+        rows = [[code(m.name), m.unit, prose(m.meaning), prose(m.when) or "always", programs_text(m)] for m in metrics]
         parts.append(f"## {title}\n\n{table(columns, rows)}")
     parts.append(PROMETHEUS_HEAD)
     parts.append(table(["metric", "kind", "meaning", "labels"], prometheus_rows()))

@@ -4,7 +4,7 @@
     python tools/report.py runs/new --against runs/old     overlaid curves, changed settings
     python tools/report.py runs/long --steps 1200-1400     every step of a part of a long run
 
-Exit status: 0, or 2 with one line for wrong input. docs/report.md describes the page.
+Exit status: 0, or 2 with one line for wrong input. docs/monitoring.md describes the page.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Runs an untrusted Python program within limits, isolated from the machine (docs/sandbox.md)."""
+"""Runs an untrusted Python program within limits, isolated from the machine (docs/rewards.md)."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""The environment `python-tool`: a tool that runs the policy's Python programs in the sandbox (docs/sandbox.md)."""
+"""The environment `python-tool`: a tool that runs the policy's Python programs in the sandbox (docs/rewards.md)."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def python_tool() -> ToolEnvironment:
     """
     reason = sandbox.available()
     if reason:
-        raise UsageError(f"the tool python: this machine allows no sandbox: {reason}; see docs/sandbox.md")
+        raise UsageError(f"the tool python: this machine allows no sandbox: {reason}; see docs/rewards.md")
     # The tool's own limit ends a program; the environment's is only for a machine that is too slow to start one.
     return ToolEnvironment([program_runner(LIMITS)], timeout=LIMITS.seconds + 30.0)
 

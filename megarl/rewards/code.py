@@ -155,7 +155,7 @@ def load_code(prompts: PromptSet):
     """UsageError if this machine, which will score, cannot run the sandbox."""
     reason = sandbox.available()
     if reason:
-        raise UsageError(f"--reward code: this machine allows no sandbox: {reason}; see docs/sandbox.md")
+        raise UsageError(f"--reward code: this machine allows no sandbox: {reason}; see docs/rewards.md")
 
 
 def _tests(metadata: dict[str, Any] | None) -> list[_Example | _Asserts]:

@@ -38,7 +38,7 @@ def pages_of(nav) -> list[str]:
 
 def test_every_page_is_in_the_navigation_once():
     found = pages_of(configuration()["nav"])
-    assert sorted(found) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+    assert sorted(found) == sorted(["index.md", *(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))])
 
 
 def test_the_site_needs_no_network():
@@ -54,6 +54,8 @@ def test_the_site_needs_no_network():
 def test_links_that_leave_the_docs_become_text():
     text = "[a](../README.md) [b](../README.md#the-code) [c](../megarl/train_rl.py) [d](plan.md)"
     assert docs_hooks.on_page_markdown(text, page=None) == "[a](index.md) [b](index.md) c [d](plan.md)"
+    text = "[a](docs/plan.md#b) ![c](docs/d.png) [e](CONTRIBUTING.md#f)"
+    assert docs_hooks.first_page(text) == "[a](plan.md#b) ![c](d.png) e"
 
 
 def test_the_script_builds_the_site_without_a_warning(tmp_path):

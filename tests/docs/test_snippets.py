@@ -199,7 +199,7 @@ def test_lines_of_megarl_that_a_page_shows_are_in_the_code():
             found = [longest[piece] for piece in longest if len(piece) >= 12 and piece in line]
             is_known = any(re.search(".+?".join(map(re.escape, each)), line) for each in found)
             shown, unknown = shown + 1, unknown + [f"{name}: {line}"] * (not is_known)
-    assert shown > 30 and unknown == []
+    assert shown > 25 and unknown == []
 
 
 # -- files -------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ FILES: dict[str, list[tuple[Callable[[Path], object], object]]] = {
         (lambda path: read_config(str(path)).read('It is fine. {"grade": 7}'), [7.0]),
         (lambda path: [row["judgements"][1]["number"] for row in read_samples(path)], [1.0]),
     ],
-    "docs/quickstart.md": [(lambda path: [row["answer"] for row in read_prompts(path)], ["51"])],
+    "README.md": [(lambda path: [row["answer"] for row in read_prompts(path)], ["51"])],
 }
 
 
@@ -254,10 +254,10 @@ PYTHON: dict[str, list[str]] = {
         "tests/docs/test_examples.py::test_the_driver_of_the_page_runs_unchanged",
     ],
     "docs/data.md": ["tests/programs/test_data_page.py::test_the_python_of_the_page"],
-    "docs/debugging.md": ["tests/programs/test_saved_rollouts.py::test_the_python_of_the_page_reads_a_step"],
     "docs/environments.md": ["tests/docs/test_examples.py::test_the_environments_of_the_page_run_unchanged"] * 2,
     "docs/extending.md": ["tests/docs/test_examples.py::test_the_plug_ins_of_extending_run_unchanged"] * 5
     + ["tests/unit/flags/test_loss_options.py::test_the_loss_file_of_the_docs_works_unchanged"],
+    "docs/failures.md": ["tests/programs/test_saved_rollouts.py::test_the_python_of_the_page_reads_a_step"],
     "docs/huggingface.md": [
         "tests/docs/test_new_family.py::test_the_family_of_the_page_computes_what_transformers_computes"
     ],

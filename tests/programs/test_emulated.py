@@ -204,7 +204,7 @@ def test_memory_that_no_tensor_uses_is_counted(emulator):
 
 @pytest.mark.long
 def test_a_decode_step_of_experts_on_two_ranks_waits_for_nothing_in_its_layers():
-    """The figures of docs/moe.md."""
+    """The figures of docs/figures.md."""
     command = [sys.executable, "-m", "tests.emulator", "--ranks", "2", "tests.emulator.decode_steps"]
     done = subprocess.run(
         [*command, "--num-experts", "4", "--moe-router-topk", "2"], cwd=ROOT, capture_output=True, text=True

@@ -152,7 +152,7 @@ def test_the_files_have_all_fields_of_generation(folder):
 
 def test_the_python_of_the_page_reads_a_step(folder, tmp_path, monkeypatch):
     (code,) = (
-        b.text for b in documents.blocks(documents.text_of(ROOT / "docs" / "debugging.md")) if b.language == "python"
+        b.text for b in documents.blocks(documents.text_of(ROOT / "docs" / "failures.md")) if b.language == "python"
     )
     monkeypatch.chdir(tmp_path)
     Path("run").symlink_to(saved(folder, "ahead with experts"))

@@ -25,7 +25,7 @@ class Constants(NamedTuple):
     step: float  # that the host takes between two steps of the rollout
 
 
-# Bandwidth and FLOPs as measured (docs/gpu.md); in fp32 the data sheet's, at the share that bf16 reaches; gap and call
+# Bandwidth and FLOPs as measured (docs/figures.md); in fp32 the data sheet's, at the share that bf16 reaches; gap, call
 # assumed. `kernel`, `step` and `operator` are those with which a decode step of one request of 1.7 B parameters takes
 # the 2.6 ms of kernels, 3.2 ms in a graph and 26 ms without that were measured. Nothing else was fitted.
 H100 = Constants(
