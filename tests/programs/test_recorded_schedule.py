@@ -41,8 +41,12 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("schedule")
 
 
-@functools.cache
 def recording(folder: Path, name: str, seed: int = 1) -> Path:
+    return recorded_once(folder, name, seed)
+
+
+@functools.cache  # of calls with all arguments: one that left the seed out would run again, in the same folder
+def recorded_once(folder: Path, name: str, seed: int) -> Path:
     flags, roles, _ = RUNS[name]
     return run(folder / f"{name.replace(' ', '-')}-{seed}", roles, f"{flags} {RECORDED}", seed, seed)
 
