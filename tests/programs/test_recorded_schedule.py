@@ -41,8 +41,12 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("schedule")
 
 
-@functools.cache
 def recording(folder: Path, name: str, seed: int = 1) -> Path:
+    return recorded_once(folder, name, seed)
+
+
+@functools.cache  # of calls with all arguments: one that left the seed out would run again, in the same folder
+def recorded_once(folder: Path, name: str, seed: int) -> Path:
     flags, roles, _ = RUNS[name]
     return run(folder / f"{name.replace(' ', '-')}-{seed}", roles, f"{flags} {RECORDED}", seed, seed)
 
@@ -58,7 +62,8 @@ def test_a_replay_has_the_bytes_of_the_recording(name, folder, tmp_path):
     # With a filter the clock, which decides about groups, may leave a step without a batch in other runs, too.
     assert len(with_batch) < STEPS or name != "steps without a batch"
     mixed = max(row["rollout/mixed_version_fraction"] for row in with_batch)
-    assert mixed == 0 if name == "turns" else mixed > 0
+    if name != "steps without a batch":  # whether weights come within one of its few batches is the clock's
+        assert mixed == 0 if name == "turns" else mixed > 0
     assert len({row["rollout/staleness"] for row in with_batch}) > 1
     assert all(row["rollout/staleness_max"] <= 2 or "filter" in flags or "partial" in flags for row in with_batch)
     for number, (roles, more) in enumerate(replays):
