@@ -36,11 +36,11 @@ def asked_and_written(file: Path) -> list[list]:
 
 
 def generated(run: Path, step: int = 1) -> dict[int, list[list]]:
-    """Sequence id -> `FIELDS` of a step's rollout, as `--save-rollouts` keeps it."""
+    """Sequence id -> `FIELDS` of a step's rollout, as `--save-rollouts` keeps it; the last two only of episodes."""
     rows = {}
     for path in (run / f"rollouts/step_{step:08d}").glob("*.safetensors"):
         batch = load_file(path)
-        columns = [batch[name].split(batch["lengths"].tolist()) for name in FIELDS]
+        columns = [batch[name].split(batch["lengths"].tolist()) for name in FIELDS if name in batch]
         rows |= {
             number: [column.tolist() for column in of_sequence]
             for number, *of_sequence in zip(batch["sequence_ids"].tolist(), *columns, strict=True)
