@@ -28,6 +28,7 @@ class Feature:
     texts: int = 1  # first steps whose responses have the same bytes in other layouts; rounding may change later ones
     numbers: int = 9  # first steps whose metrics are the same in other layouts
     tolerance: float = 2e-5  # of these metrics; 0: the bytes
+    needs: str = ""  # a package that is not always installed
     check: Callable[[Path], None] | None = None
 
 

@@ -40,8 +40,9 @@ def _refreshed(flags: str = "", ranks: int = 1, **more) -> Feature:
     return Feature(f"{REFRESH} {flags}", ranks, steps=5, resumed=3, warm_start="experts" not in flags, **more)
 
 
-def _optimized(program: str, flags: str, ranks: int = 1) -> Feature:
-    return Feature(f"--lr-warmup-iters 0 {flags}", ranks, program, resumed=1, warm_start="experts" not in flags)
+def _optimized(program: str, flags: str, ranks: int = 1, needs: str = "") -> Feature:
+    flags = f"--lr-warmup-iters 0 {flags}"
+    return Feature(flags, ranks, program, resumed=1, warm_start="experts" not in flags, needs=needs)
 
 
 MODELS = {
@@ -80,9 +81,16 @@ MODELS = {
     "few bits of factors": _optimized("sft", f"{FEW_BITS} --use-distributed-optimizer --lora-rank 2", 2),
     "few bits, FSDP": _optimized("rl", f"{FEW_BITS} --use-torch-fsdp2 --critic-exp-avg-sq-dtype fp32", 2),
     "frozen experts": _optimized("rl", f"{FROZEN} {EXPERTS} {EP2} --actor-offload --bf16 --mtp-train --mtp-drafts", 2),
+    "muon": _optimized("rl", f"--optimizer muon --critic-optimizer adam {FROZEN} --ema-decay 0.5 --offload",
+                       needs="emerging_optimizers"),
+    "muon of two ranks": _optimized("sft", "--optimizer dist_muon --bf16", 2, "emerging_optimizers"),
+    "muon of experts": _optimized(
+        "rl", f"--optimizer muon {EXPERTS} --mtp-train --mtp-drafts {EP2} --use-distributed-optimizer"
+        " --moe-router-enable-expert-bias --moe-router-score-function sigmoid", 2, "emerging_optimizers"),
     "experts alone": _optimized(  # the optimizer of the other parameters has none
         "rl", f"{FROZEN} *self_attention* *norm* *router* {EXPERTS} {EP2} --use-distributed-optimizer", 2),
-    "factors": Feature(LORA, steps=2, resumed=1, moved=(TP2_SEQUENCE,), layouts=(
+    "factors in another layout": Feature(LORA, steps=2, resumed=1, moved=(TP2_SEQUENCE,)),
+    "factors": Feature(LORA, steps=2, resumed=1, tolerance=0, texts=2, layouts=(
         (2, REFERENCE_APART), (1, "--offload"), (1, "--offload --critic-lora-rank 2 --actor-offload --critic-offload"),
         (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"))),
     "factors in bf16": Feature(f"{LORA} --bf16", steps=2, resumed=1, tolerance=0, texts=2, layouts=(

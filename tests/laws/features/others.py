@@ -2,14 +2,28 @@
 
 from tests.helpers.combinations import EXPERTS
 from tests.helpers.programs import GRADED
-from tests.laws.features.feature import AHEAD, CP2, EP2, GRPO, PP2, SHARDED, SMALL, TP2, TP2_SEQUENCE, TWO, Feature
+from tests.laws.features.feature import (
+    AHEAD,
+    CP2,
+    EP2,
+    FOUR,
+    GRPO,
+    PP2,
+    SHARDED,
+    SMALL,
+    TP2,
+    TP2_SEQUENCE,
+    TWO,
+    Feature,
+)
 
 PAIRS = "--global-batch-size 3 --preference-loss rpo --eval-prompts {heldout_pairs} --eval-interval 3"
 KTO = ("--preference-loss kto --preference-beta 0.5 --prompts {labelled} --eval-prompts {heldout_pairs}"
        " --eval-interval 2 --lr-decay-iters 9")  # fmt: skip
 # With a small epsilon Adam makes whole steps of gradients that are rounding alone, which differs by layout.
 LABELLED = f"{KTO} --lr 0.2 --adam-eps 1 --global-batch-size 5"
-REWARD_TRAINING = "--eval-prompts {heldout_pairs} --eval-interval 3"
+REWARD_TRAINING = ("--global-batch-size 3 --preference-margin 0.3 --centring-coefficient 0.1"
+                   " --eval-prompts {heldout_pairs} --eval-interval 3")  # fmt: skip
 DISTILLED = ("--advantage none --kl-coefficient 0 --entropy-coefficient 0 --reward none --ppo-epochs 1"
              " --minibatch-size 12 --temperature 0.9")  # fmt: skip
 OWN_TEACHER = "--role-map actor=0-1;reward=0;teacher=2-3"
@@ -39,8 +53,10 @@ OTHERS = {
     "pairs, factors": _supervised("preference", f"{PAIRS} --lora-rank 4", layouts=(TWO,)),
     "labels": _supervised("preference", LABELLED, layouts=(
         (1, SMALL), (4, f"{TP2[1]} {SMALL}"), (4, PP2[1]), CP2)),
+    "pairs without a reference": _supervised("preference", f"{PAIRS} --preference-loss simpo"),
     "reward": _supervised("reward", REWARD_TRAINING, layouts=(
-        (1, "--max-tokens-per-microbatch 20"), (2, PP2[1]), TP2_SEQUENCE, CP2, SHARDED)),
+        (1, SMALL), FOUR, TP2_SEQUENCE, CP2, (4, f"{TP2[1]} {PP2[1]} {SMALL}"))),
+    "reward, experts": _supervised("reward", f"{REWARD_TRAINING} {EXPERTS}", layouts=((2, EP2),)),
     "distillation": Feature(f"{DISTILLED} --distill loss {{teacher}}", layouts=(
         TWO, TP2, CP2, TEACHER_TP1, (2, "--actor-pipeline-model-parallel-size 2"), (2, "--use-torch-fsdp2"),
         (2, f"{TEACHER_APART[1]} --offload"),
