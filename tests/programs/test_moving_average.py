@@ -142,7 +142,7 @@ def average_of(save: Path, step: int, new: Path, flags: str = "", head: str = ""
 EXPORTS = {"rl": "", "factors": "", "tensor": "", "bf16 factors": "--bf16"}
 
 
-@pytest.mark.parametrize("name", by_default(EXPORTS, ("rl", "factors")))
+@pytest.mark.parametrize("name", by_default(EXPORTS, ("factors",)))
 def test_the_exported_average_evaluates_to_the_same(name, folder, tmp_path):
     """In the run's precision, on one rank."""
     save = run_of(folder, name)
